@@ -14,6 +14,7 @@ import functools
 import math
 
 # ---- contrastive/data: from a file to batch["views"] ----
+from contrastive.data import MODULES as SETS  # data sets by name; SETS["mine"] = function(split, options) -> Data
 from contrastive.data import load_data, open_data  # one split of a data set; all of a run, as its flags say
 from contrastive.data.batches import Batches  # the training batches
 from contrastive.data.frames import read_frames  # frames of one video
@@ -246,14 +247,14 @@ class Chunks:
         self.pieces = []  # of the inputs, each with the random state of its first pass
         if not self.chunk or self.chunk >= B:
             with self.fast():
-                whole = self.function(inputs)
+                whole = all_there(self.function(inputs))
             return _Border.apply(self._crossed, *whole) if self.tf32 else whole
         parts = []
         with torch.no_grad(), self.fast():
             for i in range(0, B, self.chunk):
                 piece = slice_tensors(inputs, slice(i, i + self.chunk))
                 self.pieces.append((piece, random_state(device)))
-                parts.append(self.function(piece))
+                parts.append(all_there(self.function(piece)))
         self.embeddings = tuple(torch.cat(e).detach().requires_grad_() for e in zip(*parts))  # (B, D) each
         return self.embeddings
 
@@ -287,9 +288,18 @@ class Chunks:
             wait = k == len(self.pieces)  # processes wait for each other in the last chunk only
             with contextlib.nullcontext() if wait else self.accelerator.no_sync(self.model):
                 again = self.function(piece)  # (b, D) each, with a graph
-                used = [(e, whole.grad[rows]) for e, whole in zip(again, self.embeddings) if whole.grad is not None]
+                used = [(e, whole.grad[rows]) for e, whole in zip(again, self.embeddings)
+                        if e.requires_grad and whole.grad is not None]     # not of a frozen encoder
                 torch.autograd.backward([e for e, _ in used], [g.to(e.dtype) for e, g in used])
         set_random_state(after, device)
+
+
+def all_there(embeddings):
+    """The embeddings as they are. Raises: ValueError if one is None, of an encoder without its input."""
+    if any(e is None for e in embeddings):
+        raise ValueError("an encoder got no input, so that its embedding is None; return only what the loss reads, and "
+                         "freeze an encoder that it does not use (docs/forking.md)")
+    return embeddings
 
 
 def random_state(device):

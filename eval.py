@@ -33,6 +33,7 @@ The result is a table, eval.json (metrics and chance as in a run's summary.json)
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import shlex
 import sys
@@ -62,6 +63,8 @@ def parse_args(argv=None):
     g.add_argument("--checkpoint", default="", help="run folder, or a CLIP by transformers id or folder")
     g.add_argument("--image-encoder", default="", help="without --checkpoint: image encoder by name")
     g.add_argument("--text-encoder", default="", help="without --checkpoint: text encoder by name")
+    g.add_argument("--import", nargs="+", default=[], metavar="MODULE", dest="modules",
+                   help="your modules, imported first: their backbones and data sets (docs/forking.md)")
     g.add_argument("--init-from", default="", help="weights loaded into that pair: .safetensors, .pt or .bin")
     g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls", help="of that text encoder")
     g.add_argument("--image-size", type=whole, default=0, help="pixels of a side, of a model by name; 0 = 224")
@@ -225,6 +228,8 @@ class Case:
 
 def main(args):
     """Evaluate, print, write eval.json; returns its content. Raises: UserError if nothing could be measured."""
+    for module in args.modules:
+        importlib.import_module(module)
     subject = Subject(args, join(args.cpu))
     tasks = ["qa"] if hasattr(subject.towers[0], "answers") else ["retrieval", "knn", "gap"]
     tasks = ["zero-shot"] if any(word.partition("=")[0] == SEVENTEEN for word in args.datasets) else tasks

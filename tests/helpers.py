@@ -20,6 +20,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from tools.check import drift as drift  # noqa: F401  (of two trainings; tests import it from here)
+
 CLASSES = ["apple", "pear_tree", "zebra"]  # sample i has class i % 3
 
 
@@ -217,19 +219,6 @@ def panel(drawn, title):
     """The panel of the kept figures (save_figure's arguments) whose title has these words."""
     found, = (ax for fig, _ in drawn for ax in fig.axes if title in ax.get_title())
     return found
-
-
-def drift(got, wanted, start):
-    """How far apart two trainings from `start` ended: of each tensor |got - wanted| / |wanted - start|, the largest.
-
-    A few steps of SGD: rounding gives 1e-6 to 1e-2, a wrong gradient 0.5 and more. A tensor that moves less than a
-    hundredth of all is measured by that hundredth: some gradients are nothing but rounding."""
-    assert got.keys() == wanted.keys() <= start.keys()
-    way = {k: (v - start[k]).double().norm() for k, v in wanted.items() if v.is_floating_point()}
-    least = sum(x ** 2 for x in way.values()) ** 0.5 / 100
-    assert least > 0, "nothing was trained"
-    apart = {k: (got[k] - wanted[k]).double().norm() / max(x, least) for k, x in way.items()}
-    return max((x if x.isfinite() else x.new_tensor(float("inf"))).item() for x in apart.values())
 
 
 def of_set(base, flags):

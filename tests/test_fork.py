@@ -1,17 +1,17 @@
 """docs/forking.md as it stands: a new weighting and schedule run, resume, and are what banner and pictures say."""
 
+import json
+import os
 import re
-import types
+import subprocess
+import sys
 from pathlib import Path
 
-import common
-from contrastive import encoders, figures
-from contrastive.encoders.base import STATS
+from contrastive import figures
 from contrastive.engine.checkpoints import checkpoints_of
 from contrastive.engine.run import Run
 
 import pytest
-import torch
 from PIL import Image
 
 import eval as eval_py
@@ -19,8 +19,9 @@ import launch
 import mama
 import mmts
 import ncl
+import temo
 import temperature_schedules as ts
-from helpers import fork, losses, panel, run_script, steps
+from helpers import fork, losses, panel, run_script, steps, write_images
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "forking.md").read_text(encoding="utf8"), re.S)
@@ -45,7 +46,7 @@ def lose_step_4(folder):
 
 
 def test_the_page_is_short():
-    assert len(BLOCKS) == 7 and sum(block.count("\n") for block in BLOCKS[:6]) <= 27       # the last is no fork
+    assert len(BLOCKS) == 9 and sum(block.count("\n") for block in BLOCKS[:8]) <= 44       # the last is no fork
 
 
 def test_a_weighting_is_what_is_said_drawn_and_resumed(weighting, tmp_path, capsys, pictures):
@@ -116,18 +117,42 @@ def test_a_part_of_own_with_a_rate_of_its_own(tmp_path):
     assert seen[4:] == seen[2:4]
 
 
-def test_a_backbone_of_one_s_own_is_trained_and_loaded(tmp_path, monkeypatch):
-    text = Path(encoders.towers.__file__).read_text(encoding="utf8")
-    start = text.index('    if name == "features":')
-    net = "class MyNet(nn.Sequential):\n    def __init__(self):\n"
-    net += "        super().__init__(nn.Flatten(), nn.Linear(3 * 16 * 16, 64))"
-    towers = types.ModuleType("towers")
-    exec(f"{text[:start]}{BLOCKS[3]}{text[start:]}\n\n{net}\n", towers.__dict__)
-    monkeypatch.setattr(encoders.two_tower, "image_tower", towers.image_tower)
-    run_script(ts, tmp_path / "a", *TINY, "--dataset", "moving-emoji", "--image-encoder", "mynet")
-    model, _, transform = common.load_model(tmp_path / "a")
-    image = torch.zeros(1, 3, 16, 16)
-    assert model(image)[2].shape == (1, 64) and transform.mean == tuple(STATS["imagenet"][0])
+def test_a_backbone_and_a_data_set_of_one_s_own_are_trained_and_evaluated(tmp_path, monkeypatch):
+    """As a user does it: mine.py, then eval.py in a process of its own, from the folder of the pictures."""
+    for split, n in (("train", 24), ("test", 8)):
+        write_images(tmp_path / "pictures" / split, range(n))
+    text = Path(temo.__file__).read_text(encoding="utf8")
+    for old, new in (("import argparse\n", "import argparse\nfrom pathlib import Path\n\nimport timm\n"),
+                     (END, f"\n{BLOCKS[3]}\n\n{BLOCKS[6]}\n{END}")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (tmp_path / "mine.py").write_text(text, encoding="utf8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    flags = [*TINY[:TINY.index("--frames")], "--batch-size", 8, "--max-steps", 2, "--eval-every", 0, "--log-every", 1]
+    flags += ["--dataset", "mine", "--image-encoder", "mynet", "--loss", "infonce", "--learnable-tau"]
+    launch.finish(tmp_path / "mine.py", [*flags, "--output-dir", tmp_path, "--run-name", "a"], tmp_path / "log")
+    command = [sys.executable, ROOT / "eval.py", "--import", "mine", "--checkpoint", "a", "--cpu", "--workers", "0"]
+    done = subprocess.run([*command, "--tasks", "retrieval"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    evaluated = json.loads((tmp_path / "a" / "eval" / "eval.json").read_text())["datasets"]["mine"]["metrics"]
+    trained = json.loads((tmp_path / "a" / "summary.json").read_text())["test"]["mine"]
+    assert evaluated["images"] == 8 and {k: trained[k] for k in evaluated} == evaluated
+    names = {}
+    exec(BLOCKS[7].replace("runs/NAME", "a"), names)
+    assert names["own"].keys() == {"tau.log_tau"}
+
+
+def test_an_encoder_that_is_not_used_is_frozen_or_named(tmp_path):
+    place = "    own.to(run.device)\n"
+    frozen = fork(ncl, tmp_path, place, f"    tower.text.requires_grad_(False)\n{place}")
+    for chunk in (0, 4):
+        run_script(frozen, tmp_path / f"{chunk}", *TINY, "--dataset", "moving-emoji", "--chunk-size", chunk)
+    assert losses(tmp_path / "4") == pytest.approx(losses(tmp_path / "0"), rel=1e-4)
+    own = fork(ncl, tmp_path, ', "tokens": tokens}', "}")
+    for chunk in (0, 4):
+        with pytest.raises(ValueError, match="an encoder got no input, so that its embedding is None"):
+            run_script(own, tmp_path / f"without {chunk}", *TINY, "--dataset", "moving-emoji", "--chunk-size", chunk)
 
 
 def test_an_error_of_one_s_own_evaluation_ends_the_run_at_once(tmp_path):

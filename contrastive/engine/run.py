@@ -360,10 +360,11 @@ class Run:
 
     def save_model(self):
         """Writes the encoders, which load_model reads (model.safetensors, model.json, tokenizer/), and own.safetensors,
-        the parameters of the loss."""
+        the parameters of the loss, if it has any."""
         write_tensors(self.folder / "model.safetensors", self.tower.state_dict())
         own = {k: p for k, p in self.own.named_parameters() if p.requires_grad}
-        write_tensors(self.folder / "own.safetensors", own)
+        if own:
+            write_tensors(self.folder / "own.safetensors", own)
         write_json(self.folder / "model.json", self.spec)
         if self.tokenizer:
             self.tokenizer.save(self.folder / "tokenizer")
