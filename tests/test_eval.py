@@ -552,11 +552,11 @@ def test_class_names_as_captions_and_what_a_fork_adds(tmp_path, monkeypatch, cap
     rows = [(x, f"picture {i}" if i % 5 else "") for i, x in enumerate(write_images(tmp_path / "own", range(40)))]
     whole, test = (str(write_rows(tmp_path / "own" / f"{name}.csv", ["image", "caption", "split"], [
         (*row, split) for row in rows])) for name, split in (("all", "train"), ("eval", "test")))
-    by_name = encoders.two_tower.image_tower
+    by_name = encoders.models.image_tower
     def image_tower(name, *args):
         body = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
         return encoders.base.Tower(body, 12) if name == "mean_tower" else by_name(name, *args)
-    monkeypatch.setattr(encoders.two_tower, "image_tower", image_tower)
+    monkeypatch.setattr(encoders.models, "image_tower", image_tower)
     name = str(tmp_path / "classes")
     folder, own = train(tmp_path / "r", "--dataset", whole, "--eval-datasets", name, test, "--image-encoder",
                         "mean_tower", "--batch-size", "8")

@@ -123,7 +123,7 @@ def test_a_backbone_of_one_s_own_is_trained_and_loaded(tmp_path, monkeypatch):
     net += "        super().__init__(nn.Flatten(), nn.Linear(3 * 16 * 16, 64))"
     towers = types.ModuleType("towers")
     exec(f"{text[:start]}{BLOCKS[3]}{text[start:]}\n\n{net}\n", towers.__dict__)
-    monkeypatch.setattr(encoders.two_tower, "image_tower", towers.image_tower)
+    monkeypatch.setattr(encoders.models, "image_tower", towers.image_tower)
     run_script(ts, tmp_path / "a", *TINY, "--dataset", "moving-emoji", "--image-encoder", "mynet")
     model, _, transform = common.load_model(tmp_path / "a")
     image = torch.zeros(1, 3, 16, 16)

@@ -165,5 +165,5 @@ def test_views_of_a_card_wait_for_nothing_and_are_the_same(monkeypatch):
     plain = view.photometric(x, draws)
     monkeypatch.setattr(torch.Tensor, "nonzero", None)
     assert torch.equal(view.photometric(x.as_subclass(OnCard), draws).as_subclass(torch.Tensor), plain)
-    colours = encoders.two_tower.colours
+    colours = encoders.models.colours
     assert colours((0.1, 0.2, 0.3), torch.device("cpu")) is colours((0.1, 0.2, 0.3), torch.device("cpu"))
