@@ -147,25 +147,20 @@ def hits(folder):
     column = next((c for c in columns if train.column(c) is not None), None)
     if column is None:
         raise UserError(f"{folder}: {args.dataset} has no column {' or '.join(columns)} to take concepts from")
-    rows, right = np.asarray(pieces["index"]), pieces.get("hits")          # hits of questions
+    rows = np.asarray(pieces["index"])
     if args.task == "retrieval":
         rows = rows[pieces["owner"]]                                       # (Q,) of each caption
         right = retrieval_metrics(pieces["text"], pieces["image"], pieces["positives"], ranks=True) == 1
-    of_train, of_test = (concepts_of(data, column) for data in (train, test))
-    has = np.array([of_test[i] != "" for i in rows])                       # (Q,)
+    else:
+        right = np.asarray(pieces["hits"]) > 0
+    names, known = test.names(column), test.column(column)
+    has = np.array([names is None or known[i] >= 0 for i in rows])         # (Q,) -1: without a class
     if not has.all():
         say(f"{folder}: {(~has).sum():,} of {len(has):,} queries have no {column} and are left out")
-    rows, right = rows[has], np.asarray(right, dtype=float)[has]
-    share = {concept: n / len(train) for concept, n in Counter(of_train).items() if concept}
-    return np.array([of_test[i] for i in rows]), right, share, [test.key(i) for i in rows]
-
-
-def concepts_of(data, column):
-    """The concept of each row, a text or the name of a class; "" if it has none."""
-    names = data.names(column)
-    if names is None:
-        return [str(cell) for cell in data.column(column)]
-    return [*map([*names, ""].__getitem__, data.column(column))]           # -1, without a class: the last
+    said = names.__getitem__ if names else str
+    share = {said(c): n / len(train) for c, n in Counter(train.column(column)).items() if not names or c >= 0}
+    rows = rows[has]
+    return np.array([said(known[i]) for i in rows]), right[has].astype(float), share, [test.key(i) for i in rows]
 
 
 def gains(concepts, base, other, share):

@@ -1,7 +1,6 @@
 """Texts: tokenizers, published or learnt from the captions; TeMo's texts T and T~, a caption and its paraphrase."""
 
 import copy
-import itertools
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ from contrastive.engine.processes import UserError, barrier, opening, rank, read
 import numpy as np
 import torch
 
-LOOKED_AT = 20_000  # training captions that are checked for the banner
+LOOKED_AT = 20_000  # training examples whose captions are checked for the banner
 
 
 class Tokenizer:
@@ -162,6 +161,6 @@ def text_words(train, paraphrases, anchor, recipe):
     note = f"T is the caption{' or a paraphrase' * anchor}, T~ a paraphrase, of {len(paraphrases):,} captions"
     if train.streamed:
         return f"{note}; not checked in a stream: for a caption without one {other}"
-    some = list(itertools.islice(train.first_captions(LOOKED_AT), LOOKED_AT))
+    some = list(train.first_captions(LOOKED_AT))
     missing = sum(not p for p in paraphrases.get(some))
     return f"WARNING: {note}; {missing:,} of the first {len(some):,} have none: for these {other}" if missing else note

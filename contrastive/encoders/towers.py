@@ -54,7 +54,8 @@ def hub_stats(name, otherwise):
     """Mean and standard deviation of the pixels of a transformers model, by its preprocessor_config.json if there."""
     from transformers.utils import cached_file
     with opening(name):
-        file = cached_file(name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
+        file = cached_file(name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False,
+                           _raise_exceptions_for_connection_errors=False)
     known = read_json(file) if file else {}
     return tuple(tuple(known.get(f"image_{word}") or otherwise[k]) for k, word in enumerate(("mean", "std")))
 
