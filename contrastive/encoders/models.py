@@ -4,7 +4,9 @@ import functools
 from pathlib import Path
 
 from contrastive.data.pictures import decode
-from contrastive.encoders.base import FEATURES, FROM_FILES, STATS, SmallText, Tower, TwoTower, hub_encoder, masked_mean
+
+from contrastive.encoders.base import (  # isort: skip
+    FEATURES, FROM_FILES, STATS, SmallText, Tower, TwoTower, hub_encoder, masked_mean, small_cnn)
 from contrastive.encoders.questions import QuestionAnswerer
 from contrastive.encoders.ssb import TextHead, VideoTower
 from contrastive.encoders.texts import Tokenizer
@@ -67,12 +69,14 @@ class EvalTransform:
 class VisionEncoder(nn.Module):
     """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
 
-    name: 'ssb' (encoders/ssb.py), or one of image_tower.   embed_dim 0: only features.
+    name: 'small', 'ssb' (encoders/ssb.py), or one of image_tower.   embed_dim 0: only features.
     """
 
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
         super().__init__()
-        if name == "ssb":
+        if name == "small":
+            tower = Tower(small_cnn().to(memory_format=torch.channels_last), 128)
+        elif name == "ssb":
             tower = Tower(VideoTower(features[1], embed_dim), embed_dim)
         else:
             tower = image_tower(name, pretrained, image_size, config, features, frames)

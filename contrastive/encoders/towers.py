@@ -4,7 +4,7 @@ import functools
 from pathlib import Path
 
 from contrastive.data.table import note_commit
-from contrastive.encoders.base import CLIP_VIP, FEATURES, STATS, VIDEO, SmallText, Tower, hub_encoder, small_cnn
+from contrastive.encoders.base import CLIP_VIP, FEATURES, STATS, VIDEO, SmallText, Tower, hub_encoder
 from contrastive.encoders.clip_vip import ClipViP
 from contrastive.engine.processes import UserError, opening, read_json
 
@@ -17,19 +17,17 @@ VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-40
 def image_tower(name, pretrained, image_size, config=None, features=(0, 0), frames=0):
     """The Tower of a name:
 
-    'small'; 'features' (clips as (B, T, F)); 'regions' (VGT's features as they are); 'resnet18-cifar' (3x3 stem, no
-    max-pool); any timm name; 'video_' and a timm ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b'
-    (Video Swin of torchvision, Kinetics-400; also _t, _s); a transformers id or folder with a '/' (of a CLIP its vision
-    tower, with its own projection if D agrees; of others pooled features or the class token); 'clip_vip:' and a CLIP
-    (CLIP-ViP's tower, no mean over frames).
+    'features' (clips as (B, T, F)); 'regions' (VGT's features as they are); 'resnet18-cifar' (3x3 stem, no max-pool);
+    any timm name; 'video_' and a timm ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of
+    torchvision, Kinetics-400; also _t, _s); a transformers id or folder with a '/' (of a CLIP its vision tower, with
+    its own projection if D agrees; of others pooled features or the class token); 'clip_vip:' and a CLIP (CLIP-ViP's
+    tower, no mean over frames).
 
     Args: image_size: pixels of a side.   config: of a transformers model that is rebuilt.   features: (F, T) of
         'features'.   frames: T, for a tower over whole clips."""
     if name == "features":
         body = FeatureEncoder(features[1], features[0])
         return Tower(body, body.width)
-    if name == "small":
-        return Tower(small_cnn().to(memory_format=torch.channels_last), 128)
     if name == "regions":
         return Tower(nn.Identity(), features[1])
     if name in VIDEO_SWIN:
