@@ -145,8 +145,8 @@ def test_zero_shot_reports_both_readings_of_the_prompts(run, hub, tmp_path):  # 
 
 def test_prompts_are_not_cleaned_as_captions(monkeypatch):
     """The CC3M trainer cleans captions alone: a prompt keeps its full stop and its hyphens."""
-    learnt, asked = encoders.tokenizers.train_wordpiece(["a photo of a t-shirt."] * 9), []
-    words = encoders.tokenizers.Tokenizer(learnt, 16, clean=True)
+    learnt, asked = encoders.texts.train_wordpiece(["a photo of a t-shirt."] * 9), []
+    words = encoders.texts.Tokenizer(learnt, 16, clean=True)
     monkeypatch.setattr(evaluation.by_class, "encode_texts", lambda model, words, texts, device: asked.append(
         (texts, words.clean)) or torch.ones(len(texts), 2))
     for prompts in ((), ("a {c}, worn.", "one {c}.")):                     # a set's own prompts, if it has some
