@@ -64,12 +64,12 @@ def last_period(folder):
     per_epoch = summary["steps"] / summary["epochs"]
     end = int(summary["epochs"] / period + 1e-6) * period
     steps, values = (np.array([row[k] for row in rows if name in row and row["step"]]) for k in ("step", name))  # (n,)
-    phases = (1 - (end - steps / per_epoch) / period).round(6)
-    last = (phases >= 0) & (phases <= 1)
+    phases = 1 - (end - steps / per_epoch) / period
+    last = (phases >= -1e-6) & (phases <= 1 + 1e-6)
     if not end or last.sum() < 2:
         raise UserError(f"{folder}: {last.sum()} evaluations on val in its last full period of {period:g} epochs; at "
                         "least two are needed (--eval-every)")
-    return phases[last], values[last]
+    return phases[last].clip(0, 1), values[last]
 
 
 def draw_phase(folders):
