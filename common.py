@@ -23,10 +23,10 @@ from contrastive.data.table import Data, make_table
 from contrastive.data.views import Augment, key_hash, pick, uniforms  # image views and captions from numbers by key
 
 # ---- contrastive/encoders: towers by name ----
-from contrastive.encoders.base import FEATURES, has_batchnorm
+from contrastive.encoders.base import FEATURES, TwoTower, has_batchnorm
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
-from contrastive.encoders.models import QuestionAnswerer, build_model, load_model
-from contrastive.encoders.paraphrases import Paraphrases, drop_and_swap, text_pair, text_words  # T and T~ (TeMo)
+from contrastive.encoders.models import EvalTransform, TextEncoder, VisionEncoder, build_model, load_model
+from contrastive.encoders.questions import QuestionAnswerer
 from contrastive.encoders.ssb import (  # towers over features, and captioning (NCL)
     Captioner,
     captioning_loss,
@@ -34,9 +34,15 @@ from contrastive.encoders.ssb import (  # towers over features, and captioning (
     feature_words,
     support_summary,
 )
-from contrastive.encoders.tokenizers import build_tokenizer, train_wordpiece
+from contrastive.encoders.texts import (  # tokenizers; T and T~ (TeMo)
+    Paraphrases,
+    build_tokenizer,
+    drop_and_swap,
+    text_pair,
+    text_words,
+    train_wordpiece,
+)
 from contrastive.encoders.towers import set_dropout
-from contrastive.encoders.two_tower import EvalTransform, TextEncoder, TwoTower, VisionEncoder
 
 # ---- contrastive/engine: a run and its processes ----
 from contrastive.engine.flags import OneLine, Parser  # argparse with recipes

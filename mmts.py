@@ -60,7 +60,7 @@ Differences from the paper and from the authors' code (released only for EPIC-KI
     65.3, is 65.8 in Tables 2 and 4. In Table 9 the authors' own baseline with refinement (53.1, R@1) is no worse than
     MM-TS (53.0). Section 4.6's gain of 4.3 % mAP (TS, CLIP loss) is 5.3 in Table 4.
 12. Thirds of the test queries by the size of their training cluster (head, mid, tail) are reported; the paper has none.
-13. AVION's tower is VideoViT (encoders/video.py; its docstring gives the differences). AVION's fp16, its random frame
+13. AVION's tower is VideoViT (encoders/towers.py; its docstring gives the differences). AVION's fp16, its random frame
     in each of 16 segments and its captions by relevancy (--caption-relevancy) are here. Table 2 needs LaViLa's weights
     (--init-from). AVION chooses the best epoch on the test split; here the last weights are tested.
 """

@@ -34,7 +34,7 @@ def without_pictures(request):
 @pytest.fixture(scope="session")
 def tokenizer():
     """A WordPiece of a few captions, at most 12 tokens a text."""
-    from contrastive.encoders.tokenizers import Tokenizer, train_wordpiece
+    from contrastive.encoders.texts import Tokenizer, train_wordpiece
     captions = ["red apple", "green pear", "blue bird on a tree", "yet another of them,", "one number 0123456789"]
     return Tokenizer(train_wordpiece(captions * 3), 12)
 

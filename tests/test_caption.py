@@ -134,7 +134,7 @@ def videos(tmp_path_factory):
 
 
 # a 2 x 2 picture, colours as features, 6 words
-SMALL = "--grid 2 2 --candidates 8 --neighbours 2 --frame-encoder colour --max-new-tokens 6 --batch 2 --cpu".split()
+SMALL = "--grid 2 2 --candidates 8 --frame-encoder colour --max-new-tokens 6 --batch 2 --cpu".split()
 
 
 def words_of(dataset, out, model, *more):
@@ -163,11 +163,11 @@ def test_the_picture_shows_frames_from_left_to_right_and_top_to_bottom_in_a_squa
 def test_frames_of_a_short_video_are_repeated_in_order_and_others_are_key_frames(videos):
     features = caption.frame_features("colour", "cpu")
     short = caption.read_candidates(videos / "a.mp4", None, None, 16)  # five different frames
-    shown = [frame_number(x.permute(1, 2, 0).numpy()) for x in caption.chosen_frames(short, features, 6, 12)]
+    shown = [frame_number(x.permute(1, 2, 0).numpy()) for x in caption.chosen_frames(short, features, 12)]
     assert shown == sorted(shown) and set(shown) == set(range(5)) and len(shown) == 12
     many = caption.read_candidates(videos / "c.mp4", None, None, 24)
-    chosen = caption.chosen_frames(many, features, 3, 4)
-    assert torch.equal(chosen, many[mama.key_frames(features(many), 3, 4)])
+    chosen = caption.chosen_frames(many, features, 4)
+    assert torch.equal(chosen, many[mama.key_frames(features(many), q=4)])
 
 
 def test_frame_features_of_a_clip_model_have_unit_length(tiny):
@@ -276,8 +276,8 @@ def test_a_killed_call_goes_on_and_writes_the_same(models, videos, tmp_path, mon
     assert 2 < len(lines) and not (tmp_path / "killed.csv").exists(), "killed too late"
     part.write_text(part.read_text() + '{"video": "d.mp4", "start": 0.78, "en')  # cut in the middle of a line
     calls, true = [], caption.read_candidates
-    monkeypatch.setattr(caption, "draw_descriptions", lambda *args: None)
-    monkeypatch.setattr(caption, "read_candidates", lambda *a: len(a) == 4 and calls.append(a[1]) or true(*a))
+    monkeypatch.setattr(caption, "draw_clips", lambda *args, **sizes: None)
+    monkeypatch.setattr(caption, "read_candidates", lambda *a: calls.append(a[1]) or true(*a))
     caption.main(killed)
     assert len(calls) < 20 and not set(calls) & {row["start"] for row in lines if row["caption"]}
     caption.main(whole)

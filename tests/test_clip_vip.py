@@ -136,7 +136,7 @@ def test_released_names_and_shapes():
         own |= {f"text.body.{k}": p for k, p in whole.text_model.state_dict().items()}
         own |= {"vision.projection.weight": whole.visual_projection.weight,
                 "text.projection.weight": whole.text_projection.weight}
-        found = encoders.clip_vip.released_weights(None, {
+        found = encoders.clip_vip.of_clip_vip(None, {
             k.removeprefix("clipmodel."): v for k, v in released.items()})
         assert released.keys() >= RELEASED and len(released) == 2 * 12 * 16 + 18
         assert {k: v.shape for k, v in found.items() if k in own} == {k: v.shape for k, v in own.items()}

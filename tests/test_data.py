@@ -19,7 +19,7 @@ from contrastive.data.batches import SHARDS_AT_ONCE, epoch_batches, epoch_order
 from contrastive.data.pictures import decode
 from contrastive.data.table import EmptySplit
 from contrastive.data.views import OPERATIONS, crop_batch, gaussian_blur, randaugment, shift_hue
-from contrastive.encoders.paraphrases import Paraphrases
+from contrastive.encoders.texts import Paraphrases
 from contrastive.engine.processes import UserError
 
 import numpy as np

@@ -145,8 +145,8 @@ def test_zero_shot_reports_both_readings_of_the_prompts(run, hub, tmp_path):  # 
 
 def test_prompts_are_not_cleaned_as_captions(monkeypatch):
     """The CC3M trainer cleans captions alone: a prompt keeps its full stop and its hyphens."""
-    learnt, asked = encoders.tokenizers.train_wordpiece(["a photo of a t-shirt."] * 9), []
-    words = encoders.tokenizers.Tokenizer(learnt, 16, clean=True)
+    learnt, asked = encoders.texts.train_wordpiece(["a photo of a t-shirt."] * 9), []
+    words = encoders.texts.Tokenizer(learnt, 16, clean=True)
     monkeypatch.setattr(evaluation.by_class, "encode_texts", lambda model, words, texts, device: asked.append(
         (texts, words.clean)) or torch.ones(len(texts), 2))
     for prompts in ((), ("a {c}, worn.", "one {c}.")):                     # a set's own prompts, if it has some
@@ -552,11 +552,11 @@ def test_class_names_as_captions_and_what_a_fork_adds(tmp_path, monkeypatch, cap
     rows = [(x, f"picture {i}" if i % 5 else "") for i, x in enumerate(write_images(tmp_path / "own", range(40)))]
     whole, test = (str(write_rows(tmp_path / "own" / f"{name}.csv", ["image", "caption", "split"], [
         (*row, split) for row in rows])) for name, split in (("all", "train"), ("eval", "test")))
-    by_name = encoders.two_tower.image_tower
+    by_name = encoders.models.image_tower
     def image_tower(name, *args):
         body = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
         return encoders.base.Tower(body, 12) if name == "mean_tower" else by_name(name, *args)
-    monkeypatch.setattr(encoders.two_tower, "image_tower", image_tower)
+    monkeypatch.setattr(encoders.models, "image_tower", image_tower)
     name = str(tmp_path / "classes")
     folder, own = train(tmp_path / "r", "--dataset", whole, "--eval-datasets", name, test, "--image-encoder",
                         "mean_tower", "--batch-size", "8")

@@ -128,5 +128,5 @@ def test_views_of_a_card_are_the_same():
     draws = torch.rand(9, view.DRAWS, 1, 1, 1, generator=generator)
     plain = view.photometric(x, draws)
     assert torch.equal(view.photometric(x.as_subclass(OnCard), draws).as_subclass(torch.Tensor), plain)
-    colours = encoders.two_tower.colours
+    colours = encoders.models.colours
     assert colours((0.1, 0.2, 0.3), torch.device("cpu")) is colours((0.1, 0.2, 0.3), torch.device("cpu"))

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import common
 from contrastive import data as data_sets
-from contrastive import encoders, engine
+from contrastive import engine
+from contrastive.encoders.base import SmallText
+from contrastive.encoders.towers import FeatureEncoder
 from contrastive.engine.processes import UserError, write_json
 from contrastive.evaluation.meta import balanced_rows, meta_data
 
@@ -114,11 +116,11 @@ class Towers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.vision, self.text = encoders.video.FeatureEncoder(5, 4, width=16), encoders.base.SmallText(30, 7, width=16)
+        self.vision, self.text = FeatureEncoder(5, 4, width=16), SmallText(30, 7, width=16)
         self.register_buffer("unused", torch.zeros(2))
 
     def forward(self, pixels, tokens):
-        return self.vision(pixels), self.text(**tokens), None
+        return self.vision(pixels), self.text(**tokens)[1], None
 
 
 def transformer_batch(n, seed, dtype):

@@ -523,7 +523,7 @@ def test_avion_s_true_shapes():
         vision = common.VisionEncoder(VIT, 256, False, 224, frames=4)
         config = CLIPConfig(text_config=dict(hidden_act="gelu"), vision_config={}).to_dict()
         model = common.TwoTower(vision, common.TextEncoder("clip", 256, False, 77, config=config))
-    out = encoders.video.released_weights(model, {k.removeprefix("module."): v for k, v in state.items()})
+    out = encoders.weights.of_avion(model, {k.removeprefix("module."): v for k, v in state.items()})
     own = {k: v.shape for k, v in model.state_dict().items()}
     assert {k: v.shape for k, v in out.items()} == own and len(own) > 300
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import common
 from contrastive import evaluation, figures
 from contrastive.encoders.sentences import SentenceEncoder
-from contrastive.encoders.tokenizers import Tokenizer
+from contrastive.encoders.texts import Tokenizer
 from contrastive.engine.processes import UserError
 
 import numpy as np

@@ -318,9 +318,6 @@ def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
     assert lines[0] == "video,detail,caption,qa-open,qa-choice" and len(lines) == 1 + 48
     assert lines[11].startswith(f"test 5,short,{texts[0]},") and lines[12].startswith("test 5,detailed,")
     assert f"{'qa-choice':<34}{found[1, :, 0].mean():9.4f}{found[1, :, 1].mean():10.4f}" in capsys.readouterr().out
-    (tmp_path / "short.csv").write_text("video,caption\ntest 3,a thing\ntest 7,x\nval 1,nobody\n")
-    run("--short", str(tmp_path / "short.csv"))
-    assert "2 of 24 videos have a short and a longer caption" in capsys.readouterr().out
     main(tmp_path / "fewer", "--task", "qa-open", "--clips", "64", "24", "23", "--max-steps", "1")
     with pytest.raises(UserError, match="a run on other videos than"):
         run("--short", "noun", of=[folders[0], str(tmp_path / "fewer")])

@@ -6,7 +6,7 @@ import shutil
 
 import common
 from contrastive import data as data_sets
-from contrastive.encoders.tokenizers import Tokenizer
+from contrastive.encoders.texts import Tokenizer
 from contrastive.engine.processes import UserError
 from contrastive.evaluation import answers
 from contrastive.evaluation.meta import meta_data

@@ -269,7 +269,7 @@ def test_resume_keeps_the_tokenizer_of_the_run(resume_here, monkeypatch):
     folder, resume = resume_here
     tokenizer = (folder / "tokenizer" / "tokenizer.json").read_bytes()
     train = common.train_wordpiece
-    monkeypatch.setattr(encoders.tokenizers, "train_wordpiece", lambda captions: train([*captions, *["zebra"] * 9]))
+    monkeypatch.setattr(encoders.texts, "train_wordpiece", lambda captions: train([*captions, *["zebra"] * 9]))
     resume()
     assert (folder / "tokenizer" / "tokenizer.json").read_bytes() == tokenizer
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 import common
 from contrastive import evaluation
 from contrastive.data.clips import Regions
-from contrastive.encoders.tokenizers import Tokenizer
+from contrastive.encoders.texts import Tokenizer
 from contrastive.encoders.vgt import PostNorm, VideoGraph, attend_words, crops, places
 from contrastive.engine.processes import UserError
 

@@ -30,23 +30,16 @@ from contrastive.data import data_options
 from contrastive.data.frames import read_frames
 from contrastive.data.table import VIDEO_TYPES, has_clips
 from contrastive.encoders.frozen import frame_features, summary_model, vision_language_model
+from contrastive.engine import processes
 from contrastive.engine.flags import OneLine
-from contrastive.engine.processes import (
-    UserError,
-    clean_exit,
-    first_line,
-    join,
-    opening,
-    rank,
-    read_json,
-    say,
-    world,
-    write_json,
-)
+from contrastive.engine.processes import UserError, opening, rank, read_json, say, world, write_json
 from contrastive.engine.ranges import count, nonnegative, whole
-from contrastive.figures.mama import draw_descriptions
+from contrastive.figures.base import wrap
+from contrastive.figures.mama import draw_clips
 
+import numpy as np
 import torch
+from PIL import Image
 
 from mama import key_frames
 
@@ -55,35 +48,34 @@ FRAME_PROMPT = "Write a short caption sentence for the image"
 SUMMARY_PROMPT = "Sentences on frames of one video in the order of time:\n{}\nWrite one sentence for the whole video."
 GREY = (122, 116, 104)  # CLIP's mean pixel, with which LLaVA pads
 CELL = 224  # px, the short side of a frame in the picture, at most; the long one at most four times that
-SETTINGS = ("model", "prompt", "template", "grid", "neighbours", "candidates", "frame_encoder", "summary_model",
-            "max_new_tokens", "temperature", "seed", "dtype", "batch")     # on which a caption may depend
+SETTINGS = ("model", "prompt", "grid", "candidates", "frame_encoder", "summary_model", "max_new_tokens", "temperature",
+            "seed", "dtype", "batch")                                      # on which a caption may depend
 
 
 # ---- key frames and the picture ----
-def chosen_frames(frames, features, k, q):
+def chosen_frames(frames, features, q):
     """q key frames (q, 3, H, W) in order of time, out of frames (T, 3, H, W); repeated if fewer differ."""
     new = torch.ones(len(frames), dtype=torch.bool)
     new[1:] = (frames[1:] != frames[:-1]).flatten(1).any(1)  # a short video repeats frames
     frames = frames[new]
-    frames = frames[key_frames(features(frames), k, q)]
+    frames = frames[key_frames(features(frames), q=q)]
     return frames[torch.arange(q) * len(frames) // q]
 
 
 def grid_picture(frames, columns):
     """Frames (n, 3, H, W) uint8 as one square picture (PIL), left to right, top to bottom."""
     from torchvision.transforms.v2.functional import to_pil_image
-    sheet = frames.unflatten(0, (-1, columns)).permute(2, 0, 3, 1, 4)      # (3, rows, H, columns, W)
-    sheet = sheet.flatten(3).flatten(1, 2)                                 # (3, rows * H, columns * W)
-    height, width = sheet.shape[1:]
-    square = torch.tensor(GREY, dtype=torch.uint8)[:, None, None].repeat(1, max(height, width), max(height, width))
-    top, left = (square.shape[1] - height) // 2, (square.shape[2] - width) // 2
-    square[:, top:top + height, left:left + width] = sheet
-    return to_pil_image(square)
+    from torchvision.utils import make_grid
+    sheet = to_pil_image(make_grid(frames, columns, padding=0))            # columns * W wide, rows * H high
+    side = max(sheet.size)
+    square = Image.new("RGB", (side, side), GREY)
+    square.paste(sheet, ((side - sheet.width) // 2, (side - sheet.height) // 2))
+    return square
 
 
-def read_candidates(path, start, end, n, short=CELL):
-    """n frames of a clip, (n, 3, H, W) uint8, short side at most `short` px.   Raises: what a reader raises."""
-    frames = read_frames(path, n, start, end, short=short, long=4 * short)                    # (n, H, W, 3)
+def read_candidates(path, start, end, n):
+    """n frames of a clip, (n, 3, H, W) uint8, short side at most CELL px.   Raises: what a reader raises."""
+    frames = read_frames(path, n, start, end, short=CELL, long=4 * CELL)                      # (n, H, W, 3)
     return torch.from_numpy(frames.copy()).permute(0, 3, 1, 2)
 
 
@@ -125,20 +117,19 @@ def write_all(args, clips, report):
     known = read_known(args.out)
     rows = ({clip: known[clip] for clip in clips} | known).values()
     told, without = ([row for row in rows if bool(row["caption"]) == has] for has in (True, False))
-    with opening(args.out):
-        with open(f"{args.out}.tmp", "w", newline="", encoding="utf8") as f:
-            table = csv.DictWriter(f, ["video", "start", "end", "caption"], extrasaction="ignore")
-            table.writeheader()
-            table.writerows(told)
-        os.replace(f"{args.out}.tmp", args.out)
+    with opening(args.out), open(args.out, "w", newline="", encoding="utf8") as f:
+        table = csv.DictWriter(f, ["video", "start", "end", "caption"], extrasaction="ignore")
+        table.writeheader()
+        table.writerows(told)
     write_json(report, read_json(report) | {"captions": len(told), "without": without})
     say(f"{args.out}: {len(told):,} captions" + "".join(
         f"; {len(without):,} clips have none ({report}), first {row['video']}: {row['why']}" for row in without[:1]))
     mine = [clip for clip in clips if known[clip]["caption"]]
-    drawn = [(read_candidates(clips[clip], *clip[1:], 4, 96), known[clip]["caption"])
-             for clip in mine[::max(1, len(mine) // 6)][:6]]
+    drawn = [(np.concatenate([*read_frames(clips[clip], 4, *clip[1:], short=96, long=384)], 1),
+              wrap(known[clip]["caption"], 50)) for clip in mine[::max(1, len(mine) // 6)][:6]]     # (H, 4 W, 3)
     if drawn:
-        draw_descriptions(drawn, f"{args.out}.png", f"{Path(args.dataset).name}: captions by {Path(args.model).name}")
+        draw_clips(drawn, f"{args.out}.png", f"{Path(args.dataset).name}: captions by {Path(args.model).name}",
+                   width=4.2, words=0.3)
 
 
 # ---- captions ----
@@ -154,9 +145,9 @@ def work(args, batches):
             try:
                 candidates = read_candidates(path, *clip[1:], args.candidates)
             except Exception as error:                                     # a bad sample
-                said[clip] = {"caption": "", "why": first_line(error)}
+                said[clip] = {"caption": "", "why": processes.first_line(error)}
                 continue
-            frames[clip] = chosen_frames(candidates, features, args.neighbours, columns * rows)
+            frames[clip] = chosen_frames(candidates, features, columns * rows)
         torch.manual_seed(common.key_hash(f"{args.seed} {batch[0][0]}"))
         if frames and not summaries:
             texts = answers([grid_picture(x, columns) for x in frames.values()], args.prompt)
@@ -181,14 +172,11 @@ def parse_args(argv=None):
     p.add_argument("--model", default="llava-hf/llava-1.5-7b-hf", help="image-text-to-text model, hub id or folder")
     p.add_argument("--grid", type=count, nargs=2, default=[3, 4], metavar=("COLUMNS", "ROWS"),
                    help="of the picture, one key frame a place (paper: 3x4, Table 7; its authors' demo: 4 3)")
-    p.add_argument("--neighbours", type=count, default=6, help="K of Eq. 14, nearest neighbours (paper: 6)")
     p.add_argument("--candidates", type=count, default=64,
                    help="evenly spaced frames of which the key frames are chosen (paper: random frames)")
     p.add_argument("--frame-encoder", default="facebook/dinov2-small",
                    help="features of Eqs. 14-15: timm name, transformers id, folder, or colour (no model, crude)")
     p.add_argument("--prompt", default=PROMPT, help="what the model is asked (paper: the default)")
-    p.add_argument("--template", default="", help="text with {} for the prompt, such as 'USER: <image>\\n{} "
-                                                  "ASSISTANT:'; empty = the model's own")
     p.add_argument("--summary-model", default="", help="language model, hub id or folder, that sums up captions of the "
                                                        "key frames (Table 5), instead of one caption of their picture")
     p.add_argument("--max-new-tokens", type=count, default=77, help="longest caption, in tokens")
@@ -209,7 +197,7 @@ def main(argv=None):
     settings = {k: getattr(args, k) for k in SETTINGS}
     if Path(args.out).exists() > report.exists() or read_json(report, {"settings": settings})["settings"] != settings:
         raise UserError(f"--out {args.out}: was made with other settings, see {report.name}; name another file")
-    join(cpu=True)                                                         # the processes share only files
+    processes.join(cpu=True)                                                         # the processes share only files
     if rank() == 0:
         write_json(report, read_json(report, {}) | {"settings": settings})
     done = {clip for clip, row in read_known(args.out).items() if row["caption"]}
@@ -224,5 +212,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    with clean_exit():
+    with processes.clean_exit():
         main()

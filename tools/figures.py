@@ -44,15 +44,13 @@ MARGINS = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
 
 
 def args_of(folders, varied):
-    """The flags of each run.   Raises: UserError if the runs differ in others than `varied`, or one is named twice."""
+    """The flags of each run.   Raises: UserError if the runs differ in others than `varied`."""
     runs = [read_json(Path(folder) / "args.json") for folder in folders]
     for folder, args in zip(folders, runs):
-        if other := [k for k in sorted({*runs[0], *args} - varied - ASIDE) if runs[0].get(k) != args.get(k)]:
-            k = other[0]
-            raise UserError(f"{folder} and {folders[0]} differ in --{k.replace('_', '-')} ({args.get(k)}, "
-                            f"{runs[0].get(k)}): they cannot be compared")
-    if len({Path(f).resolve() for f in folders}) < len(folders):
-        raise UserError(f"{folders[0]} ...: a run is named twice")
+        for k in sorted({*runs[0], *args} - varied - ASIDE):
+            if runs[0].get(k) != args.get(k):
+                raise UserError(f"{folder} and {folders[0]} differ in --{k.replace('_', '-')} ({args.get(k)}, "
+                                f"{runs[0].get(k)}): they cannot be compared")
     return runs
 
 
@@ -61,18 +59,17 @@ def last_period(folder):
     """(phases (M,), few-shot accuracies on val (M,)) of a run's last full period, which ends at phase 1."""
     with opening(folder):
         args, summary = (read_json(Path(folder) / name) for name in ("args.json", "summary.json"))
-        period, per_epoch = args["period"], summary["steps"] / summary["epochs"]
-        end, found = int(summary["epochs"] / period + 1e-6) * period, {}
-        for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines():
-            row = json.loads(line)
-            value = flatten(row).get(f"eval/{args['dataset']}/few-shot/top1")
-            phase = 1 - (end - row["step"] / per_epoch) / period
-            if value is not None and row["step"] and -1e-6 <= phase <= 1 + 1e-6:
-                found[min(max(phase, 0.0), 1.0)] = value
-    if not end or len(found) < 2:
-        raise UserError(f"{folder}: {len(found)} evaluations on val in its last full period of {period:g} epochs; at "
+        rows = [flatten(json.loads(line)) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    name, period = f"eval/{args['dataset']}/few-shot/top1", args["period"]
+    per_epoch = summary["steps"] / summary["epochs"]
+    end = int(summary["epochs"] / period + 1e-6) * period
+    steps, values = (np.array([row[k] for row in rows if name in row and row["step"]]) for k in ("step", name))  # (n,)
+    phases = 1 - (end - steps / per_epoch) / period
+    last = (phases >= -1e-6) & (phases <= 1 + 1e-6)
+    if not end or last.sum() < 2:
+        raise UserError(f"{folder}: {last.sum()} evaluations on val in its last full period of {period:g} epochs; at "
                         "least two are needed (--eval-every)")
-    return np.array(sorted(found)), np.array([found[p] for p in sorted(found)])
+    return phases[last].clip(0, 1), values[last]
 
 
 def draw_phase(folders):
@@ -100,13 +97,12 @@ def lines_over(axis, same, points):
     every line over mu.
 
     points: {mu: a0 / a1, radians, 0 = no margin; a2, None if not used; value} of each run."""
-    out = {}
-    for p in (p for p in points if p["mu"] and p[axis] is not None):
-        label = "constant" if p[same] is None else f"{same} = {p[same]:g}"
-        out.setdefault(label, {}).setdefault(p[axis], []).append(p["value"])
-    without = {0.0: [p["value"] for p in points if not p["mu"]]}
-    if axis == "mu" and without[0.0]:
-        out = {label: without | line for label, line in out.items()}
+    out, without = {}, [p["value"] for p in points if not p["mu"]]
+    for p in points:
+        if p["mu"] and p[axis] is not None:
+            label = "constant" if p[same] is None else f"{same} = {p[same]:g}"
+            line = out.setdefault(label, {0.0: without} if axis == "mu" and without else {})
+            line.setdefault(p[axis], []).append(p["value"])
     return {label: line for label, line in sorted(out.items()) if len(line) > 1}
 
 
@@ -161,10 +157,10 @@ def hits(folder):
     has = np.array([names is None or known[i] >= 0 for i in rows])         # (Q,) -1: without a class
     if not has.all():
         say(f"{folder}: {(~has).sum():,} of {len(has):,} queries have no {column} and are left out")
-    rows, right = rows[has], np.asarray(right, dtype=float)[has]
     said = names.__getitem__ if names else str
     share = {said(c): n / len(train) for c, n in Counter(train.column(column)).items() if not names or c >= 0}
-    return np.array([said(known[i]) for i in rows]), right, share, [test.key(i) for i in rows]
+    rows = rows[has]
+    return np.array([said(known[i]) for i in rows]), right[has].astype(float), share, [test.key(i) for i in rows]
 
 
 def gains(concepts, base, other, share):

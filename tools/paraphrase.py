@@ -52,17 +52,16 @@ def main(argv=None):
     for flag in ("--data-dir", "--video-dir", "--image-column", "--caption-column"):
         p.add_argument(flag, default="", help="as in training")
     args = p.parse_args(argv)
-    out, by, rows = Path(args.out), f"{args.model}, {LENGTH} tokens", []
+    out, by = Path(args.out), f"{args.model}, {LENGTH} tokens"
     with opening(f"--out {out}"):
         out.touch()
-        whole, end, cut = out.read_text(encoding="utf8").rpartition("\n")
-        rows = [json.loads(line) for line in whole.splitlines()]
+        lines = out.read_text(encoding="utf8").splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill has cut the last one
         for row in rows:
             if (row["by"], len(row["paraphrases"])) != (by, args.per_caption):
                 raise UserError(f"--out {out}: has {len(row['paraphrases'])} paraphrases of a caption by {row['by']}, "
                                 f"not {args.per_caption} by {by}; name another file")
-        if cut:                                                            # a kill has cut the last line
-            out.write_text(whole + end, encoding="utf8")
+        out.write_text("".join(lines[:len(rows)]), encoding="utf8")
     done, data = {row["caption"] for row in rows}, common.load_data(args.dataset, "train", **data_options(args))
     todo = [caption for caption in dict.fromkeys(data.first_captions()) if caption not in done]
     say(f"{len(done)} captions are in {out}, {len(todo)} to do")

@@ -20,7 +20,8 @@ from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say
 from contrastive.evaluation.embed import encode_images, encode_texts
 from contrastive.evaluation.metrics import normalize
-from contrastive.figures.mama import draw_scores
+from contrastive.figures.base import picture, wrap
+from contrastive.figures.mama import draw_clips
 
 import numpy as np
 import torch
@@ -29,20 +30,16 @@ import torch
 def short_captions(data, wanted):
     """[a short caption of each row, "" if there is none].
 
-    wanted: "" = the row's own caption with the fewest words; a column with class names; or a csv with columns video and
-    caption, where video is the key of a row or the name of its file (with start and end for windows)."""
+    wanted: "" = the row's own caption with the fewest words; a column with class names; or a csv with columns video (a
+    row's file; with start and end for windows) and caption."""
     own = [data.captions(i) for i in range(len(data))]
     if not wanted:
         return [min(texts, key=words, default="") for texts in own]
     if (names := data.names(wanted)) is not None:
         classes = [names[c] if c >= 0 else "" for c in data.column(wanted)]  # -1: without a class
         return [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" if name else "" for name in classes]
-    if data.sources is not None:
-        with_them = add_captions(data, Path(wanted))
-        return [next((t for t in with_them.captions(i) if t not in texts), "") for i, texts in enumerate(own)]
-    with opening(f"--short {wanted}"), open(wanted, newline="", encoding="utf-8-sig") as f:
-        of = {row["video"]: row["caption"] for row in csv.DictReader(f)}
-    return [of.get(key, "") for key in data.keys()]
+    with_them = add_captions(data, Path(wanted))
+    return [next((t for t in with_them.captions(i) if t not in texts), "") for i, texts in enumerate(own)]
 
 
 def words(text):
@@ -113,8 +110,11 @@ def main(argv=None):
         say(f"{name[-32:]:<34}{short.mean():9.4f}{detailed.mean():10.4f}{100 * (detailed > short).mean():15.1f} %")
     say(f"(mean cosine over {len(rows):,} videos; share with the detailed one higher)")
     some = np.sort(np.random.default_rng(0).permutation(len(rows))[:4])
-    draw_scores(data, [(rows[at], pairs[rows[at]], scores[:, at].T.tolist()) for at in some], names, f"{args.out}.png",
-                title=f"{data.name} ({data.split}): cosine with a short and a detailed caption (Tables 9, 10)")
+    words = ["\n\n".join(f"{wrap(caption, 36, 5)}\n{' | '.join(f'{x:.3f}' for x in of_runs)}"
+                         for caption, of_runs in zip(pairs[rows[at]], scores[:, at].T)) for at in some]
+    draw_clips([(picture(data, rows[at]), below) for at, below in zip(some, words)], f"{args.out}.png",
+               f"{data.name} ({data.split}): cosine with a short and a detailed caption (Tables 9, 10)\n"
+               f"scores by {' | '.join(names)}", width=3.2, words=1.8)
     return scores
 
 

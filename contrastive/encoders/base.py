@@ -1,5 +1,6 @@
-"""The parts of encoders: pixel statistics, the small towers, the description of a tower, transformers by id."""
+"""The parts of encoders: pixel statistics, the small towers, a tower and a pair of them, transformers by id."""
 
+import functools
 import typing
 
 from contrastive.data.table import note_commit
@@ -14,11 +15,11 @@ STATS = {  # mean and standard deviation of the pixels, named after the weights 
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5,) * 3, (0.5,) * 3),
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
-VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
 FEATURES = ("features", "ssb")  # towers over precomputed features of a clip, of ncl.py
 FROM_FILES = (*FEATURES, "regions")  # and VGT's, of mama.py: all that read no pixels
 VIDEO = "video_"  # prefix of a timm ViT's name: one transformer over the patches of all frames
 CLIP_VIP = "clip_vip:"  # prefix of a CLIP's transformers id or folder: the same with proxy tokens, encoders/clip_vip.py
+FULL = {"dtype": torch.float32, "trust_remote_code": False}  # of transformers; some are saved in half precision
 
 
 def has_batchnorm(model):
@@ -86,9 +87,10 @@ def small_cnn(width=32):
 
 
 class Transformer(nn.ModuleList):
-    """Pre-norm layers, dropout 0 unless set: x (B, L, width), keep (B, L) bool, True at a token -> (B, L, width).
+    """Pre-norm layers: x (B, L, width), keep (B, L) bool, True at a token -> (B, L, width).
 
-    first: the last layer returns only so many of the first tokens, (B, first, width); 0 = all."""
+    first: the last layer returns only so many of the first tokens, (B, first, width); 0 = all.
+    dropout: of x, the attention and the MLP; 0 unless set_dropout sets it."""
 
     def __init__(self, width, layers, heads):
         super().__init__([nn.ModuleDict({
@@ -97,24 +99,23 @@ class Transformer(nn.ModuleList):
             for _ in range(layers)])
         self.heads, self.dropout = heads, 0.0
 
-    def drop(self, x):
-        return F.dropout(x, self.dropout, self.training)
-
     def forward(self, x, keep, first=0):
         B, L = keep.shape
+        drop = functools.partial(F.dropout, p=self.dropout, training=self.training)
+        x = drop(x)
         for b in self:
             qkv = b["qkv"](b["norm1"](x)).view(B, L, 3, self.heads, -1)  # (B, L, 3, heads, width / heads)
             q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads) each
             if first and b is self[-1]:
                 q, x = q[:, :, :first], x[:, :first]
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None])
-            x = x + self.drop(b["out"](y.transpose(1, 2).flatten(2)))
-            x = x + self.drop(b["fc2"](F.gelu(b["fc1"](b["norm2"](x)))))
+            x = x + drop(b["out"](y.transpose(1, 2).flatten(2)))
+            x = x + drop(b["fc2"](F.gelu(b["fc1"](b["norm2"](x)))))
         return x
 
 
 class SmallText(nn.Module):
-    """A transformer over WordPiece ids; mean over the tokens: (B, L) -> (B, width). dropout: see set_dropout."""
+    """A transformer over WordPiece ids (B, L) -> hidden states of the tokens (B, L, width), their mean (B, width)."""
 
     def __init__(self, vocabulary, length, width=128, layers=1, heads=4):
         super().__init__()
@@ -125,15 +126,11 @@ class SmallText(nn.Module):
         self.blocks = Transformer(width, layers, heads)
         self.norm = nn.LayerNorm(width)
 
-    def words(self, input_ids, attention_mask):
-        """Hidden states of the tokens, (B, L, width), and their mean, (B, width)."""
+    def forward(self, input_ids, attention_mask):
         keep = attention_mask.bool()  # (B, L)
-        x = self.blocks.drop(self.token(input_ids) + self.position[:keep.shape[1]])  # (B, L, width)
+        x = self.token(input_ids) + self.position[:keep.shape[1]]  # (B, L, width)
         x = self.norm(self.blocks(x, keep))
         return x, masked_mean(x, keep)
-
-    def forward(self, input_ids, attention_mask):
-        return self.words(input_ids, attention_mask)[1]
 
 
 def channels_last(network):
@@ -153,65 +150,51 @@ class Tower(typing.NamedTuple):
     read: object = None               # function (encoder, pixels) -> features, if body(frames) does not return them
 
 
-def hub_encoder(name, tower, pretrained, config):
-    """A transformers model, its width, its CLIP projection (or None) and its config as a dict."""
+class TwoTower(nn.Module):
+    """An image encoder and a text encoder into one space. DDP needs one forward for everything that a step encodes.
+
+    forward(pixels, tokens) -> image (B, D), text (B, D), features (B, width); embeddings are not normalised.
+    """
+
+    def __init__(self, vision, text):
+        super().__init__()
+        self.vision, self.text = vision, text
+
+    def forward(self, pixels=None, tokens=None):
+        features, image = self.vision(pixels) if pixels is not None else (None, None)
+        return image, self.text(**tokens) if tokens is not None else None, features
+
+
+def hub_encoder(name, half, pretrained, config):
+    """The Tower of a transformers model by id or folder; of a CLIP the 'vision' or 'text' half, with its projection.
+
+    config: of a model that is rebuilt, as a dict; else None."""
     import transformers
     with opening(name):
         if config:
             config = transformers.AutoConfig.for_model(**config)
         else:
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        encoder_alone = tower == "text" and config.model_type == "t5"
-        auto = transformers.AutoModelForTextEncoding if encoder_alone else transformers.AutoModel
+        encoder_alone = half == "text" and config.model_type == "t5"
+        kind = transformers.AutoModelForTextEncoding if encoder_alone else transformers.AutoModel
         if hasattr(config, "mask_ratio"):
             config.mask_ratio = 0.0  # of ViT-MAE, which would drop patches in evaluation, too
-        full = dict(dtype=torch.float32, trust_remote_code=False)  # some are saved in half precision
-        whole = published(auto, name, config, **full) if pretrained else auto.from_config(config, **full)
-        if config.model_type == "clip":
-            body, projection = ((whole.vision_model, whole.visual_projection) if tower == "vision" else
-                                (whole.text_model, whole.text_projection))
-            return body, body.config.hidden_size, projection, config.to_dict()
-        return whole, getattr(config, "hidden_size", 0) or config.hidden_sizes[-1], None, config.to_dict()
+        body = published(kind, name, config) if pretrained else kind.from_config(config, **FULL)
+        if config.model_type != "clip":
+            width = getattr(config, "hidden_size", 0) or config.hidden_sizes[-1]
+            return Tower(body, width, config=config.to_dict())
+        projection = body.visual_projection if half == "vision" else body.text_projection
+        body = body.vision_model if half == "vision" else body.text_model
+        return Tower(body, body.config.hidden_size, projection, config.to_dict())
 
 
-def published(kind, name, config, **more):
+def published(kind, name, config):
     """The transformers model of a class, id and config with its published weights.
 
     Raises: UserError if they lack most of the model's tensors, which would silently be random."""
-    model, found = kind.from_pretrained(name, config=config, output_loading_info=True, **more)
+    model, found = kind.from_pretrained(name, config=config, output_loading_info=True, **FULL)
     note_commit(name)
     missing = sorted(k for k in found["missing_keys"] if "pooler" not in k)
     if 2 * len(missing) > len(model.state_dict()):
         raise UserError(f"{name}: its weights lack {missing[0]} and {len(missing) - 1} more: they are another model's")
     return model
-
-
-def read_hub(encoder, pixels):
-    """Pooled features of a transformers model, or its class token if it has none, or a pooler with a layer of its own,
-    which many published weights lack (ViT, DeiT); I-JEPA: the mean of the patches.
-
-    Returns: (B * T, width)."""
-    frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
-    found = encoder.body(pixel_values=frames)
-    pooled = getattr(found, "pooler_output", None)
-    if (encoder.config or {}).get("model_type") == "ijepa":  # it has neither
-        return found.last_hidden_state.mean(1)
-    if pooled is None or hasattr(getattr(encoder.body, "pooler", None), "dense"):
-        return found.last_hidden_state[:, 0]
-    return pooled.flatten(1)  # a ResNet's is (B * T, width, 1, 1)
-
-
-def read_words(encoder, input_ids, attention_mask):
-    """Hidden states of the tokens, (B, L, width), and pooled, (B, width): CLIP's pooling, the first token, the mean."""
-    mask = attention_mask  # transformers asks one of (B, L) whether it is all 1, which waits for a card
-    if encoder.is_clip:
-        mask = None  # causal, and pads follow the end token: nothing that is read sees them
-    elif encoder.config["model_type"] in ("bert", "distilbert"):
-        mask = attention_mask[:, None, None].bool()  # (B, 1, 1, L), which is taken as it is
-    found = encoder.body(input_ids=input_ids, attention_mask=mask)
-    words = found.last_hidden_state
-    if encoder.is_clip:
-        return words, found.pooler_output
-    if encoder.pooling == "mean":
-        return words, masked_mean(words, attention_mask)
-    return words, words[:, 0]

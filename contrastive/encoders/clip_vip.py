@@ -74,7 +74,7 @@ def attend(attention, x, M, T):
     return attention.out_proj(torch.cat([proxies, patches], 2).transpose(1, 2).flatten(2))
 
 
-def released_weights(model, weights):
+def of_clip_vip(_, weights):
     """{our name: tensor} of CLIP-ViP's state dict, {its name: tensor} without `clipmodel.` in front."""
     towers = {"vision_model": "vision.body.clip", "text_model": "text.body", "visual_projection": "vision.projection",
               "text_projection": "text.projection"}

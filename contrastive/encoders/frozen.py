@@ -4,9 +4,9 @@ import functools
 import math
 
 from contrastive.encoders.base import STATS, hub_encoder, masked_mean
-from contrastive.encoders.tokenizers import build_tokenizer
+from contrastive.encoders.models import EvalTransform, VisionEncoder, colours
+from contrastive.encoders.texts import build_tokenizer
 from contrastive.encoders.towers import hub_stats
-from contrastive.encoders.two_tower import EvalTransform, VisionEncoder, colours
 from contrastive.engine.processes import UserError, opening
 from contrastive.evaluation.metrics import normalize
 
@@ -27,8 +27,8 @@ class Expert:
         self.kind, self.transform, self.device, self.pooling = kind, transform, device, pooling
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision) if device.type == "cuda" else None
         self.autocast = functools.partial(torch.autocast, device.type, half, enabled=half is not None)
-        self.model, _, _, self.config = hub_encoder(name, "vision" if kind == "image" else "text", True, None)
-        self.model = self.model.to(device).eval().requires_grad_(False)
+        tower = hub_encoder(name, "vision" if kind == "image" else "text", True, None)
+        self.model, self.config = tower.body.to(device).eval().requires_grad_(False), tower.config
         self.tokenizer = build_tokenizer(name, 128) if kind == "text" else None
         side = self.config.get("image_size") or self.config.get("vision_config", {}).get("image_size") or 224
         family = self.config.get("model_type", "")
@@ -86,13 +86,12 @@ def vision_language_model(args, device):
         processor.tokenizer.padding_side = "left"
         model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=args.dtype, trust_remote_code=False)
     model = model.to(device).eval()
-    template = args.template or TEMPLATES.get(model.config.model_type, "{}")
-    chat = getattr(processor, "chat_template", None) and not args.template
+    template = TEMPLATES.get(model.config.model_type, "{}")
 
     def answers(pictures, prompt):
         content = [{"type": "image"}, {"type": "text", "text": prompt}]
         text = (processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-                if chat else template.replace("{}", prompt))
+                if processor.chat_template else template.format(prompt))
         inputs = processor(images=[[p] for p in pictures], text=[text] * len(pictures), padding=True,
                            return_tensors="pt")
         return _generate(model, inputs.to(device, model.dtype), processor.tokenizer, args)

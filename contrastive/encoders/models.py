@@ -1,117 +1,166 @@
-"""The model of a run from its flags, and of a finished run from its folder; the model that answers questions."""
+"""The image and the text encoder of a run, the view of an image that they read, and the model of a finished run."""
 
 import functools
-import math
 from pathlib import Path
 
-from contrastive.encoders.base import FROM_FILES, STATS, Transformer
-from contrastive.encoders.tokenizers import Tokenizer
-from contrastive.encoders.towers import freeze_unused
-from contrastive.encoders.two_tower import EvalTransform, TextEncoder, TwoTower, VisionEncoder
+from contrastive.data.pictures import decode
+
+from contrastive.encoders.base import (  # isort: skip
+    FEATURES, FROM_FILES, STATS, SmallText, Tower, TwoTower, hub_encoder, masked_mean, small_cnn)
+from contrastive.encoders.questions import QuestionAnswerer
+from contrastive.encoders.ssb import TextHead, VideoTower
+from contrastive.encoders.texts import Tokenizer
+from contrastive.encoders.towers import freeze_unused, image_tower
 from contrastive.encoders.vgt import VGT
 from contrastive.encoders.weights import init_from
-from contrastive.engine.processes import UserError, gather, opening, positive_index, read_json
-from contrastive.evaluation.metrics import normalize
+from contrastive.engine.processes import UserError, opening, read_json, say
 
+import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 
-class QuestionAnswerer(TwoTower):
-    """Videos and questions -> scores of answers.
+@functools.lru_cache
+def colours(values, device):
+    """Three numbers as (3, 1, 1), kept on the device: each copy would wait for a card."""
+    return torch.tensor(values, device=device)[:, None, None]
 
-    Args:
-        vision, text: the towers.
-        answers: the vocabulary of open questions, most frequent first; [] = questions with choices.
-        model: 'fusion'; or 'dual', only for questions with choices.
-        layers: of the fusion.   frames: the most frames that a clip may have.
-        similarity: how videos are compared with texts: 'pooled', before the fusion; or 'fused', by a pass through it.
-    block: how many texts at a time go through the fusion with all videos; 0 = automatic, see by_rows.
+
+class EvalTransform:
+    """Deterministic view: (3, H, W) uint8, a PIL image or a path -> (3, size, size) float, normalised.
+
+    resize: 'crop' scales the short side and cuts the centre; 'squash' changes the aspect, as the CC3M trainer.
+    part: the part of the short side that 'crop' keeps, 1 = all of it; 0.875 = resize to 256, cut 224.
+    bicubic: as CLIP's own; else bilinear, as the views of training."""
+
+    def __init__(self, size, mean, std, resize="crop", part=1.0, bicubic=False):
+        self.size, self.mean, self.std, self.resize = size, tuple(mean), tuple(std), resize
+        self.short, self.bicubic = round(size / part), bicubic
+
+    def raw(self, image):
+        """(..., 3, H, W) uint8 -> (..., 3, size, size) uint8; features stay as they are."""
+        if image.is_floating_point():
+            return image
+        from torchvision.transforms.v2 import InterpolationMode
+        from torchvision.transforms.v2 import functional as V
+        how = InterpolationMode.BICUBIC if self.bicubic else InterpolationMode.BILINEAR
+        resize = functools.partial(V.resize, interpolation=how, antialias=True)
+        if self.resize == "squash":
+            return resize(image, [self.size, self.size])
+        return V.center_crop(resize(image, [self.short]), [self.size, self.size])
+
+    def normalise(self, x):
+        """(..., 3, S, S) float in 0..1 -> normalised."""
+        return (x - colours(self.mean, x.device)).div_(colours(self.std, x.device))
+
+    def __call__(self, image):
+        if isinstance(image, (str, Path)):
+            image = decode(image)
+        elif not torch.is_tensor(image):
+            image = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        if not image.is_floating_point():
+            return self.normalise(self.raw(image).float() / 255)
+        if image.ndim > 2 and image.shape[-3] == 3:  # (T, F) are features
+            raise ValueError("pixels are uint8, 0..255; a float image may be normalised already")
+        return image
+
+
+class VisionEncoder(nn.Module):
+    """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
+
+    name: 'small', 'ssb' (encoders/ssb.py), or one of image_tower.   embed_dim 0: only features.
     """
-    by_rows = staticmethod(lambda function, *rows, columns: function(*rows))  # a script's, which cuts them into blocks
 
-    def __init__(self, vision, text, answers=(), model="fusion", layers=2, frames=1, similarity="pooled"):
-        super().__init__(vision, text)
-        self.answers, self.model, self.frames, self.similarity = list(answers), model, frames, similarity
-        if model == "dual":
-            self.log_scale = nn.Parameter(torch.tensor(1 / 0.07).log())    # as CLIP's
-            return
-        width = text.width
-        self.frame = nn.Linear(vision.width, width)
-        self.place = nn.Parameter(torch.randn(1 + frames, width) * 0.02)   # of [CLS] and of each frame
-        self.fusion = Transformer(width, layers, next(h for h in (12, 8, 4, 2, 1) if width % h == 0))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, max(1, len(self.answers)))
-        if similarity == "fused":
-            self.pair = nn.Parameter(torch.randn(2, width) * 0.02)
-            vision.projection.requires_grad_(False)                        # no loss uses them: DDP would wait for them
-            text.projection.requires_grad_(False)
-
-    def forward(self, pixels=None, tokens=None, question=None, choices=None):
-        """pixels (B, [T,] 3, S, S); tokens (B, L) of the texts paired with them, None in evaluation; question: tokens
-        (B, L); choices: tokens (B, C, L) of "question choice", and `there` (B, C), False for a choice that is missing.
-
-        Returns: video (B, D), text (B, D), scores (B, A) of the vocabulary or (B, C) of choices, -inf for a missing
-            one; without a question what TwoTower returns. With fused similarity and tokens, video and text are instead
-            the cosines (B, N) with all texts and all videos of the global batch: see `cosines`.
-        """
-        if question is None:
-            return super().forward(pixels, tokens)
-        frames = self.vision.frames(pixels)                                # (B * T, width)
-        _, video = self.vision.pool(frames, pixels)                        # (B, D)
-        frames = frames.unflatten(0, (len(pixels), -1))                    # (B, T, width)
-        paired = None
-        if tokens is not None and self.similarity == "fused":
-            video, paired = self.cosines(frames, *self.text.words(**tokens)[:1], tokens["attention_mask"])
-        elif tokens is not None:
-            paired = self.text(**tokens)                                   # (B, D)
-        if self.answers:
-            words, _ = self.text.words(**question)                         # (B, L, W)
-            first = self.fuse(self.place[:1], frames, words, question["attention_mask"])                 # (B, 1, W)
-            return video, paired, self.head(first[:, 0])                   # (B, A)
-        choices = choices or {k: v[:, None] for k, v in question.items()}  # one choice: the question itself
-        B, C = choices["input_ids"].shape[:2]
-        flat = {k: choices[k].flatten(0, 1) for k in ("input_ids", "attention_mask")}                    # (B * C, L)
-        words, text = self.text.words(**flat)                              # (B * C, L, W), (B * C, D)
-        if self.model == "dual":
-            cosine = (normalize(video)[:, None] * normalize(text).unflatten(0, (B, C))).sum(-1)
-            scores = cosine * self.log_scale.exp()                         # (B, C)
+    def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
+        super().__init__()
+        if name == "small":
+            tower = Tower(small_cnn().to(memory_format=torch.channels_last), 128)
+        elif name == "ssb":
+            tower = Tower(VideoTower(features[1], embed_dim), embed_dim)
         else:
-            each = frames.repeat_interleave(C, 0)                          # (B * C, T, width)
-            scores = self.head(self.fuse(self.place[:1], each, words, flat["attention_mask"])).view(B, C)
-        there = choices.get("there")
-        return video, paired, scores if there is None else scores.masked_fill(~there, -math.inf)
+            tower = image_tower(name, pretrained, image_size, config, features, frames)
+        self.name, self.body, self.width, self.config = name, tower.body, tower.width, tower.config
+        self.stats, self.whole_clips, self.read = tower.stats, tower.whole_clips, tower.read
+        self.projection = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
+        if tower.projection is not None and tower.projection.out_features == embed_dim:
+            self.projection = tower.projection
+        elif tower.projection is not None and pretrained and embed_dim:
+            say(f"--embed-dim {embed_dim}: the projections of {name} have width {tower.projection.out_features} and "
+                "are replaced by new ones")
+        if name == "ssb":
+            self.projection = nn.Identity()
 
-    def fuse(self, first, frames, words, keep):
-        """Output (b, f, W) of the transformer at tokens `first` (f, W), which precede the frames (b, T, width) of a
-        clip and words (b, L, W); keep (b, L) is 0 at padding."""
-        b, T = frames.shape[:2]
-        if T > self.frames:
-            raise UserError(f"{T} frames per clip, but this model was made for at most {self.frames}; use "
-                            f"--frames {self.frames}")
-        first = first.expand(b, -1, -1)                                    # (b, f, W)
-        x = torch.cat([first, self.frame(frames) + self.place[1:1 + T], words], 1)   # (b, f + T + L, W)
-        keep = torch.cat([keep.new_ones(b, first.shape[1] + T), keep], 1).bool()     # (b, f + T + L)
-        return self.norm(self.fusion(x, keep, first.shape[1]))
+    def forward(self, pixels):
+        return self.pool(self.frames(pixels), pixels)
 
-    def cosines(self, frames, words, keep):
-        """Cosines of all pairs of the global batch, each by a pass through the fusion.
+    def frames(self, pixels):
+        """Features of each frame, (B * T, width); a video tower may return fewer time steps than frames."""
+        if (self.name in FEATURES) != (pixels.ndim == 3):
+            raise UserError("--image-encoder features and ssb read the features of --feature-dir in ncl.py, and no "
+                            "other encoder does")
+        if self.whole_clips:
+            return self.body(pixels)  # (B, width)
+        if self.read:
+            return self.read(self, pixels)
+        frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
+        if self.name == "small":
+            frames = frames.contiguous(memory_format=torch.channels_last)
+        return self.body(frames)
 
-        Args: frames (B, T, width), words (B, L, W), keep (B, L): of this process; row i of each is one pair.
-        Returns: (B, N) its videos with all texts, (B, N) its texts with all videos. Each process fuses B * N pairs,
-            those of its own texts (all clips have T frames, while the texts of other processes may be longer).
-        """
-        videos = gather(frames)                                            # (N, T, width)
-        N, length = len(videos), 2 + frames.shape[1] + words.shape[1]
+    def pool(self, features, pixels):
+        """Features of each frame -> features (B, width) and embeddings (B, D) of the images or clips."""
+        embedding = self.projection(features)  # (B * T, D)
+        if pixels.ndim == 5 and not self.whole_clips:
+            B = len(pixels)
+            features = features.unflatten(0, (B, -1)).mean(1)  # (B, width)
+            embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (B, -1)).mean(1)  # (B, D)
+        return features, embedding
 
-        def rows(words, keep):                                             # b texts at a time
-            each = videos.repeat(len(words), 1, 1)                         # (b * N, T, width)
-            pairs = self.fuse(self.pair, each, words.repeat_interleave(N, 0), keep.repeat_interleave(N, 0))
-            video, text = normalize(pairs).unbind(1)                       # (b * N, W) each
-            return (video * text).sum(1).view(-1, N)                       # (b, N)
-        size = N * len(self.fusion) * length * words.shape[2]              # numbers in one activation of a text's pairs
-        texts = self.by_rows(rows, words, keep, columns=size)                               # (B, N)
-        return gather(texts)[:, positive_index(texts)].T, texts
+
+class TextEncoder(nn.Module):
+    """Token ids (B, L) -> embeddings (B, D).
+
+    name: 'small' or a transformers id or folder; pooling: 'cls' or 'mean' (CLIP: its own), or 'ssb', SSB's head.
+    embed_dim 0: its own projection, or none if it has none."""
+
+    def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, pooling="cls", config=None):
+        super().__init__()
+        if name == "small":
+            tower = Tower(SmallText(vocabulary, length), 128)
+        else:
+            tower = hub_encoder(name, "text", pretrained, config)
+        self.name, self.body, self.width, self.config = name, tower.body, tower.width, tower.config
+        self.pooling, self.is_clip = pooling, bool(self.config) and self.config["model_type"].startswith("clip")
+        self.head = TextHead(self.width, embed_dim) if pooling == "ssb" else None
+        self.projection = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
+        if self.head:
+            self.projection = nn.Identity()
+        elif tower.projection is not None and embed_dim in (0, tower.projection.out_features):
+            self.projection = tower.projection
+
+    def forward(self, input_ids, attention_mask):
+        return self.words(input_ids, attention_mask)[1]
+
+    def words(self, input_ids, attention_mask):
+        """Hidden states of the tokens, (B, L, width), and embeddings (B, D)."""
+        if self.name == "small":
+            words, out = self.body(input_ids, attention_mask)              # (B, L, width), (B, width)
+        else:
+            mask = attention_mask  # of a (B, L) one transformers asks whether it is all 1, which waits for a card
+            if self.is_clip:
+                mask = None                                                # causal, and pads follow the end token
+            elif self.config["model_type"] in ("bert", "distilbert"):
+                mask = attention_mask[:, None, None].bool()                # (B, 1, 1, L), which is taken as it is
+            found = self.body(input_ids=input_ids, attention_mask=mask)
+            words, out = found.last_hidden_state, found.last_hidden_state[:, 0]
+            if self.is_clip:
+                out = found.pooler_output
+            elif self.pooling == "mean":
+                out = masked_mean(words, attention_mask)
+        if self.head:
+            out = self.head(words, attention_mask)                         # (B, D)
+        return words, self.projection(out)
 
 
 SPEC = ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling", "image_stats",
@@ -127,14 +176,12 @@ def spec_of(args):
 def build_model(spec, tokenizer, pretrained, weights=""):
     """TwoTower and EvalTransform from a spec (the content of model.json), which holds the model flags.
 
-    weights: a file for init_from; a timm image encoder is then only downloaded if the file has none of its tensors."""
-    hub_id, asked = "/" in spec["image_encoder"], spec.get("questions") or {}
-    graph = asked.get("model") == "vgt"
+    weights: a file for init_from, whose image encoder stands for the published one of timm or torchvision."""
+    name, asked = spec["image_encoder"], spec.get("questions") or {}
+    graph, published = asked.get("model") == "vgt", pretrained and ("/" in name or not weights)
     embed_dim = 0 if graph else spec["embed_dim"]  # VGT has projections of its own
-    vision_encoder = functools.partial(
-        VisionEncoder, spec["image_encoder"], embed_dim, image_size=spec["image_size"],
-        config=spec.get("vision_config"), features=spec.get("features", (0, 0)), frames=spec.get("frames", 0))
-    vision = vision_encoder(pretrained=pretrained and (hub_id or not weights))
+    vision = VisionEncoder(name, embed_dim, published, spec["image_size"], spec.get("vision_config"),
+                           spec.get("features", (0, 0)), spec.get("frames", 0))
     text = None
     if spec["text_encoder"]:
         vocabulary = len(tokenizer.tokenizer) if tokenizer else 0
@@ -149,10 +196,10 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     elif asked:
         model = QuestionAnswerer(vision, text, **asked)
     model.from_file = set(init_from(model, weights)) if weights else set()  # names of tensors
-    if weights and pretrained and not any(name.startswith("vision.") for name in model.from_file):
-        if not hub_id and spec["image_encoder"] not in ("small", *FROM_FILES):
-            model.vision = vision_encoder(pretrained=True)                 # the file is the text encoder's
-    if spec["image_encoder"] != "small" or spec["text_encoder"] not in ("small", ""):
+    lacks = weights and not any(tensor.startswith("vision.") for tensor in model.from_file)
+    if lacks and pretrained and not published and name not in ("small", *FROM_FILES):
+        raise UserError(f"--init-from {weights}: has no image encoder, and {name} would be random; --no-pretrained")
+    if name != "small" or spec["text_encoder"] not in ("small", ""):
         freeze_unused(model, tokenizer, spec)
     return model, EvalTransform(spec["image_size"], mean, std, spec["eval_resize"], spec.get("eval_crop", 1.0))
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from contrastive.encoders.tokenizers import build_tokenizer
-from contrastive.encoders.two_tower import TextEncoder
+from contrastive.encoders.models import TextEncoder
+from contrastive.encoders.texts import build_tokenizer
 from contrastive.engine.processes import opening
 from contrastive.evaluation.metrics import normalize
 
@@ -34,7 +34,7 @@ class SentenceEncoder:
     def __call__(self, texts, batch=256, bar=False):
         """M texts -> (M, width) float32 on the CPU; clustering them needs as much memory again. bar: show progress."""
         from tqdm import tqdm
-        out, title = None, f"{Path(self.name).name}: {len(texts):,} texts"
+        out, title = [], f"{Path(self.name).name}: {len(texts):,} texts"
         for i in tqdm(range(0, len(texts), batch), desc=title, disable=not bar):
             some = texts[i:i + batch]
             if self.name == "tf-idf":
@@ -42,6 +42,5 @@ class SentenceEncoder:
             else:
                 tokens = {k: v.to(self.device) for k, v in self.tokenizer(some).items()}  # (b, L)
                 x = self.model(**tokens).float().cpu()  # (b, width)
-            out = torch.empty(len(texts), x.shape[1]) if out is None else out
-            out[i:i + batch] = normalize(x)
-        return out
+            out.append(normalize(x))
+        return torch.cat(out)

@@ -12,7 +12,7 @@ Known differences from SSB: features of any length are resampled to --frames ste
 while SSB cuts at a number of seconds and masks; the word embeddings of T5's encoder and decoder are not tied.
 """
 
-from contrastive.encoders.base import Transformer, masked_mean
+from contrastive.encoders.base import Transformer, masked_mean, published
 from contrastive.engine.processes import UserError, opening
 from contrastive.evaluation.metrics import normalize
 
@@ -72,14 +72,11 @@ class _Pooling(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        if width < 4 or width % 4:
-            raise UserError(f"--embed-dim {width}: SSB's towers have four heads; use a multiple of 4")
         self.blocks, self.norm = Transformer(width, layers=2, heads=4), nn.LayerNorm(width)
 
     def pool(self, x, keep):
         """x (B, L, width), keep (B, L) bool, True at a step -> (B, width)."""
-        x = self.norm(self.blocks(self.blocks.drop(x), keep))              # (B, L, width)
-        return masked_mean(x, keep)
+        return masked_mean(self.norm(self.blocks(x, keep)), keep)
 
 
 class TextHead(_Pooling):
@@ -123,12 +120,9 @@ class Captioner(nn.Module):
             raise UserError(f"--captioning-weight: the decoder of a T5, which --text-encoder {text.name} is not")
         from transformers import AutoConfig, T5ForConditionalGeneration
         config = AutoConfig.for_model(**text.config | ({} if dropout else {"dropout_rate": 0.0}))
-        with opening(text.name):
-            self.t5, found = (T5ForConditionalGeneration.from_pretrained(
-                text.name, config=config, dtype=torch.float32, output_loading_info=True)
-                if pretrained else (T5ForConditionalGeneration(config), {"missing_keys": ()}))
-        if any(name.startswith("decoder.block.") for name in found["missing_keys"]):     # would silently be random
-            raise UserError(f"--captioning-weight: {text.name} is a T5's encoder without its decoder")
+        with opening(text.name):                                           # of an encoder alone `published` lacks half
+            self.t5 = (published(T5ForConditionalGeneration, text.name, config) if pretrained else
+                       T5ForConditionalGeneration(config))
         del self.t5.encoder, self.t5.shared                                # keep the decoder and its output
         if not config.scale_decoder_outputs:                               # T5 1.1, which has output weights of its own
             self.t5.lm_head.weight = nn.Parameter(self.t5.lm_head.weight.detach().clone())           # (V, d_model)

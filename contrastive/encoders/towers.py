@@ -1,16 +1,17 @@
-"""Encoders by name: timm, transformers, and towers over whole clips."""
+"""Encoders by name: timm, transformers, and towers over whole clips or over precomputed features of a clip."""
 
 import functools
 from pathlib import Path
 
 from contrastive.data.table import note_commit
-from contrastive.encoders.base import CLIP_VIP, FEATURES, STATS, VIDEO, VIDEO_SWIN, Tower, hub_encoder, read_hub
+from contrastive.encoders.base import CLIP_VIP, FEATURES, STATS, VIDEO, SmallText, Tower, hub_encoder
 from contrastive.encoders.clip_vip import ClipViP
-from contrastive.encoders.video import FeatureEncoder, VideoViT, video_swin
-from contrastive.engine.processes import UserError, opening
+from contrastive.engine.processes import UserError, opening, read_json
 
 import torch
 import torch.nn as nn
+
+VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
 
 
 def image_tower(name, pretrained, image_size, config=None, features=(0, 0), frames=0):
@@ -30,37 +31,35 @@ def image_tower(name, pretrained, image_size, config=None, features=(0, 0), fram
     if name == "regions":
         return Tower(nn.Identity(), features[1])
     if name in VIDEO_SWIN:
-        body, width, stats = video_swin(name, pretrained)
-        return Tower(body, width, stats=stats, read=read_swin)
+        return video_swin(name, pretrained)
     if name.startswith(CLIP_VIP):
-        body, width, projection, config = hub_encoder(name.removeprefix(CLIP_VIP), "vision", pretrained, config)
-        if config["model_type"] != "clip":
-            raise UserError(f"--image-encoder {name}: it is not a CLIP but {config['model_type']}")
-        return Tower(ClipViP(body), width, projection, config, STATS["clip"], whole_clips=True)
+        tower = hub_encoder(name.removeprefix(CLIP_VIP), "vision", pretrained, config)
+        if tower.config["model_type"] != "clip":
+            raise UserError(f"--image-encoder {name}: it is not a CLIP but {tower.config['model_type']}")
+        return tower._replace(body=ClipViP(tower.body), stats=STATS["clip"], whole_clips=True)
     if config or "/" in name or Path(name).is_dir():  # a hub id may also begin with VIDEO
-        rebuilt = bool(config)                                             # offline; the spec has its statistics
-        body, width, projection, config = hub_encoder(name, "vision", pretrained, config)
-        stats = STATS["clip" if config["model_type"].startswith("clip") else "imagenet"]
-        stats = stats if rebuilt else hub_stats(name, stats)
-        return Tower(body, width, projection, config, stats, read=read_hub)
-    body, width, stats = timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
+        tower = hub_encoder(name, "vision", pretrained, config)
+        stats = STATS["clip" if tower.config["model_type"].startswith("clip") else "imagenet"]
+        stats = stats if config else hub_stats(name, stats)  # a spec, from which a model is rebuilt, has its own
+        return tower._replace(stats=stats, read=read_hub)
+    tower = timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
     if not name.startswith(VIDEO):
-        return Tower(body, width, stats=stats)
-    return Tower(VideoViT(body, frames), width, stats=stats, whole_clips=True)
+        return tower
+    return tower._replace(body=VideoViT(tower.body, frames), whole_clips=True)
 
 
 def hub_stats(name, otherwise):
-    """Mean and standard deviation of the pixels of a transformers model, by its preprocessor_config.json."""
-    from transformers import ImageProcessingMixin
-    try:
-        known = ImageProcessingMixin.get_image_processor_dict(name)[0]
-    except (OSError, ValueError):
-        known = {}
+    """Mean and standard deviation of the pixels of a transformers model, by its preprocessor_config.json if there."""
+    from transformers.utils import cached_file
+    with opening(name):
+        file = cached_file(name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False,
+                           _raise_exceptions_for_connection_errors=False)
+    known = read_json(file) if file else {}
     return tuple(tuple(known.get(f"image_{word}") or otherwise[k]) for k, word in enumerate(("mean", "std")))
 
 
 def timm_encoder(name, pretrained, image_size):
-    """A timm model without its classifier, its width, and its pixel statistics."""
+    """The Tower of a timm model without its classifier."""
     import timm
     cifar = name == "resnet18-cifar"
     pretrained &= not cifar
@@ -75,7 +74,32 @@ def timm_encoder(name, pretrained, image_size):
     if cifar:
         body.conv1, body.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
     stats = STATS["imagenet"] if cifar else (body.pretrained_cfg["mean"], body.pretrained_cfg["std"])
-    return body, getattr(body, "head_hidden_size", 0) or body.num_features, stats
+    return Tower(body, getattr(body, "head_hidden_size", 0) or body.num_features, stats=stats)
+
+
+def read_hub(encoder, pixels):
+    """Pooled features of a transformers model, or its class token if it has none, or a pooler with a layer of its own,
+    which many published weights lack (ViT, DeiT); I-JEPA: the mean of the patches.
+
+    Returns: (B * T, width)."""
+    frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
+    found = encoder.body(pixel_values=frames)
+    pooled = getattr(found, "pooler_output", None)
+    if encoder.config["model_type"] == "ijepa":  # it has neither
+        return found.last_hidden_state.mean(1)
+    if pooled is None or hasattr(getattr(encoder.body, "pooler", None), "dense"):
+        return found.last_hidden_state[:, 0]
+    return pooled.flatten(1)  # a ResNet's is (B * T, width, 1, 1)
+
+
+def video_swin(name, pretrained):
+    """The Tower of torchvision's Video Swin without its classifier, clips (B, 3, T, S, S) -> (B, width * T / 2)."""
+    from torchvision.models import get_model
+    with opening(name):
+        body = get_model(name, weights="KINETICS400_V1" if pretrained else None)
+    width = body.head.in_features
+    body.head, body.avgpool = nn.Identity(), nn.AdaptiveAvgPool3d((None, 1, 1))
+    return Tower(body, width, stats=STATS["imagenet"], read=read_swin)
 
 
 def read_swin(encoder, pixels):
@@ -83,6 +107,46 @@ def read_swin(encoder, pixels):
     clips = pixels if pixels.ndim == 5 else pixels[:, None]                # (B, T, 3, S, S)
     features = encoder.body(clips.transpose(1, 2)).unflatten(1, (encoder.width, -1))  # (B, width, T / 2)
     return features.transpose(1, 2).flatten(0, 1)
+
+
+class FeatureEncoder(SmallText):
+    """Precomputed features of a clip -> projection, one transformer layer, mean over time: (B, T, F) -> (B, width)."""
+
+    def __init__(self, features, length, width=256):
+        super().__init__(1, length, width)
+        self.token = nn.Linear(features, width)
+
+    def forward(self, x):
+        return super().forward(x, torch.ones(x.shape[:2], dtype=torch.long, device=x.device))[1]
+
+
+class VideoViT(nn.Module):
+    """A timm ViT over the patches of all frames at once, after AVION: clips (B, T, 3, S, S) -> (B, width).
+
+    Each patch gets the embedding of its position, as in an image, and of its frame (`temporal`, zeros at the start).
+    One class token attends to all T * P patches in every layer and is the feature. Unlike AVION: no patch dropout, no
+    checkpointing of layers (--chunk-size saves more memory), and positions have weight decay like other matrices.
+    """
+
+    def __init__(self, vit, frames):
+        super().__init__()
+        if getattr(vit, "num_prefix_tokens", 0) != 1 or getattr(vit, "global_pool", "") != "token":
+            raise UserError(f"--image-encoder: after {VIDEO} give a timm ViT that reads its class token")
+        if not frames:
+            raise UserError(f"--image-encoder {VIDEO}...: it is for clips, but this data set has images")
+        self.vit, self.temporal = vit, nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
+        for norm in (m for m in vit.modules() if isinstance(m, nn.LayerNorm)):
+            norm.eps = 1e-6  # AVION's; CLIP has 1e-5
+
+    def forward(self, clips):
+        if clips.ndim != 5 or clips.shape[1] != len(self.temporal):
+            raise UserError(f"--image-encoder {VIDEO}...: made for clips of {len(self.temporal)} frames")
+        x = self.vit.patch_embed(clips.flatten(0, 1)).unflatten(0, clips.shape[:2])  # (B, T, P, width)
+        first, place = self.vit.pos_embed[0, :1], self.vit.pos_embed[0, 1:]  # (1, width), (P, width)
+        x = (x + place + self.temporal[:, None]).flatten(1, 2)  # (B, T * P, width)
+        token = (self.vit.cls_token + first).expand(len(x), -1, -1)  # (B, 1, width)
+        x = self.vit.blocks(self.vit.norm_pre(torch.cat([token, x], 1)))  # (B, 1 + T * P, width)
+        return self.vit.norm(x[:, 0])
 
 
 def freeze_unused(model, tokenizer, spec):

@@ -40,8 +40,7 @@ import copy
 import math
 
 from contrastive.data.clips import REGION_CLIP, box_numbers
-from contrastive.encoders.base import GroupNorm, masked_mean
-from contrastive.encoders.two_tower import TwoTower
+from contrastive.encoders.base import GroupNorm, TwoTower, masked_mean
 from contrastive.engine.processes import UserError
 
 import torch

@@ -1,21 +1,15 @@
 """--init-from: a file of tensors that others wrote. Nothing in it is executed: pickles are read with weights_only."""
 
-import itertools
 import re
-from collections import Counter
 from pathlib import Path
 
-from contrastive.encoders import clip_vip, video
 from contrastive.encoders.base import CLIP_VIP, VIDEO
+from contrastive.encoders.clip_vip import ClipViP, of_clip_vip
+from contrastive.encoders.towers import VideoViT
 from contrastive.engine.processes import UserError, opening, say
 
 import torch
-
-# a name in a released file -> its video tower, the function that gives our names, and the encoder that takes it
-RELEASED = {
-    "vision_model.embeddings.added_cls": (
-        clip_vip.ClipViP, clip_vip.released_weights, f"{CLIP_VIP}openai/clip-vit-base-patch32 (or -patch16)"),
-    "visual.temporal_embedding": (video.VideoViT, video.released_weights, f"{VIDEO}vit_base_patch16_clip_224")}
+import torch.nn.functional as F
 
 
 def init_from(model, path):
@@ -63,10 +57,8 @@ def tensors_of(path):
 def by_name(own, weights):
     """({our name: tensor} of the tower that most of the weights' names and shapes fit, how they were found)."""
     fit, how = {}, "by name"
-    first = "".join(k for k, _ in Counter(k.partition(".")[0] + "." for k in weights).most_common(1))
-    inner = {k.removeprefix(first): v for k, v in weights.items()}         # without the `bert.` of a file with a head
-    for prefix, source in itertools.product(("", "vision.", "vision.body.", "text.", "text.body."), (weights, inner)):
-        named = {prefix + k: v for k, v in source.items()}
+    for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
+        named = {prefix + k: v for k, v in weights.items()}
         found = {k: v for k, v in named.items() if k in own and own[k].shape == v.shape}
         if len(found) > len(fit):
             fit, how = found, f"as {prefix}* by name"
@@ -81,17 +73,68 @@ def by_order(own, weights):
     return dict(zip(body, theirs)) if same else {}
 
 
+# ---------------------------------------- released by papers ----------------------------------------------------------
 def of_towers(model, weights, tower, renamed, encoder, path):
     """({our name: tensor} of released weights, how they were found): all of the video tower and, if it is a CLIP's, of
     the text tower. Raises: UserError if one has no place, or a place none."""
     if not isinstance(model.vision.body, tower):
         raise UserError(f"--init-from {path}: load it into --image-encoder {encoder}")
-    own, towers = model.state_dict(), ("vision.", "text.") if model.text and model.text.is_clip else ("vision.",)
+    towers = ("vision.", "text.") if model.text and model.text.is_clip else ("vision.",)
     theirs = {k: v for k, v in renamed(model, weights).items() if k.startswith(towers) and "position_ids" not in k}
-    here = {k: v for k, v in own.items() if k.startswith(towers)}
-    wrong = {k: v for k, v in theirs.items() if k not in here or here[k].shape != v.shape} or {
-        k: v for k, v in here.items() if k not in theirs}
-    for k, v in wrong.items():
+    here, there = ({k: tuple(v.shape) for k, v in of.items() if k.startswith(towers)}
+                   for of in (model.state_dict(), theirs))
+    wrong = {k: shape for k, shape in (here | there).items() if here.get(k) != there.get(k)}
+    for k, shape in wrong.items():
         raise UserError(f"--init-from {path}: {len(wrong)} of its tensors fit nowhere, or are lacking, first {k} "
-                        f"{tuple(v.shape)}; it is for --image-encoder {encoder}")
+                        f"{shape}; it is for --image-encoder {encoder}")
     return theirs, f"by the names of {tower.__name__}"
+
+
+# AVION's names -> ours, replaced in this order; attn.Wqkv, mlp.fc1 and mlp.fc2 are its names with flash attention
+VISION = {"class_embedding": "cls_token", "positional_embedding": "pos_embed", "conv1": "patch_embed.proj",
+          "ln_pre": "norm_pre", "ln_post": "norm", "transformer.resblocks": "blocks", "ln_": "norm",
+          "in_proj_": "qkv.", "Wqkv": "qkv", "out_proj": "proj", "c_fc": "fc1", "c_proj": "fc2"}
+TEXT = {"token_embedding": "embeddings.token_embedding",
+        "positional_embedding": "embeddings.position_embedding.weight", "ln_final": "final_layer_norm",
+        "transformer.resblocks": "encoder.layers", "ln_": "layer_norm", "attn.": "self_attn.", "c_fc": "fc1",
+        "c_proj": "fc2"}
+
+
+def of_avion(model, weights):
+    """{our name: tensor} of AVION's state dict (LaViLa's training).
+
+    AVION's shapes differ: the first layer is a matrix, q, k and v are one tensor, projections are (width, D), and
+    `temporal` is interpolated linearly to the frames of the model.
+    Raises: UserError if the text encoder is a CLIP without the GELU that AVION trained with.
+    """
+    own, out = model.state_dict(), {}
+    if model.text and model.text.is_clip and model.text.body.config.hidden_act != "gelu":
+        raise UserError(f"--init-from: AVION's text tower has GELU, {model.text.name} has not (LAION's CLIPs have it)")
+
+    def put(start, name, table, x):
+        for theirs, ours in table.items():
+            name = name.replace(theirs, ours)
+        name = start + name
+        out[name] = x.reshape(own[name].shape) if name in own and x.numel() == own[name].numel() else x
+
+    for name, x in weights.items():
+        tower, _, rest = name.partition(".")
+        if rest == "temporal_embedding":
+            size = len(model.vision.body.temporal), x.shape[1]
+            out["vision.body.temporal"] = F.interpolate(x[None, None].float(), size, mode="bilinear")[0, 0]
+        elif rest in ("image_projection", "text_projection"):
+            out[f"{'vision' if tower == 'visual' else 'text'}.projection.weight"] = x.T
+        elif tower == "visual":
+            put("vision.body.vit.", rest, VISION, x)
+        elif "in_proj_" in rest:
+            for k, part in zip("qkv", x.chunk(3)):
+                put("text.body.", rest.replace("in_proj_", f"{k}_proj."), TEXT, part)
+        elif tower == "textual":
+            put("text.body.", rest, TEXT, x)
+    return out
+
+
+# a name in a released file -> its video tower, the function that gives our names, and the encoder that takes it
+RELEASED = {
+    "vision_model.embeddings.added_cls": (ClipViP, of_clip_vip, f"{CLIP_VIP}openai/clip-vit-base-patch32 (or 16)"),
+    "visual.temporal_embedding": (VideoViT, of_avion, f"{VIDEO}vit_base_patch16_clip_224")}

@@ -13,7 +13,7 @@ from contrastive.data.clips import feature_shape
 from contrastive.data.table import COMMITS, frames_of, has_clips
 from contrastive.encoders.base import FROM_FILES, VIDEO, channels_last, own_statistics, sync_batchnorm
 from contrastive.encoders.models import build_model, spec_of, untrained
-from contrastive.encoders.tokenizers import build_tokenizer
+from contrastive.encoders.texts import build_tokenizer
 from contrastive.engine import checkpoints
 from contrastive.engine.log import Log, commit, peak_memory_mb, versions
 

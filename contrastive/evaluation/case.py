@@ -7,9 +7,8 @@ from contrastive.data import data_options, load_data, other_options, splits_of
 from contrastive.data.images import CIFAR_STATS
 from contrastive.data.long_tail import labelled_splits
 from contrastive.encoders.base import CLIP_VIP, STATS
-from contrastive.encoders.models import build_model, load_model, untrained
-from contrastive.encoders.tokenizers import build_tokenizer
-from contrastive.encoders.two_tower import EvalTransform
+from contrastive.encoders.models import EvalTransform, build_model, load_model, untrained
+from contrastive.encoders.texts import build_tokenizer
 from contrastive.engine.processes import UserError, opening, read_json, say, slug
 from contrastive.evaluation.by_class import padded_and_flipped
 from contrastive.evaluation.embed import encode_images, encode_texts

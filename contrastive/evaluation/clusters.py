@@ -12,8 +12,9 @@ import functools
 import warnings
 
 from contrastive.data.views import key_hash
+from contrastive.encoders.base import TwoTower
+from contrastive.encoders.models import EvalTransform, VisionEncoder
 from contrastive.encoders.sentences import SentenceEncoder
-from contrastive.encoders.two_tower import EvalTransform, TwoTower, VisionEncoder
 from contrastive.engine.processes import UserError, on_main, opening, read_json, write_json, write_tensors
 from contrastive.evaluation.by_class import recall_by_frequency
 from contrastive.evaluation.embed import encode_images, on_card

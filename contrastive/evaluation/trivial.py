@@ -1,7 +1,7 @@
 """What a kNN or a probe has to be clearly above: raw pixels, a histogram of 64 colours, and the untrained tower."""
 
 from contrastive.data.table import has_clips
-from contrastive.encoders.two_tower import EvalTransform
+from contrastive.encoders.models import EvalTransform
 from contrastive.engine.processes import say
 from contrastive.evaluation.by_class import neighbours, probes
 from contrastive.evaluation.embed import encode_images

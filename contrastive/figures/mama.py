@@ -1,7 +1,7 @@
 """Pictures of MAMA: weights (Fig. 4, right), short and detailed captions (Tables 9, 10), described clips (Fig. 6)."""
 
 from contrastive.figures import base
-from contrastive.figures.base import figure, line_style, save_figure, wrap
+from contrastive.figures.base import figure, line_style, save_figure
 
 import numpy as np
 from safetensors.torch import load_file
@@ -27,22 +27,12 @@ def draw_weights(tensors, weighting, path):
     save_figure(fig, path)
 
 
-def draw_scores(data, rows, runs, path, title):
-    """Draws videos, each with a short and a detailed caption and the score that every run gives to both.
+def draw_clips(clips, path, title, width, words):
+    """Draws clips [(picture (H, W, 3), words below it)], two in a row: descriptions (Fig. 6), or scores (Tables 9, 10).
 
-    Args: rows: [(row of data, [short, detailed], [[score of each run] of each caption])]; runs: their names."""
-    cells = [(base.picture(data, i), "", "\n\n".join(
-        f"{wrap(caption, 36, 5)}\n{' | '.join(f'{score:.3f}' for score in of_runs)}"
-        for caption, of_runs in zip(captions, scores)), False) for i, captions, scores in rows]
-    base.draw_examples([("", cells[k:k + 2]) for k in range(0, len(cells), 2)], path,
-                       f"{title}\nscores by {' | '.join(runs)}", width=3.2, words=1.8)
-
-
-def draw_descriptions(clips, path, title):
-    """Draws clips [(frames (n, 3, H, W) uint8, words)], each as a strip, with a model's caption of them (Fig. 6)."""
-    cells = [(np.concatenate([*frames.permute(0, 2, 3, 1).numpy()], axis=1), "", wrap(words, 50), False)
-             for frames, words in clips]                                   # (H, n * W, 3) each
-    base.draw_examples([("", cells[k:k + 2]) for k in range(0, len(cells), 2)], path, title, width=4.2, words=0.3)
+    width: of a picture, inches.   words: inches for those below."""
+    cells = [(pixels, "", below, False) for pixels, below in clips]
+    base.draw_examples([("", cells[k:k + 2]) for k in range(0, len(cells), 2)], path, title, width=width, words=words)
 
 
 def draw(run):

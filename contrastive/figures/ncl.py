@@ -71,11 +71,10 @@ def mistakes(sim, positives):
 def draw_queue_sizes(ax, pieces, gamma, iterations, queues, biases_of):
     """Fig. 5: R@1 with the last 16, 32, ... queries of the queues; dotted lines: without a queue."""
     kept, it = len(queues["texts"]), base.kind_of(pieces)
-    sizes, found = sorted({min(kept, 2**k) for k in range(4, 20)}), []
-    for size in sizes:
-        biases = (biases_of(pieces["image"], queues["texts"][-size:], gamma, iterations),
-                  biases_of(pieces["text"], queues["videos"][-size:], gamma, iterations))
-        found.append(retrieval_both_ways(pieces, *biases)[0])
+    sizes = sorted({min(kept, 2**k) for k in range(4, 20)})
+    found = [retrieval_both_ways(pieces, biases_of(pieces["image"], queues["texts"][-size:], gamma, iterations),
+                                 biases_of(pieces["text"], queues["videos"][-size:], gamma, iterations))[0]
+             for size in sizes]
     plain = retrieval_both_ways(pieces)[0]
     for k, (way, label) in enumerate((("text_to_image", f"text -> {it}"), ("image_to_text", f"{it} -> text"))):
         ax.plot(sizes, [f[way]["R@1"] for f in found], marker="o", ms=3, label=label, color=f"C{k}")
