@@ -32,8 +32,7 @@ Commands:
     python -m tools.figures phase RUN RUN ...                                    # Fig. 4 over several runs
     accelerate launch temperature_schedules.py --dataset folder/ --imbalance-ratio 100    # own data: class folders
 
-The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
-comparable and reproducible; a fork edits METHOD, the flags of the method group, and the loss in the loop.
+A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
 
 Differences from the paper and from the authors' code:
  1. Eq. 1 is printed as a sum over the batch; the code takes the mean, and so do we.
@@ -316,12 +315,12 @@ def parse_args(argv=None):
     g.add_argument("--tau-tail", type=nonnegative, default=0.0, help="and of the other classes; paper 0.1")
     g.add_argument("--decay-all", action=yesno, help="weight decay of biases and norms (authors' code)")
     g.add_argument("--zero-init", action=yesno, help="a timm ResNet's last BatchNorms start at 0 (authors': at 1)")
-    g = p.group("with --loss moco", lambda a: a.loss == "moco")
+    g = p.group("with --loss moco", loss="moco")
     g.add_argument("--queue-size", type=count, help="K, keys in MoCo's queue; paper 10,000")
     g.add_argument("--momentum", type=part, default=0.99, help="of MoCo's key encoder; ours")
-    g = p.group("with --loss sdclr", lambda a: a.loss == "sdclr")
+    g = p.group("with --loss sdclr", loss="sdclr")
     g.add_argument("--prune", type=part, default=0.9, help="of the second branch; SDCLR 0.9, ImageNet100-LT 0.3")
-    g = p.group("with --loss simclr or sdclr", lambda a: a.loss != "moco")
+    g = p.group("with --loss simclr or sdclr", loss=("simclr", "sdclr"))
     g.add_argument("--head-norm", choices=["batch", "none"], help="BatchNorm in the head (authors' code)")
     g = p.group("views")
     g.add_argument("--crop-min", type=part, help="least area of the crop; CIFAR 0.1, ImageNet 0.08")
