@@ -466,7 +466,7 @@ def main(args):
 
         inputs = dict(enumerate(batch["views"]))                           # {0: v, 1: v+}, (B, [T,] 3, S, S) each
         if moco:
-            with run.accelerator.autocast(), chunks.fast():                # in the precision of the queries
+            with run.accelerator.autocast(), common.tf32(chunks.tf32):                # in the precision of the queries
                 keys = encode_keys(own["key"], inputs.pop(1), args.seed + run.step)                         # (B, D)
         z = chunks.encode(inputs)                                          # (B, D) each: z1, z2; for MoCo only q
         if moco:

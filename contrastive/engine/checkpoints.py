@@ -5,6 +5,7 @@ checkpoints/step_N.pt holds tensors and plain values, as torch.save writes them 
 
 import os
 import random
+import time
 from pathlib import Path
 
 from contrastive.engine.processes import UserError, gather_objects, on_main, opening, rank, say, world
@@ -41,7 +42,7 @@ def save(run, keep=2):
 
     def write():
         state = {name: part.state_dict() for name, part in parts_of(run).items()}
-        state |= {"processes": processes, "tensors": run.tensors, "step": run.step, "wall_s": run.wall(),
+        state |= {"processes": processes, "tensors": run.tensors, "step": run.step, "wall_s": time.time() - run.started,
                   "bad": run.data.bad}
         final = run.folder / "checkpoints" / f"step_{run.step}.pt"
         with opening(final):
@@ -65,7 +66,8 @@ def load(run):
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in parts_of(run).items():
             part.load_state_dict(state[name])
-    run.tensors, run.step, run.wall_before, run.bad = (state[k] for k in ("tensors", "step", "wall_s", "bad"))
+    run.tensors, run.step, run.bad = (state[k] for k in ("tensors", "step", "bad"))
+    run.started -= state["wall_s"]
     if run.step > run.last:
         raise UserError(f"{path}: is beyond the {run.last} steps that --max-steps or --epochs ask for")
     if len(state["processes"]) == world():

@@ -32,7 +32,7 @@ def draw_scores(data, rows, runs, path, title):
 
     Args: rows: [(row of data, [short, detailed], [[score of each run] of each caption])]; runs: their names."""
     cells = [(base.picture(data, i), "", "\n\n".join(
-        f"{wrap(caption, 36, 5)}\n{' | '.join(f'{score:.3f}' for score in of_runs)}"
+        f"{wrap(caption, 36, max_lines=5)}\n{' | '.join(f'{score:.3f}' for score in of_runs)}"
         for caption, of_runs in zip(captions, scores)), False) for i, captions, scores in rows]
     base.draw_examples([("", cells[k:k + 2]) for k in range(0, len(cells), 2)], path,
                        f"{title}\nscores by {' | '.join(runs)}", width=3.2, words=1.8)
