@@ -315,8 +315,7 @@ WEIGHTINGS = {
 
 # ======================================================= flags =======================================================
 # Defaults by data set, one line a group. 'paper': Section 4.1 and Appendix D; what they do not say from the authors'
-# code; 'ours': ncl.py's towers and optimiser, tau and margin tuned on val of moving-emoji, for retrieval alone. Flags
-# override; other data sets take 'own'.
+# code; 'ours': ncl.py's towers and optimiser, tau and margin tuned on val of moving-emoji. Other sets take 'own'.
 MSRVTT = dict(
     recipe="paper; schedule and betas from the authors' code",
     # which CLIP is not said
@@ -336,8 +335,7 @@ MOVING = MSRVTT | dict(
     tau=0.1, a0=0.1, meta_lr=2e-4, meta_batch_size=32,                     # tau, a0: benchmarks/results/mama_default.md
     crop_min=0.8, jitter=0.2, log_every=10, save_every=120, eval_every=100)
 OWN = MOVING | dict(
-    recipe="ours; small towers from scratch",
-    image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
+    recipe="ours; small towers from scratch", image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
 QUESTIONS = MSRVTT | dict(
     recipe="paper; warm-up, schedule and clipping from the authors' code or ours", task="qa-open",
     image_encoder="swin3d_b", text_encoder="google-bert/bert-base-uncased", embed_dim=768, frames=5, text_length=30,
@@ -371,11 +369,6 @@ LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
 def looks_ahead(args):
     """Does the weighting take a virtual step on meta-data (Algorithm 1, L2RW)?"""
     return args.weighting in ("meta", "l2rw")
-
-
-def has_meta(args):
-    """Are there meta-data? Those of val leave every evaluation, whatever the weighting."""
-    return looks_ahead(args) or args.meta_set == "val"
 
 
 def parse_args(argv=None):
@@ -422,7 +415,8 @@ def parse_args(argv=None):
     g.add_argument("--crop-min", type=part, help="least area of the crop of a clip; 1 = none")
     g.add_argument("--flip", type=part, help="share of mirror images")
     g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
-    args = p.parse(argv, recipes_of, LOSSES, ("--task", "--qa-model"), lambda a: {"has_meta": has_meta(a)})
+    args = p.parse(argv, recipes_of, LOSSES, ("--task", "--qa-model"),
+                   lambda a: {"has_meta": looks_ahead(a) or a.meta_set == "val"})
     p.require(args.a0 / args.a1 <= math.pi / 2,
               f"--a0 {args.a0:g} --a1 {args.a1:g}: the margin a0 / a1 must be at most pi / 2")
     p.require(not (looks_ahead(args) and args.chunk_size),
@@ -452,7 +446,7 @@ def main(args):
         evals = {name: {k: answers.shuffled(d) for k, d in of.items()} for name, of in evals.items()}
     questions = answers.questions_of(train, args)                          # None for retrieval
     meta = None
-    if has_meta(args):
+    if looks_ahead(args) or args.meta_set == "val":                        # val's leave every evaluation
         meta, evals = meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
                                 args.task, args.meta_balance)
     run = Run(__file__, args, train, evals, recipes_of(args))
@@ -575,9 +569,8 @@ def random_guess(mu, args, answer=0.0):
 
 def banner_lines(args, meta, margins):
     """What the banner says of the method."""
-    first, last = margins
     lines = {"loss": f"{args.loss}: weights {args.weighting}, margin {args.margin_schedule}",
-             "temperature": f"tau {args.tau:g}; mu {first:.3g} .. {last:.3g} rad"}
+             "temperature": f"tau {args.tau:g}; mu {margins[0]:.3g} .. {margins[1]:.3g} rad"}
     return lines | ({"meta-data": meta.note} if meta else {})
 
 

@@ -179,7 +179,7 @@ def cluster_captions(embeddings, k, seed, counts=None):
 
 # ======================================================= flags =======================================================
 # Defaults by data set, one line per group. 'paper': Sections 4.3 and 7, and its base (the CC3M trainer, AVION, VAST)
-# for the rest; 'ours': for small towers, not tuned for this loss. Flags override them; other sets use 'own'.
+# for the rest; 'ours': for small towers, not tuned for this loss. Other sets use 'own'.
 CC3M = dict(
     recipe="paper; optimiser, views and captions from the CC3M trainer",
     image_encoder="resnet50.tv_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
@@ -205,8 +205,7 @@ VAST = AVION | dict(
     eval_resize="squash", frames=8,  # random in their segments, in evaluation their middles (sets/videos.py, ssv2.py)
     # 3e-5 in VAST's script for YouCook2, 2e-5 for its other sets
     epochs=30.0, batch_size=64, lr=3e-5, lr_end=0.0, lr_schedule="linear", warmup_epochs=3.0, beta2=0.98, grad_clip=2.0,
-    loss="infonce", label_smoothing=0.1, clusters="captions",
-    crop_min=1.0)
+    loss="infonce", label_smoothing=0.1, clusters="captions", crop_min=1.0)
 MOVING = CC3M | dict(
     recipe="ours",
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
@@ -217,9 +216,8 @@ MOVING = CC3M | dict(
     crop_min=0.8, flip=0.0, jitter=0.2, randaugment_ops=0, randaugment_magnitude=0,
     mixed_precision="no", eval_datasets=[], log_every=5, save_every=120, eval_every=120)
 EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
-OWN = MOVING | dict(
-    recipe="ours; small towers from scratch",
-    image_size=64, frames=8, text_length=32, num_clusters=0, log_every=10, save_every=500, eval_every=0)
+OWN = MOVING | dict(recipe="ours; small towers from scratch", image_size=64, frames=8, text_length=32, num_clusters=0,
+                    log_every=10, save_every=500, eval_every=0)
 RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "own": OWN,
            "epic-kitchens-100": AVION | dict(caption_relevancy=0.1),
            "youcook2": VAST, "ssv2-lt": VAST | dict(clusters="label", lr=2e-5)}
@@ -442,7 +440,7 @@ def banner_lines(clusters, steps, period, args):
     kind = {(True, True): "schedule and shifts (MM-TS)", (True, False): "schedule alone (TS)",
             (False, True): "shifts alone (ICS)", (False, False): "fixed (the baseline)"}[args.schedule, args.shifts]
     low, high = range_of(args, steps, period)
-    name, values = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
+    name, values = WORDS[args.loss], "temperature" if args.loss == "infonce" else "margin"
     alpha, sh_min, sh_max, source = ranges_of(args.dataset, args.loss)
     same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
     words = f"{name} {low:g} .. {high:g} over the run, period {period:g} steps ({source if same else 'by flags'})"

@@ -239,8 +239,7 @@ CLIP4CLIP = dict(
     text_length=32, text_pooling="cls", clean_captions=False, unfold_captions=True, join_captions=False,
     epochs=5.0, batch_size=128, chunk_size=32, optimizer="adamw", lr=1e-7, lr_end=0.0, lr_schedule="cosine",
     warmup_epochs=0.5, weight_decay=0.2, beta1=0.9, beta2=0.98, eps=1e-6, grad_clip=1.0,
-    tau=0.01, learnable_tau=True, loss_scale=1.0, queue_size=16_384,
-    crop_min=1.0, flip=0.0, jitter=0.0,
+    tau=0.01, learnable_tau=True, loss_scale=1.0, queue_size=16_384, crop_min=1.0, flip=0.0, jitter=0.0,
     mixed_precision="no", log_every=50, save_every=500, eval_every=0)
 PARAGRAPHS = CLIP4CLIP | dict(
     epochs=10.0, chunk_size=8, warmup_epochs=1.0, text_length=64, frames=64, unfold_captions=False)
@@ -251,12 +250,10 @@ MOVING = CLIP4CLIP | dict(
     image_size=32, image_stats="encoder", frames=4, text_length=24, text_pooling="mean", unfold_captions=False,
     epochs=24.0, chunk_size=0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, eps=1e-8,
     tau=0.1, learnable_tau=False, queue_size=2000,
-    crop_min=0.8, jitter=0.2,
-    log_every=10, save_every=120, eval_every=120)
+    crop_min=0.8, jitter=0.2, log_every=10, save_every=120, eval_every=120)
 EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
 OWN = MOVING | dict(
-    recipe="ours; small towers from scratch",
-    image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
+    recipe="ours; small towers from scratch", image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
 RECIPES = {
     "moving-emoji": MOVING, "emoji": EMOJI,
     "msrvtt": CLIP4CLIP, "msvd": CLIP4CLIP | dict(epochs=3.0, warmup_epochs=0.0), "activitynet": PARAGRAPHS,
@@ -436,8 +433,8 @@ def banner_lines(train, own, args):
     factor = f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""
     factor += f", + {args.captioning_weight:g} x captioning (T {args.support_tau:g})" if args.captioning_weight else ""
     queues = f"queues of {args.queue_size:,} texts and clips ({epochs:.1f} epochs)"
-    gamma = f"gamma {gamma_now(own, args):g}" + ", learnt" * args.learnable_tau
-    lines = {"loss": f"{args.loss}{rounds}{factor}", "temperature": gamma,
+    lines = {"loss": f"{args.loss}{rounds}{factor}",
+             "temperature": f"gamma {gamma_now(own, args):g}" + ", learnt" * args.learnable_tau,
              "test time": f"--normalize {args.normalize}, {queues} of {args.dataset}; other sets without biases"}
     return lines | (feature_words(args) if args.image_encoder in FEATURES else {})
 

@@ -277,9 +277,8 @@ class SlipHead(nn.Sequential):
 
 
 # ======================================================= flags =======================================================
-# Defaults by data set, one line per group. 'paper': Section 4 and the appendix; 'code': the public development code and
-# the trainers that it forks; 'ours': tuned on the validation split. Flags override; other sets use 'own'. What depends
-# on the loss or on the row of Table 3, such as the learning rate of cc3m and cc12m, stands in defaults_of.
+# Defaults by data set, one line per group. 'code': the public development code and the trainers that it forks; 'ours':
+# tuned on val. Other sets use 'own'. What depends on the loss or on the row of Table 3 stands in defaults_of.
 CC3M = dict(
     recipe="paper; optimiser, views and captions from the code",
     image_encoder="resnet50.a1_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
@@ -316,9 +315,8 @@ EMOJI = dict(
 MOVING = EMOJI | dict(
     recipe="ours; as emoji, no mirror images: left and right are words of the captions",
     image_size=32, frames=4, epochs=40.0, batch_size=128, flip=0.0, aug_flip=0.0, crop_min=0.8, aug_crop_min=0.5)
-OWN = EMOJI | dict(
-    recipe="ours; small towers from scratch",
-    image_size=64, text_length=32, aug_hue=0.1, log_every=10, eval_every=0, save_every=500)
+OWN = EMOJI | dict(recipe="ours; small towers from scratch", image_size=64, text_length=32, aug_hue=0.1,
+                   log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN}
 ROWS = {  # Table 3: which terms the loss has, and their weights
     "a": dict(base=True, modulated=False, unimodal="none", blend="quadratic"),
@@ -356,7 +354,7 @@ def parts_of(args):
     eq_4 = is_temo and (args.modulated or args.unimodal == "modulated")
     pair, augmented = eq_4 or args.loss.startswith("dystress"), is_temo and args.unimodal != "none"
     at_tau = args.base or args.unimodal == "plain" if is_temo else args.loss in ("infonce", "cwcl", "slip")
-    return {"is_temo": is_temo, "without_expert": is_temo and not expert, "expert": expert,
+    return {"without_expert": is_temo and not expert, "expert": expert,
             "at_tau": at_tau,                                              # a term at --tau
             "eq_4": eq_4, "pair": pair,                                    # tau_ij by the batch's own cosines
             "ranged": pair or expert or args.loss == "ts",                 # from --tau-min, by --tau-alpha
@@ -376,13 +374,12 @@ def parse_args(argv=None):
     g.add_argument("--tau", type=positive, help="of L_MM and baselines; paper 0.01, SLIP from 0.07, CWCL 0.05")
     g = p.group("with --loss infonce, slip or cwcl", loss=("infonce", "slip", "cwcl"))
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn tau")
-    g = p.group("with --loss temo", is_temo=True)
+    g = p.group("with --loss temo", loss="temo")
     g.add_argument("--image-expert", default="", help="transformers id or folder (App. F: DINOv2-Small)")
     g.add_argument("--text-expert", default="", help="the same for texts (App. F: all-roberta-large-v1)")
     g = p.group("with --loss temo, without experts", without_expert=True)
-    g.add_argument("--row", choices=[*ROWS], default="g",
-                   help="of Table 3: chooses --base --modulated --unimodal --blend, "
-                        "on cc3m and cc12m --lr --weight-decay --tau-alpha")
+    g.add_argument("--row", choices=[*ROWS], default="g", help="of Table 3: --base --modulated --unimodal --blend; on "
+                   "cc3m and cc12m also --lr --weight-decay --tau-alpha")
     g.add_argument("--base", action=yesno, help="L_MM in the loss (Table 3: Base)")
     g.add_argument("--modulated", action=yesno, help="L_M-MM in the loss (Table 3: Mod.)")
     g.add_argument("--unimodal", choices=["none", "plain", "modulated"], help="Table 3: U.L.; plain = at --tau")
@@ -550,8 +547,7 @@ def numbers_of(embeddings, features, tau_of, how, args, run):
     keywords of pair_temperature."""
     image, text, *more = embeddings
     if features:
-        taus = args.tau, args.tau_min, args.tau_alpha
-        terms = expert_terms({"image": image, "text": text}, features, *taus)
+        terms = expert_terms({"image": image, "text": text}, features, args.tau, args.tau_min, args.tau_alpha)
     else:
         names = {"L_MM": 0} | weights_of(args, 0.5)
         terms = temo_terms(image, text, *(more or (None, None)), args.tau, names=names, **how)

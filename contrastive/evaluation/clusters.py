@@ -26,8 +26,7 @@ STREAMED = 20_000  # captions of a stream that are clustered; others get the clu
 class Clusters:
     """What `make_clusters` wrote: a caption's cluster is found by its text, as it is encoded, an example's by key.
 
-    Attributes: sizes (K,) largest first; by: 'caption', 'class' or 'example'; meta, tensors: the two files.
-    """
+    Attributes: sizes (K,) largest first; by: 'caption', 'class' or 'example'; meta, tensors: the two files."""
 
     def __init__(self, folder, device):
         self.device, self.encoder = device, None
@@ -56,8 +55,7 @@ class Clusters:
             return self.look_up(pieces["texts"], pieces["texts"])[0]
         named = names_of(pieces["data"], self.meta["source"]) if self.by == "class" else None
         numbers = {name: c for c, name in enumerate(self.meta["names"])}
-        rows = pieces["index"][pieces["owner"]]  # (C,)
-        return torch.tensor([numbers.get(named[i], -1) for i in rows]) if named else None
+        return torch.tensor([numbers.get(named[i], -1) for i in pieces["index"][pieces["owner"]]]) if named else None
 
 
 def head_mid_tail(pieces, clusters):
