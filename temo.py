@@ -479,7 +479,9 @@ def main(args):
     words = "T is the caption"
     if augmented:
         words = text_words(train, paraphrases, args.paraphrase_anchor, RECIPES.get(args.dataset, OWN)["recipe"])
-    run.begin(evaluator, [random_guess(t, args) for t in (0, 1)], banner_lines(args, tau_of) | {"texts": words})
+    of_views = math.log(2 * args.batch_size - 1) if args.loss == "slip" else 0
+    guess = [sum(weights_of(args, t).values()) * math.log(args.batch_size) + of_views for t in (0, 1)]   # equal cosines
+    run.begin(evaluator, guess, banner_lines(args, tau_of) | {"texts": words})
     for batch in batches:
         progress = run.step / run.total                                    # t of Eq. 8
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
@@ -584,12 +586,6 @@ def encode(model, pixels, tokens, slip=False):
         return image.chunk(3)[0], text, *features.chunk(3)[1:]
     pairs = zip(image.chunk(len(pixels)), text.chunk(len(tokens)), strict=True)
     return tuple(embedding for pair in pairs for embedding in pair)
-
-
-def random_guess(progress, args):
-    """The loss at t = progress if all similarities are equal: ln N for each InfoNCE."""
-    slip = math.log(2 * args.batch_size - 1) if args.loss == "slip" else 0
-    return sum(weights_of(args, progress).values()) * math.log(args.batch_size) + slip
 
 
 if __name__ == "__main__":

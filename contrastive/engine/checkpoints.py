@@ -16,7 +16,8 @@ import torch
 
 def checkpoints_of(folder):
     """The checkpoints of a run, newest first."""
-    return sorted((folder / "checkpoints").glob("step_*.pt"), key=lambda p: -int(p.stem[5:]))
+    found = {int(path.stem[5:]): path for path in (folder / "checkpoints").glob("step_*.pt")}
+    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def folder_of(resume):
