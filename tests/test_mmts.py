@@ -356,7 +356,7 @@ def test_clusters_of_encoders(encoders, tmp_path):
         opened(tmp_path / "nan", made(CAPTIONS), "captions", encoder=str(root / "broken"))
     with pytest.raises(UserError, match="--cluster-encoder .*bert"):
         opened(tmp_path / "no", train, "vision", encoder=str(root / "bert"))
-    with pytest.raises(UserError, match="--cluster-encoder tf-idf: "):
+    with pytest.raises(UserError, match="tf-idf: Unknown model"):
         opened(tmp_path / "no", train, "vision")
     with pytest.raises(UserError, match="nobody/nothing: "):
         opened(tmp_path / "no", train, "captions", encoder="nobody/nothing")
