@@ -125,14 +125,11 @@ def average(gradients):
 # ================================================ losses on any card ================================================
 def fp32(loss):
     """Decorator: the loss runs outside autocast and on float32 in place of half precision, whatever the caller does."""
-    def full(x):
-        return x.float() if torch.is_tensor(x) and x.dtype in (torch.float16, torch.bfloat16) else x
-
     @functools.wraps(loss)
     def wrapped(*args, **kwargs):
-        device = next((a.device.type for a in (*args, *kwargs.values()) if torch.is_tensor(a)), "cpu")
-        with torch.autocast(device, enabled=False):
-            return loss(*map(full, args), **{k: full(v) for k, v in kwargs.items()})
+        from accelerate.utils import convert_to_fp32, find_device
+        with torch.autocast(find_device((args, kwargs)).type, enabled=False):
+            return loss(*convert_to_fp32(args), **convert_to_fp32(kwargs))
     return wrapped
 
 
@@ -238,10 +235,6 @@ class Chunks:
         self.function, self.model, self.accelerator, self.chunk = encode, model, accelerator, chunk
         self.tf32, self.on_the_way_back = tf32 and accelerator.device.type == "cuda", False
 
-    def fast(self):
-        """The context in which encoders run."""
-        return tf32(self.tf32)
-
     def _crossed(self):
         if self.on_the_way_back:  # not when a script calls autograd.grad itself
             torch.set_float32_matmul_precision("high")
@@ -252,11 +245,11 @@ class Chunks:
         B, device = find_batch_size(inputs), self.accelerator.device
         self.pieces = []  # of the inputs, each with the random state of its first pass
         if not self.chunk or self.chunk >= B:
-            with self.fast():
+            with tf32(self.tf32):
                 whole = all_there(self.function(inputs))
             return _Border.apply(self._crossed, *whole) if self.tf32 else whole
         parts = []
-        with torch.no_grad(), self.fast():
+        with torch.no_grad(), tf32(self.tf32):
             for i in range(0, B, self.chunk):
                 piece = slice_tensors(inputs, slice(i, i + self.chunk))
                 self.pieces.append((piece, random_state(device)))
@@ -270,7 +263,7 @@ class Chunks:
         from accelerate.utils import find_batch_size, slice_tensors
         B = find_batch_size(inputs)
         step = self.chunk or B
-        with self.fast():
+        with tf32(self.tf32):
             parts = [self.function(slice_tensors(inputs, slice(i, i + step))) for i in range(0, B, step)]
         return tuple(torch.cat(e) for e in zip(*parts))                    # (B, D) each
 
@@ -282,7 +275,7 @@ class Chunks:
         self.on_the_way_back = False
         if not self.pieces:
             return
-        with self.fast():
+        with tf32(self.tf32):
             self._backward_in_chunks()
 
     def _backward_in_chunks(self):

@@ -45,8 +45,7 @@ Commands:
     accelerate launch mama.py --dataset nextqa --qa-model vgt --data-dir ANNOTATIONS --region-dir FEATURES
     accelerate launch mama.py --dataset clips.csv --video-dir VIDEOS    # own data: columns video, caption[, start, end]
 
-The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
-comparable and reproducible; a fork edits METHOD, the flags of the method group, and the loss in the loop.
+A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
 
 Differences from the paper and from the authors' code, which has neither schedule nor weights for retrieval (its margin
 is 0) and whose meta step for question answering changes nothing (it joins the letters of a name, not its parts):
@@ -96,12 +95,11 @@ import copy
 import math
 import os
 import warnings
-from pathlib import Path
 
 import common
 
 from common import (  # isort: skip
-    Evaluator, OneLine, Parser, Run, UserError, answers, between, by_rows, clean_exit, count, fp32, gather, meta_data,
+    Evaluator, Parser, Run, UserError, answers, between, by_rows, clean_exit, count, fp32, gather, meta_data,
     nonnegative, normalize, open_data, pair_cosines, part, per_anchor, positive, positive_index, rank, rate,
     write_json, write_tensors)
 
@@ -318,8 +316,7 @@ WEIGHTINGS = {
 
 # ======================================================= flags =======================================================
 # Defaults by data set, one line a group. 'paper': Section 4.1 and Appendix D; what they do not say from the authors'
-# code; 'ours': ncl.py's towers and optimiser, tau and margin tuned on val of moving-emoji, for retrieval alone. Flags
-# override; other data sets take 'own'.
+# code; 'ours': ncl.py's towers and optimiser, tau and margin tuned on val of moving-emoji. Other sets take 'own'.
 MSRVTT = dict(
     recipe="paper; schedule and betas from the authors' code",
     # which CLIP is not said
@@ -339,8 +336,7 @@ MOVING = MSRVTT | dict(
     tau=0.1, a0=0.1, meta_lr=2e-4, meta_batch_size=32,                     # tau, a0: benchmarks/results/mama_default.md
     crop_min=0.8, jitter=0.2, log_every=10, save_every=120, eval_every=100)
 OWN = MOVING | dict(
-    recipe="ours; small towers from scratch",
-    image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
+    recipe="ours; small towers from scratch", image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
 QUESTIONS = MSRVTT | dict(
     recipe="paper; warm-up, schedule and clipping from the authors' code or ours", task="qa-open",
     image_encoder="swin3d_b", text_encoder="google-bert/bert-base-uncased", embed_dim=768, frames=5, text_length=30,
@@ -369,7 +365,6 @@ VGT["moving-emoji"] = ASKED["moving-emoji"] | dict(
     recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0,
     lr=5e-4)                                                               # benchmarks/results/vgt_moving_emoji.md
 LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
-UNUSED = "--weighting {}: its network has no part in the weights of this script; take --weighting none, or another name"
 
 
 def looks_ahead(args):
@@ -385,49 +380,44 @@ def parse_args(argv=None):
     g.add_argument("--task", choices=["retrieval", "qa-open", "qa-choice"], default="retrieval",
                    help="pairs; or questions, with a vocabulary of answers or with choices")
     g.add_argument("--tau", type=positive, help="temperature, divides the cosine, > 0; paper 1")
+    g = p.group("with --loss mama", loss="mama")
     g.add_argument("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
                    help="of Eq. 6; its limit a0 / a1 throughout; or none")
     g.add_argument("--weighting", choices=[*WEIGHTINGS, "l2rw"], default="meta",
                    help="Algorithm 1; joint: Table 8; focal, spl, l2rw: Table 6; none: 1")
-    g = p.group("with a margin", lambda a: a.margin_schedule != "none")
+    g = p.group("with a margin", margin_schedule=("logistic", "constant"))
     g.add_argument("--a0", type=nonnegative, default=2.0, help="of Eq. 6; the limit of the margin is a0 / a1, radians")
     g.add_argument("--a1", type=positive, default=10.0, help="of Eq. 6; the margin starts at a0 / (a1 + 1)")
-    g = p.group("with --margin-schedule logistic", lambda a: a.margin_schedule == "logistic")
+    g = p.group("with --margin-schedule logistic", margin_schedule="logistic")
     g.add_argument("--a2", type=between(-1000), default=0.1, help="of Eq. 6, per step; below 0 it falls to 0")
-    g = p.group("with --weighting focal", lambda a: a.weighting == "focal")
+    g = p.group("with --weighting focal", weighting="focal")
     g.add_argument("--focal-gamma", type=nonnegative, default=2.0, help="its exponent")
-    g = p.group("with --weighting spl", lambda a: a.weighting == "spl")
+    g = p.group("with --weighting spl", weighting="spl")
     g.add_argument("--spl-start", type=part, default=0.5, help="part of the batch that it starts with")
-    g = p.group("with --weighting meta or joint", lambda a: a.weighting in ("meta", "joint"))
+    g = p.group("with --weighting meta or joint", weighting=("meta", "joint"))
     g.add_argument("--weight-hidden", type=count, default=100, help="its hidden units; MW-Net 100")
-    g = p.group("with --weighting meta", lambda a: a.weighting == "meta")
+    g = p.group("with --weighting meta", weighting="meta")
     g.add_argument("--meta-lr", type=rate, help="beta of its AdamW; paper: alpha, MW-Net 1e-3")
     g.add_argument("--meta-weight-decay", type=rate, default=1e-3, help="its decay (1e-3)")
     g.add_argument("--virtual-lr", type=rate, default=0.0, help="alpha; 0 = the learning rate of the moment")
     g.add_argument("--meta-every", type=count, default=1, help="steps between updates of the network; paper 1")
-    g = p.group("with --weighting meta or l2rw", lambda a: looks_ahead(a) or a.meta_set == "val")
+    g = p.group("with --weighting meta or l2rw", has_meta=True)
     g.add_argument("--meta-set", default="train", metavar="train|val|FILE",
                    help="source of the meta-data; FILE: a name (key) of a training example a line")
     g.add_argument("--meta-batch-size", type=between(2, 10**9, int), help="M, GLOBAL: of a step; paper: not said")
-    g = p.group("with --weighting meta or l2rw and --meta-set train or val",
-                lambda a: a.meta_set == "val" or looks_ahead(a) and a.meta_set == "train")
+    g = p.group("with --weighting meta or l2rw and --meta-set train or val", has_meta=True, meta_set=("train", "val"))
     g.add_argument("--meta-size", type=count, default=256, help="examples of the meta-data; paper: not said")
     g.add_argument("--meta-balance", choices=["auto", "classes", "captions", "none"], default="auto",
                    help="classes if any, or K-Means of captions; difference 8")
-    g = p.group("with --task qa-open or qa-choice", lambda a: a.task != "retrieval")
+    g = p.group("with --task qa-open or qa-choice", task=("qa-open", "qa-choice"))
     g.add_argument("--eta", type=nonnegative, default=1.0, help="of Eq. 3, weight of the answers' loss; paper 1")
     answers.add_flags(p)
     g = p.group("views")
     g.add_argument("--crop-min", type=part, help="least area of the crop of a clip; 1 = none")
     g.add_argument("--flip", type=part, help="share of mirror images")
     g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
-    # task and model are read ahead of the other flags, because they decide whose defaults these have
-    ahead = OneLine(p.prog, "", add_help=False)
-    ahead.add_argument("--task", default="retrieval")
-    ahead.add_argument("--qa-model", default="fusion")
-    args = p.parse(argv, recipes_of(ahead.parse_known_args(argv)[0]), LOSSES)
-    p.require(args.loss == "mama" or (args.margin_schedule, args.weighting) == ("none", "none"),
-              "--loss infonce has neither margin nor weights; leave out --margin-schedule and --weighting, or --loss")
+    args = p.parse(argv, recipes_of, LOSSES, ("--task", "--qa-model"),
+                   lambda a: {"has_meta": looks_ahead(a) or a.meta_set == "val"})
     p.require(args.a0 / args.a1 <= math.pi / 2,
               f"--a0 {args.a0:g} --a1 {args.a1:g}: the margin a0 / a1 must be at most pi / 2")
     p.require(not (looks_ahead(args) and args.chunk_size),
@@ -436,8 +426,6 @@ def parse_args(argv=None):
     processes = int(os.environ.get("WORLD_SIZE", 1))
     p.require(not looks_ahead(args) or args.meta_batch_size % processes == 0,
               f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes")
-    p.require(args.meta_set in ("train", "val") or Path(args.meta_set).is_file(),
-              f"--meta-set {args.meta_set}: neither train nor val nor a file of names")
     answers.check_flags(p, args)
     return args
 
@@ -459,7 +447,7 @@ def main(args):
         evals = {name: {k: answers.shuffled(d) for k, d in of.items()} for name, of in evals.items()}
     questions = answers.questions_of(train, args)                          # None for retrieval
     meta = None
-    if looks_ahead(args) or args.meta_set == "val":
+    if looks_ahead(args) or args.meta_set == "val":                        # val's leave every evaluation
         meta, evals = meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
                                 args.task, args.meta_balance)
     run = Run(__file__, args, train, evals, recipes_of(args))
@@ -537,7 +525,7 @@ def main(args):
         if args.weighting != "l2rw":
             weight = WEIGHTINGS[args.weighting](sample.detach(), own, progress, args)   # (B,)
         if "weight_net" in own and not weight.requires_grad:
-            raise UserError(UNUSED.format(args.weighting))
+            raise UserError(f"--weighting {args.weighting}: its network has no part in them; take --weighting none")
         weight = weight.detach() if args.weighting == "meta" else weight   # (B,); its network learns by Eq. 10 alone
         loss = (weight * sample).mean()                                    # (); Eq. 8
 
@@ -551,7 +539,8 @@ def main(args):
 
         numbers = {}
         if run.logs_now():
-            swapped = swapped_of(train, batch, sample)                     # (B,)
+            noisy = train.column("noisy")                                  # (M,) bool: captions of another clip
+            swapped = torch.zeros_like(sample) if noisy is None else torch.as_tensor(noisy[batch["rows"]]).to(sample)
             numbers = {"mu": mu} | numbers_of(sample, weight, swapped, (video, text), args, run, weight_net)
             if questions:
                 numbers |= answers.numbers(*scores, inputs["answers"], answered, batch["rows"], train, run.device)
@@ -581,9 +570,8 @@ def random_guess(mu, args, answer=0.0):
 
 def banner_lines(args, meta, margins):
     """What the banner says of the method."""
-    first, last = margins
     lines = {"loss": f"{args.loss}: weights {args.weighting}, margin {args.margin_schedule}",
-             "temperature": f"tau {args.tau:g}; mu {first:.3g} .. {last:.3g} rad"}
+             "temperature": f"tau {args.tau:g}; mu {margins[0]:.3g} .. {margins[1]:.3g} rad"}
     return lines | ({"meta-data": meta.note} if meta else {})
 
 
@@ -622,41 +610,25 @@ def losses_of(tower, tau, mu, device, eta=1.0, contrast=angular_margin_loss):
 
 
 # ------------------------------------------------------- numbers of the log ------------------------------------------
-def swapped_of(data, batch, like):
-    """(B,) 1 where the data set knows that the captions are another's (moving-emoji's `noisy`)."""
-    noisy = data.column("noisy")                                           # (M,) bool, or None
-    return torch.zeros_like(like) if noisy is None else torch.as_tensor(noisy[batch["rows"]]).to(like)
-
-
 @torch.no_grad()
 def numbers_of(sample, weight, swapped, embeddings, args, run, weight_net):
-    """Columns of the log: losses and weights, also of mismatched pairs, (B,) each; the health of the space."""
-    seen = gather(torch.stack([sample, weight, swapped], 1))               # (N, 3)
-    keep_for_pictures(run.tensors, run.step + 1, seen, args, weight_net)
-    video, text = embeddings                                               # (B, D) each, or cosines (B, N)
-    if args.qa_similarity == "fused":
-        return weight_numbers(seen) | pair_cosines(gather(video))
-    return weight_numbers(seen) | common.embedding_health(gather(normalize(video)), gather(normalize(text)))
-
-
-def weight_numbers(seen):
-    """Columns of the log from a batch's losses, weights and marks of mismatched pairs, (N, 3)."""
-    sample, weight, swapped = seen.unbind(1)                               # (N,) each
+    """Columns of the log: losses and weights, also of mismatched pairs, (B,) each; the health of the space. Keeps what
+    the pictures need: the last batch (N, 3), and the curve of the weight network, one row a log."""
+    run.tensors["last_batch"] = gather(torch.stack([sample, weight, swapped], 1)).cpu()                  # (N, 3)
+    if "weight_net" in run.own:
+        answers_of = {"qa-open": args.answers, "qa-choice": 5}.get(args.task, 1)        # of a question; 1 = no question
+        grid = torch.linspace(0, 3 * math.log(args.batch_size) + 1.5 * math.log(answers_of) + 1, 64)    # (64,) nats
+        curve = torch.cat([torch.tensor([run.step + 1.0]), weight_net(grid.to(run.device)).cpu()])[None]  # (1, 65)
+        run.tensors |= {"loss_grid": grid, "curves": torch.cat([run.tensors.get("curves", curve[:0]), curve])}
+    sample, weight, swapped = run.tensors["last_batch"].unbind(1)          # (N,) each
     numbers = {"L": sample.mean().item(), "w": weight.mean().item()}
     for name, those in (("matched", swapped == 0), ("mismatched", swapped == 1)):
         if swapped.any() and those.any():
             numbers |= {f"L_{name}": sample[those].mean().item(), f"w_{name}": weight[those].mean().item()}
-    return numbers
-
-
-def keep_for_pictures(tensors, step, seen, args, weight_net):
-    """Adds to a run's tensors: the last batch (N, 3), and the curve of the weight network, one row a log."""
-    tensors["last_batch"] = seen.cpu()
-    if args.weighting in ("meta", "joint"):
-        answers_of = {"qa-open": args.answers, "qa-choice": 5}.get(args.task, 1)        # of a question; 1 = no question
-        grid = torch.linspace(0, 3 * math.log(args.batch_size) + 1.5 * math.log(answers_of) + 1, 64)    # (64,) nats
-        curve = torch.cat([torch.tensor([float(step)]), weight_net(grid.to(seen.device)).cpu()])[None]   # (1, 65)
-        tensors |= {"loss_grid": grid, "curves": torch.cat([tensors.get("curves", curve[:0]), curve])}
+    video, text = embeddings                                               # (B, D) each, or cosines (B, N)
+    if args.qa_similarity == "fused":
+        return numbers | pair_cosines(gather(video))
+    return numbers | common.embedding_health(gather(normalize(video)), gather(normalize(text)))
 
 
 if __name__ == "__main__":

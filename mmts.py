@@ -31,8 +31,7 @@ Commands:
     accelerate launch mmts.py --dataset youcook2 --data-dir ANNOTATIONS --video-dir VIDEOS   # or ssv2-lt
     accelerate launch mmts.py --dataset captions.csv             # own data: columns image, caption
 
-The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
-comparable and reproducible; a fork edits METHOD, the flags of the method group, and the loss in the loop.
+A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
 
 Differences from the paper and from the authors' code (released only for EPIC-KITCHENS-100), and what is left open:
  1. The supplement prints one tau in its losses. As in the code it is the anchor's tau_i, in both directions: image i's
@@ -68,12 +67,11 @@ Differences from the paper and from the authors' code (released only for EPIC-KI
 import argparse
 import functools
 import math
-from pathlib import Path
 
 import common
 
 from common import (  # isort: skip
-    Evaluator, Parser, Run, UserError, all_sum, between, by_rows, check_source, clean_exit, fp32, gather,
+    Evaluator, Parser, Run, all_sum, between, by_rows, check_source, clean_exit, fp32, gather,
     head_mid_tail, k_means, largest_first, nonnegative, normalize, open_clusters, open_data, part, per_anchor,
     positive, positive_index, to_device, whole)
 
@@ -172,22 +170,16 @@ def cluster_captions(embeddings, k, seed, counts=None):
 
     Args: embeddings: (M, D), normalised here.   counts: (M,) how often each occurs in the data; None = once.
     Returns: labels (M,) long; sizes (K,) long, K_c of Eq. 6, largest first; K < k if points coincide.
-    Raises: UserError on non-finite embeddings, or fewer than k.
+    Raises: ValueError, scikit-learn's, on non-finite embeddings, or fewer than k.
     """
     x = normalize(torch.as_tensor(embeddings)).numpy()                     # (M, D)
-    broken = (~np.isfinite(x)).any(1).sum()
-    if broken:
-        raise UserError(f"{broken:,} of {len(x):,} embeddings to be clustered are not finite; use another "
-                        "--cluster-encoder")
-    if len(x) < k:
-        raise UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered; lower it")
-    labels = k_means(x, k, seed, counts)                           # (M,) without empty clusters
+    labels = k_means(x, k, seed, counts)                                   # (M,) without empty clusters
     return largest_first(labels, counts)[:2]                               # (M,), (K,)
 
 
 # ======================================================= flags =======================================================
 # Defaults by data set, one line per group. 'paper': Sections 4.3 and 7, and its base (the CC3M trainer, AVION, VAST)
-# for the rest; 'ours': for small towers, not tuned for this loss. Flags override them; other sets use 'own'.
+# for the rest; 'ours': for small towers, not tuned for this loss. Other sets use 'own'.
 CC3M = dict(
     recipe="paper; optimiser, views and captions from the CC3M trainer",
     image_encoder="resnet50.tv_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
@@ -198,41 +190,34 @@ CC3M = dict(
     loss="infonce", tau=0.01, clusters="captions", cluster_encoder="distilbert/distilbert-base-uncased",
     crop_min=0.5, flip=0.5, jitter=0.0, randaugment_ops=2, randaugment_magnitude=21,
     mixed_precision="bf16", eval_datasets=["coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
-AVION = dict(
+AVION = CC3M | dict(
     recipe="paper; towers, views and optimiser from AVION",
     # AVION's text tower has GELU, like this one; --init-from loads AVION's LaViLa weights into both towers
     image_encoder="video_vit_base_patch16_clip_224.openai", text_encoder="laion/CLIP-ViT-B-16-laion2B-s34B-b88K",
-    pretrained=True, embed_dim=256, image_size=224, image_stats="clip", eval_resize="crop", frames=16,
-    frame_sampling="random", text_length=77, text_pooling="cls", clean_captions=False,
-    epochs=100.0, batch_size=512, chunk_size=16, lr=3e-5, lr_end=1e-5, warmup_epochs=1.0, weight_decay=0.01,
-    beta2=0.999, grad_clip=0.0, optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8,
-    join_captions=False, unfold_captions=False,
+    image_size=224, eval_resize="crop", frames=16, frame_sampling="random", text_length=77, clean_captions=False,
+    epochs=100.0, chunk_size=16, lr=3e-5, warmup_epochs=1.0, weight_decay=0.01,
     loss="max-margin", tau=0.07, clusters="noun", cluster_encoder="sentence-transformers/all-MiniLM-L6-v2",
-    crop_min=0.5, flip=0.0, jitter=0.0, randaugment_ops=0, randaugment_magnitude=0,
-    mixed_precision="fp16", log_every=20, save_every=500, eval_every=0)
+    flip=0.0, randaugment_ops=0, randaugment_magnitude=0,
+    mixed_precision="fp16", eval_datasets=[], log_every=20, save_every=500)
 VAST = AVION | dict(
     recipe="paper; CLIP's towers with VAST's fine-tuning values",
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16", embed_dim=512,
     eval_resize="squash", frames=8,  # random in their segments, in evaluation their middles (sets/videos.py, ssv2.py)
     # 3e-5 in VAST's script for YouCook2, 2e-5 for its other sets
     epochs=30.0, batch_size=64, lr=3e-5, lr_end=0.0, lr_schedule="linear", warmup_epochs=3.0, beta2=0.98, grad_clip=2.0,
-    loss="infonce", label_smoothing=0.1, clusters="captions",
-    crop_min=1.0)
-MOVING = dict(
+    loss="infonce", label_smoothing=0.1, clusters="captions", crop_min=1.0)
+MOVING = CC3M | dict(
     recipe="ours",
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
     image_size=32, image_stats="encoder", eval_resize="crop", frames=4, text_length=24, text_pooling="mean",
     clean_captions=False,
     epochs=24.0, batch_size=128, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98, grad_clip=1.0,
-    optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8,
-    frame_sampling="uniform", join_captions=False, unfold_captions=False,
-    loss="infonce", tau=0.1, clusters="captions", cluster_encoder="tf-idf",
+    tau=0.1, cluster_encoder="tf-idf",
     crop_min=0.8, flip=0.0, jitter=0.2, randaugment_ops=0, randaugment_magnitude=0,
     mixed_precision="no", eval_datasets=[], log_every=5, save_every=120, eval_every=120)
 EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
-OWN = MOVING | dict(
-    recipe="ours; small towers from scratch",
-    image_size=64, frames=8, text_length=32, num_clusters=0, log_every=10, save_every=500, eval_every=0)
+OWN = MOVING | dict(recipe="ours; small towers from scratch", image_size=64, frames=8, text_length=32, num_clusters=0,
+                    log_every=10, save_every=500, eval_every=0)
 RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "own": OWN,
            "epic-kitchens-100": AVION | dict(caption_relevancy=0.1),
            "youcook2": VAST, "ssv2-lt": VAST | dict(clusters="label", lr=2e-5)}
@@ -249,7 +234,6 @@ RANGES = {("cc3m", "infonce"): (0.04, 0.05, 0.10, "paper: CLIP on CC3M"),
           ("own", "max-margin"): (0.20, 0.17, 0.30, "ours: AVION's MI-MM")}
 TAU_LIMITS = 0.01, 1.0                                                    # of a learnable tau; AVION: at least 0.01
 WORDS = {"infonce": "tau", "max-margin": "margin"}                        # the quantity with schedule and shifts
-SOURCES = ("captions", "vision", "label", "verb", "noun", "verb-noun", "none")
 
 
 def ranges_of(dataset, loss):
@@ -276,22 +260,24 @@ def parse_args(argv=None):
     g.add_argument("--loss", choices=["infonce", "max-margin"], default=None, help="with the two parts below or not")
     g.add_argument("--schedule", action=yesno, default=True, help="swing by tau_base (TS of Tables 4, 9)")
     g.add_argument("--shifts", action=yesno, default=True, help="by cluster size (ICS), or --tau, --margin for all")
-    g.add_argument("--learnable-tau", action=yesno, default=False, help="from --tau; infonce without both parts")
-    g.add_argument("--label-smoothing", type=part, default=0.0, help="of InfoNCE's target; VAST 0.1")
     g.add_argument("--clusters", metavar="SOURCE",
                    help="captions or vision (K-Means of embeddings); label, verb, noun, verb-noun (classes); a JSON "
                         "file of {key: cluster}; or none")
-    g = p.group("with --loss infonce --no-shifts", lambda a: a.loss == "infonce" and not a.shifts)
+    g = p.group("with --loss infonce", loss="infonce")
+    g.add_argument("--label-smoothing", type=part, default=0.0, help="of its target; VAST 0.1")
+    g = p.group("with --loss infonce --no-schedule --no-shifts", loss="infonce", schedule=False, shifts=False)
+    g.add_argument("--learnable-tau", action=yesno, default=False, help="learn it, from --tau")
+    g = p.group("with --loss infonce --no-shifts", loss="infonce", shifts=False)
     g.add_argument("--tau", type=positive, help="divides the cosine; CLIP on CC3M 0.01, AVION and VAST 0.07")
-    g = p.group("with --loss max-margin --no-shifts", lambda a: a.loss == "max-margin" and not a.shifts)
+    g = p.group("with --loss max-margin --no-shifts", loss="max-margin", shifts=False)
     g.add_argument("--margin", type=nonnegative, default=0.2, help="cosine units; AVION 0.2")
-    g = p.group("with --shifts", lambda a: a.shifts)
+    g = p.group("with --shifts", shifts=True)
     g.add_argument("--shift-min", type=nonnegative, default=0.05, help="sh-, of the smallest cluster; paper: Sec. 7")
     g.add_argument("--shift-max", type=nonnegative, default=0.10, help="sh+, of the largest cluster; paper: Sec. 7")
-    g = p.group("with --schedule", lambda a: a.schedule)
+    g = p.group("with --schedule", schedule=True)
     g.add_argument("--alpha", type=nonnegative, default=0.04, help="range, twice the amplitude; paper: Sec. 7")
     g.add_argument("--periods", type=positive, default=5.0, help="in the run, of T = steps / periods; code 5")
-    g = p.group("with --clusters captions or vision", lambda a: a.clusters in ("captions", "vision"))
+    g = p.group("with --clusters captions or vision", clusters=("captions", "vision"))
     g.add_argument("--num-clusters", type=between(2, 10**6, int), default=200,
                    help="K of K-Means; paper 200; own data: a quarter of the items, at most 200")
     g.add_argument("--cluster-encoder",
@@ -304,19 +290,16 @@ def parse_args(argv=None):
     g.add_argument("--randaugment-ops", type=whole, help="each with probability 1/2; CC3M trainer 2; 0 = off")
     g.add_argument("--randaugment-magnitude", type=between(0, 30, int), help="0..30; CC3M trainer's 7 of 10 = 21")
     args = p.parse(argv, RECIPES, loss_defaults)
-    infonce, plain = args.loss == "infonce", not args.schedule and not args.shifts
     p.require(args.shift_min <= args.shift_max,
               f"--shift-min {args.shift_min:g}: larger than --shift-max {args.shift_max:g}")
-    refusal = out_of_range(args)
-    p.require(not refusal, refusal)
-    p.require(not args.learnable_tau or infonce and plain,
-              "--learnable-tau: only with --loss infonce --no-schedule --no-shifts; others set their temperatures")
-    p.require(infonce or not args.label_smoothing, "--label-smoothing: --loss max-margin has no target to smooth")
-    p.require(args.clusters in SOURCES or Path(args.clusters).is_file() or args.resume,
-              f"--clusters {args.clusters}: not one of {', '.join(SOURCES)}, and no file")
+    lowest, highest = range_of(args, args.periods, 1)
+    p.require(args.loss != "infonce" or lowest > 0,
+              f"the temperatures of the run, {lowest:g} .. {highest:g}, must be above 0; lower --alpha, or raise "
+              "--shift-min or --tau")
+    p.require(args.loss != "max-margin" or 0 <= lowest <= highest < 2,
+              f"the margins of the run, {lowest:g} .. {highest:g}, must be from 0 to below 2 (cosines); see --alpha, "
+              "--shift-min, --shift-max, --margin")
     p.require(args.clusters != "none" or not args.shifts, "--clusters none: --shifts need clusters; add --no-shifts")
-    p.require(args.clusters != "vision" or args.cluster_encoder != "tf-idf",
-              "--clusters vision: --cluster-encoder must name an image encoder")
     p.require(args.cluster_encoder not in ("small", "features"),
               f"--cluster-encoder {args.cluster_encoder}: has no trained weights; use tf-idf, an id or a folder")
     return args
@@ -330,17 +313,6 @@ def range_of(args, steps, period):
     shifts = torch.tensor([low, high], dtype=torch.float64)                # (2,)
     values = torch.stack([sample_temperature(t, shifts, period, swing_of(args)) for t in grid])          # (S, 2)
     return round(values.min().item(), 12), round(values.max().item(), 12)
-
-
-def out_of_range(args):
-    """Why these settings are refused (a temperature not above 0, a margin below 0 or not below 2), or ""."""
-    lowest, highest = range_of(args, args.periods, 1)
-    flag = "--shift-min" if args.shifts else "--tau" if args.loss == "infonce" else "--margin"
-    if args.loss == "infonce" and lowest <= 0:
-        return f"{flag}: the lowest temperature of the run, {lowest:g}, must be above 0; raise it, or lower --alpha"
-    if args.loss == "max-margin" and not 0 <= lowest <= highest < 2:
-        return f"{flag}: the margins of the run, {lowest:g} .. {highest:g}, must be at least 0 and below 2 (cosines)"
-    return ""
 
 
 # ======================================================= main ========================================================
@@ -468,7 +440,7 @@ def banner_lines(clusters, steps, period, args):
     kind = {(True, True): "schedule and shifts (MM-TS)", (True, False): "schedule alone (TS)",
             (False, True): "shifts alone (ICS)", (False, False): "fixed (the baseline)"}[args.schedule, args.shifts]
     low, high = range_of(args, steps, period)
-    name, values = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
+    name, values = WORDS[args.loss], "temperature" if args.loss == "infonce" else "margin"
     alpha, sh_min, sh_max, source = ranges_of(args.dataset, args.loss)
     same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
     words = f"{name} {low:g} .. {high:g} over the run, period {period:g} steps ({source if same else 'by flags'})"
@@ -480,8 +452,6 @@ def banner_lines(clusters, steps, period, args):
         sizes, by_words = clusters.sizes, args.clusters in ("captions", "vision")
         how = f"K-Means on {args.cluster_encoder}, {args.clusters}" if by_words else f"by {args.clusters}"
         lines["clusters"] = f"{len(sizes):,}, {how}; largest {sizes[0]:,}, smallest {sizes[-1]:,}"
-        if sizes[0] == sizes[-1] and args.shifts:
-            lines["shifts"] = f"WARNING: all clusters have the same size, so every shift is {args.shift_min:g}, sh-"
         if clusters.meta["without"]:
             lines["left out"] = f"{clusters.meta['without']:,} without a cluster are treated as in the smallest one"
     return lines

@@ -30,8 +30,7 @@ Commands:
     accelerate launch ncl.py --dataset clips.csv --video-dir VIDEOS   # own data: columns video, caption[, start, end]
     python eval.py --checkpoint RUN --normalize queue            # test-time normalisation of any script's checkpoint
 
-The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
-comparable and reproducible; a fork edits METHOD, the flags of the method group, and the loss in the loop.
+A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
 
 Differences from the paper (there is no authors' code) and from CLIP4Clip, its base:
  1. Eqs. 8 and 9 are printed with their right-hand sides exchanged; rows sum to 1/m and columns to 1/n (it matters for
@@ -240,8 +239,7 @@ CLIP4CLIP = dict(
     text_length=32, text_pooling="cls", clean_captions=False, unfold_captions=True, join_captions=False,
     epochs=5.0, batch_size=128, chunk_size=32, optimizer="adamw", lr=1e-7, lr_end=0.0, lr_schedule="cosine",
     warmup_epochs=0.5, weight_decay=0.2, beta1=0.9, beta2=0.98, eps=1e-6, grad_clip=1.0,
-    tau=0.01, learnable_tau=True, loss_scale=1.0, queue_size=16_384,
-    crop_min=1.0, flip=0.0, jitter=0.0,
+    tau=0.01, learnable_tau=True, loss_scale=1.0, queue_size=16_384, crop_min=1.0, flip=0.0, jitter=0.0,
     mixed_precision="no", log_every=50, save_every=500, eval_every=0)
 PARAGRAPHS = CLIP4CLIP | dict(
     epochs=10.0, chunk_size=8, warmup_epochs=1.0, text_length=64, frames=64, unfold_captions=False)
@@ -252,12 +250,10 @@ MOVING = CLIP4CLIP | dict(
     image_size=32, image_stats="encoder", frames=4, text_length=24, text_pooling="mean", unfold_captions=False,
     epochs=24.0, chunk_size=0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, eps=1e-8,
     tau=0.1, learnable_tau=False, queue_size=2000,
-    crop_min=0.8, jitter=0.2,
-    log_every=10, save_every=120, eval_every=120)
+    crop_min=0.8, jitter=0.2, log_every=10, save_every=120, eval_every=120)
 EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
 OWN = MOVING | dict(
-    recipe="ours; small towers from scratch",
-    image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
+    recipe="ours; small towers from scratch", image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
 RECIPES = {
     "moving-emoji": MOVING, "emoji": EMOJI,
     "msrvtt": CLIP4CLIP, "msvd": CLIP4CLIP | dict(epochs=3.0, warmup_epochs=0.0), "activitynet": PARAGRAPHS,
@@ -285,7 +281,6 @@ def parse_args(argv=None):
     g.add_argument("--loss", choices=["ncl", "infonce", "max-margin"], default="ncl",
                    help="NCL; CLIP4Clip's loss; SSB's hardest-negative margin loss")
     g.add_argument("--tau", type=positive, help="gamma, divides the cosine, > 0; CLIP's 0.01; SSB 0.07")
-    g.add_argument("--learnable-tau", action=yesno, help="learn gamma from there, as CLIP's logit scale")
     g.add_argument("--iterations", type=count, default=4, help="rounds of Sinkhorn-Knopp; paper 4")
     g.add_argument("--loss-scale", type=nonnegative, help="factor of the loss; NCL on SSB 15")
     g.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
@@ -293,29 +288,25 @@ def parse_args(argv=None):
     g.add_argument("--queue-size", type=count, help="K, training queries kept of each kind; paper 16,384")
     g.add_argument("--captioning-weight", type=nonnegative, default=0.0,
                    help="of SSB's captioning loss, which needs a T5 as --text-encoder; SSB 10; 0 = off")
-    g = p.group("with --captioning-weight", lambda a: a.captioning_weight > 0)
+    g = p.group("with --loss ncl or infonce", loss=("ncl", "infonce"))
+    g.add_argument("--learnable-tau", action=yesno, help="learn gamma from --tau on, as CLIP's logit scale")
+    g = p.group("with --captioning-weight", captioning_weight=True)
     g.add_argument("--support-tau", type=positive, default=0.1, help="T, divides the cosines of its support set")
-    g = p.group("with --loss ncl", lambda a: a.loss == "ncl")
+    g = p.group("with --loss ncl", loss="ncl")
     g.add_argument("--detach-biases", action=yesno, default=True, help="no gradient through the biases")
-    g = p.group("with --loss max-margin", lambda a: a.loss == "max-margin")
+    g = p.group("with --loss max-margin", loss="max-margin")
     g.add_argument("--margin", type=between(0, 2), default=0.2, help="cosine units; SSB 0.2")
     g = p.group("views")
     g.add_argument("--crop-min", type=part, help="least area of the crop, all frames alike; 1 = none (CLIP4Clip)")
     g.add_argument("--flip", type=part, help="share of mirror images")
     g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
-    g = p.group("features")
-    g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
-                   help="for --image-encoder features or ssb: VIDEO.npy (time, width), such as motion and appearance, "
-                        "resampled to --frames and concatenated")
-    g.add_argument("--dropout", type=below_one, default=0.0, help="of towers over features; App. C: 0.1, ActivityNet 0")
     g.add_argument("--text-dropout", action=yesno, default=True, help="a transformers text encoder keeps its own")
+    g = p.group("with --image-encoder features or ssb", image_encoder=FEATURES)
+    g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
+                   help="VIDEO.npy (time, width), such as motion and appearance, resampled to --frames, concatenated")
+    g.add_argument("--dropout", type=below_one, default=0.0, help="of these towers; App. C: 0.1, ActivityNet 0")
     args = p.parse(argv, RECIPES, loss_defaults)
-    p.require(not args.learnable_tau or args.loss != "max-margin",
-              "--learnable-tau: --loss max-margin has no temperature")
-    p.require((args.image_encoder in FEATURES) == bool(args.feature_dir),
-              "--image-encoder features (or ssb) and --feature-dir go together")
-    p.require(args.dropout == 0 or args.image_encoder in FEATURES,
-              f"--dropout {args.dropout}: only for --image-encoder features or ssb; other towers have no such dropout")
+    p.require(args.image_encoder not in FEATURES or args.feature_dir, "--image-encoder features or ssb: --feature-dir?")
     p.only(args.image_encoder not in FEATURES, "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
     p.require(not args.feature_dir or {word.partition("=")[0] for word in args.eval_datasets} <= {args.dataset},
               f"--eval-datasets: --feature-dir is of {args.dataset} alone; eval.py --feature-dir evaluates on others")
@@ -363,7 +354,7 @@ def main(args):
                           also=functools.partial(evaluate_normalized, own=own, args=args))
     guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
     guess += args.captioning_weight * math.log(len(tokenizer.tokenizer))   # a word of the vocabulary
-    run.begin(evaluator, (guess, guess), banner_lines(train, evals, own, args))
+    run.begin(evaluator, (guess, guess), banner_lines(train, own, args))
     if run.step == 0 and rank() == 0:                                      # Figs. 7 and 8 compare with the start
         start = {f"{name}/{k}": x for name, p in run.val_pieces.items() for k, x in first_captions(p).items()}
         write_tensors(run.folder / "embeddings_before.safetensors", start)
@@ -435,20 +426,16 @@ def gamma_now(own, args):
     return gamma.item() if torch.is_tensor(gamma) else gamma
 
 
-def banner_lines(train, evals, own, args):
-    """The banner's words on the method; evals: {name: splits} of the evaluation sets."""
+def banner_lines(train, own, args):
+    """The banner's words on the method."""
     size, epochs = args.batch_size, args.queue_size / train.examples
     rounds = f", {args.iterations} rounds of Sinkhorn-Knopp on {size} x {size}" if args.loss == "ncl" else ""
     factor = f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""
     factor += f", + {args.captioning_weight:g} x captioning (T {args.support_tau:g})" if args.captioning_weight else ""
     queues = f"queues of {args.queue_size:,} texts and clips ({epochs:.1f} epochs)"
-    gamma = f"gamma {gamma_now(own, args):g}" + ", learnt" * args.learnable_tau
-    lines = {"loss": f"{args.loss}{rounds}{factor}", "temperature": gamma,
-             "test time": f"--normalize {args.normalize}, {queues}"}
-    others = [name for name in evals if name != args.dataset]
-    if args.normalize == "queue" and others:
-        lines["test time"] += (f"; WARNING: no queue for {', '.join(others)}, not trained on: reported without biases; "
-                               "eval.py --normalize queue fills a queue from their training splits")
+    lines = {"loss": f"{args.loss}{rounds}{factor}",
+             "temperature": f"gamma {gamma_now(own, args):g}" + ", learnt" * args.learnable_tau,
+             "test time": f"--normalize {args.normalize}, {queues} of {args.dataset}; other sets without biases"}
     return lines | (feature_words(args) if args.image_encoder in FEATURES else {})
 
 

@@ -33,8 +33,7 @@ Commands:
     accelerate launch temo.py --dataset captions.csv             # own data: columns image, caption
     python temo.py --loss infonce                                # a baseline: ts, dystress[-shifted], cwcl, slip
 
-The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
-comparable and reproducible; a fork edits METHOD, the flags of the method group, and the loss in the loop.
+A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
 
 The default is what made the paper's tables: public development code, whose kNN values are the paper's. Where it and the
 paper's text differ, or both leave something open:
@@ -164,12 +163,13 @@ def temo_terms(image, text, image_aug, text_aug, tau=0.01, tau_min=0.01, tau_alp
         names: the terms to compute, in this order; also L_I2I and L_T2T (Eq. 2, at tau).
     """
     eq_4 = dict(tau_min=tau_min, tau_alpha=tau_alpha, detach=detach, similarity=similarity, block=block)
-    terms = {"L_MM": lambda: multimodal_loss(image, text, tau, block),
-             "L_M-MM": lambda: modulated_multimodal_loss(image, text, **eq_4),
-             "L_M-I2I": lambda: modulated_loss(image, image_aug, **eq_4),
-             "L_M-T2T": lambda: modulated_loss(text, text_aug, **eq_4),
-             "L_I2I": lambda: info_nce(image, image_aug, tau, block),
-             "L_T2T": lambda: info_nce(text, text_aug, tau, block)}
+    later = functools.partial                                              # computed if its name is wanted
+    terms = {"L_MM": later(multimodal_loss, image, text, tau, block),
+             "L_M-MM": later(modulated_multimodal_loss, image, text, **eq_4),
+             "L_M-I2I": later(modulated_loss, image, image_aug, **eq_4),
+             "L_M-T2T": later(modulated_loss, text, text_aug, **eq_4),
+             "L_I2I": later(info_nce, image, image_aug, tau, block),
+             "L_T2T": later(info_nce, text, text_aug, tau, block)}
     return {name: terms[name]() for name in names}
 
 
@@ -277,9 +277,8 @@ class SlipHead(nn.Sequential):
 
 
 # ======================================================= flags =======================================================
-# Defaults by data set, one line per group. 'paper': Section 4 and the appendix; 'code': the public development code and
-# the trainers that it forks; 'ours': tuned on the validation split. Flags override; other sets use 'own'. What depends
-# on the loss or on the row of Table 3, such as the learning rate of cc3m and cc12m, stands in defaults_of.
+# Defaults by data set, one line per group. 'code': the public development code and the trainers that it forks; 'ours':
+# tuned on val. Other sets use 'own'. What depends on the loss or on the row of Table 3 stands in defaults_of.
 CC3M = dict(
     recipe="paper; optimiser, views and captions from the code",
     image_encoder="resnet50.a1_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
@@ -316,9 +315,8 @@ EMOJI = dict(
 MOVING = EMOJI | dict(
     recipe="ours; as emoji, no mirror images: left and right are words of the captions",
     image_size=32, frames=4, epochs=40.0, batch_size=128, flip=0.0, aug_flip=0.0, crop_min=0.8, aug_crop_min=0.5)
-OWN = EMOJI | dict(
-    recipe="ours; small towers from scratch",
-    image_size=64, text_length=32, aug_hue=0.1, log_every=10, eval_every=0, save_every=500)
+OWN = EMOJI | dict(recipe="ours; small towers from scratch", image_size=64, text_length=32, aug_hue=0.1,
+                   log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN}
 ROWS = {  # Table 3: which terms the loss has, and their weights
     "a": dict(base=True, modulated=False, unimodal="none", blend="quadratic"),
@@ -332,7 +330,7 @@ ROWS = {  # Table 3: which terms the loss has, and their weights
 
 def defaults_of(chosen):
     """Defaults that follow from what was chosen first: loss, row, experts, data set and image encoder."""
-    row = "" if has_expert(chosen) or chosen.loss != "temo" else chosen.row
+    row = "" if chosen.image_expert or chosen.text_expert or chosen.loss != "temo" else chosen.row
     found = {"row": row, "detach_tau": False, "similarity": "shifted"} | ROWS.get(row, ROWS["a"])  # experts: L_MM alone
     if chosen.loss == "slip":
         found |= dict(tau=0.07, learnable_tau=True, tau_clamp=[0.01, 1.0])  # paper, Section 4; clamp of SLIP's code
@@ -350,25 +348,19 @@ def defaults_of(chosen):
     return found | (dict(lr=3e-3, weight_decay=0.1) if slip else dict(lr=5e-4, weight_decay=0.5))
 
 
-def has_expert(args):
-    """Whether an expert sets the temperatures."""
-    return bool(args.image_expert or args.text_expert)
-
-
-def per_pair(args):
-    """Whether a term of the loss has a temperature for each pair of the batch's own cosines."""
-    modulated = args.modulated or args.unimodal == "modulated"
-    return args.loss.startswith("dystress") or args.loss == "temo" and modulated
-
-
-def has_tau(args):
-    """Whether a term of the loss is at --tau."""
-    return args.base or args.unimodal == "plain" if args.loss == "temo" else args.loss in ("infonce", "cwcl", "slip")
-
-
-def has_augmented(args):
-    """Whether the loss has I~ and T~."""
-    return args.loss == "temo" and args.unimodal != "none"
+def parts_of(args):
+    """What the loss has, {name: bool}: which flags have an effect follows from it."""
+    is_temo, expert = args.loss == "temo", bool(args.image_expert or args.text_expert)
+    eq_4 = is_temo and (args.modulated or args.unimodal == "modulated")
+    pair, augmented = eq_4 or args.loss.startswith("dystress"), is_temo and args.unimodal != "none"
+    at_tau = args.base or args.unimodal == "plain" if is_temo else args.loss in ("infonce", "cwcl", "slip")
+    return {"without_expert": is_temo and not expert, "expert": expert,
+            "at_tau": at_tau,                                              # a term at --tau
+            "eq_4": eq_4, "pair": pair,                                    # tau_ij by the batch's own cosines
+            "ranged": pair or expert or args.loss == "ts",                 # from --tau-min, by --tau-alpha
+            "augmented": augmented,                                        # I~ and T~
+            "blended": not expert and args.base and (eq_4 or augmented),
+            "simclr": args.loss == "slip" or augmented and args.image_aug == "simclr"}
 
 
 def parse_args(argv=None):
@@ -378,37 +370,36 @@ def parse_args(argv=None):
     g = p.group("method")
     g.add_argument("--loss", choices=["temo", "infonce", "ts", "dystress", "dystress-shifted", "cwcl", "slip"],
                    default="temo", help="TeMo or a baseline of its tables")
+    g = p.group("with L_MM, --unimodal plain, or --loss infonce, cwcl or slip", at_tau=True)
     g.add_argument("--tau", type=positive, help="of L_MM and baselines; paper 0.01, SLIP from 0.07, CWCL 0.05")
-    g.add_argument("--learnable-tau", action=yesno, default=False, help="learn tau (infonce, slip, cwcl)")
-    g = p.group("with --loss temo", lambda a: a.loss == "temo")
+    g = p.group("with --loss infonce, slip or cwcl", loss=("infonce", "slip", "cwcl"))
+    g.add_argument("--learnable-tau", action=yesno, default=False, help="learn tau")
+    g = p.group("with --loss temo", loss="temo")
     g.add_argument("--image-expert", default="", help="transformers id or folder (App. F: DINOv2-Small)")
     g.add_argument("--text-expert", default="", help="the same for texts (App. F: all-roberta-large-v1)")
-    g = p.group("with --loss temo, without experts", lambda a: a.loss == "temo" and not has_expert(a))
-    g.add_argument("--row", choices=[*ROWS], default="g",
-                   help="of Table 3: chooses --base --modulated --unimodal --blend, "
-                        "on cc3m and cc12m --lr --weight-decay --tau-alpha")
+    g = p.group("with --loss temo, without experts", without_expert=True)
+    g.add_argument("--row", choices=[*ROWS], default="g", help="of Table 3: --base --modulated --unimodal --blend; on "
+                   "cc3m and cc12m also --lr --weight-decay --tau-alpha")
     g.add_argument("--base", action=yesno, help="L_MM in the loss (Table 3: Base)")
     g.add_argument("--modulated", action=yesno, help="L_M-MM in the loss (Table 3: Mod.)")
     g.add_argument("--unimodal", choices=["none", "plain", "modulated"], help="Table 3: U.L.; plain = at --tau")
-    g = p.group("with L_MM and another term of --loss temo", lambda a: a.loss == "temo" and not has_expert(a)
-                and a.base and (a.modulated or a.unimodal != "none"))
+    g = p.group("with L_MM and another term of --loss temo", blended=True)
     g.add_argument("--blend", choices=["quadratic", "fixed"], help="weights (1-t)^2, t^2; or 0.5, 0.5")
-    g = p.group("with --image-expert", lambda a: a.image_expert)
+    g = p.group("with --image-expert", image_expert=True)
     g.add_argument("--image-expert-weight", type=nonnegative, default=0.6, help="of its term; code 0.6 or 0.1")
     g.add_argument("--expert-pooling", choices=["cls", "patches"], default="cls",
                    help="class token (code), or mean of the patches (paper)")
-    g = p.group("with --text-expert", lambda a: a.text_expert)
+    g = p.group("with --text-expert", text_expert=True)
     g.add_argument("--text-expert-weight", type=nonnegative, default=0.4, help="of its term; code 0.4 or 0.1")
-    g = p.group("with --loss temo (a modulated term, or an expert), ts or dystress",
-                lambda a: per_pair(a) or a.loss == "ts" or has_expert(a))
+    g = p.group("with --loss temo (a modulated term, or an expert), ts or dystress", ranged=True)
     g.add_argument("--tau-min", type=positive, help="lowest modulated tau, > 0; paper 0.01")
     g.add_argument("--tau-alpha", type=nonnegative, help="its range; paper 0.04; code 0.05 in row b, dystress 0.03")
-    g = p.group("with --loss temo (a modulated term) or dystress", per_pair)
+    g = p.group("with --loss temo (a modulated term) or dystress", pair=True)
     g.add_argument("--detach-tau", action=yesno, help="no gradient through the per-pair temperature")
-    g = p.group("with --loss temo (a modulated term)", lambda a: a.loss == "temo" and per_pair(a))
+    g = p.group("with --loss temo (a modulated term)", eq_4=True)
     g.add_argument("--similarity", choices=["shifted", "cosine"],
                    help="s of Eq. 4: (1 + cosine) / 2, or the cosine, 0 where negative")
-    g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
+    g = p.group("with --learnable-tau", learnable_tau=True)
     g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5], metavar=("LOW", "HIGH"),
                    help="of a learnable tau; SLIP 0.01 1")
     g = p.group("views")
@@ -417,28 +408,24 @@ def parse_args(argv=None):
     g.add_argument("--jitter", type=part, help="I: of brightness, contrast, saturation, in 80 %% of the views")
     g.add_argument("--randaugment-ops", type=whole, help="I: each with probability 1/2; CC3M trainer 2")
     g.add_argument("--randaugment-magnitude", type=between(0, 30, int), help="I: 0..30; CC3M trainer's 7 of 10 = 21")
-    g = p.group("with I~ and T~ (--loss temo and --unimodal)", has_augmented)
+    g = p.group("with I~ and T~ (--loss temo and --unimodal)", augmented=True)
     g.add_argument("--grad-augmented", action=yesno, help="gradient into I~ and T~ (CC12M code; CC3M's has none)")
     g.add_argument("--image-aug", choices=["same", "simclr", "crop"],
                    help="I~: I's view (CC3M code); SimCLR's (CC12M code); a crop alone")
     g.add_argument("--paraphrases", default="", metavar="FILE", help="JSON lines of tools/paraphrase.py; paper: five")
-    g = p.group("with --paraphrases", lambda a: a.paraphrases)
+    g = p.group("with --paraphrases", paraphrases=True)
     g.add_argument("--paraphrase-anchor", action=yesno, help="T may be a paraphrase (CC3M code; CC12M's: no)")
-    g = p.group("with --image-aug simclr or --loss slip",
-                lambda a: a.loss == "slip" or has_augmented(a) and a.image_aug == "simclr")
+    g = p.group("with --image-aug simclr or --loss slip", simclr=True)
     g.add_argument("--aug-crop-min", type=part, help="I~: least area of the crop; SimCLR 0.08")
     g.add_argument("--aug-flip", type=part, help="I~: share of mirror images; SimCLR 0.5")
     g.add_argument("--aug-jitter", type=part, help="I~: as --jitter; SLIP 0.4")
     g.add_argument("--aug-hue", type=between(0, 0.5), help="I~: strength, 0..0.5; SLIP 0.1")
     g.add_argument("--aug-blur", type=part, help="I~: share of blurred images; SimCLR 0.5")
-    args = p.parse(argv, RECIPES, defaults_of, ("--row", "--image-expert", "--text-expert"))
+    args = p.parse(argv, RECIPES, defaults_of, ("--row", "--image-expert", "--text-expert"), parts_of)
     p.require(not args.learnable_tau or args.tau_clamp[0] <= args.tau <= args.tau_clamp[1],
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
     p.require(args.base or args.modulated or args.unimodal != "none",
               "--no-base --no-modulated --unimodal none leaves no loss")
-    p.require(not args.learnable_tau or args.loss in ("infonce", "slip", "cwcl"),
-              f"--learnable-tau: --loss {args.loss} has no single temperature to learn; use infonce, slip or cwcl")
-    p.only(has_tau(args), "with L_MM, --unimodal plain, or --loss infonce, cwcl or slip", "--tau")
     return args
 
 
@@ -480,7 +467,7 @@ def main(args):
     simclr_view = common.Augment(args.image_size, args.aug_crop_min, args.aug_flip, 0.8, args.aug_jitter,
                                  args.aug_jitter, args.aug_jitter, args.aug_hue, 0.2, args.aug_blur)
     second = {"same": base_view, "simclr": simclr_view, "crop": common.Augment(args.image_size, args.crop_min)}
-    augmented = has_augmented(args)                                        # I~ and T~ are needed
+    augmented = parts_of(args)["augmented"]                                # I~ and T~ are needed
     views = [base_view] + [second[args.image_aug]] * augmented + [simclr_view] * 2 * (args.loss == "slip")
     batches = run.batches(views, transform)
 
@@ -489,10 +476,12 @@ def main(args):
     how = eq_4 | dict(detach=args.detach_tau, similarity=args.similarity)
     tau_of = functools.partial(pair_temperature, loss=args.loss, **how)
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args)
-    run.begin(evaluator, (random_guess(0, args), random_guess(1, args)), {
-        "loss": loss_words(args), "temperature": tau_words(args, tau_of),
-        "texts": text_words(train, paraphrases, args.paraphrase_anchor, RECIPES.get(args.dataset, OWN)["recipe"])
-                 if augmented else "T is the caption"})
+    words = "T is the caption"
+    if augmented:
+        words = text_words(train, paraphrases, args.paraphrase_anchor, RECIPES.get(args.dataset, OWN)["recipe"])
+    of_views = math.log(2 * args.batch_size - 1) if args.loss == "slip" else 0
+    guess = [sum(weights_of(args, t).values()) * math.log(args.batch_size) + of_views for t in (0, 1)]   # equal cosines
+    run.begin(evaluator, guess, banner_lines(args, tau_of) | {"texts": words})
     for batch in batches:
         progress = run.step / run.total                                    # t of Eq. 8
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
@@ -540,20 +529,16 @@ def main(args):
     return run.finish(draw)
 
 
-def loss_words(args):
-    """The loss, for the banner: the row of Table 3, or the terms with experts."""
-    if has_expert(args):
-        return " + ".join(f"{w:g} {name}" for name, w in weights_of(args, 0).items())
-    return args.loss + f", row {args.row}" * bool(args.row)
-
-
-def tau_words(args, tau_of):
-    """The temperatures, for the banner, by METHOD's functions."""
-    ends = f"{args.tau_min:g} .. {args.tau_min + args.tau_alpha:g}"
+def banner_lines(args, tau_of):
+    """The method's lines of the banner: the row of Table 3 or the terms with experts, and the temperatures."""
+    has, ends = parts_of(args), f"{args.tau_min:g} .. {args.tau_min + args.tau_alpha:g}"
+    loss = args.loss + f", row {args.row}" * bool(args.row)
+    if has["expert"]:
+        loss = " + ".join(f"{w:g} {name}" for name, w in weights_of(args, 0).items())
     at = ", ".join(f"{tau:.3g}" for tau in tau_of(torch.tensor([-1.0, 0.0, 1.0])).tolist())
-    words = {f"tau {args.tau}{', learnt' * args.learnable_tau}": has_tau(args), f"by experts {ends}": has_expert(args),
-             f"per pair {at} at cosine -1, 0, 1": per_pair(args), f"over the run {ends}": args.loss == "ts"}
-    return "; ".join(word for word, holds in words.items() if holds)
+    words = {f"tau {args.tau}{', learnt' * args.learnable_tau}": has["at_tau"], f"by experts {ends}": has["expert"],
+             f"per pair {at} at cosine -1, 0, 1": has["pair"], f"over the run {ends}": args.loss == "ts"}
+    return {"loss": loss, "temperature": "; ".join(word for word, holds in words.items() if holds)}
 
 
 @torch.no_grad()
@@ -564,15 +549,14 @@ def numbers_of(embeddings, features, tau_of, how, args, run):
     keywords of pair_temperature."""
     image, text, *more = embeddings
     if features:
-        taus = args.tau, args.tau_min, args.tau_alpha
-        terms = expert_terms({"image": image, "text": text}, features, *taus)
+        terms = expert_terms({"image": image, "text": text}, features, args.tau, args.tau_min, args.tau_alpha)
     else:
         names = {"L_MM": 0} | weights_of(args, 0.5)
         terms = temo_terms(image, text, *(more or (None, None)), args.tau, names=names, **how)
     numbers = common.mean_over_processes(terms, run.device)                # L_MM: comparable along the run
     image, text = gather(normalize(image)), gather(normalize(text))                                          # (N, D)
     numbers |= common.embedding_health(image, text)
-    if not per_pair(args):
+    if not parts_of(args)["pair"]:
         return numbers
     temperatures = tau_of(image[:2048] @ text[:2048].T)                    # (n, n), of at most 2,048 pairs
     n, on_pairs = len(temperatures), temperatures.diagonal().mean().item()
@@ -581,7 +565,7 @@ def numbers_of(embeddings, features, tau_of, how, args, run):
 
 def weights_of(args, progress):
     """{term: weight} of the loss at t = progress: those of Eq. 8, or with experts; L_MM alone for the baselines."""
-    if args.loss == "temo" and not has_expert(args):
+    if parts_of(args)["without_expert"]:
         return term_weights(progress, args.base, args.modulated, args.unimodal, args.blend)
     weights = {"L_MM": 1.0} | ({"L_E-image": args.image_expert_weight} if args.image_expert else {})
     return weights | ({"L_E-text": args.text_expert_weight} if args.text_expert else {})
@@ -602,12 +586,6 @@ def encode(model, pixels, tokens, slip=False):
         return image.chunk(3)[0], text, *features.chunk(3)[1:]
     pairs = zip(image.chunk(len(pixels)), text.chunk(len(tokens)), strict=True)
     return tuple(embedding for pair in pairs for embedding in pair)
-
-
-def random_guess(progress, args):
-    """The loss at t = progress if all similarities are equal: ln N for each InfoNCE."""
-    slip = math.log(2 * args.batch_size - 1) if args.loss == "slip" else 0
-    return sum(weights_of(args, progress).values()) * math.log(args.batch_size) + slip
 
 
 if __name__ == "__main__":

@@ -20,20 +20,14 @@ Equations, s_ij = cosine (t = epoch from 0, constant inside an epoch):
 Commands:
     accelerate launch temperature_schedules.py                                   # emoji, long-tailed, on two CPU cores
     accelerate launch temperature_schedules.py --schedule fixed --tau-min 0.2             # the baseline
-    # the paper's advice: 1,880 of 2,000 epochs
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --stop-at-phase 0.7
-    # App. A.2; then --split-seed 1 --eval-epoch N
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --eval-every 420 --eval-epoch auto
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --loss moco
-    # Table 3's baseline: its own prune and fixed tau; with the schedule: --schedule cos --tau-min 0.1
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --loss sdclr
-    # the authors' splits; --imbalance-ratio 1 without a file is Table 10's uniform set
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --index-file split1_D_i.npy
+    accelerate launch temperature_schedules.py --dataset cifar10-lt --stop-at-phase 0.7   # the paper's advice
+    accelerate launch temperature_schedules.py --dataset cifar10-lt --eval-every 420 --eval-epoch auto    # App. A.2
+    accelerate launch temperature_schedules.py --dataset cifar10-lt --loss moco           # or sdclr, Table 3's baseline
+    accelerate launch temperature_schedules.py --dataset cifar10-lt --index-file split1_D_i.npy  # the authors' split
     python -m tools.figures phase RUN RUN ...                                    # Fig. 4 over several runs
     accelerate launch temperature_schedules.py --dataset folder/ --imbalance-ratio 100    # own data: class folders
 
-The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
-comparable and reproducible; a fork edits METHOD, the flags of the method group, and the loss in the loop.
+A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
 
 Differences from the paper and from the authors' code:
  1. Eq. 1 is printed as a sum over the batch; the code takes the mean, and so do we.
@@ -257,9 +251,8 @@ def update_momentum(encoder, online, momentum):
 
 
 # ======================================================= flags =======================================================
-# Defaults by data set, one line per group. 'paper': Section 4 and the appendix; 'authors' code': their repository;
-# 'ours': tuned on the validation split. Flags override them; other data sets use 'own'. SDCLR has its own fixed tau and
-# prune on the paper's sets, from its scripts; on others the schedule, unless --schedule fixed --tau-min 0.2 is given.
+# Defaults by data set, one line per group. 'ours': tuned on val. Other data sets use 'own'. SDCLR has its own fixed tau
+# and prune on the paper's sets, from its scripts; on others the schedule, unless --schedule fixed is given.
 CIFAR = dict(
     recipe="paper; optimiser and views from the authors' code",
     image_encoder="resnet18-cifar", pretrained=False, embed_dim=128, head_norm="batch",
@@ -273,26 +266,20 @@ CIFAR = dict(
 IMAGENET100 = CIFAR | dict(
     image_encoder="resnet50", image_size=224, epochs=800.0, crop_min=0.08, blur=0.5,
     imbalance_ratio=0.0, train_features="clean", eval_crop=0.875, shot_limits=[100, 20])
-FASHION = CIFAR | dict(
-    recipe="ours; as cifar10-lt",
-    epochs=500.0, period=100.0, jitter_p=0.0, grey=0.0)
+FASHION = CIFAR | dict(recipe="ours; as cifar10-lt", epochs=500.0, period=100.0, jitter_p=0.0, grey=0.0)
 EMOJI = CIFAR | dict(
     recipe="ours",
     image_encoder="small", head_norm="none", image_stats="encoder",
     epochs=30.0, batch_size=256, optimizer="adamw", lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.05,
-    decay_all=False, zero_init=True,
-    period=12.0, queue_size=1024,
+    decay_all=False, zero_init=True, period=12.0, queue_size=1024,
     crop_min=0.3, hue=0.02,  # small, since hue tells classes apart
     imbalance_ratio=0.0, train_features="clean", save_every=100, eval_every=50, log_every=5)
-MOVING = EMOJI | dict(
-    recipe="ours; as emoji, classes = verbs",
-    frames=4, flip=0.0, crop_min=0.6)
+MOVING = EMOJI | dict(recipe="ours; as emoji, classes = verbs", frames=4, flip=0.0, crop_min=0.6)
 SCENES = EMOJI | dict(
-    recipe="ours", image_size=32, epochs=60.0, period=12.0, crop_min=0.3, jitter=0.4, hue=0.5,
-    imbalance_ratio=100.0, eval_every=0, log_every=20, save_every=1000)
+    recipe="ours", image_size=32, epochs=60.0, crop_min=0.3, hue=0.5, imbalance_ratio=100.0, eval_every=0,
+    log_every=20, save_every=1000)
 OWN = EMOJI | dict(
-    recipe="ours; small tower from scratch",
-    image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500)
+    recipe="ours; small tower from scratch", image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cifar10-lt": CIFAR, "cifar100-lt": CIFAR, "imagenet100-lt": IMAGENET100,
            "fashion-mnist-lt": FASHION, "moving-emoji": MOVING, "emoji-scenes": SCENES, "own": OWN}
 SDCLR = {"cifar10-lt": dict(schedule="fixed", tau_min=0.2, prune=0.9),
@@ -306,25 +293,23 @@ def parse_args(argv=None):
     yesno = argparse.BooleanOptionalAction
     g = p.group("method")
     g.add_argument("--loss", choices=["simclr", "moco", "sdclr"], default="simclr", help="what the schedule is for")
-    g.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"], default="cos",
-                   help="of tau over the epochs; fixed = --tau-min throughout")
-    g.add_argument("--tau-min", type=positive, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
-    g.add_argument("--tau-max", type=positive, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
     g.add_argument("--period", type=positive, help="T, epochs of a full period; paper 400")
-    g.add_argument("--stop-at-phase", type=part, default=0.0,
-                   help="end at epoch (floor(epochs / T) - 1 + phase) T of the same schedules; paper about 0.7 "
-                        "(1,880 of 2,000); 0 = the end")
     g.add_argument("--tau-head", type=nonnegative, default=0.0,
                    help="coarse supervision in place of the schedule: tau of frequent classes; paper 1.0; 0 = off")
     g.add_argument("--tau-tail", type=nonnegative, default=0.0, help="and of the other classes; paper 0.1")
     g.add_argument("--decay-all", action=yesno, help="weight decay of biases and norms (authors' code)")
     g.add_argument("--zero-init", action=yesno, help="a timm ResNet's last BatchNorms start at 0 (authors': at 1)")
-    g = p.group("with --loss moco", lambda a: a.loss == "moco")
+    g = p.group("without --tau-head and --tau-tail", tau_head=False)
+    g.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"], default="cos",
+                   help="of tau over the epochs; fixed = --tau-min throughout")
+    g.add_argument("--tau-min", type=positive, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
+    g.add_argument("--tau-max", type=positive, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
+    g = p.group("with --loss moco", loss="moco")
     g.add_argument("--queue-size", type=count, help="K, keys in MoCo's queue; paper 10,000")
     g.add_argument("--momentum", type=part, default=0.99, help="of MoCo's key encoder; ours")
-    g = p.group("with --loss sdclr", lambda a: a.loss == "sdclr")
+    g = p.group("with --loss sdclr", loss="sdclr")
     g.add_argument("--prune", type=part, default=0.9, help="of the second branch; SDCLR 0.9, ImageNet100-LT 0.3")
-    g = p.group("with --loss simclr or sdclr", lambda a: a.loss != "moco")
+    g = p.group("with --loss simclr or sdclr", loss=("simclr", "sdclr"))
     g.add_argument("--head-norm", choices=["batch", "none"], help="BatchNorm in the head (authors' code)")
     g = p.group("views")
     g.add_argument("--crop-min", type=part, help="least area of the crop; CIFAR 0.1, ImageNet 0.08")
@@ -359,6 +344,10 @@ def parse_args(argv=None):
     g.add_argument("--eval-epoch", default="", metavar="auto|N",
                    help="the weights to test: the last; auto = the best on val after step 0 (App. A.2); N = stop after "
                         "epoch N of the same schedules")
+    g = p.group("without --eval-epoch", eval_epoch=False)
+    g.add_argument("--stop-at-phase", type=part, default=0.0,
+                   help="end at epoch (floor(epochs / T) - 1 + phase) T of the same schedules; paper about 0.7 "
+                        "(1,880 of 2,000); 0 = the end")
     args = p.parse(argv, RECIPES, lambda chosen: SDCLR.get(chosen.dataset, {}) if chosen.loss == "sdclr" else {})
     epoch, auto = args.eval_epoch, args.eval_epoch == "auto"
     number = float(epoch) if epoch.replace(".", "", 1).isdecimal() else 0.0
@@ -367,7 +356,6 @@ def parse_args(argv=None):
               f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
     p.only(args.schedule != "fixed" or args.tau_max == args.tau_min,
            "without --schedule fixed, which stays at --tau-min", "--tau-max")
-    p.only(not args.tau_head, "without --tau-head and --tau-tail", "--schedule", "--tau-min", "--tau-max")
     p.require((args.tau_head > 0) == (args.tau_tail > 0),
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
     p.require(args.imbalance_ratio == 0 or args.imbalance_ratio >= 1,
@@ -378,7 +366,6 @@ def parse_args(argv=None):
               f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full --period {args.period:g}")
     p.require(not epoch or auto or 0 < number <= last,
               f"--eval-epoch {epoch}: must be auto, or > 0 and at most --epochs {args.epochs:g}")
-    p.only(not epoch, "without --eval-epoch, which ends the run as well", "--stop-at-phase")
     p.require(not auto or args.eval_every, "--eval-epoch auto: needs evaluations to choose from, by --eval-every")
     p.require(args.loss != "moco" or not args.chunk_size, "--chunk-size: not with --loss moco; lower --batch-size")
     return args
@@ -470,7 +457,7 @@ def main(args):
 
         inputs = dict(enumerate(batch["views"]))                           # {0: v, 1: v+}, (B, [T,] 3, S, S) each
         if moco:
-            with run.accelerator.autocast(), chunks.fast():                # in the precision of the queries
+            with run.accelerator.autocast(), common.tf32(chunks.tf32):                # in the precision of the queries
                 keys = encode_keys(own["key"], inputs.pop(1), args.seed + run.step)                         # (B, D)
         z = chunks.encode(inputs)                                          # (B, D) each: z1, z2; for MoCo only q
         if moco:

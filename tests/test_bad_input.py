@@ -200,7 +200,8 @@ REFUSED = {
     "--dataset a.csv --data-dir /no/such": "--data-dir /no/such: no such path",
     "--mixed-precision fp8": "--mixed-precision invalid choice: 'fp8'",
     "--no-base --no-modulated --unimodal none": "leaves no loss",
-    "--learnable-tau": "--loss temo has no single temperature to learn", "--loss slip --tau 1.5": "--tau-clamp",
+    "--learnable-tau": "--learnable-tau: only with --loss infonce, slip or cwcl",
+    "--loss slip --tau 1.5": "--tau-clamp",
     "--loss infonce --text-expert a/b": "--text-expert: only with --loss temo",
     "--clip-law zipf": "unknown: --clip-law zipf; near it:",  # of moving-emoji, and not of emoji
     "--dataset moving-emoji --clip-law twice": "--clip-law invalid choice: 'twice'",

@@ -13,7 +13,7 @@ TOP = [ROOT / f"{name}.py" for name in ("common", "eval", *SCRIPTS)]  # a user's
 FILES = TOP + sorted(f for folder in ("contrastive", *(f"contrastive/{room}" for room in ROOMS), "tools", "benchmarks")
                      for f in (ROOT / folder).glob("*.py"))
 # lines of a file, and of a loop; all else: 400
-SIZES = {"common": 700, "temo": 620, "ncl": 480, "mmts": 500, "temperature_schedules": 570, "mama": 670, "eval": 260}
+SIZES = {"common": 700, "temo": 610, "ncl": 470, "mmts": 480, "temperature_schedules": 560, "mama": 650, "eval": 260}
 OTHERS, BENCHMARKS, ENGINE, LOOP, LOOP_OF_MAMA = 400, 450, 1100, 45, 60
 
 
@@ -102,8 +102,8 @@ def test_a_file_has_a_size_to_be_read(name):
 
 def test_a_room_has_few_files_and_the_engine_few_lines():
     for room, most in ROOMS.items():
-        assert len([f for f in FILES if f.parent.name == room]) <= most, room
-    engine = [f for f in FILES if f.parent.name == "engine"]
+        assert len([f for f in FILES if f.parent == ROOT / "contrastive" / room]) <= most, room
+    engine = [f for f in FILES if f.parent == ROOT / "contrastive" / "engine"]
     assert sum(f.read_text(encoding="utf8").count("\n") for f in engine) <= ENGINE
 
 

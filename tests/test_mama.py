@@ -539,11 +539,10 @@ def test_meta_gradients_on_two_processes_are_those_of_one(tmp_path):
 # ---------------------------------------------------- flags ----------------------------------------------------------
 BAD = {
     ("--chunk-size", "4", "--weighting", "l2rw"): "--chunk-size: --weighting l2rw encodes",
-    ("--loss", "infonce", "--weighting", "meta"): "--loss infonce has neither margin nor weights",
+    ("--loss", "infonce", "--weighting", "meta"): "--weighting: only with --loss mama",
     ("--a0", "20"): "--a0 20 --a1 10: the margin a0 / a1 must be at most pi / 2",
     ("--weighting", "l2rw", "--meta-every", "2"): "--meta-every: only with --weighting meta",
     ("--chunk-size", "4"): "--chunk-size: --weighting meta encodes the whole batch",
-    ("--meta-set", "test"): "--meta-set test: neither train nor val nor a file of names",
     ("--eta", "2"): "--eta: only with --task qa-open or qa-choice; it would have no effect",
     ("--focal-gamma=2",): "--focal-gamma: only with --weighting focal",
     ("--spl-start", ".5"): "--spl-start: only with --weighting spl",

@@ -729,7 +729,7 @@ def test_sets_without_a_queue_are_not_normalised_in_silence(tmp_path, capsys):
     folder = tmp_path / "r"
     summary = main(folder, "--eval-datasets", "moving-emoji", "emoji")
     out = capsys.readouterr().out
-    assert "WARNING: no queue for emoji, not trained on" in out
+    assert "of moving-emoji; other sets without biases" in out
     assert "normalized_by queue" in out and "normalized_by none" in out
     assert summary["test"]["emoji"]["normalized_by"] == "none"
     assert summary["test"]["emoji"]["R-Mean"] == summary["test"]["emoji"]["normalize"]["none"]["R-Mean"]
@@ -760,10 +760,10 @@ def test_dropout_of_the_feature_tower_acts(features, tmp_path):
 
 
 BAD = {
-    "--loss max-margin --learnable-tau": "--loss max-margin has no temperature",
+    "--loss max-margin --learnable-tau": "--learnable-tau: only with --loss ncl or infonce",
     "--image-encoder features": "--feature-dir",
-    "--feature-dir .": "--image-encoder features",
-    "--dropout 0.1": "--dropout 0.1: only for --image-encoder features",
+    "--feature-dir .": "--feature-dir: only with --image-encoder features",
+    "--dropout 0.1": "--dropout: only with --image-encoder features",
 }
 
 

@@ -242,7 +242,7 @@ def test_refusals(root, tmp_path, capsys):
     with pytest.raises(UserError, match="--captioning-weight: .* a T5, which --text-encoder small is not"):
         main(root, tmp_path / "r", "--text-encoder", "small")
     capsys.readouterr()
-    assert "go together" in refused(ncl.parse_args, ["--image-encoder", "ssb"], capsys)
+    assert "--feature-dir?" in refused(ncl.parse_args, ["--image-encoder", "ssb"], capsys)
     assert "only with --captioning-weight" in refused(ncl.parse_args, ["--support-tau", "0.2"], capsys)
     ncl.parse_args(flags(root, "--eval-datasets", root / "clips.csv"))
     said = refused(ncl.parse_args, flags(root, "--eval-datasets", root / "clips.csv", "msvd"), capsys)

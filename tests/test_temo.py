@@ -164,7 +164,8 @@ def test_what_goes_with_an_expert(capsys):
     args = temo.parse_args(["--image-expert", "a/b", "--text-expert", "c/d"])
     assert temo.weights_of(args, 0.5) == {"L_MM": 1.0, "L_E-image": 0.6, "L_E-text": 0.4} and not args.modulated
     assert temo.parse_args(["--image-expert", "a/b", "--expert-pooling", "patches"]).expert_pooling == "patches"
-    assert temo.loss_words(args) == "1 L_MM + 0.6 L_E-image + 0.4 L_E-text"
+    tau_of = functools.partial(temo.pair_temperature, loss=args.loss)
+    assert temo.banner_lines(args, tau_of)["loss"] == "1 L_MM + 0.6 L_E-image + 0.4 L_E-text"
     for flags in (["--row", "e"], ["--modulated"], ["--unimodal", "none"], ["--blend", "fixed"], ["--loss", "infonce"],
                   ["--text-expert-weight", "1"], ["--grad-augmented"], ["--similarity", "cosine"]):
         with pytest.raises(SystemExit):
@@ -176,7 +177,7 @@ def test_the_banner_s_temperatures_are_those_of_the_method():
     def words(*flags):
         args = temo.parse_args([*flags, "--tau-min", "0.01", "--tau-alpha", "0.04"])
         how = dict(tau_min=0.01, tau_alpha=0.04, similarity=args.similarity)
-        return temo.tau_words(args, functools.partial(temo.pair_temperature, loss=args.loss, **how))
+        return temo.banner_lines(args, functools.partial(temo.pair_temperature, loss=args.loss, **how))["temperature"]
     assert words() == "tau 0.1; per pair 0.01, 0.0383, 0.05 at cosine -1, 0, 1"
     assert words("--row", "b", "--similarity", "cosine") == "per pair 0.01, 0.01, 0.05 at cosine -1, 0, 1"
     assert words("--loss", "ts") == "over the run 0.01 .. 0.05"
@@ -193,7 +194,7 @@ def test_rows_of_table_3_as_flags(row, expected):
     assert (args.base, args.modulated, args.unimodal, args.lr, args.tau_alpha) == expected
     assert row in "abeg" or args.blend == "fixed"
     assert row not in "eg" or args.blend == "quadratic"
-    assert temo.loss_words(args) == f"temo, row {row}"
+    assert temo.banner_lines(args, temo.modulated_temperature)["loss"] == f"temo, row {row}"
     one = temo.parse_args(["--dataset", "cc3m", "--row", row, "--lr", "1e-3", "--unimodal", "plain"])
     assert one.lr == 1e-3 and one.unimodal == "plain"
     assert one.changed == ["--lr"] if row == "c" else set(one.changed) == {"--lr", "--unimodal"}  # for the banner

@@ -5,6 +5,7 @@ checkpoints/step_N.pt holds tensors and plain values, as torch.save writes them 
 
 import os
 import random
+import time
 from pathlib import Path
 
 from contrastive.engine.processes import UserError, gather_objects, on_main, opening, rank, say, world
@@ -15,7 +16,8 @@ import torch
 
 def checkpoints_of(folder):
     """The checkpoints of a run, newest first."""
-    return sorted((folder / "checkpoints").glob("step_*.pt"), key=lambda p: -int(p.stem[5:]))
+    found = {int(path.stem[5:]): path for path in (folder / "checkpoints").glob("step_*.pt")}
+    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def folder_of(resume):
@@ -41,7 +43,7 @@ def save(run, keep=2):
 
     def write():
         state = {name: part.state_dict() for name, part in parts_of(run).items()}
-        state |= {"processes": processes, "tensors": run.tensors, "step": run.step, "wall_s": run.wall(),
+        state |= {"processes": processes, "tensors": run.tensors, "step": run.step, "wall_s": time.time() - run.started,
                   "bad": run.data.bad}
         final = run.folder / "checkpoints" / f"step_{run.step}.pt"
         with opening(final):
@@ -65,7 +67,8 @@ def load(run):
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in parts_of(run).items():
             part.load_state_dict(state[name])
-    run.tensors, run.step, run.wall_before, run.bad = (state[k] for k in ("tensors", "step", "wall_s", "bad"))
+    run.tensors, run.step, run.bad = (state[k] for k in ("tensors", "step", "bad"))
+    run.started -= state["wall_s"]
     if run.step > run.last:
         raise UserError(f"{path}: is beyond the {run.last} steps that --max-steps or --epochs ask for")
     if len(state["processes"]) == world():

@@ -81,19 +81,20 @@ class Parser(OneLine):
         super().__init__(Path(file).name, f"{description} In brackets: the default.")
         self.texts, self.conditions = texts, []
 
-    def group(self, title, when=None, description=None):
-        """A group of flags; for one without a default, every recipe has a value. when: function of the parsed flags ->
-        whether these have an effect, else they are refused; the title names the condition ("with --loss ts")."""
+    def group(self, title, description=None, **when):
+        """A group of flags; for one without a default, every recipe has a value. when: other flags' values beside which
+        these have an effect (one, a tuple of some, or True for any), else they are refused; the title says so."""
         g = self.add_argument_group(title, description)
-        self.conditions += [(g, when)] if when else []
+        self.conditions.append((g, when))
         return g
 
-    def parse(self, argv, recipes, losses=None, choosers=()):
+    def parse(self, argv, recipes, losses=None, choosers=(), parts=None):
         """Parsed flags.
 
         Args: recipes: {dataset: {flag: default}}; the first is the default set, 'own' is for any other; the entry
-            'recipe' is a remark.   losses: {loss: {flag: default}}, or a function of the choosing flags -> defaults.
-            choosers: further flags of the script that choose defaults, as --dataset and --loss do.
+            'recipe' is a remark; or a function of the choosing flags -> recipes.   losses: {loss: {flag: default}}, or
+            a function of the choosing flags -> defaults.   choosers: further flags of the script that choose defaults,
+            as --dataset and --loss do.   parts: function of the parsed flags -> {name: value}, for a group's `when`.
         """
         self._add_shared()
         chooser = OneLine(self.prog, "", add_help=False)
@@ -106,6 +107,7 @@ class Parser(OneLine):
         saved = read_json(folder_of(chosen.resume) / "args.json") if chosen.resume else {}
         of = saved.pop("script", Path(self.prog).stem)
         self.require(of == Path(self.prog).stem, f"--resume {chosen.resume}: a run of {of}.py, not of {self.prog}")
+        recipes = recipes(chosen) if callable(recipes) else recipes
         chosen.dataset, revision = parted(chosen.dataset or saved.get("dataset") or next(iter(recipes)), "@")
         self._add_flags_of_sets([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
         own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
@@ -129,8 +131,12 @@ class Parser(OneLine):
         processes = int(os.environ.get("WORLD_SIZE", 1))
         self.require(args.fit_batch or args.batch_size % processes == 0,
                      f"--batch-size {args.batch_size}: not divisible by {processes} processes")
+        facts = vars(args) | (parts(args) if parts else {})
         for g, when in self.conditions:
-            self.only(when(args), g.title, *(a.option_strings[0] for a in g._group_actions))
+            for name, wanted in when.items():
+                value = bool(facts[name]) if isinstance(wanted, bool) else facts[name]
+                holds = value in wanted if isinstance(wanted, tuple) else value == wanted
+                self.only(holds, g.title, *(a.option_strings[0] for a in g._group_actions))
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
         for name in ("data_dir", "video_dir", "region_dir", "feature_dir", "init_from", "extra_captions"):
@@ -158,7 +164,7 @@ class Parser(OneLine):
         add("--image-column", default="", help="column (or tar extension) of the pictures")
         add("--label-column", default="", help="column of the class, for kNN")
         add("--frame-cache", default="", metavar="DIR", help="decode each video once, into JPEGs in DIR")
-        add("--max-bad-fraction", type=part, default=0.01, help="stop if more of the samples tried cannot be read")
+        add("--max-bad-fraction", type=part, default=0.01, help="stop if more of the samples are bad")
         cores = CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         add("--workers", type=whole, default=max(4, min(16, cores)), help="loader processes per process; 0 = none")
         if self.texts:
@@ -207,7 +213,7 @@ class Parser(OneLine):
         add("--lr-end", type=rate, help="last learning rate of cosine and linear")
         add("--lr-schedule", choices=["cosine", "linear", "constant"], help="after the warm-up")
         add("--warmup-epochs", type=nonnegative, help="linear warm-up; at most a tenth of the run")
-        add("--weight-decay", type=rate, help="of matrices and kernels, not biases, norms, scalars")
+        add("--weight-decay", type=rate, help="not of biases, norms and scalars")
         add("--beta1", type=below_one, help="Adam's first moment")
         add("--beta2", type=below_one, help="Adam's second moment")
         add("--eps", type=between(1e-30, 1e30), help="Adam's epsilon; CLIP4Clip 1e-6")
@@ -219,7 +225,7 @@ class Parser(OneLine):
         add("--resume", default="", metavar="RUN", help="continue this run exactly, from its last checkpoint")
         add("--cpu", action=yesno, default=False, help="stay on the CPU even if there is a GPU")
         add("--compile", action=yesno, default=False, help="torch.compile the encoders and the views' colours")
-        add("--save-every", type=whole, help="steps between checkpoints (two are kept); 0 = at the end")
-        add("--eval-every", type=whole, help="steps between evaluations on val; 0 = start and end")
-        add("--log-every", type=whole, help="steps between rows of metrics.jsonl; 0 = at the end")
+        add("--save-every", type=whole, help="steps between checkpoints; 0 = at the end")
+        add("--eval-every", type=whole, help="steps between evaluations; 0 = start and end")
+        add("--log-every", type=whole, help="steps between rows of the log; 0 = at the end")
         add("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="", help="log there as well")

@@ -60,15 +60,14 @@ def versions(cpu=False):
 def commit():
     """git sha of this checkout, with '+changes' if more than benchmarks/results differs or the script that runs,
     a fork, is not in git; 'unknown' outside git."""
-    here = Path(__file__).resolve().parents[2]
-    def git(*words):
-        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+    here, script = Path(__file__).resolve().parents[2], Path(sys.argv[0]).resolve()
+    fork = script if script.suffix == ".py" and here in script.parents else Path(__file__)
+    questions = {"sha": ["rev-parse", "--short=12", "HEAD"], "fork": ["ls-files", "--others", "--", str(fork)],
+                 "changed": ["status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results"]}
     try:
-        changed = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
-        script = Path(sys.argv[0]).resolve()
-        if script.suffix == ".py" and here in script.parents:
-            changed += git("ls-files", "--others", "--", str(script))
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+        said = {k: subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout
+                for k, words in questions.items()}
+        return said["sha"].strip() + "+changes" * bool(said["fork"] or said["changed"])
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -1,6 +1,7 @@
 """The book-keeping of a run: folder, log, checkpoints, signals, evaluation, summary, progress bar."""
 
 import collections
+import functools
 import math
 import os
 import signal
@@ -41,7 +42,7 @@ class Run:
     """
 
     def __init__(self, file, args, train, evals, recipes=None):
-        self.started, self.script = time.time(), Path(file).stem
+        self.started, self.script = time.time(), Path(file).stem  # a resume moves the start back by the time before
         self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
         self.fitted = self._fit()
         self.per_epoch = train.examples // args.batch_size
@@ -52,7 +53,7 @@ class Run:
         self.fused = True if self.device.type == "cuda" else None  # Adam in one kernel; None: torch chooses
         self.lagged = self.device.type == "cuda"  # what a step says is read a step later, so that no step waits for it
         self.folder = on_main(self._open_folder)
-        self.step, self.wall_before, self.positions, self.tensors, self.bad = 0, 0.0, {}, {}, {}
+        self.step, self.positions, self.tensors, self.bad = 0, {}, {}, {}
         self.said, self.asked, self.signal, self.in_loop = collections.deque(), 0, 0, False
         self.commit = commit()  # as it is now: files may change
         self.loss_word, self.tau_word = "loss", "tau"  # in the bar and the banner; columns of the log, or others
@@ -93,7 +94,7 @@ class Run:
         """
         args, tokenizer, self.spec = self.args, None, spec_of(self.args)
         if self.spec["text_encoder"]:
-            texts = texts or (lambda: self.train.first_captions(200_000))
+            texts = texts or functools.partial(self.train.first_captions, 200_000)
             tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
         if args.image_encoder in FROM_FILES:
@@ -121,6 +122,8 @@ class Run:
             second: an optimiser of the loss's own parameters, which is also saved; the script runs its step.
         """
         self.trained, self.own, self.second = sync_batchnorm(trained, self.args), own, second
+        learnt = (p for p in own.parameters() if p.requires_grad)  # without MoCo's second encoder
+        self.parameters = sum(p.numel() for p in (*self.trained.parameters(), *learnt))
         torch.manual_seed(self.args.seed + rank())  # the weights are the same on all processes; dropout should not be
         # DDP sends all buffers in each forward; only statistics of one process differ from those of the others
         self.accelerator.ddp_handler.broadcast_buffers = own_statistics(self.trained)
@@ -157,8 +160,6 @@ class Run:
             write_json(self.folder / "args.json", {"script": self.script} | vars(self.args) | {"resume": ""})
         self.banner(guess, lines)
         evaluator.check()
-        if self.step == self.last:
-            self.in_float32()
         if self.step == 0 or self._due(self.step)["eval"]:  # of a checkpoint, which is written before its evaluation
             self.evaluate_val()
         if self.step == 0 and rank() == 0 and self.tokenizer:
@@ -185,7 +186,7 @@ class Run:
             "recipe": f"{args.dataset} ({recipe})" + f", but {' '.join(args.changed)}" * bool(args.changed),
             "data": f"{train.examples:,} training examples" + f"; {train.note}" * bool(train.note),
             "evaluation": "; ".join(sizes),
-            "model": f"{towers}: {self.parameters() / 1e6:.1f} M parameters; "
+            "model": f"{towers}: {self.parameters / 1e6:.1f} M parameters; "
                      + (f"weights of {self.start[1]}" if self.start[1] else
                         "published weights where there are some" if self.start[0] else "from scratch"),
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
@@ -286,8 +287,6 @@ class Run:
             barrier()
             self.accelerator.end_training()
             raise SystemExit(128 + self.signal)
-        if self.step == self.last:
-            self.in_float32()
         if due["eval"]:
             self.in_loop = False
             self.evaluate_val()
@@ -306,29 +305,17 @@ class Run:
         """Speed and waiting for data are those of the steps after this call."""
         self.clock, self.logged, self.waited = time.perf_counter(), self.step, 0.0
 
-    def in_float32(self):
-        """The last evaluations are in float32, as those of eval.py."""
-        if self.args.compile:  # only the compiled module has autocast, and evaluations never call it
-            vars(self.trained).pop("_original_forward", None)
-        else:
-            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-
     def evaluate_val(self):
         """Evaluates the val splits, logs the result, keeps it in self.val and picture pieces in val_pieces."""
+        if self.step == self.last and self.args.compile:  # the last evaluations are in float32, as those of eval.py
+            vars(self.trained).pop("_original_forward", None)  # only the compiled module has autocast; nothing calls it
+        elif self.step == self.last:
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         self.val, self.chance, self.val_pieces = self.evaluator("val")
         row = {"step": self.step, "samples_seen": self.step * self.args.batch_size, "eval": self.val}
         if self.after_val and self.val_pieces:
             self.after_val(row, self.val_pieces)
         self.log.write(row)
-
-    def parameters(self):
-        """How many numbers the run has learnt or kept: of the encoders, and those of the loss that have a gradient."""
-        own = (p for p in self.own.parameters() if p.requires_grad)  # without MoCo's second encoder
-        return sum(p.numel() for p in (*self.trained.parameters(), *own))
-
-    def wall(self):
-        """Seconds of this run so far, including those before a resume."""
-        return self.wall_before + time.time() - self.started
 
     # ---------------------------------------- the end -----------------------------------------------------------------
     def finish(self, draw, **extra):
@@ -341,12 +328,12 @@ class Run:
         def first():                                                       # measured beside the trained one
             return {"untrained": untrained(self.spec, self.args.seed)}
         test, chance, self.test_pieces = self.evaluator("test", first)
-        args, wall = self.args, self.wall()
+        args, wall = self.args, time.time() - self.started
         summary = {
             "script": self.script, "dataset": args.dataset, "method": getattr(args, "loss", self.script),
             "seed": args.seed, "steps": self.step, "epochs": self.step / self.per_epoch, "wall_s": wall,
             "samples_per_s": self.step * args.batch_size / wall, "processes": world(),
-            "peak_memory_mb": max(gather_objects(peak_memory_mb())), "parameters": self.parameters(),
+            "peak_memory_mb": max(gather_objects(peak_memory_mb())), "parameters": self.parameters,
             "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val, "test": test,
             "chance": chance, "commit": self.commit, "hub": args.hub,
             "versions": versions(args.cpu).splitlines(), **extra}

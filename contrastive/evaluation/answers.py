@@ -45,12 +45,12 @@ def add_flags(p):
                    help="s_ij of Eq. 1: before the fusion; or in it, which all B x N pairs go through")
     g.add_argument("--shuffle-video", action=argparse.BooleanOptionalAction, default=False,
                    help="a control: every question gets the video of another")
-    g = p.group("with --task qa-open", lambda a: a.task == "qa-open")
+    g = p.group("with --task qa-open", task="qa-open")
     g.add_argument("--answers", type=between(2, 10**6, int), default=1500,
                    help="the most frequent of training; all others count as wrong")
-    g = p.group("where questions have --qa-model fusion", lambda a: a.task != "retrieval" and a.qa_model == "fusion")
+    g = p.group("where questions have --qa-model fusion", task=("qa-open", "qa-choice"), qa_model="fusion")
     g.add_argument("--fusion-layers", type=between(1, 64, int), default=2, help="of that transformer")
-    g = p.group("with --qa-model vgt", lambda a: a.qa_model == "vgt")
+    g = p.group("with --qa-model vgt", qa_model="vgt")
     g.add_argument("--region-dir", default="", metavar="DIR",
                    help="features in VGT's files (docs/data.md); empty = from boxes of the set (moving-emoji)")
     g.add_argument("--regions", type=count, default=0, help="R, boxes of a frame; NExT-QA 5, others 10")

@@ -1,15 +1,11 @@
 """The cluster of each caption or example, and the size of each cluster, from which MM-TS derives its temperatures.
 
-    clusters = open_clusters(run_folder, args, train, device, kmeans)
-    labels, lost = clusters.look_up(keys, texts)      # (B,) numbers into clusters.sizes, largest first; -1 = none
-
-They are made once and kept in the run folder: clusters.safetensors (ids, labels, sizes, centroids) and clusters.json
-(settings, sizes, five captions of the largest and the smallest clusters). A resumed run reads them.
+They are made once, into clusters.safetensors (ids, labels, sizes, centroids) and clusters.json (settings, sizes, some
+captions) of the run folder, from where a resumed run reads them.
 """
 
 import collections
 import functools
-import warnings
 
 from contrastive.data.views import key_hash
 from contrastive.encoders.base import TwoTower
@@ -26,20 +22,15 @@ from safetensors.torch import load_file
 
 CLASSES = ("label", "verb", "noun", "verb-noun")  # columns of the data, or two of them together
 STREAMED = 20_000  # captions of a stream that are clustered; others get the cluster with the nearest centroid
-SAMPLE = 1000  # embeddings kept for a picture
 
 
 class Clusters:
-    """The cluster of each training caption or example, read from the files that `make_clusters` wrote.
+    """What `make_clusters` wrote: a caption's cluster is found by its text, as it is encoded, an example's by key.
 
-    A caption is looked up by its text (so that the encoded text and the cluster always agree), an example by its key.
-    A caption that is not found gets the nearest centroid's cluster, an example -1.
-
-    Attributes: sizes (K,) largest first; by: 'caption', 'class' or 'example'; meta, tensors: the two files.
-    """
+    Attributes: sizes (K,) largest first; by: 'caption', 'class' or 'example'; meta, tensors: the two files."""
 
     def __init__(self, folder, device):
-        self.device, self.encoder, self.of_split = device, None, {}
+        self.device, self.encoder = device, None
         self.meta = read_json(folder / "clusters.json")
         with opening(folder / "clusters.safetensors"):
             self.tensors = load_file(folder / "clusters.safetensors")
@@ -61,19 +52,13 @@ class Clusters:
 
     def of_queries(self, pieces):
         """Training cluster of each caption of an evaluation: (C,) long, -1 = none; None if it cannot be known."""
-        data, texts = pieces["data"], pieces["texts"]
-        place = data.name, data.split, len(texts)
-        if place not in self.of_split and self.by == "caption":
-            self.of_split[place] = self.look_up(texts, texts)[0]
-        elif place not in self.of_split:
-            named = class_names(data, self.meta["source"]) if self.by == "class" else None
-            numbers = {name: c for c, name in enumerate(self.meta["names"])}
-            rows = pieces["index"][pieces["owner"]]  # (C,)
-            self.of_split[place] = torch.tensor([numbers.get(named[i], -1) for i in rows]) if named else None
-        return self.of_split[place]
+        if self.by == "caption":
+            return self.look_up(pieces["texts"], pieces["texts"])[0]
+        named = names_of(pieces["data"], self.meta["source"]) if self.by == "class" else None
+        numbers = {name: c for c, name in enumerate(self.meta["names"])}
+        return torch.tensor([numbers.get(named[i], -1) for i in pieces["index"][pieces["owner"]]]) if named else None
 
 
-# ======================================================= frequent and rare queries =================================
 def head_mid_tail(pieces, clusters):
     """Text-to-image retrieval by thirds of the queries, sorted by the size of their training cluster."""
     labels = clusters.of_queries(pieces) if clusters else None  # (C,) -1 = none
@@ -86,17 +71,14 @@ def head_mid_tail(pieces, clusters):
     return {"by_cluster_size": found} if found else {}
 
 
-# ======================================================= making them =================================================
 def k_means(x, k, seed, counts=None):
     """K-Means of unit embeddings x (M, D), numpy, from k-means++; above 100,000 in mini-batches.
 
     Returns: (M,) long, numbers without gaps; fewer than k if points coincide.   counts: (M,) weights, or None."""
     from sklearn.cluster import KMeans, MiniBatchKMeans
-    from sklearn.exceptions import ConvergenceWarning
     from threadpoolctl import threadpool_limits
     kind = KMeans if len(x) <= 100_000 else functools.partial(MiniBatchKMeans, batch_size=10_240)
-    with threadpool_limits(1), warnings.catch_warnings():  # one thread: the same sums on any machine
-        warnings.simplefilter("ignore", ConvergenceWarning)  # for points that coincide: the banner says so
+    with threadpool_limits(1):  # one thread: the same sums on any machine
         found = kind(k, n_init=1, random_state=seed).fit(x, sample_weight=counts).labels_  # (M,)
     return torch.from_numpy(np.unique(found, return_inverse=True)[1])  # (M,) without empty clusters
 
@@ -105,16 +87,14 @@ def check_source(train, source):
     """Before any process group. Raises: UserError if the data do not have what `source` needs."""
     if train.streamed and source not in ("captions", "none"):
         raise UserError(f"--clusters {source}: a stream has only captions; leave out --streaming")
-    lacking = [c for c in source.split("-") if source in CLASSES and train.column(c) is None]
-    if lacking:
-        raise UserError(f"--clusters {source}: {train.name} has no {lacking[0]}; --clusters captions needs none")
+    for column in source.split("-") if source in CLASSES else ():
+        if train.column(column) is None:
+            raise UserError(f"--clusters {source}: {train.name} has no {column}; --clusters captions needs none")
 
 
 def open_clusters(folder, args, train, device, kmeans):
-    """The clusters of a run, made by the main process while the others wait; a resumed run, whose flags and data must
-    be the same, reads its own. None with --clusters none. Collective.
-
-    kmeans: function(embeddings, k=..., counts=...) -> labels, sizes.   Raises: UserError."""
+    """The clusters of a run, made by the main process while the others wait; a resumed run reads its own. None with
+    --clusters none. kmeans: function(embeddings, k=..., counts=...) -> labels, sizes. Collective."""
     if args.clusters == "none":
         return None
     if not args.resume:
@@ -135,8 +115,7 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
     elif source == "vision":
         by, first, (rows, embeddings) = "example", first_rows(train), pictures
     else:
-        by, first = "class" if source in CLASSES else "example", first_rows(train)
-        named = class_names(train, source) if source in CLASSES else clusters_of_file(source, train)
+        by, first, named = "class" if source in CLASSES else "example", first_rows(train), names_of(train, source)
         rows = [i for i in first if named[i] is not None]
         found = [named[i] for i in rows]
         if not found:
@@ -145,16 +124,17 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
         entries = [train.key(i) for i in rows]
     if embeddings is not None:
         k = args.num_clusters or min(200, max(2, len(embeddings) // 4), len(embeddings))
-        found, _ = kmeans(embeddings, k=k, counts=counts)  # (M,)
+        with opening(f"--clusters {source}"):  # too few of them, or not finite
+            found, _ = kmeans(embeddings, k=k, counts=counts)  # (M,)
     labels, sizes, names = largest_first(found, counts)
     ids, place = np.unique([key_hash(e) for e in entries], return_index=True)  # (M,), (M,)
     tensors = {"ids": torch.from_numpy(ids), "labels": labels[torch.from_numpy(place)], "sizes": sizes}
     if embeddings is not None:
-        some = np.random.default_rng(args.seed).permutation(len(labels))[:SAMPLE]
+        some = np.random.default_rng(args.seed).permutation(len(labels))[:1000]  # for a picture
         tensors |= {"centroids": centroids(embeddings, labels, counts), "sample": embeddings[some],
                     "sample_labels": labels[some]}
-    K, examples = len(sizes), []
-    for c in sorted({*range(min(5, K)), K // 2, *range(max(0, K - 5), K)}):
+    examples = []
+    for c in sorted({0, len(sizes) // 2, len(sizes) - 1}):
         inside = np.random.default_rng([args.seed, c]).permutation((labels == c).nonzero().flatten().numpy())[:5]
         texts = [entries[j] if by == "caption" else train.captions(rows[j])[0] for j in inside]
         examples.append({"cluster": c, "size": sizes[c].item(), "captions": texts, "rows": [rows[j] for j in inside]})
@@ -180,8 +160,13 @@ def distinct_captions(train):
     return [*counts], [first[text] for text in counts], [*counts.values()]
 
 
-def class_names(data, source):
-    """Name of each row's class (of verb-noun both, joined), None for a row without; [] without such a column."""
+def names_of(data, source):
+    """Cluster of each row, None for a row without: its class (of verb-noun both, joined), or what a file says, JSON
+    {"KEY": cluster}; [] without such a column."""
+    if source not in CLASSES:
+        with opening(source):
+            known = {key: str(cluster) for key, cluster in read_json(source).items()}
+        return [known.get(key) for key in data.keys()]
     columns = [(data.column(c), data.names(c)) for c in source.split("-")]
     if any(values is None for values, _ in columns):
         return []
@@ -189,13 +174,6 @@ def class_names(data, source):
         return None if v is None or v != v or v == -1 else names[int(v)] if names else str(v)  # v != v: NaN
     rows = zip(*([name(v, names) for v in values] for values, names in columns))
     return [" ".join(parts) if all(parts) else None for parts in rows]
-
-
-def clusters_of_file(path, train):
-    """Cluster of each row, or None, from JSON {"KEY": cluster}."""
-    with opening(path):
-        known = {key: str(cluster) for key, cluster in read_json(path).items()}
-    return [known.get(key) for key in train.keys()]
 
 
 def embed_pictures(args, train, device):

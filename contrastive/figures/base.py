@@ -8,6 +8,7 @@
 texts (C captions), index (M,) into data, positives (C, P), data.
 """
 
+import functools
 import math
 import textwrap
 
@@ -26,6 +27,7 @@ STYLE = dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize", "xtick.l
     "pdf.fonttype": 42}        # TrueType: journals refuse matplotlib's default, Type 3
 DASHES = ("-", (0, (4, 2)), (0, (1, 1)), (0, (4, 1.5, 1, 1.5)))
 MARKERS = "os^D"
+wrap = functools.partial(textwrap.fill, max_lines=3, placeholder=" ...")  # (text, width in letters)
 
 
 # ======================================================= any figure ==================================================
@@ -49,25 +51,17 @@ def figure(columns, rows=1, width=3.6, height=2.7, panels=0):
 def save_figure(fig, path):
     """Writes a figure as .png or .pdf. Titles and labels of one line are wrapped to the size of their panel."""
     fig.draw_without_rendering()  # lays the panels out, so that their sizes are known
+    rooms = [(fig.suptitle(fig.get_suptitle()), fig.bbox.width)]           # (text, dots that it may take)
     for ax in fig.axes:
         upright = ax.yaxis.label.get_rotation() == 90
-        for text, room in ((ax.title, ax.bbox.width), (ax.xaxis.label, ax.bbox.width),
-                           (ax.yaxis.label, ax.bbox.height if upright else math.inf)):
-            text.set_text(wrap_to(text.get_text(), room / fig.dpi))
-    fig.suptitle(wrap_to(fig.get_suptitle(), fig.get_figwidth()))
+        rooms += [(ax.title, ax.bbox.width), (ax.xaxis.label, ax.bbox.width)]
+        rooms += [(ax.yaxis.label, ax.bbox.height)] if upright else []
+    for text, room in rooms:
+        letters = max(1, int(room / fig.dpi * 72 / (0.52 * LETTERS)))          # a letter is about half as wide as high
+        if "\n" not in text.get_text():
+            text.set_text(textwrap.fill(text.get_text(), letters, break_long_words=False))
     with opening(path):
         fig.savefig(path)
-
-
-def wrap_to(text, inches):
-    """A text of one line, wrapped at words to a width; others as they are."""
-    letters = inches * 72 / (0.52 * LETTERS)                     # a letter is about half as wide as high
-    return text if "\n" in text or len(text) <= letters else textwrap.fill(text, int(letters), break_long_words=False)
-
-
-def wrap(text, width, lines=3):
-    """A text wrapped at words into at most `lines` lines of at most `width` letters."""
-    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" ..."))
 
 
 def line_style(k, lines, points=False):
@@ -171,7 +165,7 @@ def draw_examples(table, path, title, width=0.0, words=0.0):
     fig, axes = figure(columns, len(table), width, height + words)
     fig.set_figwidth(columns * width + 1.9)                      # room for the words on the left
     for line, (label, row) in zip(axes.reshape(len(table), columns), table):
-        line[0].set_ylabel(wrap(label, 18, 4), rotation=0, ha="right", va="center", labelpad=8)
+        line[0].set_ylabel(wrap(label, 18, max_lines=4), rotation=0, ha="right", va="center", labelpad=8)
         for ax, (pixels, above, below, right) in zip(line, row):
             every = max(1, min(pixels.shape[:2]) // 256)         # thin out photographs: they are drawn small
             ax.imshow(pixels[::every, ::every])
@@ -269,11 +263,8 @@ def similarity_histograms(pieces, bins=100):
     for r, k in enumerate(keep):
         mask[r, [j for j in pieces["positives"][k].tolist() if 0 <= j < len(image)]] = True
     edges = np.linspace(-1, 1, bins + 1)
-
-    def density(x):
-        return (np.histogram(x.numpy(), edges)[0] / max(1, x.numel()) * bins / 2).tolist()
-
-    positive, negative = density(sim[mask]), density(sim[~mask])
+    counts = [(np.histogram(x.numpy(), edges)[0], max(1, len(x))) for x in (sim[mask], sim[~mask])]
+    positive, negative = ((count / pairs * bins / 2).tolist() for count, pairs in counts)        # (bins,) densities
     crossed = [k for k in range(int(np.argmax(negative)), bins) if positive[k] > negative[k]]
     return {"edges": edges.tolist(), "positive": positive, "negative": negative,
             "threshold": edges[crossed[0]].item() if crossed else None}
