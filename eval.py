@@ -33,20 +33,19 @@ The result is a table, eval.json (metrics and chance as in a run's summary.json)
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import shlex
 import sys
 from pathlib import Path
 
-from contrastive.data import splits_of
+from contrastive.data import parted, splits_of
 from contrastive.data.images import TEMO_17
 from contrastive.data.table import EmptySplit
 from contrastive.engine.flags import OneLine
 from contrastive.engine.log import versions
-from contrastive.engine.processes import UserError, clean_exit, join, rank, read_json, say, world, write_json
+from contrastive.engine.processes import UserError, clean_exit, join, rank, say, world, write_json
 from contrastive.engine.ranges import count, nonnegative, whole
 from contrastive.evaluation.case import Subject
-from contrastive.evaluation.retrieval import BY_CLASS, TASKS, lacks, measure, retrieval_both_ways, table
+from contrastive.evaluation.retrieval import LEARNT, TASKS, lacks, measure, retrieval_both_ways, table
 from contrastive.figures.base import draw_answers, draw_histograms, draw_retrieval, similarity_histograms
 from contrastive.figures.ncl import draw_normalization
 
@@ -130,24 +129,22 @@ def wanted_sets(args, own):
     """{name: its local copy or ''} of --datasets, else of the run. Raises: UserError if there are none."""
     wanted = {}
     for word in args.datasets or own.get("eval_datasets") or [own.get("dataset", "")]:
-        name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
+        name, folder = parted(word, "=")
         for one in TEMO_17 if name == SEVENTEEN else [name]:
             place = str(Path(folder) / one) if folder and name == SEVENTEEN else folder
             if wanted.setdefault(one, place) != place:
                 raise UserError(f"--datasets {one}: named with two folders; evaluate them one after the other")
     if "" in wanted:
         raise UserError("--datasets is needed: the data set of this model is not known")
-    if args.datasets:
-        return wanted
-    there = {name: folder for name, folder in wanted.items()
-             if args.split in splits_of(name, args.hold_out_val or own.get("hold_out_val"))} or wanted
-    if without := ", ".join(wanted.keys() - there.keys()):
-        say(f"WARNING: left out, since they have no {args.split} split: {without}")
-    return there
+    held_out = args.hold_out_val or own.get("hold_out_val")
+    lacking = [name for name in wanted if not args.datasets and args.split not in splits_of(name, held_out)]
+    if lacking:
+        say(f"WARNING: left out, since they have no {args.split} split: {', '.join(lacking)}")
+    return {name: folder for name, folder in wanted.items() if name not in lacking}
 
 
 class Case:
-    """One data set: data, train and few-shot images, the tasks that can be done on it, and why others are left out."""
+    """One data set: data, training images, the tasks that can be done on it, and why others are left out."""
 
     def __init__(self, subject, name, folder, tasks):
         args = subject.args
@@ -155,79 +152,75 @@ class Case:
         data = self.split_of(args.split)
         if data.streamed:
             raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val or test")
-        self.data = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions)
-        self.train = None
-        if {"knn", "probe"} & {*tasks} and data.labels is not None and args.split != "train":  # each would find itself
+        self.data, self.train = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions), None
+        if LEARNT & {*tasks} and data.labels is not None and args.split != "train":  # there each would find itself
             with contextlib.suppress(EmptySplit):
                 self.train = self.split_of("train")
-        if args.normalize == "queue" and not (subject.queues and name == subject.own.get("dataset")):
-            if self.split_of("train").streamed:
-                raise UserError("--normalize queue: the training set is a stream and the checkpoint has no queue")
         self.left_out = {t: why for t in tasks if (why := lacks(t, self.data, subject.towers, self.train))}
         self.tasks = [task for task in tasks if task not in self.left_out]
 
-    def evaluate(self, first):
-        """All its tasks -> {metrics, chance, left_out: {task: why}}, which it prints; draws the pictures. Collective.
-
-        first: its picture of retrieval is retrieval.png, without the set's name."""
-        subject, args, name, tasks = self.subject, self.subject.args, self.name, self.tasks
-        by_class, other, words = subject.views(name)
+    def evaluate(self):
+        """All its tasks -> {metrics, chance, left_out: {task: why}}, which it prints; draws the pictures. Collective."""
+        subject, args, name = self.subject, self.subject.args, self.name
+        view, by_class, words = subject.views(name)
         limits = subject.own.get("shot_limits") if name == subject.own.get("dataset") else None
         if self.data.note:
             say(f"\n{name} ({args.split}): {self.data.note}")
-        metrics, chance, pieces = {}, {}, {}
-        how = (*subject.towers[:2], other), self.data, subject.device
-        if "qa" in tasks:
-            if subject.own.get("shuffle_video"):
-                say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its own video")
-            metrics, chance, pieces = measure(*how, ["qa"], workers=args.workers)
-            if rank() == 0:
-                draw_answers(pieces, subject.picture("answers", name))
-        if rest := [task for task in tasks if task != "qa"]:
-            seen = by_class if vars(by_class) != vars(other) else None
-            found, by_chance, pieces = measure(*how, rest, self.train, self.split_of("few-shot"), limits,
-                                               subject.knn_features, workers=args.workers, seen=seen,
-                                               trivial=subject.untrained)
-            metrics, chance = metrics | found, chance | by_chance
-        if args.normalize != "none" and "retrieval" in tasks:
-            self.normalize(metrics, pieces, other)
-        if rank() == 0 and "retrieval" in tasks:
-            path = subject.folder / f"retrieval.{args.figures}" if first else subject.picture("retrieval", name)
-            draw_retrieval(pieces, path, bias=pieces.get("biases", {}).get(args.normalize, [None])[0])
-        if rank() == 0 and "gap" in tasks:
-            draw_histograms({args.checkpoint or "model": similarity_histograms(pieces)},
-                            subject.picture("similarities", name), title=f"{name} ({args.split}): image-text cosines")
-        say(table(f"\n{name} ({args.split})", metrics, chance))
-        if words and ("by class" not in words or {*BY_CLASS} & {*tasks}):
-            say(f"  {words}")
+        if "qa" in self.tasks and subject.own.get("shuffle_video"):
+            say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its own video")
+        metrics, chance = {}, {}
+        for tasks in ([t for t in self.tasks if t == "qa"], [t for t in self.tasks if t != "qa"]):
+            if tasks:
+                found, by_chance, pieces = measure(
+                    (*subject.towers[:2], view), self.data, subject.device, tasks, self.train,
+                    self.split_of("few-shot"), limits, subject.knn_features, args.workers, by_class, subject.untrained)
+                metrics, chance = metrics | found, chance | by_chance
+            if "retrieval" in tasks and args.normalize != "none":
+                metrics |= self.normalize(metrics, pieces, view)
+            if tasks and rank() == 0:
+                self.draw(tasks, pieces)
+        say(table(f"\n{name} ({args.split})", metrics, chance) + f"\n  {words}" * bool(words))
         for task, why in self.left_out.items():
             say(f"  left out: {task}: {why}")
         return {"metrics": metrics, "chance": chance, "left_out": self.left_out, "views": words}
 
-    def normalize(self, metrics, pieces, transform):
-        """Retrieval with NCL's biases or the dual softmax, which becomes the set's retrieval, into `metrics`; biases
-        (M,) and (C,) into `pieces`."""
+    def normalize(self, metrics, pieces, view):
+        """Retrieval with NCL's biases or the dual softmax, which becomes the set's retrieval; biases (M,) and (C,) into
+        `pieces`."""
         subject, args = self.subject, self.subject.args
-        texts, videos, gamma = subject.stand_ins(self.name, self.split_of, transform)
+        texts, videos = subject.stand_ins(self.name, self.split_of, view)
         if args.normalize == "dsl":
-            by_softmax, _ = retrieval_both_ways(pieces, dsl=gamma)
+            by_softmax, _ = retrieval_both_ways(pieces, dsl=subject.gamma)
             results = {"none": {k: metrics[k] for k in by_softmax}, "dsl": by_softmax}
         else:
-            iterations = args.iterations or subject.own.get("iterations") or 4
-            results, pieces["biases"] = normalized_retrieval(pieces, gamma, iterations, texts, videos)
+            how = subject.gamma, args.iterations or subject.own.get("iterations") or 4
+            results, pieces["biases"] = normalized_retrieval(pieces, *how, texts, videos)
             if rank() == 0:
                 queues = {"texts": [] if texts is None else texts, "videos": videos}
-                draw_normalization(pieces, gamma, iterations, queues, retrieval_biases,
-                                   subject.picture("normalization", self.name))
-        metrics |= {k: v for k, v in results[args.normalize].items() if k != "error"}
-        metrics |= {"normalize": results, "normalized_by": args.normalize}
+                path = subject.picture("normalization", self.name)
+                draw_normalization(pieces, *how, queues, retrieval_biases, path)
+        reported = {k: v for k, v in results[args.normalize].items() if k != "error"}
+        return reported | {"normalize": results, "normalized_by": args.normalize}
+
+    def draw(self, tasks, pieces):
+        """The pictures of these tasks."""
+        args, picture = self.subject.args, self.subject.picture
+        if "qa" in tasks:
+            draw_answers(pieces, picture("answers", self.name))
+        if "retrieval" in tasks:
+            bias, *_ = pieces.get("biases", {}).get(args.normalize, [None])
+            draw_retrieval(pieces, picture("retrieval", self.name), bias=bias)
+        if "gap" in tasks:
+            densities = {args.checkpoint or "model": similarity_histograms(pieces)}
+            draw_histograms(densities, picture("similarities", self.name),
+                            title=f"{self.name} ({args.split}): image-text cosines")
 
 
 def main(args):
     """Evaluate, print, write eval.json; returns its content. Raises: UserError if nothing could be measured."""
     subject = Subject(args, join(args.cpu))
     tasks = ["qa"] if hasattr(subject.towers[0], "answers") else ["retrieval", "knn", "gap"]
-    tasks = ["zero-shot"] if any(word.partition("=")[0] == SEVENTEEN for word in args.datasets) else tasks
+    tasks = ["zero-shot"] if any(parted(word, "=")[0] == SEVENTEEN for word in args.datasets) else tasks
     tasks = args.tasks or tasks
     if args.normalize != "none" and "retrieval" not in tasks:
         raise UserError(f"--normalize {args.normalize} is for the task retrieval; the tasks are {' '.join(tasks)}")
@@ -236,14 +229,9 @@ def main(args):
     result = {"command": shlex.join([Path(sys.executable).name, *sys.argv]),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
               "versions": versions(args.cpu).splitlines(), "processes": world(),
-              "datasets": {case.name: case.evaluate(first=case is cases[0]) for case in cases}}
-    file = subject.folder / "eval.json"
-    if rank() == 0 and file.exists() and read_json(file)["command"] != result["command"]:
-        earlier = next(path for k in itertools.count(1) if not (path := file.with_name(f"eval_{k}.json")).exists())
-        file.rename(earlier)
-        say(f"the earlier {file.name} is now {earlier.name}; pictures of the same name are replaced")
+              "datasets": {case.name: case.evaluate() for case in cases}}
     if rank() == 0:
-        write_json(file, result)
+        write_json(subject.folder / "eval.json", result)
     say(f"\nwritten to {subject.folder}")
     if not any(case.tasks for case in cases):
         raise UserError("nothing was measured, every task was left out; choose others with --tasks")

@@ -17,7 +17,7 @@ from contrastive.encoders.base import channels_last, small_cnn
 from contrastive.encoders.frozen import Expert
 from contrastive.engine import flags
 from contrastive.engine.run import Run
-from contrastive.evaluation.by_class import neighbours
+from contrastive.evaluation.by_class import class_metrics
 from contrastive.evaluation.clusters import head_mid_tail
 from contrastive.evaluation.retrieval import mir_of, retrieval_both_ways
 
@@ -326,7 +326,7 @@ def test_similarities_are_computed_on_the_card_and_say_the_same():
     def numbers(device):
         there = pieces | {"device": device}
         return [retrieval_both_ways(there), retrieval_both_ways(there, dsl=0.1), mir_of(None, None, there, device),
-                neighbours(image, y, text, asked, device=device),
+                class_metrics(["knn"], (image, None, y), (text, None, asked), device=device),
                 ncl.normalized_retrieval(there, 0.1, 4, text, image), head_mid_tail(there, clusters)]
     plain = numbers(torch.device("cpu"))
     with Cards() as cards:
