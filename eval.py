@@ -4,27 +4,23 @@
     python eval.py --checkpoint runs/NAME --datasets coco flickr30k      # the papers' retrieval tables
     python eval.py --checkpoint runs/NAME --datasets cifar10 cifar100 --tasks zero-shot knn probe
     python eval.py --checkpoint runs/NAME --datasets temo-17             # zero-shot on the 17 sets of TeMo's Table 7
-    python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco       # any CLIP, by id or folder
+    python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco msrvtt=ANNOTATIONS --video-dir VIDEOS
     python eval.py --image-encoder tf_efficientnet_lite0 --text-encoder FOLDER ... # any pair: knn and probe only, its
                                                                                    # projections are random
     python eval.py --checkpoint runs/NAME --normalize queue              # NCL's test-time normalisation, of any script
-    python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets msrvtt=ANNOTATIONS --video-dir VIDEOS
     accelerate launch eval.py ... / torchrun --nproc_per_node 2 eval.py ... --cpu  # the same numbers on any number
 
 Tasks
     retrieval   R@1/5/10/50, MdR, MnR both ways; every caption is a query; R-Mean = mean of R@1/5/10 both ways (TeMo,
-                Table 4); --normalize adds NCL's biases and shows results without biases, with those of a queue of
-                training queries, and with those of the test queries; or uses the dual softmax (dsl) of the test queries
+                Table 4); --normalize adds NCL's biases, of training queries (queue) or of the test queries (oracle), or
+                uses the dual softmax (dsl)
     mir         multi-instance retrieval, for sets with relevancies (EPIC-KITCHENS, moving-emoji): mAP as the EPIC
                 code computes it, the textbook's binary one, and nDCG; both ways and their mean
     zero-shot   top-1/3/5 of the mean of normalised prompt embeddings, and of the class names alone (names_top1, ...)
-    knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail; on
-                embeddings after the projection, as TeMo's code, or before it (--knn-features)
-    probe       LinearSVC (C = 1, random_state 42) on L2-normalised features before the projection, as the authors of
-                TS: few-shot (the smallest class's size) and all
+    knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail
+    probe       LinearSVC (C = 1) on unit features before the projection: few-shot (the smallest class's size) and all
     qa          accuracy of the answers, by question type, of a model that mama.py trained on questions
-    gap         modality gap; alignment, uniformity and mean cosines of images and their first captions; a picture of
-                the densities of positive and negative cosines
+    gap         modality gap; alignment, uniformity and mean cosines of images and their first captions; their densities
 Images are read as in training, with one exception: if a run squashes them (the CC3M trainer's recipe), zero-shot, knn
 and probe on other sets resize and crop the centre, with the statistics of ImageNet or CIFAR, as that trainer does.
 The result is a table, eval.json (metrics and chance as in a run's summary.json), and pictures in --output-dir.
@@ -65,12 +61,11 @@ def parse_args(argv=None):
     g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls", help="of that text encoder")
     g.add_argument("--image-size", type=whole, default=0, help="pixels of a side, of a model by name; 0 = 224")
     g.add_argument("--eval-resize", choices=["auto", "own", "crop", "squash"], default="auto",
-                   help="evaluation view: crop = short side and centre crop, squash = both sides, own = as trained; "
-                        "auto = own, but crop for the classes of other sets if the run squashes (CC3M trainer)")
+                   help="crop = short side and centre crop, squash = both sides, own = as trained; auto = own, but "
+                        "crop for the classes of other sets if the run squashes (CC3M trainer)")
     g.add_argument("--image-stats", choices=["auto", "own", "imagenet", "clip", "half", "cifar"], default="auto",
-                   help="mean and std of the pixels: own = as trained; cifar = the CC3M trainer's for CIFAR-10 or "
-                        "CIFAR-100 (changes results by several points); auto = own, but cifar or imagenet, by the "
-                        "set, for the classes of other sets if the run squashes")
+                   help="mean and std of pixels: own = as trained; cifar = the CC3M trainer's for CIFAR-10 or -100; "
+                        "auto = own, but cifar or imagenet, by the set, for the classes of other sets if it squashes")
     g = p.add_argument_group("data")
     g.add_argument("--datasets", nargs="*", default=[], metavar="NAME[=DIR]",
                    help="sets by name or path, each with an optional local copy; temo-17 = those of TeMo's Table 7 "
@@ -82,28 +77,23 @@ def parse_args(argv=None):
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
     g.add_argument("--hold-out-val", action="store_true", help="as in training")
     g.add_argument("--max-captions", type=whole, default=0,
-                   help="captions used per image; 5 = COCO's usual protocol of 25,000 captions; 0 = all, or as many as "
-                        "the set's own protocol has")
+                   help="of an image; 5 = COCO's usual 25,000 captions; 0 = all, or as many as the set's protocol has")
     g = p.add_argument_group("tasks")
     g.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
-                   help="what to measure; tasks that a set does not support are left out, with the reason; none = "
-                        "retrieval, knn and gap; zero-shot for temo-17; qa for a model that answers questions")
+                   help="those that a set does not support are left out, with the reason; none = retrieval, knn and "
+                        "gap; zero-shot for temo-17; qa for a model that answers questions")
     g.add_argument("--knn-features", choices=["projected", "backbone"], default="",
-                   help="features of the nearest neighbours: after the projection (TeMo's code) or before it; empty = "
-                        "as the run, else projected (a pair by name: backbone, its projection is random)")
+                   help="after the projection (TeMo's code) or before it; empty = as the run, else projected (a pair "
+                        "by name: backbone, its projection is random)")
     g.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="none",
                    help="NCL's biases at test time: from training queries (the run's queue, else its train split), or "
                         "from the test queries themselves (not a fair result); dsl: the cosine times its softmax over "
                         "all test queries, both ways (CLIP-ViP's dual softmax; not a fair result either)")
-    g.add_argument("--queue-size", type=count, default=16_384,
-                   help="use only the latest so many training queries of each kind; paper 16,384")
-    g.add_argument("--gamma", type=nonnegative, default=0.0,
-                   help="temperature for --normalize, divides the cosine; 0 = the checkpoint's own")
-    g.add_argument("--iterations", type=whole, default=0,
-                   help="rounds of Sinkhorn-Knopp; 0 = the checkpoint's own, else the paper's 4")
+    g.add_argument("--queue-size", type=count, default=16_384, help="latest training queries of each kind that count")
+    g.add_argument("--gamma", type=nonnegative, default=0.0, help="divides the cosine; 0 = the checkpoint's own")
+    g.add_argument("--iterations", type=whole, default=0, help="of Sinkhorn-Knopp; 0 = the checkpoint's own, else 4")
     g = p.add_argument_group("run")
-    g.add_argument("--output-dir", default="",
-                   help="for eval.json and the pictures; empty = RUN_DIR/eval, or runs/eval/NAME of a model by name")
+    g.add_argument("--output-dir", default="", help="empty = RUN_DIR/eval, or runs/eval/NAME of a model by name")
     g.add_argument("--figures", choices=["png", "pdf"], default="png", help="format of the pictures; pdf for papers")
     g.add_argument("--workers", type=whole, default=4, help="loader processes")
     g.add_argument("--cpu", action=argparse.BooleanOptionalAction, default=False, help="stay on the CPU")
@@ -114,7 +104,7 @@ def parse_args(argv=None):
               "--image-encoder and --text-encoder small have weights only in a run; give --checkpoint RUN_DIR")
     p.require(args.normalize != "queue" or args.split != "train",
               "--split train: the queue holds its own queries; that is --normalize oracle")
-    a_run = (Path(args.checkpoint or "none") / "model.json").is_file()
+    a_run = (Path(args.checkpoint or "none") / "args.json").is_file()
     p.only(not args.checkpoint, "without --checkpoint", "--image-encoder", "--text-encoder", "--text-pooling")
     p.only(not a_run, "with a model by name: a run has its own weights", "--init-from", "--image-size")
     p.only(args.normalize != "none", "with --normalize queue, oracle or dsl", "--gamma")
@@ -160,7 +150,7 @@ class Case:
         self.tasks = [task for task in tasks if task not in self.left_out]
 
     def evaluate(self):
-        """All its tasks -> {metrics, chance, left_out: {task: why}}, which it prints; draws the pictures. Collective."""
+        """{metrics, chance, left_out: {task: why}, views} of all its tasks, which it prints and draws. Collective."""
         subject, args, name = self.subject, self.subject.args, self.name
         view, by_class, words = subject.views(name)
         limits = subject.own.get("shot_limits") if name == subject.own.get("dataset") else None

@@ -193,10 +193,11 @@ def test_the_views_of_the_cc3m_trainer(run, hub, tmp_path):  # noqa: F811
     with pytest.MonkeyPatch.context() as patch:
         encode = evaluation.retrieval.encode_images
 
-        def spy(model, data, transform, **how):
+        def spy(model, data, transform, *device, **how):
             seen.append((data.name, data.split, transform.resize, transform.mean, transform.std))
-            return encode(model, data, transform, **how)
-        patch.setattr(evaluation.retrieval, "encode_images", spy)
+            return encode(model, data, transform, *device, **how)
+        for module in (evaluation.retrieval, evaluation.by_class):
+            patch.setattr(module, "encode_images", spy)
         result = evaluate("--checkpoint", folder, "--datasets", *sets, "emoji", *tasks)["datasets"]
         automatic, seen[:] = set(seen), []
         evaluate("--checkpoint", folder, "--datasets", *sets, *tasks, "--eval-resize", "own", "--image-stats", "own")
@@ -262,11 +263,15 @@ def test_random_projections_are_said_and_those_of_a_file_are_not(tmp_path, tiny,
         assert args.knn_features == "backbone" * random
 
 
-def test_train_without_the_run_s_noise_is_no_change_of_the_data(tmp_path, capsys):
+def test_train_is_evaluated_without_the_run_s_noise(tmp_path):
     folder = train(tmp_path / "r", *"--clips 40 8 8 --frames 2 --caption-noise 0.5 --loss infonce".split(),
                    "--weighting", "none", script=mama)[0]
-    evaluate("--checkpoint", folder, "--split", "train", "--tasks", "gap")
-    assert "moving-emoji (train): without the run's --caption-noise" in capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as patch:
+        seen, measure = [], eval_py.measure
+        patch.setattr(eval_py, "measure", lambda *args: seen.append(args[1]) or measure(*args))
+        evaluate("--checkpoint", folder, "--split", "train", "--tasks", "gap")
+    plain = common.load_data("moving-emoji", "train", clips=[40, 8, 8], frames=2)
+    assert seen[0].column("captions") == plain.column("captions")
 
 
 def test_trivial_neighbours_by_hand(run, monkeypatch):
@@ -354,7 +359,7 @@ def test_queries_of_a_class_do_not_stand_together_in_the_queue(run, monkeypatch)
     seen, stand_ins = [], eval_py.Subject.stand_ins
     monkeypatch.setattr(eval_py.Subject, "stand_ins", lambda *args: seen.append(stand_ins(*args)) or seen[0])
     evaluate("--checkpoint", run, "--tasks", "retrieval", "--normalize", "queue")
-    texts, videos, _ = seen[0]
+    texts, videos = seen[0]
     data, (model, _, transform) = common.load_data("emoji", "train"), common.load_model(run)
     index, in_order, _, _ = evaluation.embed.encode_images(model, data, transform, torch.device("cpu"))
     assert len(videos) == len(in_order) and not torch.allclose(videos, in_order)
@@ -368,8 +373,9 @@ def test_bad_checkpoints(tmp_path, run, capsys):
         assert f"{flags[0]}: only with a model by name: a run has its own weights" in said
     with pytest.raises(UserError, match=str(tmp_path)):
         evaluate("--checkpoint", tmp_path)
-    (tmp_path / "half" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(UserError, match="this run has not ended"):
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "args.json").write_text("{}")                     # of a run that has not ended
+    with pytest.raises(UserError, match="half.model.json: No such file"):
         evaluate("--checkpoint", tmp_path / "half")
 
 

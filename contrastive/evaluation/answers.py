@@ -230,7 +230,7 @@ def whole_pairs(data, index):
     return whole
 
 
-def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
+def evaluate(model, tokenizer, transform, data, device, workers=0, batch=256):
     """Accuracy of the answers, as in question_metrics, and of guessing. Collective.
 
     Returns: metrics; chance: of the most frequent training answer, or of a random choice; the pieces that `draw` needs.

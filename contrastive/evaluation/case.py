@@ -99,12 +99,12 @@ class Subject:
         """(texts (K, D), videos (K, D)) for --normalize: the queues of an NCL run, else embeddings of randomly drawn
         training examples and of their captions; (None, None) if the test queries alone are used (dsl, and oracle
         without a queue)."""
-        args, queues, how = self.args, self.queues, f"--normalize {self.args.normalize}"
+        args, queues, how = self.args, self.queues, f"{name}: --normalize {self.args.normalize}: by"
         if self.own.get("script", "ncl") not in SCRIPTS:
             say(f"WARNING: --normalize: by ncl.py's functions; those of {self.own['script']}.py may differ")
         of_run = queues and name == self.own.get("dataset")
         if args.normalize == "dsl" or args.normalize == "oracle" and not of_run:
-            say(f"{name}: {how}: by all test queries, so no fair result; gamma {self.gamma:.3g}")
+            say(f"{how} all test queries, so no fair result; gamma {self.gamma:.3g}")
             return None, None
         if of_run:
             texts, videos = queues["texts"][-args.queue_size:], queues["videos"][-args.queue_size:]
@@ -113,14 +113,14 @@ class Subject:
                 return np.random.default_rng(42).permutation(n)[:args.queue_size]
             train, (model, tokenizer, _) = split_of("train"), self.towers
             if train.streamed:
-                raise UserError(f"{how}: the training set is a stream and the checkpoint has no queue")
+                raise UserError(f"{how} the checkpoint's queue, which it lacks: its training set is a stream")
             rows = np.sort(some(len(train)))                               # encode_images returns them in this order
             index, videos, *_ = encode_images(model, train, transform, self.device, workers=args.workers, rows=rows)
             captions = [c for i in index for c in train.captions(i)]
             texts = encode_texts(model, tokenizer, [captions[k] for k in some(len(captions))], self.device)
             videos = videos[some(len(videos))]                             # Fig. 5 takes the last ones
         where = "the run's queue" if of_run else "its train split"
-        say(f"{name}: {how}: {len(texts):,} texts and {len(videos):,} items of {where}, gamma {self.gamma:.3g}")
+        say(f"{how} {len(texts):,} texts and {len(videos):,} items of {where}; gamma {self.gamma:.3g}")
         return texts, videos
 
     def picture(self, kind, name):
@@ -142,7 +142,7 @@ def _gamma(own, run):
 
 def open_model(args):
     """(model, tokenizer, transform, flags of its run): of a run folder, a CLIP by name, or a pair of encoders."""
-    if args.checkpoint and (Path(args.checkpoint) / "model.json").is_file():
+    if args.checkpoint and (Path(args.checkpoint) / "args.json").is_file():
         return *load_model(args.checkpoint), read_json(Path(args.checkpoint) / "args.json")
     image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
     width, tokenizer = _clip_width(image), build_tokenizer(text, 77)

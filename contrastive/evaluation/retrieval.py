@@ -78,9 +78,8 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
     chance = {"text_to_image": retrieval_chance(to_image, len(image)),
               "image_to_text": retrieval_chance(to_text, ranked)}
     for r in (metrics, chance):
-        ways = r["text_to_image"], r["image_to_text"]
-        r["R-Mean"] = float(np.mean([way[k] for way in ways for k in ("R@1", "R@5", "R@10")]))
-        r["R@1-Mean"] = (ways[0]["R@1"] + ways[1]["R@1"]) / 2              # "Avg." of MM-TS's Table 1
+        recalls = np.array([[r[way][k] for k in ("R@1", "R@5", "R@10")] for way in ("text_to_image", "image_to_text")])
+        r["R-Mean"], r["R@1-Mean"] = float(recalls.mean()), float(recalls[:, 0].mean())    # MM-TS's Table 1: "Avg."
     return metrics, chance
 
 
@@ -156,7 +155,7 @@ def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_
         of those measured beside raw pixels and colours, which chance gets as `trivial`; None: nothing trivial."""
     model, tokenizer, transform = towers
     if "qa" in tasks:
-        return answers.evaluate(*towers, data, device, workers=workers)
+        return answers.evaluate(*towers, data, device, workers)
     index, image, features, bad = encode_images(model, data, transform, device, workers=workers)
     counts = {"clips": len(index)} if has_clips(data) else {}
     counts |= {"images": len(index), "unreadable": len(bad)}
@@ -175,7 +174,8 @@ def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_
         if seen:
             _, image, features, _ = encode_images(model, data, seen, device, workers=workers)
         image, features, labels = with_class(data.labels[index], image, features)
-        counts |= {"without_class": len(index) - len(labels)} if len(labels) < len(index) else {}
+        if len(labels) < len(index):
+            counts["without_class"] = len(index) - len(labels)
     if "zero-shot" in tasks:
         numbers, by_chance = zero_shot(model, tokenizer, image, labels, data, device)
         found.append(({"zero-shot": numbers}, {"zero-shot": by_chance}))
@@ -186,9 +186,10 @@ def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_
         test = image if projected else features, features, labels
         *numbers, of_class = class_metrics(tasks, known, test, few and labelled(model, few, *how), limits, device)
         found.append(numbers)
-        pieces |= {"per_class": of_class["knn@1"]} if "knn" in tasks else {}
-        pieces |= {"train_features": known[1], "train_labels": known[2], "features": features, "labels": labels,
-                   "names": data.label_names} if "probe" in tasks else {}
+        pieces["per_class"] = of_class.get("knn@1")
+        if "probe" in tasks:
+            pieces |= {"train_features": known[1], "train_labels": known[2], "features": features, "labels": labels,
+                       "names": data.label_names}
         if trivial:
             models = {name: of.to(device) for name, of in trivial().items()}
             found.append(({}, {"trivial": trivial_accuracy(train, data, few, *how, tasks, models, limits)}))
