@@ -68,8 +68,8 @@ def parse_args(argv=None):
                         "auto = own, but cifar or imagenet, by the set, for the classes of other sets if it squashes")
     g = p.add_argument_group("data")
     g.add_argument("--datasets", nargs="*", default=[], metavar="NAME[=DIR]",
-                   help="sets by name or path, each with an optional local copy; temo-17 = those of TeMo's Table 7 "
-                        "(DIR: the folder that holds their folders); none = those of the run")
+                   help="names or paths, each with an optional local copy; temo-17 = TeMo's Table 7 (DIR: the folder "
+                        "of their folders); none = those of the run")
     g.add_argument("--split", choices=["test", "val", "train"], default="test", help="split that is evaluated")
     for flag in "--image-column --caption-column --label-column --video-dir --frame-cache --region-dir".split():
         g.add_argument(flag, default="", help="as in training")
@@ -86,9 +86,8 @@ def parse_args(argv=None):
                    help="after the projection (TeMo's code) or before it; empty = as the run, else projected (a pair "
                         "by name: backbone, its projection is random)")
     g.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="none",
-                   help="NCL's biases at test time: from training queries (the run's queue, else its train split), or "
-                        "from the test queries themselves (not a fair result); dsl: the cosine times its softmax over "
-                        "all test queries, both ways (CLIP-ViP's dual softmax; not a fair result either)")
+                   help="NCL's biases, by training queries (the run's queue, else its train split) or by the test "
+                        "queries (no fair result); dsl: CLIP-ViP's dual softmax over all test queries (nor is this)")
     g.add_argument("--queue-size", type=count, default=16_384, help="latest training queries of each kind that count")
     g.add_argument("--gamma", type=nonnegative, default=0.0, help="divides the cosine; 0 = the checkpoint's own")
     g.add_argument("--iterations", type=whole, default=0, help="of Sinkhorn-Knopp; 0 = the checkpoint's own, else 4")

@@ -195,7 +195,8 @@ def number(texts):
 
 
 def scored(model, data, batch=256):
-    return evaluation.answers.evaluate(model, number, common.EvalTransform(8, (0, 0, 0), (1, 1, 1)), data, CPU, batch=batch)
+    view = common.EvalTransform(8, (0, 0, 0), (1, 1, 1))
+    return evaluation.answers.evaluate(model, number, view, data, CPU, batch=batch)
 
 
 def test_accuracy_of_open_answers_by_hand():

@@ -153,7 +153,6 @@ class Run:
         if rank() == 0:  # a resume that is refused before leaves the flags of the run
             write_json(self.folder / "args.json", {"script": self.script} | vars(self.args) | {"resume": ""})
         self.banner(guess, lines)
-        evaluator.check()
         if self.step == self.last:
             self.in_float32()
         if self.step == 0 or self._due(self.step)["eval"]:  # of a checkpoint, which is written before its evaluation

@@ -206,35 +206,27 @@ class Evaluator:
     Args: sets: {name: {val, test}}; train: for knn and probe; also: function of the pieces -> a method's own metrics;
         few: Data from which the few-shot probe learns. Without a text encoder it does knn and probe
         (temperature_schedules.py), of a model that answers questions qa, else all other tasks that a set supports.
-    Collective: every process calls it."""
+    Raises: UserError if a split supports none of the tasks. Collective: every process calls it."""
 
     def __init__(self, model, tokenizer, transform, sets, train, device, args, also=None, few=None):
         self.towers, self.sets, self.train, self.device = (model, tokenizer, transform), sets, train, device
-        self.args, self.also, self.few = args, also, few
-
-    def tasks_of(self, data):
-        """{task: "", or why it cannot be done} of one split."""
-        model, tokenizer, _ = self.towers
-        train = self.train if self.train.name == data.name else None
-        tasks = ("retrieval", "gap", "mir", "knn") if tokenizer else ("knn", "probe")
-        tasks += ("zero-shot",) if tokenizer and not data.has_captions else ()         # TeMo, Fig. 7
-        tasks = ("qa",) if hasattr(model, "answers") else tasks
-        return {task: lacks(task, data, self.towers, train, names=True) for task in tasks}
-
-    def check(self):
-        """Before training. Raises: UserError if a split supports none of the tasks."""
-        for name, data in ((name, data) for name, splits in self.sets.items() for data in splits.values()):
-            if all(why := self.tasks_of(data).values()):
-                raise UserError(f"--eval-datasets {name}: its {data.split} split: {next(iter(why))}")
+        self.args, self.also, self.few, self.tasks = args, also, few, {}
+        usual = ("retrieval", "gap", "mir", "knn") if tokenizer else ("knn", "probe")
+        for name, split, data in ((name, *of) for name, splits in sets.items() for of in splits.items()):
+            by_name = ("zero-shot",) if tokenizer and not data.has_captions else ()    # TeMo, Fig. 7
+            tasks, known = ("qa",) if hasattr(model, "answers") else usual + by_name, train.name == data.name
+            why = {task: lacks(task, data, self.towers, train if known else None, names=True) for task in tasks}
+            if all(why.values()):
+                raise UserError(f"--eval-datasets {name}: its {split} split: {why[tasks[0]]}")
+            self.tasks[name, split] = [task for task in tasks if not why[task]]
 
     def __call__(self, split, trivial=None):
         args, found = self.args, {}
         limits, knn_features = getattr(args, "shot_limits", None), getattr(args, "knn_features", "projected")
         for name, splits in self.sets.items():
             if split in splits:
-                tasks = [task for task, why in self.tasks_of(splits[split]).items() if not why]
-                found[name] = measure(self.towers, splits[split], self.device, tasks, self.train, self.few, limits,
-                                      knn_features, args.workers, trivial=trivial)
+                found[name] = measure(self.towers, splits[split], self.device, self.tasks[name, split], self.train,
+                                      self.few, limits, knn_features, args.workers, trivial=trivial)
                 found[name][0].update(self.also(found[name][2]) if self.also else {})
             elif not self.towers[1]:                                       # TS measures and draws the training images
                 known = labelled(self.towers[0], self.train, self.towers[2], self.device, args.workers, True)
