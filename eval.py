@@ -4,27 +4,23 @@
     python eval.py --checkpoint runs/NAME --datasets coco flickr30k      # the papers' retrieval tables
     python eval.py --checkpoint runs/NAME --datasets cifar10 cifar100 --tasks zero-shot knn probe
     python eval.py --checkpoint runs/NAME --datasets temo-17             # zero-shot on the 17 sets of TeMo's Table 7
-    python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco       # any CLIP, by id or folder
+    python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco msrvtt=ANNOTATIONS --video-dir VIDEOS
     python eval.py --image-encoder tf_efficientnet_lite0 --text-encoder FOLDER ... # any pair: knn and probe only, its
                                                                                    # projections are random
     python eval.py --checkpoint runs/NAME --normalize queue              # NCL's test-time normalisation, of any script
-    python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets msrvtt=ANNOTATIONS --video-dir VIDEOS
     accelerate launch eval.py ... / torchrun --nproc_per_node 2 eval.py ... --cpu  # the same numbers on any number
 
 Tasks
     retrieval   R@1/5/10/50, MdR, MnR both ways; every caption is a query; R-Mean = mean of R@1/5/10 both ways (TeMo,
-                Table 4); --normalize adds NCL's biases and shows results without biases, with those of a queue of
-                training queries, and with those of the test queries; or uses the dual softmax (dsl) of the test queries
+                Table 4); --normalize adds NCL's biases, of training queries (queue) or of the test queries (oracle), or
+                uses the dual softmax (dsl)
     mir         multi-instance retrieval, for sets with relevancies (EPIC-KITCHENS, moving-emoji): mAP as the EPIC
                 code computes it, the textbook's binary one, and nDCG; both ways and their mean
     zero-shot   top-1/3/5 of the mean of normalised prompt embeddings, and of the class names alone (names_top1, ...)
-    knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail; on
-                embeddings after the projection, as TeMo's code, or before it (--knn-features)
-    probe       LinearSVC (C = 1, random_state 42) on L2-normalised features before the projection, as the authors of
-                TS: few-shot (the smallest class's size) and all
+    knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail
+    probe       LinearSVC (C = 1) on unit features before the projection: few-shot (the smallest class's size) and all
     qa          accuracy of the answers, by question type, of a model that mama.py trained on questions
-    gap         modality gap; alignment, uniformity and mean cosines of images and their first captions; a picture of
-                the densities of positive and negative cosines
+    gap         modality gap; alignment, uniformity and mean cosines of images and their first captions; their densities
 Images are read as in training, with one exception: if a run squashes them (the CC3M trainer's recipe), zero-shot, knn
 and probe on other sets resize and crop the centre, with the statistics of ImageNet or CIFAR, as that trainer does.
 The result is a table, eval.json (metrics and chance as in a run's summary.json), and pictures in --output-dir.
@@ -34,20 +30,19 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
-import itertools
 import shlex
 import sys
 from pathlib import Path
 
-from contrastive.data import splits_of
+from contrastive.data import parted, splits_of
 from contrastive.data.images import TEMO_17
 from contrastive.data.table import EmptySplit
 from contrastive.engine.flags import OneLine
 from contrastive.engine.log import versions
-from contrastive.engine.processes import UserError, clean_exit, join, rank, read_json, say, world, write_json
+from contrastive.engine.processes import UserError, clean_exit, join, rank, say, world, write_json
 from contrastive.engine.ranges import count, nonnegative, whole
 from contrastive.evaluation.case import Subject
-from contrastive.evaluation.retrieval import BY_CLASS, TASKS, lacks, measure, retrieval_both_ways, table
+from contrastive.evaluation.retrieval import LEARNT, TASKS, lacks, measure, retrieval_both_ways, table
 from contrastive.figures.base import draw_answers, draw_histograms, draw_retrieval, similarity_histograms
 from contrastive.figures.ncl import draw_normalization
 
@@ -69,16 +64,15 @@ def parse_args(argv=None):
     g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls", help="of that text encoder")
     g.add_argument("--image-size", type=whole, default=0, help="pixels of a side, of a model by name; 0 = 224")
     g.add_argument("--eval-resize", choices=["auto", "own", "crop", "squash"], default="auto",
-                   help="evaluation view: crop = short side and centre crop, squash = both sides, own = as trained; "
-                        "auto = own, but crop for the classes of other sets if the run squashes (CC3M trainer)")
+                   help="crop = short side and centre crop, squash = both sides, own = as trained; auto = own, but "
+                        "crop for the classes of other sets if the run squashes (CC3M trainer)")
     g.add_argument("--image-stats", choices=["auto", "own", "imagenet", "clip", "half", "cifar"], default="auto",
-                   help="mean and std of the pixels: own = as trained; cifar = the CC3M trainer's for CIFAR-10 or "
-                        "CIFAR-100 (changes results by several points); auto = own, but cifar or imagenet, by the "
-                        "set, for the classes of other sets if the run squashes")
+                   help="mean and std of pixels: own = as trained; cifar = the CC3M trainer's for CIFAR-10 or -100; "
+                        "auto = own, but cifar or imagenet, by the set, for the classes of other sets if it squashes")
     g = p.add_argument_group("data")
     g.add_argument("--datasets", nargs="*", default=[], metavar="NAME[=DIR]",
-                   help="sets by name or path, each with an optional local copy; temo-17 = those of TeMo's Table 7 "
-                        "(DIR: the folder that holds their folders); none = those of the run")
+                   help="names or paths, each with an optional local copy; temo-17 = TeMo's Table 7 (DIR: the folder "
+                        "of their folders); none = those of the run")
     g.add_argument("--split", choices=["test", "val", "train"], default="test", help="split that is evaluated")
     for flag in "--image-column --caption-column --label-column --video-dir --frame-cache --region-dir".split():
         g.add_argument(flag, default="", help="as in training")
@@ -86,28 +80,22 @@ def parse_args(argv=None):
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
     g.add_argument("--hold-out-val", action="store_true", help="as in training")
     g.add_argument("--max-captions", type=whole, default=0,
-                   help="captions used per image; 5 = COCO's usual protocol of 25,000 captions; 0 = all, or as many as "
-                        "the set's own protocol has")
+                   help="of an image; 5 = COCO's usual 25,000 captions; 0 = all, or as many as the set's protocol has")
     g = p.add_argument_group("tasks")
     g.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
-                   help="what to measure; tasks that a set does not support are left out, with the reason; none = "
-                        "retrieval, knn and gap; zero-shot for temo-17; qa for a model that answers questions")
+                   help="those that a set does not support are left out, with the reason; none = retrieval, knn and "
+                        "gap; zero-shot for temo-17; qa for a model that answers questions")
     g.add_argument("--knn-features", choices=["projected", "backbone"], default="",
-                   help="features of the nearest neighbours: after the projection (TeMo's code) or before it; empty = "
-                        "as the run, else projected (a pair by name: backbone, its projection is random)")
+                   help="after the projection (TeMo's code) or before it; empty = as the run, else projected (a pair "
+                        "by name: backbone, its projection is random)")
     g.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="none",
-                   help="NCL's biases at test time: from training queries (the run's queue, else its train split), or "
-                        "from the test queries themselves (not a fair result); dsl: the cosine times its softmax over "
-                        "all test queries, both ways (CLIP-ViP's dual softmax; not a fair result either)")
-    g.add_argument("--queue-size", type=count, default=16_384,
-                   help="use only the latest so many training queries of each kind; paper 16,384")
-    g.add_argument("--gamma", type=nonnegative, default=0.0,
-                   help="temperature for --normalize, divides the cosine; 0 = the checkpoint's own")
-    g.add_argument("--iterations", type=whole, default=0,
-                   help="rounds of Sinkhorn-Knopp; 0 = the checkpoint's own, else the paper's 4")
+                   help="NCL's biases, by training queries (the run's queue, else its train split) or by the test "
+                        "queries (no fair result); dsl: CLIP-ViP's dual softmax over all test queries (nor is this)")
+    g.add_argument("--queue-size", type=count, default=16_384, help="latest training queries of each kind that count")
+    g.add_argument("--gamma", type=nonnegative, default=0.0, help="divides the cosine; 0 = the checkpoint's own")
+    g.add_argument("--iterations", type=whole, default=0, help="of Sinkhorn-Knopp; 0 = the checkpoint's own, else 4")
     g = p.add_argument_group("run")
-    g.add_argument("--output-dir", default="",
-                   help="for eval.json and the pictures; empty = RUN_DIR/eval, or runs/eval/NAME of a model by name")
+    g.add_argument("--output-dir", default="", help="empty = RUN_DIR/eval, or runs/eval/NAME of a model by name")
     g.add_argument("--figures", choices=["png", "pdf"], default="png", help="format of the pictures; pdf for papers")
     g.add_argument("--workers", type=whole, default=4, help="loader processes")
     g.add_argument("--cpu", action=argparse.BooleanOptionalAction, default=False, help="stay on the CPU")
@@ -118,7 +106,7 @@ def parse_args(argv=None):
               "--image-encoder and --text-encoder small have weights only in a run; give --checkpoint RUN_DIR")
     p.require(args.normalize != "queue" or args.split != "train",
               "--split train: the queue holds its own queries; that is --normalize oracle")
-    a_run = (Path(args.checkpoint or "none") / "model.json").is_file()
+    a_run = (Path(args.checkpoint or "none") / "args.json").is_file()
     p.only(not args.checkpoint, "without --checkpoint", "--image-encoder", "--text-encoder", "--text-pooling")
     p.only(not a_run, "with a model by name: a run has its own weights", "--init-from", "--image-size")
     p.only(args.normalize != "none", "with --normalize queue, oracle or dsl", "--gamma")
@@ -133,24 +121,22 @@ def wanted_sets(args, own):
     """{name: its local copy or ''} of --datasets, else of the run. Raises: UserError if there are none."""
     wanted = {}
     for word in args.datasets or own.get("eval_datasets") or [own.get("dataset", "")]:
-        name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
+        name, folder = parted(word, "=")
         for one in TEMO_17 if name == SEVENTEEN else [name]:
             place = str(Path(folder) / one) if folder and name == SEVENTEEN else folder
             if wanted.setdefault(one, place) != place:
                 raise UserError(f"--datasets {one}: named with two folders; evaluate them one after the other")
     if "" in wanted:
         raise UserError("--datasets is needed: the data set of this model is not known")
-    if args.datasets:
-        return wanted
-    there = {name: folder for name, folder in wanted.items()
-             if args.split in splits_of(name, args.hold_out_val or own.get("hold_out_val"))} or wanted
-    if without := ", ".join(wanted.keys() - there.keys()):
-        say(f"WARNING: left out, since they have no {args.split} split: {without}")
-    return there
+    held_out = args.hold_out_val or own.get("hold_out_val")
+    lacking = [name for name in wanted if not args.datasets and args.split not in splits_of(name, held_out)]
+    if lacking:
+        say(f"WARNING: left out, since they have no {args.split} split: {', '.join(lacking)}")
+    return {name: folder for name, folder in wanted.items() if name not in lacking}
 
 
 class Case:
-    """One data set: data, train and few-shot images, the tasks that can be done on it, and why others are left out."""
+    """One data set: data, training images, the tasks that can be done on it, and why others are left out."""
 
     def __init__(self, subject, name, folder, tasks):
         args = subject.args
@@ -158,72 +144,68 @@ class Case:
         data = self.split_of(args.split)
         if data.streamed:
             raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val or test")
-        self.data = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions)
-        self.train = None
-        if {"knn", "probe"} & {*tasks} and data.labels is not None and args.split != "train":  # each would find itself
+        self.data, self.train = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions), None
+        if LEARNT & {*tasks} and data.labels is not None and args.split != "train":  # there each would find itself
             with contextlib.suppress(EmptySplit):
                 self.train = self.split_of("train")
-        if args.normalize == "queue" and not (subject.queues and name == subject.own.get("dataset")):
-            if self.split_of("train").streamed:
-                raise UserError("--normalize queue: the training set is a stream and the checkpoint has no queue")
         self.left_out = {t: why for t in tasks if (why := lacks(t, self.data, subject.towers, self.train))}
         self.tasks = [task for task in tasks if task not in self.left_out]
 
-    def evaluate(self, first):
-        """All its tasks -> {metrics, chance, left_out: {task: why}}, which it prints; draws the pictures. Collective.
-
-        first: its picture of retrieval is retrieval.png, without the set's name."""
-        subject, args, name, tasks = self.subject, self.subject.args, self.name, self.tasks
-        by_class, other, words = subject.views(name)
+    def evaluate(self):
+        """{metrics, chance, left_out: {task: why}, views} of all its tasks, which it prints and draws. Collective."""
+        subject, args, name = self.subject, self.subject.args, self.name
+        view, by_class, words = subject.views(name)
         limits = subject.own.get("shot_limits") if name == subject.own.get("dataset") else None
         if self.data.note:
             say(f"\n{name} ({args.split}): {self.data.note}")
-        metrics, chance, pieces = {}, {}, {}
-        how = (*subject.towers[:2], other), self.data, subject.device
-        if "qa" in tasks:
-            if subject.own.get("shuffle_video"):
-                say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its own video")
-            metrics, chance, pieces = measure(*how, ["qa"], workers=args.workers)
-            if rank() == 0:
-                draw_answers(pieces, subject.picture("answers", name))
-        if rest := [task for task in tasks if task != "qa"]:
-            seen = by_class if vars(by_class) != vars(other) else None
-            found, by_chance, pieces = measure(*how, rest, self.train, self.split_of("few-shot"), limits,
-                                               subject.knn_features, workers=args.workers, seen=seen,
-                                               trivial=subject.untrained)
-            metrics, chance = metrics | found, chance | by_chance
-        if args.normalize != "none" and "retrieval" in tasks:
-            self.normalize(metrics, pieces, other)
-        if rank() == 0 and "retrieval" in tasks:
-            path = subject.folder / f"retrieval.{args.figures}" if first else subject.picture("retrieval", name)
-            draw_retrieval(pieces, path, bias=pieces.get("biases", {}).get(args.normalize, [None])[0])
-        if rank() == 0 and "gap" in tasks:
-            draw_histograms({args.checkpoint or "model": similarity_histograms(pieces)},
-                            subject.picture("similarities", name), title=f"{name} ({args.split}): image-text cosines")
-        say(table(f"\n{name} ({args.split})", metrics, chance))
-        if words and ("by class" not in words or {*BY_CLASS} & {*tasks}):
-            say(f"  {words}")
+        if "qa" in self.tasks and subject.own.get("shuffle_video"):
+            say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its own video")
+        metrics, chance = {}, {}
+        for tasks in ([t for t in self.tasks if t == "qa"], [t for t in self.tasks if t != "qa"]):
+            if tasks:
+                found, by_chance, pieces = measure(
+                    (*subject.towers[:2], view), self.data, subject.device, tasks, self.train,
+                    self.split_of("few-shot"), limits, subject.knn_features, args.workers, by_class, subject.untrained)
+                metrics, chance = metrics | found, chance | by_chance
+            if "retrieval" in tasks and args.normalize != "none":
+                metrics |= self.normalize(metrics, pieces, view)
+            if tasks and rank() == 0:
+                self.draw(tasks, pieces)
+        say(table(f"\n{name} ({args.split})", metrics, chance) + f"\n  {words}" * bool(words))
         for task, why in self.left_out.items():
             say(f"  left out: {task}: {why}")
         return {"metrics": metrics, "chance": chance, "left_out": self.left_out, "views": words}
 
-    def normalize(self, metrics, pieces, transform):
-        """Retrieval with NCL's biases or the dual softmax, which becomes the set's retrieval, into `metrics`; biases
-        (M,) and (C,) into `pieces`."""
+    def normalize(self, metrics, pieces, view):
+        """Retrieval with NCL's biases or the dual softmax, which becomes the set's retrieval; biases (M,) and (C,) into
+        `pieces`."""
         subject, args = self.subject, self.subject.args
-        texts, videos, gamma = subject.stand_ins(self.name, self.split_of, transform)
+        texts, videos = subject.stand_ins(self.name, self.split_of, view)
         if args.normalize == "dsl":
-            by_softmax, _ = retrieval_both_ways(pieces, dsl=gamma)
+            by_softmax, _ = retrieval_both_ways(pieces, dsl=subject.gamma)
             results = {"none": {k: metrics[k] for k in by_softmax}, "dsl": by_softmax}
         else:
-            iterations = args.iterations or subject.own.get("iterations") or 4
-            results, pieces["biases"] = normalized_retrieval(pieces, gamma, iterations, texts, videos)
+            how = subject.gamma, args.iterations or subject.own.get("iterations") or 4
+            results, pieces["biases"] = normalized_retrieval(pieces, *how, texts, videos)
             if rank() == 0:
                 queues = {"texts": [] if texts is None else texts, "videos": videos}
-                draw_normalization(pieces, gamma, iterations, queues, retrieval_biases,
-                                   subject.picture("normalization", self.name))
-        metrics |= {k: v for k, v in results[args.normalize].items() if k != "error"}
-        metrics |= {"normalize": results, "normalized_by": args.normalize}
+                path = subject.picture("normalization", self.name)
+                draw_normalization(pieces, *how, queues, retrieval_biases, path)
+        reported = {k: v for k, v in results[args.normalize].items() if k != "error"}
+        return reported | {"normalize": results, "normalized_by": args.normalize}
+
+    def draw(self, tasks, pieces):
+        """The pictures of these tasks."""
+        args, picture = self.subject.args, self.subject.picture
+        if "qa" in tasks:
+            draw_answers(pieces, picture("answers", self.name))
+        if "retrieval" in tasks:
+            bias, *_ = pieces.get("biases", {}).get(args.normalize, [None])
+            draw_retrieval(pieces, picture("retrieval", self.name), bias=bias)
+        if "gap" in tasks:
+            densities = {args.checkpoint or "model": similarity_histograms(pieces)}
+            draw_histograms(densities, picture("similarities", self.name),
+                            title=f"{self.name} ({args.split}): image-text cosines")
 
 
 def main(args):
@@ -232,7 +214,7 @@ def main(args):
         importlib.import_module(module)
     subject = Subject(args, join(args.cpu))
     tasks = ["qa"] if hasattr(subject.towers[0], "answers") else ["retrieval", "knn", "gap"]
-    tasks = ["zero-shot"] if any(word.partition("=")[0] == SEVENTEEN for word in args.datasets) else tasks
+    tasks = ["zero-shot"] if any(parted(word, "=")[0] == SEVENTEEN for word in args.datasets) else tasks
     tasks = args.tasks or tasks
     if args.normalize != "none" and "retrieval" not in tasks:
         raise UserError(f"--normalize {args.normalize} is for the task retrieval; the tasks are {' '.join(tasks)}")
@@ -241,14 +223,9 @@ def main(args):
     result = {"command": shlex.join([Path(sys.executable).name, *sys.argv]),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
               "versions": versions(args.cpu).splitlines(), "processes": world(),
-              "datasets": {case.name: case.evaluate(first=case is cases[0]) for case in cases}}
-    file = subject.folder / "eval.json"
-    if rank() == 0 and file.exists() and read_json(file)["command"] != result["command"]:
-        earlier = next(path for k in itertools.count(1) if not (path := file.with_name(f"eval_{k}.json")).exists())
-        file.rename(earlier)
-        say(f"the earlier {file.name} is now {earlier.name}; pictures of the same name are replaced")
+              "datasets": {case.name: case.evaluate() for case in cases}}
     if rank() == 0:
-        write_json(file, result)
+        write_json(subject.folder / "eval.json", result)
     say(f"\nwritten to {subject.folder}")
     if not any(case.tasks for case in cases):
         raise UserError("nothing was measured, every task was left out; choose others with --tasks")

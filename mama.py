@@ -495,7 +495,7 @@ def main(args):
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)  # torch's own rules of forward mode
     margins = margin_at(0, args), margin_at(run.total, args)
     guesses = [random_guess(mu, args, answers.guess_of(train, questions)) for mu in margins]
-    about = answers.question_lines(questions, train, tokenizer, args) if questions else {}
+    about = answers.question_lines(questions, train, args) if questions else {}
     run.loss_word = "L"                                                    # without weights, as a random guess's is
     run.begin(evaluator, guesses, banner_lines(args, meta, margins) | about)
     for batch in batches:

@@ -17,7 +17,7 @@ import common
 from contrastive.encoders.models import spec_of
 from contrastive.engine.log import commit
 from contrastive.engine.processes import read_json, write_json
-from contrastive.evaluation.by_class import neighbours
+from contrastive.evaluation.by_class import class_metrics
 from contrastive.evaluation.embed import encode_images
 from contrastive.evaluation.trivial import trivial_features
 
@@ -33,7 +33,7 @@ def features_of(sets, model, transform):
     found, cpu = {}, torch.device("cpu")
     for split, data in sets.items():
         if model is None:
-            pixels, colours = trivial_features(data, transform, cpu)[1].values()
+            pixels, colours = trivial_features(data, transform, cpu).values()
             rows = {"raw pixels": pixels[0], "64 colours": colours[0]}
         else:
             rows = dict(zip(("projected", "backbone"), encode_images(model, data, transform, cpu)[1:3]))
@@ -70,7 +70,8 @@ def main(argv=None):
             name, cells = row if title == "trivial" else f"{title}, {row}", []
             for column in columns:
                 labels = [np.asarray(sets[s].column(column)) for s in ("train", "test")]
-                metrics, chance, _ = neighbours(of["train"], labels[0], of["test"], labels[1])
+                parts = [(of[s], None, y) for s, y in zip(("train", "test"), labels)]
+                metrics, chance, _ = class_metrics(["knn"], *parts)
                 result = metrics["knn@1"]
                 results.setdefault(name, {})[column] = result | {"chance": chance["knn@1"]["mean_per_class"]}
                 cells.append(f"{result['mean_per_class']:.1f}")

@@ -17,7 +17,7 @@ from contrastive.encoders.base import channels_last, small_cnn
 from contrastive.encoders.frozen import Expert
 from contrastive.engine import flags
 from contrastive.engine.run import Run
-from contrastive.evaluation.by_class import neighbours
+from contrastive.evaluation.by_class import class_metrics
 from contrastive.evaluation.clusters import head_mid_tail
 from contrastive.evaluation.retrieval import mir_of, retrieval_both_ways
 
@@ -315,7 +315,7 @@ def test_similarities_are_computed_on_the_card():
         retrieval_both_ways(pieces)
         retrieval_both_ways(pieces, dsl=0.1)
         mir_of(None, None, pieces, CARD)
-        neighbours(image, y, text, asked, device=CARD)
+        class_metrics(["knn"], (image, None, y), (text, None, asked), device=CARD)
         ncl.normalized_retrieval(pieces, 0.1, 4, text, image)
         head_mid_tail(pieces, clusters)
     assert seen.products.count(True) > 20 and seen.products.count(False) == 1  # of nouns, for relevancies

@@ -430,7 +430,7 @@ def test_rows_of_all_processes_in_pieces(tmp_path):
         join()
         mine = torch.arange(15.0).view(5, 3)
         for parts in ([mine[:2], mine[2:]] if rank else [torch.ones(2, 3)], [mine] if rank else []):
-            print(gather_rows(parts, torch.device("cpu"), piece=2).tolist(), file=sys.stderr)
+            print(gather_rows(parts, piece=2).tolist(), file=sys.stderr)
 
     full = torch.arange(15.0).view(5, 3).tolist()
     for code, words in launch.ranks(tmp_path, work):

@@ -599,7 +599,8 @@ def test_eval_gives_the_numbers_of_the_run(run, normalize, tmp_path):
     assert numbers.items() <= flatten(got).items()
     if normalize != "none":
         assert flatten(got["normalize"]) == pytest.approx(flatten(own), rel=1e-4, abs=1e-4)
-    drawn = {"none": {"retrieval.png"}, "queue": {"retrieval.png", "normalization_moving-emoji.png"}, "oracle": set()}
+    one, other = "retrieval_moving-emoji.png", "normalization_moving-emoji.png"
+    drawn = {"none": {one}, "queue": {one, other}, "oracle": set()}
     assert {p.name for p in tmp_path.glob("*.png") if p.stat().st_size > 5000} == drawn[normalize]
 
 
@@ -734,7 +735,7 @@ def test_sets_without_a_queue_are_not_normalised_in_silence(tmp_path, capsys):
     assert summary["test"]["emoji"]["normalized_by"] == "none"
     assert summary["test"]["emoji"]["R-Mean"] == summary["test"]["emoji"]["normalize"]["none"]["R-Mean"]
     got = evaluate(folder, tmp_path / "1", "--normalize", "queue", "--datasets", "emoji", "--queue-size", 50)
-    assert "emoji: --normalize queue: 50 texts and 50 items of its train split" in capsys.readouterr().out
+    assert "emoji: --normalize queue: by 50 texts and 50 items of its train split" in capsys.readouterr().out
     assert got["normalized_by"] == "queue"
     assert got["text_to_image"] == got["normalize"]["queue"]["text_to_image"]
     for i in range(4):

@@ -195,7 +195,8 @@ def number(texts):
 
 
 def scored(model, data, batch=256):
-    return evaluation.answers.evaluate(model, number, common.EvalTransform(8, (0, 0, 0), (1, 1, 1)), data, CPU, batch)
+    view = common.EvalTransform(8, (0, 0, 0), (1, 1, 1))
+    return evaluation.answers.evaluate(model, number, view, data, CPU, batch=batch)
 
 
 def test_accuracy_of_open_answers_by_hand():
@@ -481,9 +482,9 @@ def test_what_cannot_be_asked():
 
 @pytest.mark.parametrize("flags, words", [
     (["--qa-model", "dual", "--task", "qa-open"], "--qa-model dual: only for --task qa-choice"),
-    (["--shuffle-video"], "--shuffle-video: only where there are questions"),
+    (["--shuffle-video"], "--shuffle-video: only with --task qa-open or qa-choice"),
     (["--task", "qa-choice", "--chunk-size", "4"], "--chunk-size: --weighting meta encodes the whole batch"),
-    (["--qa-similarity", "fused"], "--qa-similarity fused: only for --task qa-open and qa-choice, with --qa-model fus"),
+    (["--qa-similarity", "fused"], "--qa-similarity: only with --task qa-open or qa-choice"),
     (["--task", "qa-choice", "--qa-model", "dual", "--qa-similarity", "fused"], "with --qa-model fusion"),
     (["--task", "qa-open", "--qa-similarity", "fused", "--weighting", "none", "--chunk-size", "4"],
      "--chunk-size: --qa-similarity fused needs all videos and texts at once")])

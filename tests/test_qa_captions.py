@@ -122,10 +122,10 @@ def test_pairs_beside_questions_have_none(files, name):
     assert answers.guess_of(data, questions) == pytest.approx(guess) and answers.guess_of(data, None) == 0
     assert not answers.lacking(data, name == "nextqa")
     tokenizer = Tokenizer(common.train_wordpiece(answers.texts(data)), 16)
-    line = answers.question_lines(questions, data, tokenizer, args)["paired text"]
+    line = answers.question_lines(questions, data, args)["paired text"]
     assert line == f"of {len(data)} rows {len(data)} have a caption, 0 use the question in its place; {extras} " \
                    "have no question, and eta 0"
-    line = answers.question_lines(questions, own, tokenizer, args)["paired text"]
+    line = answers.question_lines(questions, own, args)["paired text"]
     assert line == "of 18 rows 0 have a caption, 18 use the question in its place"
     asked = answers.inputs(data, [18, 0], tokenizer, questions["answers"], CPU)
     assert asked["answers"].tolist() == [-1, 0]

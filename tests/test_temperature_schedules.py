@@ -434,8 +434,8 @@ def test_imagenet100_list_files(lists):
 
 
 def test_imagenet100_runs_without_val(lists, tmp_path, monkeypatch):
-    probed, probes = [], evaluation.by_class.probes
-    monkeypatch.setattr(evaluation.retrieval, "probes", lambda *args: (probed.append(args[4]), probes(*args))[1])
+    probed, scores = [], evaluation.by_class.class_metrics
+    monkeypatch.setattr(evaluation.retrieval, "class_metrics", lambda *args: (probed.append(args[3]), scores(*args))[1])
     files = [word for k, v in flags_of(lists, "few_shot").items() for word in (f"--{k.replace('_', '-')}", v)]
     flags = [*SMALL, *"--dataset imagenet100-lt --image-encoder small --head-norm none --batch-size 8 --workers 0 "
              "--max-steps 2 --shot-limits 40 10".split(), "--data-dir", str(lists), *files]
@@ -456,10 +456,10 @@ def test_few_shot_probe_learns_from_its_own_images():
     """Axes 0..3 as classes: the training images say another class than the few-shot images."""
     eye = torch.eye(4)
     train, y = eye.repeat(6, 1), np.roll(np.arange(4), 1).tolist() * 6
-    data = train, np.array(y), eye, np.arange(4)
-    metrics, _ = evaluation.by_class.probes(*data, few=(eye, np.arange(4)))
+    data = ["probe"], (None, train, np.array(y)), (None, eye, np.arange(4))
+    metrics, _, _ = evaluation.by_class.class_metrics(*data, few=(None, eye, np.arange(4)))
     assert metrics["few-shot"]["top1"] == 100 and metrics["all"]["top1"] == 0
-    assert evaluation.by_class.probes(*data)[0]["few-shot"]["top1"] == 0
+    assert evaluation.by_class.class_metrics(*data)[0]["few-shot"]["top1"] == 0
 
 
 def test_head_mid_tail_of_imagenet100():

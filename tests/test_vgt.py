@@ -341,7 +341,7 @@ def test_two_processes_and_chunks_are_one_without_dropout(tmp_path):
 
 
 @pytest.mark.parametrize("flags, words", [
-    ([], "--qa-model vgt: only for --task qa-open and qa-choice"),
+    ([], "--qa-model: only with --task qa-open or qa-choice"),
     (["--task", "qa-open", "--frames", "6"], "--frames 6: VGT has clips of 4 frames; use a multiple of 4"),
     (["--task", "qa-open", "--crop-min", "0.5"], "boxes follow neither crop nor mirror image; use --crop-min"),
     (["--task", "qa-open", "--clean-captions"], "--clean-captions would break up its [SEP]"),

@@ -110,7 +110,7 @@ def main(argv=None):
         say(f"{name[-32:]:<34}{short.mean():9.4f}{detailed.mean():10.4f}{100 * (detailed > short).mean():15.1f} %")
     say(f"(mean cosine over {len(rows):,} videos; share with the detailed one higher)")
     some = np.sort(np.random.default_rng(0).permutation(len(rows))[:4])
-    words = ["\n\n".join(f"{wrap(caption, 36, 5)}\n{' | '.join(f'{x:.3f}' for x in of_runs)}"
+    words = ["\n\n".join(f"{wrap(caption, 36, max_lines=5)}\n{' | '.join(f'{x:.3f}' for x in of_runs)}"
                          for caption, of_runs in zip(pairs[rows[at]], scores[:, at].T)) for at in some]
     draw_clips([(picture(data, rows[at]), below) for at, below in zip(some, words)], f"{args.out}.png",
                f"{data.name} ({data.split}): cosine with a short and a detailed caption (Tables 9, 10)\n"

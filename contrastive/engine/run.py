@@ -159,7 +159,6 @@ class Run:
         if rank() == 0:  # a resume that is refused before leaves the flags of the run
             write_json(self.folder / "args.json", {"script": self.script} | vars(self.args) | {"resume": ""})
         self.banner(guess, lines)
-        evaluator.check()
         if self.step == 0 or self._due(self.step)["eval"]:  # of a checkpoint, which is written before its evaluation
             self.evaluate_val()
         if self.step == 0 and rank() == 0 and self.tokenizer:

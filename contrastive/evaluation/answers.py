@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 
 
-def untrained(model):
-    """Why no loss trained the embeddings of a question-answering model; "" if one did."""
-    if getattr(model, "similarity", "") == "fused":
+def untrained(model, by_features=False):
+    """Why no loss trained the embeddings of a question-answering model, or its features; "" if one did."""
+    if getattr(model, "similarity", "") == "fused" and not by_features:
         return "the model was trained with --qa-similarity fused, not its embeddings before the fusion"
     boxes = getattr(model, "model", "") == "vgt" and model.vision.name != "regions"
     return "the model needs boxes, which only questions bring: --tasks qa" if boxes else ""
@@ -38,7 +38,7 @@ def untrained(model):
 # ======================================================= flags =======================================================
 def add_flags(p):
     """The flags of mama.py's models that answer questions."""
-    g = p.group("questions")
+    g = p.group("with --task qa-open or qa-choice", lambda a: a.task != "retrieval")
     g.add_argument("--qa-model", choices=["fusion", "dual", "vgt"], default="fusion",
                    help="one transformer of frames and words; cosines with 'question choice' (qa-choice); VGT's graph")
     g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
@@ -59,15 +59,10 @@ def add_flags(p):
 
 def check_flags(p, args):
     """Refuses flags of questions that do not go together."""
-    model, asked, vgt = args.qa_model, args.task != "retrieval", args.qa_model == "vgt"
-    p.require(model != "dual" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
-    p.require(not vgt or asked, "--qa-model vgt: only for --task qa-open and qa-choice")
-    fused = args.qa_similarity == "fused"
-    p.require(not fused or (asked and model == "fusion"),
-              "--qa-similarity fused: only for --task qa-open and qa-choice, with --qa-model fusion")
+    vgt, fused, files = args.qa_model == "vgt", args.qa_similarity == "fused", bool(args.region_dir)
+    p.require(args.qa_model != "dual" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
+    p.require(not fused or args.qa_model == "fusion", "--qa-similarity fused: only with --qa-model fusion")
     p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at once")
-    p.require(asked or not args.shuffle_video, "--shuffle-video: only where there are questions")
-    files = bool(args.region_dir)
     p.require(files == (args.image_encoder == "regions"),
               "--region-dir DIR and --image-encoder regions go together, and both need --qa-model vgt")
     p.require(not vgt or args.frames % FRAMES == 0,
@@ -173,26 +168,14 @@ def guess_of(train, questions):
     return math.log(many) * len(some) / len(train)
 
 
-def cut_short(data, tokenizer, choices, join=" ", limit=1000):
-    """(cut, n): `cut` of the first n <= `limit` questions (with choices) have more tokens than the tokenizer keeps."""
-    n, cut = min(limit, len(data)), 0
-    for i in range(n):
-        q = data.column("question")[i]
-        longest = max([f"{q}{join}{c}" for c in _choices(data, i)] if choices else [q], key=len)
-        cut += len(tokenizer.tokenizer(longest)["input_ids"]) > tokenizer.length
-    return cut, n
-
-
-def question_lines(questions, train, tokenizer, args):
+def question_lines(questions, train, args):
     """The banner's lines about a run's questions and the texts that are paired with the videos: {word: text}."""
     some, rows = asked(train), len(train)
-    cut, tried = cut_short(some, tokenizer, not questions["answers"], separator(questions["model"], tokenizer))
     words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
     if questions["answers"]:
         known = set(questions["answers"])
         wrong = sum(a not in known for a in some.column("answer"))
         words += f"; {len(known):,} answers; {wrong:,} training questions have another answer, which enters no loss"
-    words += f"; {cut} of the first {tried:,} texts are cut at --text-length {args.text_length}" if cut else ""
     bare = sum(some.captions(i) == [question] for i, question in enumerate(some.column("question")))
     paired = f"of {rows:,} rows {rows - bare:,} have a caption, {bare:,} use the question in its place"
     paired += f"; {rows - len(some):,} have no question, and eta 0" if len(some) < rows else ""
@@ -247,7 +230,7 @@ def whole_pairs(data, index):
     return whole
 
 
-def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
+def evaluate(model, tokenizer, transform, data, device, workers=0, batch=256):
     """Accuracy of the answers, as in question_metrics, and of guessing. Collective.
 
     Returns: metrics; chance: of the most frequent training answer, or of a random choice; the pieces that `draw` needs.

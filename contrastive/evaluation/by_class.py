@@ -4,7 +4,7 @@ import dataclasses
 
 from contrastive.data.views import uniforms
 from contrastive.engine.processes import UserError
-from contrastive.evaluation.embed import encode_texts, on_card
+from contrastive.evaluation.embed import encode_images, encode_texts, on_card
 from contrastive.evaluation.metrics import (
     head_mid_tail,
     knn_accuracy,
@@ -38,47 +38,46 @@ def recall_by_frequency(ranks, frequency):
         part = third == number  # (Q,)
         if part.any():
             own = frequency[part]
-            span = {"queries": int(part.sum()), "from": own.min().item(), "to": own.max().item()}
-            out[name] = recalls(ranks[part]) | span
+            out[name] = recalls(ranks[part]) | {"queries": len(own), "from": own.min().item(), "to": own.max().item()}
     return out
 
 
-def with_class(features, labels):
-    """The rows of features (M, width) and labels (M,), numpy, that have a class (>= 0); the labels as a tensor."""
-    return features[torch.from_numpy(labels >= 0)], torch.from_numpy(labels[labels >= 0])
+def with_class(labels, *features):
+    """The rows of features (M, width) that have a class, and these classes; labels (M,) numpy, -1: none."""
+    rows = labels >= 0
+    return *(x[torch.from_numpy(rows)] for x in features), labels[rows]
 
 
-def neighbours(train, train_labels, test, test_labels, limits=None, device=None):
-    """The nearest and the ten nearest neighbours: the class metrics below as knn@1 and knn@10, and those of chance.
+def labelled(model, data, transform, device, workers, projected):
+    """(features for kNN (M, D), for probes (M, width), labels (M,) numpy) of the rows of a split that have a class.
 
-    Args: train (M, width), test (Q, width): embeddings or features, labels numpy, -1 without a class; limits: of
-        head_mid_tail; device: where neighbours are computed.
-    Returns: metrics and chance, {name: {top1, mean_per_class, head, mid, tail}} in percent; the per-class knn@1.
-    """
-    (train, y), (test, truth) = with_class(train, train_labels), with_class(test, test_labels)
-    known, asked = on_card(device, train, test)
-    found = {f"knn@{k}": knn_accuracy(known, y, asked, truth, k, per_class=True) for k in (1, 10) if k <= len(train)}
-    per_class, chance = found["knn@1"]["per_class"], knn_chance(y.numpy(), truth.numpy())
-    return _by_thirds(found, y, limits), {name: chance for name in found}, per_class
+    projected: kNN on embeddings, else on the features before the projection, as probes. Collective."""
+    index, image, features, _ = encode_images(model, data, transform, device, workers=workers)
+    return with_class(data.labels[index], image if projected else features, features)
 
 
-def probes(train, train_labels, test, test_labels, few=None, limits=None):
-    """LinearSVC on a few and on all training images, as `few-shot` and `all`; see `neighbours`.
+def class_metrics(tasks, train, test, few=None, limits=None, device=None):
+    """knn: the nearest training images; probe: LinearSVC on a few and on all training images, as `few-shot` and `all`.
 
-    few: (features, labels) for the few-shot probe; else as many images per class as the smallest has."""
-    (train, y), (test, truth) = with_class(train, train_labels), with_class(test, test_labels)
-    classes, sizes = np.unique(y.numpy(), return_counts=True)
-    source, shots = (with_class(*few), None) if few else ((train, y), int(sizes.min()))
-    found = {"few-shot": linear_probe(*source, test, truth, few_shot=shots, per_class=True),
-             "all": linear_probe(train, y, test, truth, per_class=True)}
-    chance = dict.fromkeys(("top1", "mean_per_class"), 100 / len(classes))
-    return _by_thirds(found, y, limits), {name: chance for name in found}
-
-
-def _by_thirds(found, train_labels, limits):
-    """{name: {top1, mean_per_class, head, mid, tail}} of results that have per_class."""
-    return {name: {k: v for k, v in of.items() if k != "per_class"}
-            | head_mid_tail(train_labels.numpy(), of["per_class"], limits) for name, of in found.items()}
+    Args: train, test, few: as `labelled` returns them; without few the few-shot probe has as many images per class as
+        the smallest has; limits: of head_mid_tail; device: where neighbours are computed.
+    Returns: metrics and chance, {name: {top1, mean_per_class, head, mid, tail}} in percent; {name: of each class}."""
+    (near, wide, labels), (asked, asked_wide, truth) = train, test
+    y, right, found, chance = torch.from_numpy(labels), torch.from_numpy(truth), {}, {}
+    if "knn" in tasks:
+        near, asked = on_card(device, near, asked)
+        found = {f"knn@{k}": knn_accuracy(near, y, asked, right, k, per_class=True) for k in (1, 10) if k <= len(y)}
+        chance = dict.fromkeys(found, knn_chance(labels, truth))
+    if "probe" in tasks:
+        sizes = np.unique(labels, return_counts=True)[1]
+        some, shots = (few[1], torch.from_numpy(few[2])) if few else (wide, y), None if few else int(sizes.min())
+        found["few-shot"] = linear_probe(*some, asked_wide, right, few_shot=shots, per_class=True)
+        found["all"] = linear_probe(wide, y, asked_wide, right, per_class=True)
+        chance |= dict.fromkeys(("few-shot", "all"), dict.fromkeys(("top1", "mean_per_class"), 100 / len(sizes)))
+    per_class = {name: of.pop("per_class") for name, of in found.items()}
+    for name, of in found.items():
+        of |= head_mid_tail(labels, per_class[name], limits)
+    return found, chance, per_class
 
 
 def zero_shot(model, tokenizer, image, labels, data, device):
@@ -87,14 +86,13 @@ def zero_shot(model, tokenizer, image, labels, data, device):
 
     Args: image (M, D), labels (M,) numpy; data: its label_names and prompts, which are not cleaned as captions are.
     Returns: metrics and chance, {top1, ..., names_top5: percent}. Collective."""
-    image, labels = with_class(image, labels)
     names = [n.strip().replace("_", " ") for n in data.label_names]        # a repeated name has a trailing blank
     metrics, chance = {}, {}
     for reading, prompts in (("", data.prompts or ["a photo of a {c}."]), ("names_", ["{c}"])):
         texts = [prompt.replace("{c}", n) for n in names for prompt in prompts]
         texts = encode_texts(model, tokenizer.plain(), texts, device)      # (C * P, D)
         embeddings = normalize(texts).view(len(names), len(prompts), -1)   # (C, P, D)
-        found = zero_shot_accuracy(image, labels, embeddings.mean(1))
+        found = zero_shot_accuracy(image, torch.from_numpy(labels), embeddings.mean(1))
         metrics |= {reading + k: v for k, v in found.items()}
         chance |= {f"{reading}top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
     return metrics, chance

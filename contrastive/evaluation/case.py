@@ -30,10 +30,9 @@ class Subject:
         model, tokenizer, transform, self.own = open_model(args)
         self.towers = model.to(device), tokenizer, transform
         self.knn_features = args.knn_features or self.own.get("knn_features") or "projected"
-        self.queues, queues = {}, run / "queues.safetensors"  # of an NCL run: texts, videos (K, D), gamma (1,)
-        if self.own and queues.is_file():
-            with opening(queues):
-                self.queues = load_file(queues)
+        queues = run / "queues.safetensors"                                # of an NCL run: texts, videos (K, D), gamma
+        with opening(queues):
+            self.queues = load_file(queues) if self.own and queues.is_file() else {}
         self.gamma = args.gamma
         if args.normalize != "none" and not args.gamma:
             self.gamma = self.queues["gamma"].item() if self.queues else _gamma(self.own, run)
@@ -49,27 +48,28 @@ class Subject:
         return {"untrained": untrained(spec, self.own["seed"])} if spec else {}
 
     def views(self, name):
-        """(transform of the tasks by class, that of the others, words on both) for a set. A run that squashes (the CC3M
-        trainer's recipe) sees the classes of other sets as that trainer does: cropped, with ImageNet's or CIFAR's
-        statistics."""
-        args, own = self.args, self.towers[2]
-        cifar = CIFAR_STATS["cifar100" if name.startswith("cifar100") else "cifar10"]
-        known = STATS | {"own": (own.mean, own.std), "cifar": cifar}
+        """(transform of a set's images, that of the tasks by class or None if it is the same, words on both). A run
+        that squashes (the CC3M trainer's recipe) sees the classes of other sets as that trainer does: cropped, with
+        ImageNet's or CIFAR's statistics."""
+        args, own, cifar = self.args, self.towers[2], "cifar100" if name.startswith("cifar100") else "cifar10"
+        known = STATS | {"own": (own.mean, own.std), "cifar": CIFAR_STATS[cifar]}
+        asked = {k: v for k, v in (("resize", args.eval_resize), ("stats", args.image_stats)) if v != "auto"}
+        usual = {"resize": "own", "stats": "own"} | asked
+        by_class = usual
+        if own.resize == "squash" and name != self.own.get("dataset"):
+            by_class = {"resize": "crop", "stats": "cifar" if name.startswith("cifar") else "imagenet"} | asked
 
-        def view(trainer):
-            usual = ("crop", "cifar" if name.startswith("cifar") else "imagenet") if trainer else ("own", "own")
-            resize, stats = (usual[k] if asked == "auto" else asked
-                             for k, asked in enumerate((args.eval_resize, args.image_stats)))
-            made = EvalTransform(own.size, *known[stats], own.resize if resize == "own" else resize,
-                                 own.size / own.short, own.bicubic)
-            return made, "" if (resize, stats) == ("own", "own") else f"{resize}, statistics {stats}"
-        by_class, words = view(own.resize == "squash" and name != self.own.get("dataset"))
-        other, same = view(False)
-        return by_class, other, f"images {'' if same else 'of the tasks by class '}seen as {words}" if words else ""
+        def view(resize, stats):
+            resize = own.resize if resize == "own" else resize
+            return EvalTransform(own.size, *known[stats], resize, own.size / own.short, own.bicubic)
+        of_whom = "" if by_class == usual else "of the tasks by class "
+        words = f"images {of_whom}seen as {by_class['resize']}, statistics {by_class['stats']}"
+        words = "" if {*by_class.values()} == {"own"} else words
+        return view(**usual), view(**by_class) if of_whom else None, words
 
     def open(self, name, folder):
-        """A function split -> Data as the run read it: with its long tail, without its meta-data; None for few-shot
-        images that the run does not have.
+        """A function split -> Data as the run read it: with its long tail, without its meta-data and what else only its
+        training had (ALTER_TRAINING); None for few-shot images that the run does not have.
 
         Raises: UserError for a val split whose images the run trained on."""
         own, args, mine = self.own, self.args, name == self.own.get("dataset")
@@ -81,9 +81,6 @@ class Subject:
         held_out = args.hold_out_val and "val" not in splits_of(name)
         if args.split == "val" and held_out and mine and not own.get("hold_out_val"):
             raise UserError(f"--hold-out-val: the run trained on all of {name}, also on what would be held out")
-        altered = [f"--{flag.replace('_', '-')}" for flag in ALTER_TRAINING if own.get(flag)]
-        if altered and mine and args.split == "train":
-            say(f"{name} (train): without the run's {', '.join(altered)}")
         tail = mine and "imbalance_ratio" in own                           # temperature_schedules.py or a fork
         sets = labelled_splits(argparse.Namespace(**own | options)) if tail else {}
         if sets and own.get("train_features") == "augmented" and args.split != "train":
@@ -98,31 +95,32 @@ class Subject:
         return split_of
 
     def stand_ins(self, name, split_of, transform):
-        """(texts (K, D), videos (K, D), gamma) for --normalize: the queues of an NCL run, else embeddings of randomly
-        drawn training examples and of their captions; (None, None, gamma) if the test queries alone are used (dsl, and
-        oracle without a queue)."""
-        args, own, queues, gamma = self.args, self.own, self.queues, self.gamma
-        if own.get("script", "ncl") not in SCRIPTS:
-            say(f"WARNING: --normalize: by ncl.py's functions; those of {own['script']}.py may differ")
-        of_run = queues and name == own.get("dataset")
+        """(texts (K, D), videos (K, D)) for --normalize: the queues of an NCL run, else embeddings of randomly drawn
+        training examples and of their captions; (None, None) if the test queries alone are used (dsl, and oracle
+        without a queue)."""
+        args, queues, how = self.args, self.queues, f"{name}: --normalize {self.args.normalize}: by"
+        if self.own.get("script", "ncl") not in SCRIPTS:
+            say(f"WARNING: --normalize: by ncl.py's functions; those of {self.own['script']}.py may differ")
+        of_run = queues and name == self.own.get("dataset")
         if args.normalize == "dsl" or args.normalize == "oracle" and not of_run:
-            say(f"{name}: --normalize {args.normalize}: by all test queries, so no fair result; gamma {gamma:.3g}")
-            return None, None, gamma
+            say(f"{how} all test queries, so no fair result; gamma {self.gamma:.3g}")
+            return None, None
         if of_run:
             texts, videos = queues["texts"][-args.queue_size:], queues["videos"][-args.queue_size:]
         else:
             def some(n):
                 return np.random.default_rng(42).permutation(n)[:args.queue_size]
             train, (model, tokenizer, _) = split_of("train"), self.towers
+            if train.streamed:
+                raise UserError(f"{how} the checkpoint's queue, which it lacks: its training set is a stream")
             rows = np.sort(some(len(train)))                               # encode_images returns them in this order
             index, videos, *_ = encode_images(model, train, transform, self.device, workers=args.workers, rows=rows)
             captions = [c for i in index for c in train.captions(i)]
             texts = encode_texts(model, tokenizer, [captions[k] for k in some(len(captions))], self.device)
             videos = videos[some(len(videos))]                             # Fig. 5 takes the last ones
         where = "the run's queue" if of_run else "its train split"
-        say(f"{name}: --normalize {args.normalize}: {len(texts):,} texts and {len(videos):,} items of {where}, "
-            f"gamma {gamma:.3g}")
-        return texts, videos, gamma
+        say(f"{how} {len(texts):,} texts and {len(videos):,} items of {where}; gamma {self.gamma:.3g}")
+        return texts, videos
 
     def picture(self, kind, name):
         """Path of a picture of a set."""
@@ -143,11 +141,8 @@ def _gamma(own, run):
 
 def open_model(args):
     """(model, tokenizer, transform, flags of its run): of a run folder, a CLIP by name, or a pair of encoders."""
-    if args.checkpoint and (Path(args.checkpoint) / "model.json").is_file():
+    if args.checkpoint and (Path(args.checkpoint) / "args.json").is_file():
         return *load_model(args.checkpoint), read_json(Path(args.checkpoint) / "args.json")
-    if args.checkpoint and (Path(args.checkpoint) / "checkpoints").is_dir():
-        raise UserError(f"--checkpoint {args.checkpoint}: this run has not ended (no model.json); continue it with "
-                        f"--resume {args.checkpoint}")
     image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
     width, tokenizer = _clip_width(image), build_tokenizer(text, 77)
     spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,

@@ -9,7 +9,6 @@ from contrastive.engine.processes import UserError, first_line, gather_objects, 
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 
 def read_batch(data, transform, rows):
@@ -31,25 +30,16 @@ def on_card(device, *tensors):
     return [x.to(device) for x in tensors] if device is not None and device.type == "cuda" else tensors
 
 
-def gather_rows(parts, device, piece=4096):
-    """The float32 rows (n, ...) of all processes on the CPU, by rank. parts: [(b, ...)] of this one. Collective.
+def gather_rows(parts, piece=4096):
+    """The rows (n, ...) of all processes on the CPU, by rank. parts: [(b, ...)] of this one. Collective.
 
-    piece: so many rows pass through the device at a time: all may be more than its memory."""
-    rows = torch.cat(parts) if parts else None
+    piece: so many rows pass at a time: all may be more than a card's memory."""
+    rows = torch.cat(parts) if parts else torch.empty(0)
     if world() == 1:
         return rows
-    shapes = gather_objects(None if rows is None else tuple(rows.shape))
-    counts, of_row = [shape[0] if shape else 0 for shape in shapes], next(shape[1:] for shape in shapes if shape)
-    mine = torch.zeros(max(counts), *of_row)
-    mine[:counts[rank()]] = 0 if rows is None else rows
-    found = [[] for _ in counts]
-    for start in range(0, len(mine), piece):
-        part = mine[start:start + piece].to(device)
-        parts = [torch.empty_like(part) for _ in counts]
-        dist.all_gather(parts, part)
-        for of, n, part in zip(found, counts, parts):
-            of.append(part[:max(0, n - start)].cpu())
-    return torch.cat([part for of in found for part in of])
+    starts = range(0, max(gather_objects(len(rows))), piece)
+    found = zip(*(gather_objects(rows[start:start + piece].clone()) for start in starts))
+    return torch.cat([part for of_one in found for part in of_one if len(part)])
 
 
 @torch.no_grad()
@@ -89,7 +79,7 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
         say(f"{data.name} ({data.split}): {len(bad)} of {len(rows)} images cannot be read and are left out, first "
             f"{next(iter(bad.items()))}")
     order = np.argsort(index)
-    return index[order], gather_rows(image, device)[order], gather_rows(features, device)[order], bad
+    return index[order], gather_rows(image)[order], gather_rows(features)[order], bad
 
 
 @torch.no_grad()
@@ -103,13 +93,4 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
         out.append(model(tokens=tokens)[1].float().cpu())
     model.train(training)
     order = np.argsort(np.concatenate([np.arange(k, len(texts), W) for k in range(W)]))
-    return gather_rows(out, device)[order]
-
-
-FEW_QUERIES = 50  # with fewer, a single query moves the numbers
-
-
-def few_queries(**counts):
-    """A line below a table that says how much one query is worth if there are few. counts: {kind: number}."""
-    few = [f"of {n} {kind} one is worth {100 / n:.1f} points" for kind, n in counts.items() if 0 < n < FEW_QUERIES]
-    return "FEW QUERIES: " + ", ".join(few) if few else ""
+    return gather_rows(out)[order]

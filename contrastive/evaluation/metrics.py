@@ -49,8 +49,7 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
     for i in range(0, len(query), rows):
         sim = normalize(query[i:i + rows]) @ gallery.T  # (c, G)
         if dsl:
-            sim = in_double(sim)
-            sim = sim * (sim / dsl - total).exp()  # (c, G)
+            sim = sim.double() * (sim.double() / dsl - total).exp()  # (c, G)
         if bias is not None:
             sim += bias.to(sim)
         if groups is not None:
@@ -65,14 +64,9 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
     return found if ranks else recalls(found)
 
 
-def in_double(x):
-    """x in float64, except on Apple's GPUs, which have none."""
-    return x if x.device.type == "mps" else x.double()
-
-
 def log_mass(query, gallery, gamma, rows):
     """(G,) log sum of exp(cosine / gamma) over all queries (Q, D), for each item of the gallery (G, D) of unit rows."""
-    parts = (in_double(normalize(part) @ gallery.T) / gamma for part in query.split(rows))  # (c, G) each
+    parts = ((normalize(part) @ gallery.T).double() / gamma for part in query.split(rows))  # (c, G) each
     return torch.stack([torch.logsumexp(part, 0) for part in parts]).logsumexp(0)
 
 
@@ -99,7 +93,7 @@ def normalization_error(sim, gamma):
     n = m). 0 = every item gets its share.
 
     Args: sim (m, n): similarities of m queries to n items, with biases.   gamma: temperature, > 0.   Returns: float."""
-    total = sum(F.softmax(in_double(part) / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
+    total = sum(F.softmax(part.double() / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
     return (1 - total * sim.shape[1] / sim.shape[0]).abs().mean().item()
 
 
@@ -116,20 +110,18 @@ def embedding_health(image, text, limit=1024):
     alignment: mean squared distance of pairs; uniformity: log mean exp(-2 d^2) of images; pos_cos, neg_cos; pos_std:
     standard deviation of the pairs' cosines (TeMo, App. G: higher under TeMo); gap."""
     a, b = normalize(image[:limit]), normalize(text[:limit])  # (n, D) each
-    sim, n = a @ b.T, len(a)  # (n, n)
-    pos, off = sim.diagonal(), max(1, n * n - n)
-    far = torch.pdist(a).pow(2) if n > 1 else a.new_zeros(1)
-    root = a.shape[1] ** 0.5
+    sim = a @ b.T  # (n, n)
+    far = torch.pdist(a).pow(2) if len(a) > 1 else a.new_zeros(1)
+    pos, root = sim.diagonal(), a.shape[1] ** 0.5
     return {"std_image": a.std(0).mean().item() * root, "std_text": b.std(0).mean().item() * root,
             "alignment": (2 - 2 * pos).mean().item(), "uniformity": far.mul(-2).exp().mean().log().item(),
-            "pos_cos": pos.mean().item(), "neg_cos": ((sim.sum() - pos.sum()) / off).item(),
-            "pos_std": pos.std(correction=0).item(), "gap": modality_gap(a, b)}
+            **pair_cosines(sim), "pos_std": pos.std(correction=0).item(), "gap": modality_gap(a, b)}
 
 
 def pair_cosines(sim):
     """{pos_cos, neg_cos} of the cosines (N, N): means of the diagonal (pairs) and of all other entries."""
-    others = sim.sum() - sim.trace()
-    return {"pos_cos": sim.diagonal().mean().item(), "neg_cos": (others / (sim.numel() - len(sim))).item()}
+    pos = sim.diagonal()
+    return {"pos_cos": pos.mean().item(), "neg_cos": ((sim.sum() - pos.sum()) / max(1, sim.numel() - len(sim))).item()}
 
 
 # ===================================================== classes ======================================================
@@ -236,8 +228,7 @@ def mir_metrics(sim, relevancy, chunk=1024):
         columns: the same with the columns as queries; the other three are means of both. mAP leaves out queries without
         an item of relevancy 1 (no_match counts them), nDCG those without any above 0 (unrelated). Ties: of equal
         similarities the less relevant item ranks first.
-    Raises: ValueError if nothing is left to average, shapes differ, similarities are not finite, or relevancies are
-        not in 0..1.
+    Raises: ValueError if no mAP is left, shapes differ, similarities are not finite, or relevancies not in 0..1.
     """
     relevancy = torch.as_tensor(relevancy, device=sim.device)
     if sim.ndim != 2 or sim.shape != relevancy.shape:
@@ -255,30 +246,26 @@ def _both_ways(one_way, *matrices, **more):
 
 def _mir_one_way(sim, relevancy, chunk):
     """mir_metrics in one direction, with the rows as queries."""
-    exact = torch.float32 if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
     R, C = sim.shape
-    rank = torch.arange(1, C + 1, device=sim.device, dtype=exact)  # (C,)
+    rank = torch.arange(1, C + 1, device=sim.device, dtype=torch.float64)  # (C,)
     discount = 1 / torch.log2(rank + 1)  # (C,)
-    rows, sums = max(1, min(chunk, 2**20 // C)), {k: 0.0 for k in MIR}
-    matched = related = 0
+    rows, out = max(1, min(chunk, 2**20 // C)), {k: [] for k in MIR}
     for i in range(0, R, rows):
         rel, up = relevancy[i:i + rows].sort(dim=1, stable=True)  # (c, C) each, least relevant first, for ties
         order = sim[i:i + rows].gather(1, up).sort(dim=1, descending=True, stable=True).indices  # (c, C)
-        found, ideal = rel.gather(1, order).to(exact), rel.flip(1)  # (c, C) each: as ranked, and in the best order
-        ones, above = (found == 1).sum(1), (found > 0).sum(1)  # (c,) each
-        hit, top = found == 1, rank <= above[:, None]  # (c, C) each
+        found, ideal = rel.gather(1, order).double(), rel.flip(1)  # (c, C) each: as ranked, and in the best order
+        hit, above = found == 1, (found > 0).sum(1)  # (c, C), (c,)
+        ones, top = hit.sum(1), rank <= above[:, None]  # (c,), (c, C)
         dcg, best = (found * discount * top).sum(1), (ideal * discount).sum(1)  # (c,) each
-        soft = (found.cumsum(1) / rank * hit).sum(1)  # (c,)
-        binary = (hit.cumsum(1) / rank * hit).sum(1)  # (c,)
-        has, any_above = ones > 0, above > 0  # (c,) each
-        sums["mAP"] += (soft[has] / ones[has]).sum().item()
-        sums["mAP_binary"] += (binary[has] / ones[has]).sum().item()
-        sums["nDCG"] += (dcg[any_above] / best[any_above]).sum().item()
-        matched, related = matched + int(has.sum()), related + int(any_above.sum())
-    if not matched:
+        soft, binary = ((x.cumsum(1) / rank * hit).sum(1) / ones for x in (found, hit))  # (c,) each
+        out["mAP"].append(soft[ones > 0])
+        out["mAP_binary"].append(binary[ones > 0])
+        out["nDCG"].append((dcg / best)[above > 0])
+    out = {k: torch.cat(v) for k, v in out.items()}
+    if not len(out["mAP"]):
         raise ValueError(f"none of {R} queries has an item of relevancy 1: no mAP")
-    out = {k: 100 * v / (related if k == "nDCG" else matched) for k, v in sums.items()}
-    return out | {"queries": R, "no_match": R - matched, "unrelated": R - related}
+    counts = {"queries": R, "no_match": R - len(out["mAP"]), "unrelated": R - len(out["nDCG"])}
+    return {k: 100 * v.sum().item() / len(v) for k, v in out.items()} | counts
 
 
 def mir_chance(relevancy):

@@ -8,13 +8,11 @@
 Scripts use its Evaluator, eval.py `measure` itself; by_class.py has the parts by class, metrics.py the pure metrics.
 """
 
-import functools
-
 from contrastive.data.table import has_clips
 from contrastive.engine.processes import UserError, flatten
 from contrastive.evaluation import answers
-from contrastive.evaluation.by_class import neighbours, probes, zero_shot
-from contrastive.evaluation.embed import encode_images, encode_texts, few_queries, on_card, read_batch
+from contrastive.evaluation.by_class import class_metrics, labelled, with_class, zero_shot
+from contrastive.evaluation.embed import encode_images, encode_texts, on_card
 from contrastive.evaluation.metrics import (
     class_relevancy,
     embedding_health,
@@ -33,8 +31,9 @@ import numpy as np
 import torch
 
 TASKS = "retrieval", "mir", "zero-shot", "knn", "probe", "gap", "qa"
-BY_CLASS = "zero-shot", "knn", "probe"
+BY_CAPTION, LEARNT, BY_CLASS = {"retrieval", "gap", "mir"}, {"knn", "probe"}, {"knn", "probe", "zero-shot"}
 COUNTS = "clips", "images", "captions", "questions", "unreadable", "without_class"  # in a table's first line
+FEW_QUERIES = 50  # with fewer, a single query moves the numbers
 
 
 # ======================================================= captions ====================================================
@@ -79,9 +78,8 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
     chance = {"text_to_image": retrieval_chance(to_image, len(image)),
               "image_to_text": retrieval_chance(to_text, ranked)}
     for r in (metrics, chance):
-        ways = r["text_to_image"], r["image_to_text"]
-        r["R-Mean"] = float(np.mean([way[k] for way in ways for k in ("R@1", "R@5", "R@10")]))
-        r["R@1-Mean"] = (ways[0]["R@1"] + ways[1]["R@1"]) / 2              # "Avg." of MM-TS's Table 1
+        recalls = np.array([[r[way][k] for k in ("R@1", "R@5", "R@10")] for way in ("text_to_image", "image_to_text")])
+        r["R-Mean"], r["R@1-Mean"] = float(recalls.mean()), float(recalls[:, 0].mean())    # MM-TS's Table 1: "Avg."
     return metrics, chance
 
 
@@ -117,10 +115,8 @@ def gap_of(pieces):
     image, text = pieces["image"], pieces["text"]  # (M, D), (C, D)
     finite(image=image, text=text)
     owner, first = np.unique(pieces["owner"], return_index=True)
-    health = {}
-    if len(owner) > 1:
-        health = embedding_health(image[owner], text[first], limit=4096)
-        health.pop("gap")  # of these pairs
+    health = embedding_health(image[owner], text[first], limit=4096) if len(owner) > 1 else {}
+    health.pop("gap", None)  # of these pairs
     return ({"modality_gap": modality_gap(image, text), "embeddings": health},
             {"modality_gap": (1 / len(image) + 1 / len(text)) ** 0.5})
 
@@ -131,28 +127,26 @@ def lacks(task, data, towers, train=None, names=False):
 
     names: class names serve as captions where there are no others, as in training."""
     model, tokenizer, _ = towers
-    if task == "qa" and not hasattr(model, "answers"):
-        return "the model answers no questions"
     if task == "qa":
-        return answers.lacking(data, not model.answers)
-    if task in BY_CLASS and (data.labels is None or not (data.labels >= 0).any()):
-        return "the set has no classes"
-    if task == "zero-shot" and not data.label_names:
-        return "the classes have no names"
-    if task in ("knn", "probe") and (train is None or train.streamed or train.label_names != data.label_names):
-        return "there are no other training images of the same classes"
-    if task in ("retrieval", "gap", "mir") and not (data.has_captions or names):
+        answering = hasattr(model, "answers")
+        return answers.lacking(data, not model.answers) if answering else "the model answers no questions"
+    if task in BY_CAPTION and not (data.has_captions or names):
         return "the set has no captions"
     if task == "mir" and data.sentences is None and (data.column("verb") is None or data.column("noun") is None):
         return "the set has no relevancies (no verb and noun classes)"
-    if task not in ("knn", "probe") and not tokenizer:
+    if task in BY_CLASS and (data.labels is None or not (data.labels >= 0).any()):
+        return "the set has no classes"
+    if task in LEARNT and (train is None or train.streamed or train.label_names != data.label_names):
+        return "there are no other training images of the same classes"
+    if task == "zero-shot" and not data.label_names:
+        return "the classes have no names"
+    if task not in LEARNT and not tokenizer:
         return "the model has no text encoder"
-    graph = getattr(model, "model", "") == "vgt"
-    return answers.untrained(model) if graph or task not in ("knn", "probe") else ""
+    return answers.untrained(model, by_features=task in LEARNT)
 
 
-def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_features="projected", batch=256,
-            workers=0, seen=None, trivial=None):
+def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_features="projected", workers=0,
+            seen=None, trivial=None):
     """(metrics, chance, pieces for pictures) of one split: tasks that nothing `lacks`; qa alone. Collective.
 
     Args: towers: (model, tokenizer, transform); train, few: Data of the training images of knn and probe, and of the
@@ -161,53 +155,48 @@ def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_
         of those measured beside raw pixels and colours, which chance gets as `trivial`; None: nothing trivial."""
     model, tokenizer, transform = towers
     if "qa" in tasks:
-        return answers.evaluate(*towers, data, device, batch, workers)
-    encode = functools.partial(encode_images, model, device=device, batch=batch, workers=workers)
-    index, image, features, bad = encode(data, transform=transform)
-    metrics = {"clips": len(index)} if has_clips(data) else {}
-    metrics |= {"images": len(index), "unreadable": len(bad)}
-    chance, pieces = {}, {"index": index, "data": data, "image": image}
-
-    def add(found, by_chance):
-        metrics.update(found)
-        chance.update(by_chance)
-    if {"retrieval", "gap", "mir"} & set(tasks):
+        return answers.evaluate(*towers, data, device, workers)
+    index, image, features, bad = encode_images(model, data, transform, device, workers=workers)
+    counts = {"clips": len(index)} if has_clips(data) else {}
+    counts |= {"images": len(index), "unreadable": len(bad)}
+    found, pieces = [(counts, {})], {"index": index, "data": data, "image": image}
+    if BY_CAPTION & {*tasks}:
         pieces = retrieval_pieces(model, tokenizer, data, index, image, device)
-        metrics["captions"] = len(pieces["text"])
+        counts["captions"] = len(pieces["text"])
     if "retrieval" in tasks:
-        add(*retrieval_both_ways(pieces))
+        found.append(retrieval_both_ways(pieces))
     if "gap" in tasks:
-        add(*gap_of(pieces))
+        found.append(gap_of(pieces))
     if "mir" in tasks:
-        add(*({"mir": of} for of in mir_of(model, tokenizer, pieces, device)))
-    if not set(BY_CLASS) & set(tasks):
-        return metrics, chance, pieces
-    labels = data.labels[index]
-    if (labels < 0).any():
-        metrics["without_class"] = int((labels < 0).sum())
-    if seen:
-        _, image, features, _ = encode(data, transform=seen)
+        numbers, by_chance = mir_of(model, tokenizer, pieces, device)
+        found.append(({"mir": numbers}, {"mir": by_chance}))
+    if BY_CLASS & {*tasks}:
+        if seen:
+            _, image, features, _ = encode_images(model, data, seen, device, workers=workers)
+        image, features, labels = with_class(data.labels[index], image, features)
+        if len(labels) < len(index):
+            counts["without_class"] = len(index) - len(labels)
     if "zero-shot" in tasks:
-        add(*({"zero-shot": of} for of in zero_shot(model, tokenizer, image, labels, data, device)))
-    if not {"knn", "probe"} & set(tasks):
-        return metrics, chance, pieces
-
-    def known(some):
-        rows, embeddings, of_backbone, _ = encode(some, transform=seen or transform)
-        return embeddings, of_backbone, some.labels[rows]
-    embeddings, of_backbone, train_labels = known(train)                   # (K, D), (K, width), (K,)
-    if "knn" in tasks:
-        pair = (embeddings, image) if knn_features == "projected" else (of_backbone, features)
-        found, by_chance, pieces["per_class"] = neighbours(pair[0], train_labels, pair[1], labels, limits, device)
-        add(found, by_chance)
-    if "probe" in tasks:
-        add(*probes(of_backbone, train_labels, features, labels, few and known(few)[1:], limits))
-        pieces |= {"train_features": of_backbone, "train_labels": train_labels, "features": features, "labels": labels,
-                   "names": data.label_names}
-    if trivial:
-        models = {name: of.to(device) for name, of in trivial().items()}
-        chance["trivial"] = trivial_accuracy(train, data, few if "probe" in tasks else None, seen or transform, device,
-                                             tasks, models, limits, knn_features == "projected", workers)
+        numbers, by_chance = zero_shot(model, tokenizer, image, labels, data, device)
+        found.append(({"zero-shot": numbers}, {"zero-shot": by_chance}))
+    if LEARNT & {*tasks}:
+        projected, few = knn_features == "projected", few if "probe" in tasks else None
+        how = seen or transform, device, workers, projected
+        known = labelled(model, train, *how)
+        test = image if projected else features, features, labels
+        *numbers, of_class = class_metrics(tasks, known, test, few and labelled(model, few, *how), limits, device)
+        found.append(numbers)
+        pieces["per_class"] = of_class.get("knn@1")
+        if "probe" in tasks:
+            pieces |= {"train_features": known[1], "train_labels": known[2], "features": features, "labels": labels,
+                       "names": data.label_names}
+        if trivial:
+            models = {name: of.to(device) for name, of in trivial().items()}
+            found.append(({}, {"trivial": trivial_accuracy(train, data, few, *how, tasks, models, limits)}))
+    metrics, chance = {}, {}
+    for numbers, by_chance in found:
+        metrics |= numbers
+        chance |= by_chance
     return metrics, chance, pieces
 
 
@@ -217,52 +206,38 @@ class Evaluator:
     Args: sets: {name: {val, test}}; train: for knn and probe; also: function of the pieces -> a method's own metrics;
         few: Data from which the few-shot probe learns. Without a text encoder it does knn and probe
         (temperature_schedules.py), of a model that answers questions qa, else all other tasks that a set supports.
-    Collective: every process calls it."""
+    Raises: UserError if a split supports none of the tasks. Collective: every process calls it."""
 
     def __init__(self, model, tokenizer, transform, sets, train, device, args, also=None, few=None):
         self.towers, self.sets, self.train, self.device = (model, tokenizer, transform), sets, train, device
-        self.args, self.also, self.few = args, also, few
-
-    def tasks_of(self, data):
-        """{task: "", or why it cannot be done} of one split."""
-        model, tokenizer, _ = self.towers
-        train = self.train if self.train.name == data.name else None
+        self.args, self.also, self.few, self.tasks = args, also, few, {}
         usual = ("retrieval", "gap", "mir", "knn") if tokenizer else ("knn", "probe")
-        usual += ("zero-shot",) if tokenizer and not data.has_captions else ()         # TeMo, Fig. 7
-        tasks = ("qa",) if hasattr(model, "answers") else usual
-        return {task: lacks(task, data, self.towers, train, names=True) for task in tasks}
-
-    def check(self):
-        """Before training. Raises: UserError if a split supports none of the tasks, or none of its first images can be
-        read."""
-        for name, data in ((name, data) for name, splits in self.sets.items() for data in splits.values()):
-            if all(why := self.tasks_of(data).values()):
-                raise UserError(f"--eval-datasets {name}: its {data.split} split: {next(iter(why))}")
-            first = range(min(len(data), 100))
-            if not any(read_batch(data, self.towers[2], [i])[0] for i in first):
-                raise UserError(f"--eval-datasets {name}: none of the first {len(first)} images of its {data.split} "
-                                f"split can be read, first {data.key(0)}")
+        for name, split, data in ((name, *of) for name, splits in sets.items() for of in splits.items()):
+            by_name = ("zero-shot",) if tokenizer and not data.has_captions else ()    # TeMo, Fig. 7
+            tasks, known = ("qa",) if hasattr(model, "answers") else usual + by_name, train.name == data.name
+            why = {task: lacks(task, data, self.towers, train if known else None, names=True) for task in tasks}
+            if all(why.values()):
+                raise UserError(f"--eval-datasets {name}: its {split} split: {why[tasks[0]]}")
+            self.tasks[name, split] = [task for task in tasks if not why[task]]
 
     def __call__(self, split, trivial=None):
         args, found = self.args, {}
-        how = {"workers": args.workers}
+        limits, knn_features = getattr(args, "shot_limits", None), getattr(args, "knn_features", "projected")
         for name, splits in self.sets.items():
             if split in splits:
-                tasks = [task for task, why in self.tasks_of(splits[split]).items() if not why]
-                found[name] = measure(self.towers, splits[split], self.device, tasks, self.train, self.few,
-                                      getattr(args, "shot_limits", None), getattr(args, "knn_features", "projected"),
-                                      trivial=trivial, **how)
+                found[name] = measure(self.towers, splits[split], self.device, self.tasks[name, split], self.train,
+                                      self.few, limits, knn_features, args.workers, trivial=trivial)
                 found[name][0].update(self.also(found[name][2]) if self.also else {})
             elif not self.towers[1]:                                       # TS measures and draws the training images
-                rows, _, features, _ = encode_images(self.towers[0], self.train, self.towers[2], self.device, **how)
-                found[name] = {}, {}, {"train_features": features, "train_labels": self.train.labels[rows]}
+                known = labelled(self.towers[0], self.train, self.towers[2], self.device, args.workers, True)
+                found[name] = {}, {}, {"train_features": known[1], "train_labels": known[2]}
         return tuple({name: of[k] for name, of in found.items()} for k in range(3))
 
 
 # ======================================================= its table ===================================================
 def table(title, metrics, chance):
     """The result as lines of text, one for each group of numbers, each number with its chance level in brackets."""
-    by_chance, groups, clips = flatten(chance), {}, "clips" in metrics
+    by_chance, groups, clips, trivial = flatten(chance), {}, "clips" in metrics, chance.get("trivial", {}).items()
     for key, value in flatten({k: v for k, v in metrics.items() if k not in COUNTS}).items():
         group, _, name = key.rpartition("/")
         said = f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}"
@@ -273,12 +248,11 @@ def table(title, metrics, chance):
     for group, cells in groups.items():
         label = group.replace("_to_", " -> ").replace("_", " ")
         lines.append(f"  {label.replace('image', 'video') if clips else label:<24} {'  '.join(cells)}")
-        beside = {name: of[group]["mean_per_class"] for name, of in chance.get("trivial", {}).items() if group in of}
-        if beside:
-            said = ", ".join(f"{name} {value:.2f}" for name, value in beside.items())
-            lines.append(f"  {'':<24} mean_per_class of {said}")
-    few = few_queries(**{k: n for k, n in counts.items() if k in COUNTS[:4]})
-    return "\n".join([*lines, few] if few else lines)
+        beside = [f"{k} {of[group]['mean_per_class']:.2f}" for k, of in trivial if group in of]
+        lines += [f"  {'':<24} mean_per_class of {', '.join(beside)}"] if beside else []
+    few = [f"of {n} {kind} one is worth {100 / n:.1f} points" for kind, n in counts.items()
+           if kind in COUNTS[:4] and n < FEW_QUERIES]
+    return "\n".join(lines + ["FEW QUERIES: " + ", ".join(few)] if few else lines)
 
 
 def report(summary, folder):

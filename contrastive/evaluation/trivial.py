@@ -3,7 +3,7 @@
 from contrastive.data.table import has_clips
 from contrastive.encoders.models import EvalTransform
 from contrastive.engine.processes import say
-from contrastive.evaluation.by_class import neighbours, probes
+from contrastive.evaluation.by_class import class_metrics, labelled, with_class
 from contrastive.evaluation.embed import encode_images
 
 import numpy as np
@@ -23,51 +23,36 @@ def colour_histogram(images):
 
 
 def trivial_features(data, transform, device, workers=0):
-    """Of each readable image, or clip, at most SIDE or CLIP_SIDE pixels high and wide.
+    """{pixels, colours}: as `labelled` returns them, of images or clips at most SIDE or CLIP_SIDE pixels high and wide.
 
-    Returns: index (M,) numpy; {pixels, colours}: (for kNN, for probes), (M, width) each. The pixels of a clip's frames
-        are side by side for kNN; a probe, which would take an hour, gets their mean at PROBE_SIDE. Collective."""
+    The pixels of a clip's frames are side by side for kNN; a probe, which would take an hour, gets the mean of the
+    frames at PROBE_SIDE. Collective."""
     size = min(transform.size, CLIP_SIDE if has_clips(data) else SIDE)
     view = EvalTransform(size, (0, 0, 0), (1, 1, 1), transform.resize, transform.size / transform.short)
 
     def forward(_, images):                                                # (b, [T,] 3, S, S), 0..1
-        return images.flatten(1), torch.cat([colour_histogram(images), thumbnails(images)], 1)
+        frame = images.mean(1) if images.ndim == 5 else images             # (b, 3, S, S)
+        small = F.adaptive_avg_pool2d(frame, min(PROBE_SIDE, frame.shape[-1])).flatten(1)
+        return images.flatten(1), torch.cat([colour_histogram(images), small], 1)
     index, pixels, rest, _ = encode_images(nn.Identity(), data, view, device, workers=workers, forward=forward)
-    return index, {"pixels": (pixels, rest[:, 64:]), "colours": (rest[:, :64], rest[:, :64])}
+    pixels, colours, small, labels = with_class(data.labels[index], pixels, rest[:, :64], rest[:, 64:])
+    return {"pixels": (pixels, small, labels), "colours": (colours, colours, labels)}
 
 
-def thumbnails(images):
-    """(M, [T,] 3, S, S) -> (M, width): the mean of a clip's frames, small."""
-    images = images.mean(1) if images.ndim == 5 else images
-    return F.adaptive_avg_pool2d(images, min(PROBE_SIDE, images.shape[-1])).flatten(1)
-
-
-def trivial_accuracy(train, test, few, transform, device, tasks, models, limits=None, projected=True, workers=0):
-    """{pixels, colours and each of `models`: {knn@1, knn@10 and/or few-shot, all: of neighbours and probes}}.
+def trivial_accuracy(train, test, few, transform, device, workers, projected, tasks, models, limits=None):
+    """{pixels, colours and each of `models`: {knn@1, knn@10 and/or few-shot, all: as class_metrics has them}}.
 
     Args: train, test, few: Data, few None or of the few-shot probe; of more than TRAIN and TEST rows so many are drawn.
         tasks: knn, probe.   models: {name: model}, measured beside the trivial ones; projected: kNN on its embeddings,
         else on features. Sets of features from files have no pixels: only the models are measured. Collective."""
     parts = {"train": _some(train, TRAIN), "test": _some(test, TEST)} | ({"few": few} if few else {})
-    features, labels = {}, {}                                              # {name: {part: (for kNN, for probes)}}
+    features = {}                                                          # {name: {part: as of `labelled`}}
     for part, data in parts.items():
-        if not hasattr(data.clip, "width"):
-            index, found = trivial_features(data, transform, device, workers)
-            for name, pair in found.items():
-                features.setdefault(name, {})[part] = pair
-            labels[part] = data.labels[index]
-        for name, model in models.items():
-            index, image, backbone, _ = encode_images(model, data, transform, device, workers=workers)
-            features.setdefault(name, {})[part] = image if projected else backbone, backbone
-            labels[part] = data.labels[index]
-    out = {name: {} for name in features}
-    for name, of in features.items():
-        if "knn" in tasks:
-            out[name] |= neighbours(of["train"][0], labels["train"], of["test"][0], labels["test"], limits, device)[0]
-        if "probe" in tasks:
-            some = (of["few"][1], labels["few"]) if few else None
-            out[name] |= probes(of["train"][1], labels["train"], of["test"][1], labels["test"], some, limits)[0]
-    return out
+        found = {} if hasattr(data.clip, "width") else trivial_features(data, transform, device, workers)
+        found |= {k: labelled(model, data, transform, device, workers, projected) for k, model in models.items()}
+        for name, of in found.items():
+            features.setdefault(name, {})[part] = of
+    return {name: class_metrics(tasks, **of, limits=limits, device=device)[0] for name, of in features.items()}
 
 
 def _some(data, most):
