@@ -417,16 +417,6 @@ def test_packed_b_frames(tmp_path):
     assert numbers(read_frames(path, 8)) == nearest(numbers_of, np.arange(len(numbers_of)))
 
 
-def test_a_large_clip_is_counted_without_keeping_its_frames(tmp_path, monkeypatch):
-    path = write_video(tmp_path / "a.avi", range(60), codec="mpeg4", fps=25, options={"bf": "2"})
-    expected = read_frames(path, 8)
-    monkeypatch.setattr(data_frames, "KEPT", 10_000)
-    assert np.array_equal(read_frames(path, 8), expected)
-    monkeypatch.setattr(data_frames, "_decode_frames", lambda *_: pytest.fail("two passes"))
-    monkeypatch.setattr(data_frames, "KEPT", 2**27)
-    assert np.array_equal(read_frames(path, 8), expected)
-
-
 def test_containers_with_sure_times_are_decoded_no_further_than_wanted(tmp_path, monkeypatch):
     monkeypatch.setattr(data_frames, "_count_frames", lambda *_: pytest.fail("counted"))
     for name, codec in (("a.mp4", "libx264"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9")):
