@@ -7,7 +7,7 @@ from contrastive.engine.processes import to_device
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image, ImageEnhance, ImageOps
 
 
 # ================================================== random numbers ==================================================
@@ -111,20 +111,19 @@ class Augment:
         return x
 
 
-LEVELS = np.arange(256.0)
-# RandAugment's operations in torchvision's order: a function of one plane (H, W) uint8 and a strength; the strength at
-# magnitude 30 (of shears and light a factor, of shifts a part of the side, of rotations degrees; 0: it has none).
+# RandAugment's operations in torchvision's order: a function of one plane (a grey Pillow image) and a strength; the
+# strength at magnitude 30 (of shears and light a factor, of shifts a part of the side, of rotations degrees; 0: none).
 OPERATIONS = {
     "Identity": (lambda p, m: p, 0),
     "ShearX": (lambda p, m: _moved(p, 1, m, 0, 0, 1, 0), 0.3),
     "ShearY": (lambda p, m: _moved(p, 1, 0, 0, m, 1, 0), 0.3),
-    "TranslateX": (lambda p, m: _moved(p, 1, 0, -int(m * p.shape[1]), 0, 1, 0), 150 / 331),
-    "TranslateY": (lambda p, m: _moved(p, 1, 0, 0, 0, 1, -int(m * p.shape[0])), 150 / 331),
-    "Rotate": (lambda p, m: np.asarray(Image.fromarray(p).rotate(m)), 30),
-    "Brightness": (lambda p, m: _looked_up(p, LEVELS * (1 + m)), 0.9),
-    "Sharpness": (lambda p, m: _sharpened(p, 1 + m), 0.9),
-    "AutoContrast": (lambda p, m: _stretched(p, int(p.min()), int(p.max())), 0),
-    "Equalize": (lambda p, m: np.asarray(ImageOps.equalize(Image.fromarray(p))), 0)}
+    "TranslateX": (lambda p, m: _moved(p, 1, 0, -int(m * p.width), 0, 1, 0), 150 / 331),
+    "TranslateY": (lambda p, m: _moved(p, 1, 0, 0, 0, 1, -int(m * p.height)), 150 / 331),
+    "Rotate": (lambda p, m: p.rotate(m), 30),
+    "Brightness": (lambda p, m: p.point([min(255, int(level * (1 + m))) for level in range(256)]), 0.9),
+    "Sharpness": (lambda p, m: ImageEnhance.Sharpness(p).enhance(1 + m), 0.9),
+    "AutoContrast": (lambda p, m: ImageOps.autocontrast(p), 0),
+    "Equalize": (lambda p, m: ImageOps.equalize(p), 0)}
 
 
 def randaugment(image, u, operations, magnitude):
@@ -133,8 +132,9 @@ def randaugment(image, u, operations, magnitude):
 
     Choices, signs and strengths are those of torchvision's v2.RandAugment after torch.manual_seed. The images equal its
     within one grey level, except where a shear hits the middle between two pixels, and for 1 pixel in 400 of a rotation
-    at 256 px. Plane by plane, temporaries fit the cache: allocating larger ones costs more than the work."""
+    at 256 px. Its operations on tensors take several times as long."""
     random = torch.Generator().manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
+    planes = [Image.fromarray(plane) for plane in image.flatten(0, -3).numpy()]  # ... * 3 of (H, W)
     for _ in range(operations):
         if torch.rand((), generator=random) >= 0.5:
             continue
@@ -142,36 +142,13 @@ def randaugment(image, u, operations, magnitude):
         strength = most * magnitude / 30
         if most and torch.rand((), generator=random) <= 0.5:
             strength = -strength
-        planes = image.numpy().reshape(-1, *image.shape[-2:])  # (... * 3, H, W)
-        image = torch.from_numpy(np.stack([change(p, strength) for p in planes])).view(image.shape)
-    return image
+        planes = [change(plane, strength) for plane in planes]
+    return torch.from_numpy(np.stack(planes)).view(image.shape)
 
 
 def _moved(plane, *matrix):
-    """At each (x, y) the plane's (H, W) pixel nearest to (a x + b y + c, d x + e y + f); black outside the plane."""
-    return np.asarray(Image.fromarray(plane).transform(plane.shape[::-1], Image.Transform.AFFINE, matrix))
-
-
-def _looked_up(plane, levels):
-    """The plane with new grey levels (256,), rounded down."""
-    table = levels.clip(0, 255).astype(np.uint8).tobytes()
-    return np.frombuffer(plane.tobytes().translate(table), np.uint8).reshape(plane.shape)
-
-
-def _stretched(plane, low, high):
-    """The plane with its grey levels low..high stretched to 0..255."""
-    return _looked_up(plane, (LEVELS - low) * 255 / (high - low)) if high > low else plane
-
-
-def _sharpened(plane, ratio):
-    """The plane (H, W) moved away from (ratio > 1) or towards the mean of 3 x 3 pixels, in which the centre counts 5
-    times; the border stays."""
-    x, out = plane.astype(np.int16), plane.copy()
-    rows = x[:, :-2] + x[:, 1:-1] + x[:, 2:]  # (H, W - 2)
-    x = x[1:-1, 1:-1]  # (H - 2, W - 2)
-    mean = (rows[:-2] + rows[1:-1] + rows[2:] + 4 * x + 6) // 13  # rounded: a thirteenth is never half way
-    out[1:-1, 1:-1] = (mean + np.float32(ratio) * (x - mean)).clip(0, 255)
-    return out
+    """At each (x, y) the plane's pixel nearest to (a x + b y + c, d x + e y + f); black outside the plane."""
+    return plane.transform(plane.size, Image.Transform.AFFINE, matrix)
 
 
 def luma(x):
