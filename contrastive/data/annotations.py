@@ -1,8 +1,5 @@
 """What the readers of annotation files share: finding and reading files, finding videos, and Data of annotated videos.
-
-A reader is a function of (files, split), or of what its family says, that yields rows: dicts of video, captions (a text
-or a list), perhaps start, end (seconds), key, and columns of the table.
-"""
+A reader yields rows: dicts of video, captions (a text or a list), perhaps start, end (seconds), key, and columns."""
 
 import csv
 import functools
@@ -127,11 +124,11 @@ def video_folder(options, root=None):
 
 # ---- Data of them ----
 def clips_of(name, split, rows, options, classes=None, clip=None, videos=None, **attributes):
-    """Data of rows, one by one; those without a caption or a video are left out and counted. Rows of one (video, start,
-    end, key) become one with all their captions. label: the name of a class, or None.
+    """Data of rows; those without a caption or a video are left out and counted, and those of one (video, start, end,
+    key) become one with all their captions. label: the name of a class, or None.
 
-    Args: classes: {column: names} if not those of the rows; clip: how videos are read; videos: {name: path or None}, if
-        not by the folder's index."""
+    Args: classes: {column: names} if not those of the rows; clip, videos ({name: path or None}): if not the folder's.
+    """
     folder = video_folder(options)
     videos = Videos(folder) if videos is None else videos
     kept, paths, labels, silent, lost = {}, {}, set(), 0, 0

@@ -1,9 +1,6 @@
-"""Clips: how a video becomes frames, the frame cache, and features in place of frames.
-
-The `clip` of a data set is callable: clip(source, start=None, end=None, draws=None) -> (T, 3, H, W) uint8 frames
-(Clips) or (T, F) float features (Features, Regions). A source is a path or the bytes of a file; start and end are
-seconds in it.
-"""
+"""The `clip` of a data set: clip(source, start=None, end=None, draws=None) -> (T, 3, H, W) uint8 frames (Clips), which
+may be cached, or (T, F) float features (Features, Regions). A source is a path or the bytes of a file; start and end
+are seconds in it."""
 
 import hashlib
 import os
@@ -24,11 +21,8 @@ REGION_CLIP = 4  # F of VGT: frames of a clip, in which region r is the same thi
 
 class Clips:
     """How a video becomes (T, 3, H, W) uint8: frames T, sampling, short side in pixels, a cache folder ('' = none);
-    at_rest: how random frames are placed in evaluation.
-
-    The cache holds one JPEG per clip (4:4:4), its frames one below the other (at most 65,500 rows), so a video is
-    decoded once, until it changes. For random frames it holds three candidates per frame. Evaluation sees the same
-    frames with and without a cache."""
+    at_rest: how random frames are placed in evaluation. The cache holds one JPEG per clip (4:4:4), its frames one below
+    the other (at most 65,500 rows), until the video changes; of random frames three candidates each."""
 
     def __init__(self, frames=12, sampling="uniform", short=256, cache="", at_rest="uniform"):
         self.frames, self.sampling, self.short, self.cache, self.at_rest = frames, sampling, short, cache, at_rest
@@ -37,23 +31,17 @@ class Clips:
         """(T, 3, H, W) uint8. draws (T,) in 0..1 place random frames; None = evaluation."""
         sampling = self.at_rest if self.sampling == "random" and draws is None else self.sampling
         if not self.cache:
-            frames = np.ascontiguousarray(self.decode(source, self.frames, start, end, sampling, draws))
-            return torch.from_numpy(frames).permute(0, 3, 1, 2)
-        keep, spread = self.frames, sampling
-        if sampling == "random":  # three frames to choose from
-            keep, spread = 3 * self.frames, "middle"
+            frames = read_frames(source, self.frames, start, end, sampling, draws, self.short)
+            return torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2)
+        keep, spread = (3 * self.frames, "middle") if sampling == "random" else (self.frames, sampling)
         file = self._file(source, f"{start} {end} {keep} {spread} {self.short}")
         if not file.exists():
-            self._fill(file, self.decode(source, keep, start, end, spread, None))
+            self._fill(file, read_frames(source, keep, start, end, spread, short=self.short))
         x = decode(file).unflatten(1, (keep, -1)).transpose(0, 1)  # (3, keep * H, W) -> (keep, 3, H, W)
         if sampling != "random":
             return x
         choice = np.minimum(np.asarray(draws)[:self.frames] * 3, 2).astype(int)  # (T,)
         return x[torch.from_numpy(np.arange(self.frames) * 3 + choice)]  # (T, 3, H, W)
-
-    def decode(self, source, n, start, end, sampling, draws):
-        """(n, H, W, 3) uint8 frames of one source, as read_frames."""
-        return read_frames(source, n, start, end, sampling, draws, self.short)
 
     def _file(self, source, settings):
         """The cache file of a clip, named by a hash of the path and its time (or of the bytes) and of the settings."""
@@ -74,8 +62,8 @@ class Clips:
 
 # ---- features in place of frames ----
 class Features:
-    """Precomputed features in place of frames. Each folder (motion, appearance, ...) holds one VIDEO.npy (time, width)
-    per video. Each is sampled to T rows, and those of all folders are concatenated to (T, F) float."""
+    """Precomputed features in place of frames: of each folder (motion, appearance, ...) T rows of the video's VIDEO.npy
+    (time, width), side by side."""
     sampling = "uniform"
 
     def __init__(self, folders, frames):
@@ -92,14 +80,14 @@ class Features:
         return torch.from_numpy(x)
 
 
-def clip_options(options, kind=Clips):
-    """The clip reader that the options of load_data ask for: Features with --feature-dir, else `kind`."""
+def clip_options(options):
+    """The clip reader that the options of load_data ask for: Features with --feature-dir, else Clips."""
     frames = options.get("frames") or 12
     if options.get("feature_dir"):
         return Features(options["feature_dir"], frames)
     short = round((options.get("image_size") or 224) * 8 / 7)
-    return kind(frames, options.get("frame_sampling") or "uniform", short, options.get("frame_cache") or "",
-                options.get("at_rest") or "uniform")
+    return Clips(frames, options.get("frame_sampling") or "uniform", short, options.get("frame_cache") or "",
+                 options.get("at_rest") or "uniform")
 
 
 class Regions:

@@ -1,11 +1,10 @@
 """Long-tail sets of labelled images, for methods without texts: a base set whose train split is cut to a long tail."""
 
-import functools
 from pathlib import Path
 
 from contrastive.data import data_options, load_data, splits_of
-from contrastive.data.table import Data, make_table
-from contrastive.engine.processes import UserError, opening, say
+from contrastive.data.table import Data, make_table, with_note
+from contrastive.engine.processes import UserError, opening
 
 import numpy as np
 
@@ -15,8 +14,6 @@ SETS = {f"{base}-lt": {"base": base, "splits": _NO_COUNTS, "licence": licence} f
     ("fashion-mnist", "MIT"))} | {"imagenet100-lt": {"splits": _NO_COUNTS, "licence": "research only"}}
 USUAL_RATIO = 100.0  # of the sets with a base, in programs without --imbalance-ratio
 TAR_ORDER = (4, 3, 2, 5, 1)  # the order of CIFAR-10's training batches in its tar, and so in the hub's parquet
-
-say_once = functools.cache(say)  # a table is opened for each split
 
 
 def load(name, split, options):
@@ -74,11 +71,11 @@ def long_tail(data, ratio, seed, n_max=None):
         raise UserError(f"--imbalance-ratio {ratio:g} leaves {counts.count(0)} of {len(classes)} classes without an "
                         f"image; the largest class has {max(counts)}: give that or less")
     rows = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(order, counts, strict=True)]
-    have = sorted(map(len, rows))
-    if any(len(part) < n for part, n in zip(rows, counts, strict=True)):
-        say_once(f"WARNING: --imbalance-ratio {ratio:g}: some classes have fewer images than their place in the tail "
-                 f"takes; the ratio is {have[-1] / have[0]:.3g}, {have[-1]} to {have[0]} images")
-    return data.select(np.sort(np.concatenate(rows)))
+    tail, have = data.select(np.sort(np.concatenate(rows))), sorted(map(len, rows))
+    if all(len(part) == n for part, n in zip(rows, counts, strict=True)):
+        return tail
+    return with_note(tail, f"WARNING: some classes have fewer images than --imbalance-ratio {ratio:g} takes; the ratio "
+                           f"is {have[-1] / have[0]:.3g}, {have[-1]} to {have[0]} images")
 
 
 def _with_tail(base, ratio, split_seed, files, options):
