@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 
 CLIPS = (2000, 300, 300)  # of train, val and test, without --clips
-IN_MEMORY = 2**31  # bytes: a larger split is rendered clip by clip, on demand
 SETS = {"moving-emoji": {
     "splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji", "options": {
         "--clips": dict(type=between(2, 10**6, int), nargs=3, default=list(CLIPS), metavar=("TRAIN", "VAL", "TEST"),
@@ -78,7 +77,7 @@ REST = {"x": 0.0, "y": 0.0, "angle": 0.0, "sx": 1.0, "sy": 1.0, "alpha": 1.0, "b
 
 
 def load(name, split, options):
-    """One split of moving-emoji, (M, T, 3, H, W) in memory up to IN_MEMORY bytes, else rendered on demand.
+    """One split of moving-emoji, (M, T, 3, H, W) in memory.
 
     Options: frames (4), image_size (32 px), those of SETS, and regions (boxes per frame). Columns: label = verb, noun,
     colour (classes), group (same verb, noun and colour), noisy (another's captions), question, answer, choices (five),
@@ -99,16 +98,17 @@ def load(name, split, options):
     noisy = groups != groups[giver]  # (M,) captions that are wrong
     questions = [_question(row, classes, shown) for row in range(len(pairs))]
     columns = {c: [q[c] for q in questions] for c in questions[0]}
-    render = Renderer(verbs, nouns, colours, draws, frames, size)
     if regions:
-        columns["boxes"] = render.boxes()[:, :, :regions].tolist()
-    fits = len(pairs) * frames * 3 * size * size <= IN_MEMORY
-    keys, sources = [f"{split} {row}" for row in range(len(pairs))], [{"path": str(row)} for row in range(len(pairs))]
-    table = make_table([own[i] for i in giver], keys, None if fits else sources, classes | {"label": classes["verb"]},
-                       label=verbs, **shown, group=groups, noisy=noisy, **columns)
+        columns["boxes"] = boxes_of(verbs, draws, frames, size)[:, :, :regions].tolist()
+    table = make_table([own[i] for i in giver], [f"{split} {row}" for row in range(len(pairs))],
+                       classes=classes | {"label": classes["verb"]}, label=verbs, **shown, group=groups, noisy=noisy,
+                       **columns)
+    step = max(1, 2**20 // (4 * frames * (2 * size) ** 2))  # clips at a time: 4 MiB of canvas
+    parts = [slice(i, i + step) for i in range(0, len(pairs), step)]
+    pixels = torch.cat([render(verbs[i], nouns[i], colours[i], draws[i], frames, size) for i in parts])
     note = notes(f"{int(noisy.sum())} clips with another's captions" if noisy.any() else "",
                  f"{len({*groups})} descriptions; law of val and test: {law}")
-    return Data(name, split, table, **({"pixels": render.all()} if fits else {"clip": render}), note=note)
+    return Data(name, split, table, pixels=pixels, note=note)
 
 
 # ---- scenes, captions and questions ----
@@ -192,46 +192,31 @@ def sprites(size):
     return names, (V.resize(x, [side, side], antialias=True) if side < 72 else x)
 
 
-class Renderer:
-    """Renders clips of a split by row. verbs, nouns, colours: (M,) class numbers; draws (M, 8): place, size, tilt."""
-    sampling = "uniform"  # over the motion, whatever --frame-sampling says
+def boxes_of(verbs, draws, frames, size):
+    """(M, T, 5, 4) x1 y1 x2 y2 in pixels: around the drawing's square, and the quarters of the picture."""
+    theta = _poses(verbs, draws, frames)[0]  # (MT, 2, 3), canvas -> drawing
+    back = torch.linalg.inv(theta[:, :, :2])  # (MT, 2, 2), drawing -> canvas
+    middle, half = -(back @ theta[:, :, 2:])[..., 0], back.abs().sum(-1)  # (MT, 2) each, x and y in half widths
+    drawing = torch.cat([middle - half, middle + half], 1).clamp(-1, 1)  # (MT, 4)
+    quarters = torch.tensor([[-1, -1, 0, 0], [0, -1, 1, 0], [-1, 0, 0, 1], [0, 0, 1, 1]])  # (4, 4)
+    found = torch.cat([drawing[:, None], quarters.expand(len(theta), -1, -1)], 1)  # (MT, 5, 4)
+    return ((found + 1) * size / 2).unflatten(0, (-1, frames))
 
-    def __init__(self, verbs, nouns, colours, draws, frames, size):
-        self.verbs, self.nouns, self.colours, self.draws = verbs, nouns, colours, draws
-        self.frames, self.size = frames, size
 
-    def __call__(self, source, start=None, end=None, draws=None):
-        """The clip of row int(source): (T, 3, H, W) uint8."""
-        return self.render([int(source)])[0]
-
-    def all(self):
-        """All clips: (M, T, 3, H, W) uint8."""
-        step = max(1, 2**20 // (4 * self.frames * (2 * self.size) ** 2))  # clips at a time: 4 MiB of canvas
-        return torch.cat([self.render(slice(i, i + step)) for i in range(0, len(self.verbs), step)])
-
-    def boxes(self):
-        """(M, T, 5, 4) x1 y1 x2 y2 in pixels: around the drawing's square, and the quarters of the picture."""
-        theta = _poses(self.verbs, self.draws, self.frames)[0]  # (MT, 2, 3), canvas -> drawing
-        back = torch.linalg.inv(theta[:, :, :2])  # (MT, 2, 2), drawing -> canvas
-        middle, half = -(back @ theta[:, :, 2:])[..., 0], back.abs().sum(-1)  # (MT, 2) each, x and y in half widths
-        drawing = torch.cat([middle - half, middle + half], 1).clamp(-1, 1)  # (MT, 4)
-        quarters = torch.tensor([[-1, -1, 0, 0], [0, -1, 1, 0], [-1, 0, 0, 1], [0, 0, 1, 1]])  # (4, 4)
-        found = torch.cat([drawing[:, None], quarters.expand(len(theta), -1, -1)], 1)  # (MT, 5, 4)
-        return ((found + 1) * self.size / 2).unflatten(0, (-1, self.frames))
-
-    def render(self, rows):
-        """Clips (n, T, 3, H, W) uint8, rendered at twice the size and averaged down, each from its row alone."""
-        frames, side, palette = self.frames, 2 * self.size, torch.tensor(list(COLOURS.values())) / 255  # (6, 3)
-        theta, alpha, bright, colour = _poses(self.verbs[rows], self.draws[rows], frames)  # (nT, 2, 3), (nT, 1, 1, 1)
-        grid = F.affine_grid(theta, (len(theta), 4, side, side), align_corners=False)  # (nT, 2S, 2S, 2)
-        drawn = sprites(self.size)[1][torch.as_tensor(self.nouns[rows])]  # (n, 4, h, h)
-        x = F.grid_sample(drawn.repeat_interleave(frames, 0), grid, align_corners=False)  # (nT, 4, 2S, 2S)
-        grey = luma(x[:, :3])  # (nT, 1, 2S, 2S)
-        rgb = torch.lerp(grey.expand(-1, 3, -1, -1), x[:, :3], colour) * bright * alpha  # (nT, 3, 2S, 2S)
-        cover = x[:, 3:] * alpha  # (nT, 1, 2S, 2S)
-        ground = palette[torch.as_tensor(self.colours[rows])].repeat_interleave(frames, 0)  # (nT, 3)
-        x = F.avg_pool2d(rgb + (1 - cover) * ground[:, :, None, None], 2)  # (nT, 3, S, S)
-        return (x * 255).round().clamp_(0, 255).to(torch.uint8).unflatten(0, (-1, frames))
+def render(verbs, nouns, colours, draws, frames, size):
+    """Clips (n, T, 3, H, W) uint8, rendered at twice the size and averaged down, each from its own numbers alone.
+    verbs, nouns, colours: (n,) class numbers; draws (n, 8): place, size, tilt."""
+    palette = torch.tensor(list(COLOURS.values())) / 255  # (6, 3)
+    theta, alpha, bright, colour = _poses(verbs, draws, frames)  # (nT, 2, 3), (nT, 1, 1, 1)
+    grid = F.affine_grid(theta, (len(theta), 4, 2 * size, 2 * size), align_corners=False)  # (nT, 2S, 2S, 2)
+    drawn = sprites(size)[1][torch.as_tensor(nouns)]  # (n, 4, h, h)
+    x = F.grid_sample(drawn.repeat_interleave(frames, 0), grid, align_corners=False)  # (nT, 4, 2S, 2S)
+    grey = luma(x[:, :3])  # (nT, 1, 2S, 2S)
+    rgb = torch.lerp(grey.expand(-1, 3, -1, -1), x[:, :3], colour) * bright * alpha  # (nT, 3, 2S, 2S)
+    cover = x[:, 3:] * alpha  # (nT, 1, 2S, 2S)
+    ground = palette[torch.as_tensor(colours)].repeat_interleave(frames, 0)  # (nT, 3)
+    x = F.avg_pool2d(rgb + (1 - cover) * ground[:, :, None, None], 2)  # (nT, 3, S, S)
+    return (x * 255).round().clamp_(0, 255).to(torch.uint8).unflatten(0, (-1, frames))
 
 
 def _poses(verbs, draws, frames):
