@@ -886,7 +886,7 @@ def test_operations_of_randaugment_are_torchvision_s():
         for magnitude, sign in itertools.product((0, 7, 21, 30), (1, -1)):
             strength = sign * float(strengths(31, 40, 56)[magnitude]) if signed else 0.0
             expected = theirs._apply_image_or_video_transform(clip, name, strength, theirs.interpolation, theirs._fill)
-            found = [change(p, sign * most * magnitude / 30) for p in clip.flatten(0, 1).numpy()]
+            found = [change(Image.fromarray(p), sign * most * magnitude / 30) for p in clip.flatten(0, 1).numpy()]
             far = (torch.from_numpy(np.stack(found)).view_as(clip).int() - expected.int()).abs() > 1
             assert far.float().mean() <= (1 / 300 if name == "Rotate" else 0), (name, magnitude, sign)
 

@@ -1,8 +1,5 @@
 """What the readers of annotation files share: finding and reading files, finding videos, and Data of annotated videos.
-
-A reader is a function of (files, split), or of what its family says, that yields rows: dicts of video, captions (a text
-or a list), perhaps start, end (seconds) and label.
-"""
+A reader yields rows: dicts of video, captions (a text or a list), perhaps start, end (seconds), key, and columns."""
 
 import csv
 import functools
@@ -28,16 +25,17 @@ class Files:
         return str(self.last)
 
     def has(self, *patterns):
-        """Whether there is a file with one of these names or patterns."""
-        return any(f.is_file() for pattern in patterns for f in self.root.rglob(pattern))
+        """The first file with one of these names or patterns, tried in order; None if there is none."""
+        return next((f for pattern in patterns for f in sorted(self.root.rglob(pattern)) if f.is_file()), None)
 
     def find(self, *patterns):
-        """The first file with one of these names or patterns, tried in order. Raises UserError if there is none."""
-        if not self.has(*patterns):
+        """As `has`, but raises UserError if there is none."""
+        file = self.has(*patterns)
+        if file is None:
             raise UserError(f"{self.root}: none of {', '.join(patterns)} is there; --data-dir names the folder of the "
                             "annotation files")
-        self.last = next(f for pattern in patterns for f in sorted(self.root.rglob(pattern)) if f.is_file())
-        return self.last
+        self.last = file
+        return file
 
     def text(self, *patterns):
         """What the first of these files says."""
@@ -48,8 +46,8 @@ class Files:
         return json.loads(self.text(*patterns))
 
     def lines(self, *patterns):
-        """The lines of the first of these files that are not empty, stripped."""
-        return [line for line in map(str.strip, self.text(*patterns).splitlines()) if line]
+        """The stripped lines of the first of these files that are not empty."""
+        return [*filter(None, map(str.strip, self.text(*patterns).splitlines()))]
 
     def csv(self, *patterns, separator=","):
         """The rows of the first of these files, {column: text}."""
@@ -68,7 +66,7 @@ PLAIN_NAMES = ("set", "frozenset", "ndarray", "dtype", "_reconstruct", "scalar",
 
 
 class PlainPickle(pickle.Unpickler):
-    """Reads only builtin containers, numbers, strings and numpy arrays; nothing else is imported or called."""
+    """Reads builtin containers, numbers, strings and numpy arrays; nothing else is imported or called."""
 
     def find_class(self, module, name):
         if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes, and so arrays, for Python 2
@@ -88,9 +86,8 @@ def files_of(name, options):
 
 # ---- videos ----
 class Videos:
-    """The videos (or feature files) below a folder: `videos[name]` is a path or None. A name is a path, from the folder
-    or from any folder below it on, or a file name; with or without suffix, and `v_` before it. index: of features in
-    place of the folder's own."""
+    """The videos (or feature files) below a folder: `videos[name]` is a path or None. A name is a path or the end of
+    one, from any folder on, with or without suffix and `v_` before it. index: in place of the folder's own."""
 
     def __init__(self, folder, index=None):
         self.folder = Path(folder).expanduser()
@@ -105,8 +102,8 @@ class Videos:
 
 @functools.lru_cache(maxsize=16)
 def video_index(folder):
-    """{name: path} of all videos (or feature files) below a folder. A name is the end of the path, from any folder on,
-    with or without suffix; of several videos of one name it is that of the first."""
+    """{end of its path, from any folder on, with and without suffix: path} of the videos (or feature files) below a
+    folder; the first of one name counts."""
     if not os.path.isdir(folder):
         raise UserError(f"--video-dir {folder}: no such folder")
     out = {}
@@ -126,44 +123,48 @@ def video_folder(options, root=None):
 
 
 # ---- Data of them ----
-def one_caption_list(rows):
-    """Rows of one (video, start, end) become one row with all their captions, in the order of the first of each."""
-    out = {}
+def clips_of(name, split, rows, options, classes=None, clip=None, videos=None, **attributes):
+    """Data of rows; those without a caption or a video are left out and counted, and those of one (video, start, end,
+    key) become one with all their captions. label: the name of a class, or None.
+
+    Args: classes: {column: names} if not those of the rows; clip, videos ({name: path or None}): if not the folder's.
+    """
+    folder = video_folder(options)
+    videos = Videos(folder) if videos is None else videos
+    kept, paths, labels, silent, lost = {}, {}, set(), 0, 0
     for row in rows:
         said = row["captions"] if isinstance(row["captions"], list) else [row["captions"]]
-        one = out.setdefault((row["video"], row.get("start"), row.get("end")), row | {"captions": []})
-        one["captions"] += [c.strip() for c in said if c and c.strip()]
-    return list(out.values())
-
-
-def clips_of(name, split, rows, options, classes=None, clip=None, videos=None, **attributes):
-    """Data of rows {video, captions (a list)[, start, end, key, and columns of the table]}; those without a caption or
-    a video are left out and counted. label: the name of a class, or None.
-
-    Args: classes: {column: names} if not those of the rows; clip: how videos are read; videos: {name: path or None}, if
-        not by the folder's index."""
-    folder, said = video_folder(options), [row for row in rows if row["captions"]]
-    videos = Videos(folder) if videos is None else videos
-    paths = {v: videos[v] for v in dict.fromkeys(row["video"] for row in said)}  # None where it is missing
-    kept = [{"start": None, "end": None} | row for row in said if paths[row["video"]]]
-    missing = [v for v, path in paths.items() if not path]
+        said = [c.strip() for c in said if c and c.strip()]
+        if not said:
+            silent += 1
+            continue
+        video = row["video"]
+        if video not in paths:
+            paths[video] = videos[video]
+        labels.add(row.get("label"))
+        if not paths[video]:
+            lost += 1
+            continue
+        window = row.get("start"), row.get("end")
+        one = kept.setdefault((video, *window, row.get("key")), row | {"captions": []})
+        one["captions"] += said
     if not kept:
-        raise UserError(f"{name} ({split}): none of {len(paths):,} videos is below {folder}"
-                        + (f" (looked for {missing[0]})" if missing else "") + "; --video-dir names their folder")
-    classes, of_row = dict(classes or {}), ("captions", "start", "end", "key")
-    columns = {c: [row[c] for row in kept] for c in kept[0] if c not in of_row}
-    if "key" not in kept[0]:  # else rows of one video have names of their own
+        raise UserError(f"{name} ({split}): none of {len(paths):,} videos is below {folder} (looked for "
+                        f"{next(iter(paths), 'none')}); --video-dir names their folder")
+    rows, classes = list(kept.values()), dict(classes or {})
+    columns = {c: [row[c] for row in rows] for c in rows[0] if c not in ("captions", "start", "end", "key")}
+    if "key" not in rows[0]:  # else rows of one video have names of their own
         del columns["video"]
     if "label" in columns:
-        classes.setdefault("label", sorted({row["label"] for row in said} - {None}))
+        classes.setdefault("label", sorted(labels - {None}))
         number = {y: k for k, y in enumerate(classes["label"])}
         columns["label"] = [number.get(y, -1) for y in columns["label"]]
-    sources = [{"path": paths[row["video"]], "start": row["start"], "end": row["end"]} for row in kept]
-    keys = [row.get("key") or window_key(row["video"], row["start"], row["end"]) for row in kept]
-    table = make_table([row["captions"] for row in kept], keys, sources, classes, **columns)
-    lost = f"{len(missing):,} videos ({len(said) - len(kept):,} rows) are not in {folder}"
-    note = notes(f"{lost}, first {missing[0]}" if missing else "",
-                 f"{len(rows) - len(said):,} without a caption left out" if len(said) < len(rows) else "",
+    sources = [{"path": paths[video], "start": start, "end": end} for video, start, end, _ in kept]
+    keys = [key or window_key(video, start, end) for video, start, end, key in kept]
+    table = make_table([row["captions"] for row in rows], keys, sources, classes, **columns)
+    missing = [video for video, path in paths.items() if not path]
+    note = notes(f"{len(missing):,} videos ({lost:,} rows) are not in {folder}, first {missing[0]}" if missing else "",
+                 f"{silent:,} without a caption left out" if silent else "",
                  f"{columns['label'].count(-1):,} without a class" if -1 in columns.get("label", ()) else "")
     return Data(name, split, table, clip=clip or clip_options(options), note=note, **attributes)
 

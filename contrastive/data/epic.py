@@ -1,19 +1,14 @@
 """EPIC-KITCHENS-100, multi-instance retrieval: clips of cooking, narrated in a few words, with verb and noun classes.
 
---data-dir holds the published annotations (retrieval_annotations/EPIC_100_retrieval_train.csv and _test.csv, each with
-its _sentence.csv). --video-dir holds the videos, whole (P01_01.MP4) or in AVION's chunks: a folder P01_01.MP4 of 0.MP4,
-15.MP4, ..., each named by its first second. A clip is a window of a video. The relevancy of a sentence to a clip is
-1/2 [same verb + |N ^ N'| / |N u N'|], N = the set of all noun classes. For the test clips it is read from
-relevancy/caption_relevancy_*.pkl if that file exists; otherwise, and for training, it is computed from the classes.
+A clip is a window of a video, P01_01.MP4. Like AVION it shows the middle frames of T equal segments of the window, in
+training with --frame-sampling random a random one of each. The relevancy of a sentence to a clip, 1/2 [same verb +
+|N ^ N'| / |N u N'|] with N the set of all noun classes, is that of relevancy/caption_relevancy_*.pkl for the test clips
+if that file exists, else computed from the classes.
 """
 
 import ast
-import os
-from pathlib import Path
 
-from contrastive.data.annotations import clips_of, files_of, video_folder, video_index
-from contrastive.data.clips import Clips, clip_options
-from contrastive.data.frames import duration, read_frames
+from contrastive.data.annotations import clips_of, files_of
 from contrastive.data.table import with_note
 from contrastive.engine.processes import opening
 from contrastive.engine.ranges import part
@@ -23,7 +18,6 @@ import numpy as np
 import torch
 
 VERBS, NOUNS = 97, 300
-SECONDS = 15  # of a chunk; the last may be longer
 SETS = {"epic-kitchens-100": {
     "splits": {"train": 67_217, "test": 9_668}, "licence": "CC BY-NC 4.0, research only; test = the papers' test",
     "options": {"--caption-relevancy": dict(
@@ -33,27 +27,22 @@ SETS = {"epic-kitchens-100": {
 
 
 def load(name, split, options):
-    """Data of one split, one row per clip, with its narration as caption. Columns: verb, noun, nouns, and group (clips
-    with the same narration are positives of each other). Data.sentences: the split's sentences with their relevancies.
-
-    Clips whose video is missing are left out and counted; their sentences are still ranked."""
+    """Data of one split, one row per clip, with its narration as caption. Columns: verb, noun, nouns, and group (of one
+    narration). Data.sentences: the split's sentences, also those of missing videos, with their relevancies."""
     files = files_of(name, options)
     with opening(files):
         clips = read_clips(files, split)
         sentences = Sentences(files, split, clips)
         classes = {"verb": class_names(files, "verb", VERBS), "noun": class_names(files, "noun", NOUNS)}
-        index = video_index(str(video_folder(options)))
-        videos = {c["video"]: place_of(index, c["video"]) for c in clips}
-        sentences.clips = np.array([i for i, c in enumerate(clips) if videos[c["video"]]])
-        data = clips_of(name, split, clips, options, classes, clip_options(options, Chunks), videos,
-                        sentences=sentences)
+        data = clips_of(name, split, clips, options | {"at_rest": "middle"}, classes, sentences=sentences)
+        there = {*data.keys()}
+        sentences.clips = np.array([i for i, c in enumerate(clips) if c["key"] in there])
     return with_note(data, sentences.note)
 
 
 # ---- annotation files ----
 def read_clips(files, split):
-    """Rows {key, video, captions, start, end, verb, noun, nouns, group}. Columns are found by name, since some copies
-    begin with uid."""
+    """Rows {key, video, captions, start, end, verb, noun, nouns, group}."""
     out, number = [], {}
     for row in files.csv(f"EPIC_100_retrieval_{split}.csv"):
         said = row["narration"].strip()
@@ -79,10 +68,9 @@ def class_names(files, kind, n):
 
 # ---- sentences and relevancies ----
 class Sentences:
-    """The sentences that multi-instance retrieval ranks: for each clip named in *_sentence.csv, its narration.
-
-    JPoSE's code, which wrote that file, gives some sentences of rare actions the words of another action. Like AVION's
-    evaluation we take the clip's own narration instead. clips (M,): the csv row of each row of the data."""
+    """The sentences that multi-instance retrieval ranks: for each clip named in *_sentence.csv its own narration, like
+    AVION, since JPoSE, which wrote that file, gives some rare actions the words of another. clips (M,): the csv row of
+    each row of the data."""
 
     def __init__(self, files, split, clips):
         row, stem = {c["key"]: c for c in clips}, f"EPIC_100_retrieval_{split}"
@@ -116,40 +104,3 @@ class Sentences:
         relevancy = self.by_classes([self.clips[row]], torch.float64)[0]  # (C,); in float64, 0.1 is not above 0.1
         good = (relevancy > above).nonzero()[:, 0]
         return self.texts[good[int(u * len(good))]] if len(good) else None
-
-
-# ---- videos, whole or in chunks ----
-def place_of(index, video):
-    """The path of a video, or of the folder of its chunks, or None. index: as annotations.video_index has it."""
-    first = index.get(f"{video}.MP4/0.MP4")
-    return os.path.dirname(first) if first else index.get(video)
-
-
-class Chunks(Clips):
-    """Clips of whole videos or of folders of chunks. Like AVION it takes the middle frames of T equal segments of the
-    window; with --frame-sampling random, training takes a random frame of each segment."""
-    at_rest = "middle"
-
-    def decode(self, source, n, start, end, sampling, draws):
-        """(n, H, W, 3) uint8; a window may span several chunks. Raises: ValueError if a chunk is missing."""
-        if not Path(source).is_dir():
-            return super().decode(source, n, start, end, sampling, draws)
-        chunks = sorted((int(f.stem), str(f)) for f in Path(source).glob("*.MP4"))  # (first second, path) of each
-        firsts = np.array([first for first, _ in chunks])
-        if end > firsts[-1]:  # the video may end before the window does
-            end = max(start, min(end, firsts[-1] + duration(chunks[-1][1])))
-        if sampling == "uniform":
-            at = np.linspace(start, end, n)  # (n,) seconds of the whole video
-        else:
-            part = 0.5 if sampling == "middle" else np.asarray(draws)[:n]
-            at = start + (np.arange(n) + part) / n * (end - start)  # (n,)
-        number = np.searchsorted(firsts, at, side="right") - 1  # (n,) chunk of each
-        frames = []
-        for k in np.unique(number):
-            first, path = chunks[k]
-            own = at[number == k] - first  # seconds of the chunk
-            if own[-1] > SECONDS + 0.5 and k + 1 < len(chunks):
-                raise ValueError(f"no chunk of {source} has second {first + own[-1]:g}")
-            # start a second early: the frame shown at a given time began before it
-            frames.append(read_frames(path, len(own), max(0.0, own[0] - 1), None, "at", own, self.short))
-        return np.concatenate(frames)

@@ -1,11 +1,10 @@
 """Long-tail sets of labelled images, for methods without texts: a base set whose train split is cut to a long tail."""
 
-import functools
 from pathlib import Path
 
 from contrastive.data import data_options, load_data, splits_of
-from contrastive.data.table import Data, make_table
-from contrastive.engine.processes import UserError, opening, say
+from contrastive.data.table import Data, make_table, with_note
+from contrastive.engine.processes import UserError, opening
 
 import numpy as np
 
@@ -15,8 +14,6 @@ SETS = {f"{base}-lt": {"base": base, "splits": _NO_COUNTS, "licence": licence} f
     ("fashion-mnist", "MIT"))} | {"imagenet100-lt": {"splits": _NO_COUNTS, "licence": "research only"}}
 USUAL_RATIO = 100.0  # of the sets with a base, in programs without --imbalance-ratio
 TAR_ORDER = (4, 3, 2, 5, 1)  # the order of CIFAR-10's training batches in its tar, and so in the hub's parquet
-
-say_once = functools.cache(say)  # a table is opened for each split
 
 
 def load(name, split, options):
@@ -35,15 +32,13 @@ def labelled_splits(args):
 
 
 def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", val_file="", few_shot_file="", **options):
-    """{train, val, test} of labelled images; small images are in memory.
+    """{train, val, test} of labelled images; small images are in memory. options: those of load_data.
 
     cifar10-lt, cifar100-lt, fashion-mnist-lt: a tenth of each class is held out as val (hence 4,500 and 450, not
     5,000 and 500), and the rest is cut to a long tail. Instead, index_file and val_file may name the images of train
     and val: .npy files of indices into torchvision's training images (SDCLR's splits). imagenet100-lt: the files list
-    'path class' below data_dir. All of index_file is trained on, val needs val_file, and few_shot_file adds the split
-    few-shot for the few-shot probe. emoji: classes with at least 8 drawings, 2 for test, 1 for val. Any other set has
-    its own splits, with train cut to a long tail if ratio >= 1. The classes' order of size is drawn from split_seed.
-    options: those of load_data.
+    'path class' below data_dir; few_shot_file adds the split few-shot. Any other set has its own splits, with train cut
+    to a long tail if ratio >= 1. The classes' order of size is drawn from split_seed.
     Raises: UserError for sets without labels, and if the images of index_file are not a long tail of that ratio."""
     base, files = SETS.get(name, {}).get("base"), {"index": index_file, "val": val_file, "test": test_file,
                                                    "few-shot": few_shot_file}
@@ -66,10 +61,8 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
 
 
 def long_tail(data, ratio, seed, n_max=None):
-    """A long-tail subset of labelled Data; the rows keep their order.
-
-    The seed draws the order of the classes by size. Their image counts are long_tail_counts, from n_max (default: the
-    largest class) down to n_max / ratio, but at most what the class has; a warning says what ratio that leaves."""
+    """A long-tail subset of labelled Data; the rows keep their order. The seed draws the order of the classes by size,
+    of long_tail_counts images, from n_max (default: the largest class), but at most what the class has."""
     rng, labels = np.random.default_rng([seed, 17]), np.asarray(data.labels)  # (M,)
     classes = np.unique(labels)
     order = rng.permutation(classes)
@@ -78,11 +71,11 @@ def long_tail(data, ratio, seed, n_max=None):
         raise UserError(f"--imbalance-ratio {ratio:g} leaves {counts.count(0)} of {len(classes)} classes without an "
                         f"image; the largest class has {max(counts)}: give that or less")
     rows = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(order, counts, strict=True)]
-    have = sorted(map(len, rows))
-    if any(len(part) < n for part, n in zip(rows, counts, strict=True)):
-        say_once(f"WARNING: --imbalance-ratio {ratio:g}: some classes have fewer images than their place in the tail "
-                 f"takes; the ratio is {have[-1] / have[0]:.3g}, {have[-1]} to {have[0]} images")
-    return data.select(np.sort(np.concatenate(rows)))
+    tail, have = data.select(np.sort(np.concatenate(rows))), sorted(map(len, rows))
+    if all(len(part) == n for part, n in zip(rows, counts, strict=True)):
+        return tail
+    return with_note(tail, f"WARNING: some classes have fewer images than --imbalance-ratio {ratio:g} takes; the ratio "
+                           f"is {have[-1] / have[0]:.3g}, {have[-1]} to {have[0]} images")
 
 
 def _with_tail(base, ratio, split_seed, files, options):
@@ -110,7 +103,6 @@ def _with_tail(base, ratio, split_seed, files, options):
 
 def _rows(base, kind, file, n):
     """The rows of the hub's parquet that an .npy file of indices into torchvision's n training images names; "": none.
-
     torchvision reads CIFAR-10's five batches in numerical order; the parquet has them in the order of the tar."""
     place = np.arange(n)
     if not file:
@@ -123,8 +115,6 @@ def _rows(base, kind, file, n):
 
 def _listed(name, files, options):
     """imagenet100-lt: the splits of SDCLR's lists, lines of 'relative/path class'; nothing is held out of train."""
-    if options.get("hold_out_val") and not files["val"]:
-        raise UserError(f"--hold-out-val: nothing is held out of {name}; --val-file names its val images")
     if not (files["index"] and files["test"] and options.get("data_dir")):
         raise UserError(f"--dataset {name} needs --data-dir (an ImageNet tree), --index-file and --test-file "
                         "(lines 'path class', as SDCLR's split/imagenet-100/*.txt)")

@@ -1,10 +1,8 @@
-"""Moving emoji: a deterministic renderer animates the drawings of emoji.py, for video methods without videos. And emoji
-scenes: single images of them, for methods without captions.
+"""Moving emoji: a renderer animates the drawings of emoji.py, for video methods without videos. And emoji scenes, single
+images of them, for methods without captions.
 
 Pairs of verb and noun follow Zipf's law (weight 1 / rank each). val and test hold new pairs of verbs and nouns that
-training clips show in other pairs; with the law `zipf` they are further draws from the distribution of training. Each
-clip has three captions that paraphrase each other: all of them state its noun, verb and colour. It also has a question.
-A given share of the training clips can get another clip's captions (`caption_noise`).
+training shows in other pairs. Three captions of a clip state its noun, verb and colour in different words.
 """
 
 import functools
@@ -22,7 +20,6 @@ import torch.nn.functional as F
 
 CLIPS = (2000, 300, 300)  # of train, val and test, without --clips
 SCENES, SCENE_CLASSES = (500, 10, 25), 60  # emoji-scenes: images per class of train, val and test; nouns
-IN_MEMORY = 2**31  # bytes: a larger split is rendered clip by clip, on demand
 SETS = {"moving-emoji": {
     "splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji", "options": {
         "--clips": dict(type=between(2, 10**6, int), nargs=3, default=list(CLIPS), metavar=("TRAIN", "VAL", "TEST"),
@@ -47,9 +44,8 @@ TEMPLATES = ("the {noun} {verb} on a {colour} background", "against a {colour} b
              "a {colour} scene in which the {noun} {verb}", "one {noun} {verb}, the rest is {colour}")
 QUESTIONS = {"noun": "what is in the picture?", "verb": "what does it do?", "colour": "which colour is the background?"}
 PI, sin, cos, where = np.pi, np.sin, np.cos, np.where
-# verb: (three phrases, pose at times t (T,) in 0..1). A pose moves x (right) and y (down) in half widths, turns `angle`
-# (radians), scales sx, sy, and sets alpha, bright, colour (1 = as drawn). The *set* of poses tells verbs apart, not
-# their order: the towers average over frames.
+# verb: (three phrases, pose at times t (T,) in 0..1): x (right) and y (down) in half widths, angle in radians, scales
+# sx, sy; alpha, bright, colour (1 = as drawn). The *set* of poses tells verbs apart: towers average over frames.
 MOTIONS = {verb: (phrases.split(", "), pose) for verb, phrases, pose in (
     ("slides left", "slides to the left, moves left, glides leftwards", lambda t: dict(x=-0.6 * t)),
     ("grows", "grows, gets bigger, becomes larger", lambda t: dict(sx=0.8 + 0.9 * t, sy=0.8 + 0.9 * t)),
@@ -87,15 +83,13 @@ REST = {"x": 0.0, "y": 0.0, "angle": 0.0, "sx": 1.0, "sy": 1.0, "alpha": 1.0, "b
 
 
 def load(name, split, options):
-    """One split of moving-emoji, (M, T, 3, H, W) in memory up to IN_MEMORY bytes, else rendered on demand.
+    """One split of moving-emoji, (M, T, 3, H, W) in memory.
 
-    Options: frames (4), image_size (32 px), and those of SETS; regions: boxes per frame, at most five. Columns: label =
-    verb, noun, colour (classes), group (same verb, noun and colour, so captions of the same meaning), noisy (bool),
-    question, answer, choices (five), question_type; with regions also boxes.
-    Raises: UserError for too few training clips to leave val or test a pair, or for more than five regions.
-    """
+    Options: frames (4), image_size (32 px), those of SETS, and regions (boxes per frame). Columns: label = verb, noun,
+    colour (classes), group (same verb, noun and colour), noisy (another's captions), question, answer, choices (five),
+    question_type, with regions boxes.   Raises: UserError for too few training clips, or too many regions."""
     if name == "emoji-scenes":
-        return load_scenes(name, split, options)
+        return _scenes_of_classes(name, split, options)
     frames, size, regions = options.get("frames") or 4, options.get("image_size") or 32, options.get("regions") or 0
     if regions > 5:
         raise UserError(f"--regions {regions}: a frame of moving-emoji has 5")
@@ -111,20 +105,21 @@ def load(name, split, options):
     giver = _givers(pairs, noise if split == "train" else 0.0)  # (M,)
     noisy = groups != groups[giver]  # (M,) captions that are wrong
     questions = [_question(row, classes, shown) for row in range(len(pairs))]
-    columns = {column: [q[column] for q in questions] for column in questions[0]}
-    render = Renderer(verbs, nouns, colours, draws, frames, size)
+    columns = {c: [q[c] for q in questions] for c in questions[0]}
     if regions:
-        columns["boxes"] = render.boxes()[:, :, :regions].tolist()
-    fits = len(pairs) * frames * 3 * size * size <= IN_MEMORY
-    keys, sources = [f"{split} {row}" for row in range(len(pairs))], [{"path": str(row)} for row in range(len(pairs))]
-    table = make_table([own[i] for i in giver], keys, None if fits else sources, classes | {"label": classes["verb"]},
-                       label=verbs, **shown, group=groups, noisy=noisy, **columns)
-    note = f"{len({*groups})} descriptions; law of val and test: {law}"
-    note = notes(f"{int(noisy.sum())} clips with another's captions" if noisy.any() else "", note)
-    return Data(name, split, table, **({"pixels": render.all()} if fits else {"clip": render}), note=note)
+        columns["boxes"] = boxes_of(verbs, draws, frames, size)[:, :, :regions].tolist()
+    table = make_table([own[i] for i in giver], [f"{split} {row}" for row in range(len(pairs))],
+                       classes=classes | {"label": classes["verb"]}, label=verbs, **shown, group=groups, noisy=noisy,
+                       **columns)
+    step = max(1, 2**20 // (4 * frames * (2 * size) ** 2))  # clips at a time: 4 MiB of canvas
+    parts = [slice(i, i + step) for i in range(0, len(pairs), step)]
+    pixels = torch.cat([render(verbs[i], nouns[i], colours[i], draws[i], frames, size) for i in parts])
+    note = notes(f"{int(noisy.sum())} clips with another's captions" if noisy.any() else "",
+                 f"{len({*groups})} descriptions; law of val and test: {law}")
+    return Data(name, split, table, pixels=pixels, note=note)
 
 
-def load_scenes(name, split, options):
+def _scenes_of_classes(name, split, options):
     """One split of emoji-scenes, images (M, 3, H, W). Each shows one of 60 drawings, its class, at a random place,
     size, tilt and hue on a random colour, so that pixels and colours alone do not tell the class.
 
@@ -151,8 +146,7 @@ def load_scenes(name, split, options):
 def _scenes(split, clips, law):
     """What the clips of a split show: pairs (M,), verb * NOUNS + noun; colours (M,); and draws (M, 8) in [0, 1).
 
-    law: that of val and test; the training clips are the same under both. zipf draws from the same pairs as training,
-    so most of its clips, but not all, show a pair that occurs in training."""
+    law: that of val and test; zipf draws from the same pairs as training, of which most, but not all, occur there."""
     rng, once = np.random.default_rng([7, 1]), law == "once"
     weight = np.outer(1 / np.arange(1, len(MOTIONS) + 1), 1 / np.arange(1, NOUNS + 1)).flatten()  # (pairs,)
     part = rng.integers(8, size=len(weight))  # 0 val, 1 test, others train
@@ -163,8 +157,7 @@ def _scenes(split, clips, law):
     for number, wanted in enumerate(clips[1:]):
         p = np.where(known & (part == number if once else part > 1), weight, 0)
         if not p.any():
-            raise UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave val and test a pair "
-                            "of known verb and noun")
+            raise UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave val and test a pair")
         drawn = rng.choice(len(p), np.count_nonzero(p) if once else wanted, replace=not once, p=p / p.sum())
         pairs.append(np.resize(drawn, wanted))  # every pair once, then again
     number = ("train", "val", "test").index(split)
@@ -213,7 +206,7 @@ def _question(row, classes, shown):
 @functools.lru_cache(maxsize=4)
 def sprites(size):
     """NOUNS lists of names (the first is the noun's), and their drawings (NOUNS, 4, h, h) float, premultiplied by
-    alpha, at about the size at which clips of `size` px show them."""
+    alpha, of about the size that clips of `size` px show."""
     from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms.v2 import functional as V
     names, images, seen = [], [], set()
@@ -230,44 +223,28 @@ def sprites(size):
     return names, (V.resize(x, [side, side], antialias=True) if side < 72 else x)
 
 
-class Renderer:
-    """Renders clips of a split by row. verbs, nouns, colours: (M,) class numbers; draws (M, 8): place, size, tilt."""
-    sampling = "uniform"  # over the motion, whatever --frame-sampling says
+def boxes_of(verbs, draws, frames, size):
+    """(M, T, 5, 4) x1 y1 x2 y2 in pixels: around the drawing's square, and the quarters of the picture."""
+    theta = _poses(verbs, draws, frames)[0]  # (MT, 2, 3), canvas -> drawing
+    back = torch.linalg.inv(theta[:, :, :2])  # (MT, 2, 2), drawing -> canvas
+    middle, half = -(back @ theta[:, :, 2:])[..., 0], back.abs().sum(-1)  # (MT, 2) each, x and y in half widths
+    drawing = torch.cat([middle - half, middle + half], 1).clamp(-1, 1)  # (MT, 4)
+    quarters = torch.tensor([[-1, -1, 0, 0], [0, -1, 1, 0], [-1, 0, 0, 1], [0, 0, 1, 1]])  # (4, 4)
+    found = torch.cat([drawing[:, None], quarters.expand(len(theta), -1, -1)], 1)  # (MT, 5, 4)
+    return ((found + 1) * size / 2).unflatten(0, (-1, frames))
 
-    def __init__(self, verbs, nouns, colours, draws, frames, size):
-        self.verbs, self.nouns, self.colours, self.draws = verbs, nouns, colours, draws
-        self.frames, self.size = frames, size
 
-    def __call__(self, source, start=None, end=None, draws=None):
-        """The clip of row int(source): (T, 3, H, W) uint8."""
-        return self.render([int(source)])[0]
-
-    def all(self):
-        """All clips: (M, T, 3, H, W) uint8."""
-        step = max(1, 2**20 // (4 * self.frames * (2 * self.size) ** 2))  # clips at a time: 4 MiB of canvas
-        return torch.cat([self.render(slice(i, i + step)) for i in range(0, len(self.verbs), step)])
-
-    def boxes(self):
-        """(M, T, 5, 4) x1 y1 x2 y2 in pixels: around the drawing's square, and the quarters of the picture."""
-        theta = _poses(self.verbs, self.draws, self.frames)[0]  # (MT, 2, 3), canvas -> drawing
-        back = torch.linalg.inv(theta[:, :, :2])  # (MT, 2, 2), drawing -> canvas
-        middle, half = -(back @ theta[:, :, 2:])[..., 0], back.abs().sum(-1)  # (MT, 2) each, x and y in half widths
-        drawing = torch.cat([middle - half, middle + half], 1).clamp(-1, 1)  # (MT, 4)
-        quarters = torch.tensor([[-1, -1, 0, 0], [0, -1, 1, 0], [-1, 0, 0, 1], [0, 0, 1, 1]])  # (4, 4)
-        found = torch.cat([drawing[:, None], quarters.expand(len(theta), -1, -1)], 1)  # (MT, 5, 4)
-        return ((found + 1) * self.size / 2).unflatten(0, (-1, self.frames))
-
-    def render(self, rows):
-        """Renders clips (n, T, 3, H, W) uint8, at twice the size and averaged down. Each clip depends only on its own
-        row."""
-        frames, palette = self.frames, torch.tensor(list(COLOURS.values())) / 255  # (6, 3)
-        theta, alpha, bright, colour = _poses(self.verbs[rows], self.draws[rows], frames)  # (nT, 2, 3), (nT, 1, 1, 1)
-        drawn = sprites(self.size)[1][torch.as_tensor(self.nouns[rows])]  # (n, 4, h, h)
-        x = _seen(drawn.repeat_interleave(frames, 0), theta, self.size)  # (nT, 4, 2S, 2S)
-        grey = luma(x[:, :3])  # (nT, 1, 2S, 2S)
-        rgb = torch.lerp(grey.expand(-1, 3, -1, -1), x[:, :3], colour) * bright * alpha  # (nT, 3, 2S, 2S)
-        ground = palette[torch.as_tensor(self.colours[rows])].repeat_interleave(frames, 0)  # (nT, 3)
-        return _on_ground(rgb, x[:, 3:] * alpha, ground).unflatten(0, (-1, frames))
+def render(verbs, nouns, colours, draws, frames, size):
+    """Clips (n, T, 3, H, W) uint8, rendered at twice the size and averaged down, each from its own numbers alone.
+    verbs, nouns, colours: (n,) class numbers; draws (n, 8): place, size, tilt."""
+    palette = torch.tensor(list(COLOURS.values())) / 255  # (6, 3)
+    theta, alpha, bright, colour = _poses(verbs, draws, frames)  # (nT, 2, 3), (nT, 1, 1, 1)
+    drawn = sprites(size)[1][torch.as_tensor(nouns)]  # (n, 4, h, h)
+    x = _seen(drawn.repeat_interleave(frames, 0), theta, size)  # (nT, 4, 2S, 2S)
+    grey = luma(x[:, :3])  # (nT, 1, 2S, 2S)
+    rgb = torch.lerp(grey.expand(-1, 3, -1, -1), x[:, :3], colour) * bright * alpha  # (nT, 3, 2S, 2S)
+    ground = palette[torch.as_tensor(colours)].repeat_interleave(frames, 0)  # (nT, 3)
+    return _on_ground(rgb, x[:, 3:] * alpha, ground).unflatten(0, (-1, frames))
 
 
 def _seen(drawn, theta, size):

@@ -2,9 +2,7 @@
 
 One row is one question: question, answer (text), choices (texts, one of them the answer; empty for open questions) and,
 if the set has it, question_type, of one or two words ("causal why": its family first). Causal-VidQA asks for an answer
-and for its reason: two rows with the same number in the column `pair`. The caption of a row is its question, unless
---extra-captions gives it a caption of its video.
-Annotation files lie below --data-dir, videos below --video-dir. The note counts the questions left out.
+and for its reason: two rows of one `pair`. The caption is the question, unless --extra-captions has another.
 """
 
 import hashlib
@@ -24,9 +22,8 @@ CAUSAL_PARTS = {"descriptive": ("answer",), "explanatory": ("answer",), "predict
 BIASED = {"ACTION1": "9a3a766a", "ACTION4": "12630e82", "TRANS23": "cf2f696d"}
 
 
-# ---- one reader for each layout ----
-# each yields rows: video, id, question, answer (a text, or the number of the right choice), perhaps also (another name
-# of the video), choices, question_type, pair, size (width and height of the video)
+# ---- one reader for each layout: rows of video, id, question, answer (a text, or the number of the right choice), and
+# perhaps also (another name of the video), choices, question_type, pair, size (width and height of the video)
 def msvd_qa(files):
     """[{video_id, question, answer, id}]; the video is called vid1.avi, or as youtube_mapping.txt (lines "NAME vid1")
     has it."""
@@ -101,8 +98,7 @@ SETS = {
 
 
 def load(name, split, options):
-    """Data of one split: annotation files in --data-dir, videos below --video-dir (default: --data-dir), or instead of
-    videos the features of their regions in --region-dir."""
+    """Data of one split: annotation files in --data-dir, videos below --video-dir, or their regions in --region-dir."""
     facts, files = SETS[name], files_of(name, options)
     files.find(facts["files"][split])
     with opening(files):
@@ -111,7 +107,7 @@ def load(name, split, options):
     kept = [row for row in rows if row.get("pair", row["key"]) not in lost]
     if options.get("region_dir"):
         clip = Regions(options["region_dir"], split, options["regions"], options["frames"])
-        places = Videos(options["region_dir"], {video: found[0] for video, found in clip.index().items()})
+        places = Videos(options["region_dir"], clip.index())
         clip.sizes = {places[row["video"]]: row["size"] for row in kept if "size" in row}
     else:
         clip, places = clip_options(options), Videos(video_folder(options))

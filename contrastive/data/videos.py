@@ -1,18 +1,14 @@
 """Video sets by name: MSR-VTT, MSVD, ActivityNet, DiDeMo, YouCook2, HowTo100M and Something-Something v2 with a long
 tail (SSv2-LT), in their authors' layouts or as the hub has them (a row per clip: video, caption[, start, end]).
 
-Annotation files lie below --data-dir (or come from the hub, if it has them), videos below --video-dir. A reader is a
-function of (files, split) that yields rows; files.last is the annotation file that was found.
+A reader is a function of (files, split) that yields rows; files.last is the annotation file that was found.
 """
 
 import glob
-import json
-from pathlib import Path
 
-from contrastive.data.annotations import Files, clips_of, files_of, one_caption_list, video_folder, video_index
-from contrastive.data.clips import clip_options
-from contrastive.data.table import Data, EmptySplit, generating, hub_folder, with_column
-from contrastive.engine.processes import UserError, opening
+from contrastive.data.annotations import Files, clips_of, files_of
+from contrastive.data.table import EmptySplit, hub_folder, with_column
+from contrastive.engine.processes import opening
 
 HUB_FILES = ["*.json", "*.jsonl", "*.parquet"]  # what is downloaded from a repository: no videos
 CATEGORIES = ("music", "people", "gaming", "sports", "news", "education", "tv shows", "movie", "animation", "vehicles",
@@ -75,8 +71,8 @@ def youcook2(files, split):
 
 
 def ssv2_lt(files, split):
-    """The clips of LMR's list (lines that begin with a clip's id, one per frame), which says what belongs to the long
-    tail, with Qualcomm's labels: the caption is the sentence ("holding a potato"), the class its template."""
+    """The clips of LMR's list (lines that begin with a clip's id, one per frame) with Qualcomm's labels: the caption is
+    the sentence ("holding a potato"), the class its template."""
     wanted = {line.split()[0] for line in files.lines(files.last.name)[1:]}
     labels = {"train": ["train"], "val": ["train", "validation"], "test": ["validation"]}[split]
     for word in labels:
@@ -86,10 +82,16 @@ def ssv2_lt(files, split):
                 yield {"video": row["id"], "captions": row["label"], "label": label}
 
 
+def howto100m(files, split):
+    """{video: {start, end, text}}: one example per line of speech."""
+    for video, said in files.json(files.last.name).items():
+        for k, (start, end, text) in enumerate(zip(said["start"], said["end"], said["text"], strict=True)):
+            yield {"video": video, "captions": text, "start": float(start), "end": float(end), "key": f"{video} {k}"}
+
+
 # splits: expected number of examples, None = any.   files: each split's own file, which `read` reads, then patterns of
-# the hub's, in the order in which they are tried.   window: what is used of each video.   paragraphs: the captions of
-# a video are one text.   grouped: video -> text ranks videos by their best caption.   at_rest: where --frame-sampling
-# random places frames in evaluation (VAST: in the middles of their segments).
+# the hub's.   window: what is used of each video.   paragraphs: the captions of a video are one text.   grouped: video
+# -> text ranks videos by their best caption.   at_rest: where random frames lie in evaluation (VAST: in the middles).
 SETS = {
     "msrvtt": {
         "read": msrvtt, "repo": "friedrichor/MSR-VTT", "splits": {"train": 9_000, "test": 1_000},
@@ -114,7 +116,7 @@ SETS = {
     "ssv2-lt": {  # train: the sum of the class counts in LMR's configuration; val and test: 40 and 15 clips per class;
         "read": ssv2_lt, "repo": "", "splits": {"train": 50_418, "val": 6_960, "test": 2_610}, "at_rest": "middle",
         "files": {"train": ["train.csv"], "val": ["trainval.csv"], "test": ["val.csv"]}},  # test = LMR's val.csv
-    "howto100m": {"read": None, "repo": "", "splits": {"train": None}, "files": {"train": ["caption.json"]}}}
+    "howto100m": {"read": howto100m, "repo": "", "splits": {"train": None}, "files": {"train": ["caption.json"]}}}
 for _facts in SETS.values():
     _facts["licence"] = "research only"
 
@@ -131,43 +133,10 @@ def load(name, split, options):
     files.find(*patterns)
     options = options | {"at_rest": facts.get("at_rest", "")}
     with opening(files):
-        if name == "howto100m":
-            return narrations(files, options)
         classes, own = facts.get("classes", {}), files.last.name == patterns[0]
         rows = facts["read"](files, split) if own else listed(files, classes.get("label"))
-        rows = one_caption_list(row | facts.get("window", {}) for row in rows)
+        rows = (row | facts.get("window", {}) for row in rows)
         data = clips_of(name, split, rows, options, classes, grouped=facts.get("grouped", False))
     if facts.get("paragraphs"):
         data = with_column(data, "captions", [[" ".join(said)] for said in data.column("captions")])
     return data
-
-
-# ---- HowTo100M ----
-def narrations(files, options):
-    """Data of caption.json {video: {start, end, text}} and the videos that exist; one example is one line of speech.
-
-    There are 136 million lines, one every few seconds. They are in a table on disk, written once per file and set of
-    videos (some 45,000 lines a second; 115 bytes and the path per line). No process holds them in memory."""
-    import datasets
-    # `datasets` finds the cached table by these arguments, so they hold all it depends on
-    depends = {"file": str(files.last), "changed": files.last.stat().st_mtime_ns,
-               "index": video_index(str(video_folder(options)))}
-    with generating():
-        table = datasets.Dataset.from_generator(narration_rows, gen_kwargs=depends)
-    left_out, of = table[0]["counts"]
-    return Data("howto100m", "train", table.remove_columns("counts"), clip=clip_options(options),
-                note=f"{left_out:,} of {of:,} videos are missing or have no speech")
-
-
-def narration_rows(file, index, changed):
-    """One row per line of speech of the videos that exist; `counts` [videos left out, videos] is in the first row."""
-    lines = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-    there = [v for v in lines if v in index and lines[v]["text"]]
-    if not there:
-        raise UserError(f"howto100m: none of {len(lines):,} videos is there; --video-dir names their folder")
-    counts = [len(lines) - len(there), len(lines)]
-    for v in there:
-        for k, (start, end, text) in enumerate(zip(*(lines[v][c] for c in ("start", "end", "text")), strict=True)):
-            source = {"path": index[v], "start": float(start), "end": float(end)}
-            yield {"source": source, "captions": [text], "key": f"{v} {k}", "counts": counts}
-            counts = []

@@ -20,10 +20,7 @@ def _mix(x):
 
 def uniforms(seed, epoch, keys, n, stream=0):
     """(len(keys), n) float32 numbers in [0, 1): a function of (seed, epoch, key, stream) and of nothing else.
-
-    epoch: one, or one per key.   keys: integers (the sample's index, or `key_hash` of its name).   stream: one per
-    view: views are independent.
-    """
+    epoch: one, or one per key; keys: integers (the sample's index, or `key_hash` of its name); stream: one per view."""
     with np.errstate(over="ignore"):
         golden = np.uint64(0x9E3779B97F4A7C15)
         x = _mix(np.asarray(keys, dtype=np.int64).astype(np.uint64) * golden + np.uint64(seed))
@@ -67,7 +64,6 @@ class Augment:
 
     def boxes(self, height, width, u):
         """Random-resized-crop boxes (B, 4) long (top, left, height, width) for draws u (B, DRAWS); aspect 3/4..4/3.
-
         With scale_min = 1 it is the evaluation view: the centre square, or with squash the whole image. Sides longer
         than the image's are cut to them (torchvision draws again, up to ten times)."""
         if self.scale_min == 1:
@@ -89,9 +85,7 @@ class Augment:
 
     def photometric(self, x, u):
         """Device side: (B, 3, S, S) float in 0..1, draws (B, DRAWS, 1, 1, 1) -> x after flip, jitter, grey and blur.
-
-        The four colour operations come in the fixed order brightness, contrast, saturation, hue (torchvision permutes
-        them per sample); each equals torchvision's functional at the same parameter."""
+        The colour operations equal torchvision's, in the fixed order brightness, contrast, saturation, hue."""
         if self.flip:
             x = torch.where(u[:, 4] < self.flip, x.flip(-1), x)
         if self.jitter_p and (self.brightness or self.contrast or self.saturation or self.hue):
@@ -112,29 +106,28 @@ class Augment:
 
 
 LEVELS = np.arange(256.0)
-# RandAugment's operations in torchvision's order: a function of one plane (H, W) uint8 and a strength; the strength at
-# magnitude 30 (of shears and light a factor, of shifts a part of the side, of rotations degrees; 0: it has none).
+# RandAugment's operations in torchvision's order: a function of one plane (a grey Pillow image) and a strength; the
+# strength at magnitude 30 (of shears and light a factor, of shifts a part of the side, of rotations degrees; 0: none).
 OPERATIONS = {
     "Identity": (lambda p, m: p, 0),
     "ShearX": (lambda p, m: _moved(p, 1, m, 0, 0, 1, 0), 0.3),
     "ShearY": (lambda p, m: _moved(p, 1, 0, 0, m, 1, 0), 0.3),
-    "TranslateX": (lambda p, m: _moved(p, 1, 0, -int(m * p.shape[1]), 0, 1, 0), 150 / 331),
-    "TranslateY": (lambda p, m: _moved(p, 1, 0, 0, 0, 1, -int(m * p.shape[0])), 150 / 331),
-    "Rotate": (lambda p, m: np.asarray(Image.fromarray(p).rotate(m)), 30),
+    "TranslateX": (lambda p, m: _moved(p, 1, 0, -int(m * p.width), 0, 1, 0), 150 / 331),
+    "TranslateY": (lambda p, m: _moved(p, 1, 0, 0, 0, 1, -int(m * p.height)), 150 / 331),
+    "Rotate": (lambda p, m: p.rotate(m), 30),
     "Brightness": (lambda p, m: _looked_up(p, LEVELS * (1 + m)), 0.9),
     "Sharpness": (lambda p, m: _sharpened(p, 1 + m), 0.9),
-    "AutoContrast": (lambda p, m: _stretched(p, int(p.min()), int(p.max())), 0),
-    "Equalize": (lambda p, m: np.asarray(ImageOps.equalize(Image.fromarray(p))), 0)}
+    "AutoContrast": (lambda p, m: _stretched(p, *p.getextrema()), 0),
+    "Equalize": (lambda p, m: ImageOps.equalize(p), 0)}
 
 
 def randaugment(image, u, operations, magnitude):
-    """Applies `operations` random OPERATIONS to (..., 3, H, W) uint8, each with probability 1/2, as the sample's own
-    draws u (DRAWS,) say; magnitude: out of 30.
-
-    Choices, signs and strengths are those of torchvision's v2.RandAugment after torch.manual_seed. The images equal its
-    within one grey level, except where a shear hits the middle between two pixels, and for 1 pixel in 400 of a rotation
-    at 256 px. Plane by plane, temporaries fit the cache: allocating larger ones costs more than the work."""
+    """Applies `operations` random OPERATIONS to (..., 3, H, W) uint8, each with probability 1/2, by the sample's draws
+    u (DRAWS,); magnitude: out of 30. Choices, signs and strengths are those of torchvision's v2.RandAugment, and the
+    images equal its within one grey level, but for single pixels of shears and rotations; it takes several times as
+    long."""
     random = torch.Generator().manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
+    planes = [Image.fromarray(plane) for plane in image.flatten(0, -3).numpy()]  # ... * 3 of (H, W)
     for _ in range(operations):
         if torch.rand((), generator=random) >= 0.5:
             continue
@@ -142,36 +135,34 @@ def randaugment(image, u, operations, magnitude):
         strength = most * magnitude / 30
         if most and torch.rand((), generator=random) <= 0.5:
             strength = -strength
-        planes = image.numpy().reshape(-1, *image.shape[-2:])  # (... * 3, H, W)
-        image = torch.from_numpy(np.stack([change(p, strength) for p in planes])).view(image.shape)
-    return image
+        planes = [change(plane, strength) for plane in planes]
+    return torch.from_numpy(np.stack(planes)).view(image.shape)
 
 
 def _moved(plane, *matrix):
-    """At each (x, y) the plane's (H, W) pixel nearest to (a x + b y + c, d x + e y + f); black outside the plane."""
-    return np.asarray(Image.fromarray(plane).transform(plane.shape[::-1], Image.Transform.AFFINE, matrix))
+    """At each (x, y) the plane's pixel nearest to (a x + b y + c, d x + e y + f); black outside the plane."""
+    return plane.transform(plane.size, Image.Transform.AFFINE, matrix)
 
 
 def _looked_up(plane, levels):
     """The plane with new grey levels (256,), rounded down."""
-    table = levels.clip(0, 255).astype(np.uint8).tobytes()
-    return np.frombuffer(plane.tobytes().translate(table), np.uint8).reshape(plane.shape)
+    return plane.point(levels.clip(0, 255).astype(int).tolist())
 
 
 def _stretched(plane, low, high):
-    """The plane with its grey levels low..high stretched to 0..255."""
+    """The plane with its grey levels low..high stretched to 0..255 (Pillow's autocontrast rounds otherwise)."""
     return _looked_up(plane, (LEVELS - low) * 255 / (high - low)) if high > low else plane
 
 
 def _sharpened(plane, ratio):
-    """The plane (H, W) moved away from (ratio > 1) or towards the mean of 3 x 3 pixels, in which the centre counts 5
-    times; the border stays."""
-    x, out = plane.astype(np.int16), plane.copy()
+    """The plane moved away from (ratio > 1) or towards the mean of 3 x 3 pixels, in which the centre counts 5 times;
+    the border stays. Pillow's own takes three times as long."""
+    x, out = np.asarray(plane, np.int16), np.array(plane)  # (H, W)
     rows = x[:, :-2] + x[:, 1:-1] + x[:, 2:]  # (H, W - 2)
     x = x[1:-1, 1:-1]  # (H - 2, W - 2)
     mean = (rows[:-2] + rows[1:-1] + rows[2:] + 4 * x + 6) // 13  # rounded: a thirteenth is never half way
     out[1:-1, 1:-1] = (mean + np.float32(ratio) * (x - mean)).clip(0, 255)
-    return out
+    return Image.fromarray(out)
 
 
 def luma(x):
@@ -200,9 +191,7 @@ def shift_hue(x, shift):
 
 
 def gaussian_blur(x, sigma):
-    """Gaussian blur with one sigma (pixels) per sample: (B, 3, S, S), (B,) -> (B, 3, S, S).
-
-    Reflected borders, radius S/20 as SimCLR."""
+    """Gaussian blur, one sigma (B,) in pixels per sample, borders reflected, radius S/20 as SimCLR: (B, 3, S, S)."""
     B, C, S, _ = x.shape
     radius = max(1, S // 20)
     t = torch.arange(-radius, radius + 1, device=x.device)
@@ -227,10 +216,8 @@ def crop_batch(augment, images, u):
 
 
 def resize_boxes(images, boxes, size):
-    """Crop and resize each image by its own box, antialiased bilinear as torchvision: two small matrix products.
-
-    images (B, 3, H, W) uint8 or float; boxes (B, 4) top, left, height, width -> (B, 3, size, size) float, in 0..1.
-    """
+    """Crop and resize each image by its own box, antialiased bilinear as torchvision: two small matrix products. images
+    (B, 3, H, W) uint8 or float; boxes (B, 4) top, left, height, width -> (B, 3, size, size) float, in 0..1."""
     x = images.float() / 255 if images.dtype == torch.uint8 else images
     rows = _resize_weights(boxes[:, 0], boxes[:, 2], size, x.shape[-2])  # (B, size, H)
     cols = _resize_weights(boxes[:, 1], boxes[:, 3], size, x.shape[-1])  # (B, size, W)

@@ -99,8 +99,6 @@ class Run:
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
         if args.image_encoder in FROM_FILES:
             self.spec["features"] = feature_shape(self.train, args.image_encoder)
-            for data in (d for of in self.evals.values() for d in of.values() if hasattr(d.clip, "width")):
-                data.clip.width = self.spec["features"][1]
         if args.image_encoder.startswith(VIDEO) and has_clips(self.train):
             self.spec["frames"] = frames_of(self.train)
         self.spec |= {"questions": questions} if questions else {}
