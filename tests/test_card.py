@@ -11,7 +11,7 @@ from pathlib import Path
 
 import common
 from contrastive.data.batches import SLICE, in_slices
-from contrastive.data.pictures import part_of
+from contrastive.data.table import part_of
 from contrastive.encoders import base
 from contrastive.encoders.base import channels_last, small_cnn
 from contrastive.encoders.frozen import Expert

@@ -16,8 +16,7 @@ from contrastive.data import emoji as emoji_set
 from contrastive.data import stream as data_stream
 from contrastive.data import table as data_table
 from contrastive.data.batches import SHARDS_AT_ONCE, epoch_batches, epoch_order
-from contrastive.data.pictures import decode
-from contrastive.data.table import EmptySplit
+from contrastive.data.table import EmptySplit, decode
 from contrastive.data.views import OPERATIONS, crop_batch, gaussian_blur, randaugment, shift_hue
 from contrastive.encoders.paraphrases import Paraphrases
 from contrastive.engine.processes import UserError

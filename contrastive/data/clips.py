@@ -13,7 +13,7 @@ import secrets
 from pathlib import Path
 
 from contrastive.data.frames import read_frames
-from contrastive.data.pictures import decode
+from contrastive.data.table import decode
 from contrastive.engine.processes import UserError, first_line, opening
 
 import numpy as np

@@ -15,7 +15,7 @@ import tarfile
 
 from contrastive.data.batches import TRIES, crop_views, frame_draws, loader
 from contrastive.data.clips import clip_options
-from contrastive.data.pictures import decode
+from contrastive.data.table import decode
 from contrastive.data.table import IMAGE_TYPES, SPLITS, VIDEO_TYPES, Data, generating, notes, pick
 from contrastive.data.views import key_hash
 from contrastive.engine.processes import UserError, first_line, opening, rank, world

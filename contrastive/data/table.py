@@ -1,17 +1,24 @@
-"""One split of a data set: a table with a row per example, and how its pixels are read."""
+"""One split of a data set: a table with a row per example, and how its pixels are read. A damaged image is an error and
+never yields grey pixels."""
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import io
+import os
+import warnings
 from pathlib import Path
 
-from contrastive.data.pictures import decode, part_of
 from contrastive.data.views import uniforms
 from contrastive.engine.processes import UserError
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 
+Image.MAX_IMAGE_PIXELS = 89_478_485  # Pillow warns above this number and refuses twice as many
+warnings.filterwarnings("ignore", module="PIL")
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jfif", "jp2", "ppm", "pgm")
 VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "m2ts", "wmv", "flv", "ogv", "3gp")
 SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
@@ -167,6 +174,47 @@ class Data:
         """Captions in order (of the first `limit` examples): for a tokenizer or paraphrases."""
         for i in range(min(len(self), limit or len(self))):
             yield from self.captions(i)
+
+
+# ---- pixels ----
+@functools.lru_cache(maxsize=2 * 16)  # the tars read at a time, and those read next
+def _opened(path):
+    return open(path, "rb", buffering=0)  # closed when it leaves the cache
+
+
+def part_of(path, offset, size):
+    """Bytes of a tar. Its handle stays open, since a network disk takes milliseconds to open a file; forks share a
+    handle's position, and pread uses none."""
+    return os.pread(_opened(path).fileno(), size, offset)
+
+
+def decode(source):
+    """Path or bytes of an image -> (3, H, W) uint8 RGB, upright, alpha over white; the first frame of an animation.
+
+    JPEGs go through torchvision, which is fast. Its other decoders may crash the process on a damaged file.
+    Raises: OSError or ValueError for what is no whole image, has too many pixels, or more than 8 bits of grey."""
+    data = source if isinstance(source, (bytes, bytearray)) else Path(source).read_bytes()
+    image = Image.open(io.BytesIO(data))  # no pixel is decoded yet
+    if data[:2] == b"\xff\xd8":
+        # no end marker after the last scan; most files end with it, and searching all bytes takes time
+        if not data.endswith(b"\xff\xd9") and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
+            raise ValueError("truncated jpeg")  # the decoder would silently fill the rest with grey
+        if image.mode != "CMYK":
+            from torchvision.io import ImageReadMode, decode_jpeg
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return decode_jpeg(buffer, ImageReadMode.RGB, apply_exif_orientation=True)
+    if image.mode[0] in "IF":
+        raise ValueError("more than 8 bits of grey, of which Pillow makes white")
+    transparent = "A" in image.getbands() or "transparency" in image.info
+    x = np.asarray(ImageOps.exif_transpose(image.convert("RGBA" if transparent else "RGB")))  # (H, W, 3 or 4)
+    x = over_white(x) if transparent else x.copy()
+    return torch.from_numpy(x).permute(2, 0, 1)
+
+
+def over_white(x):
+    """(..., 4) uint8 -> (..., 3), rounded, in integers."""
+    rgb, alpha = x[..., :3].astype(np.int32), x[..., 3:].astype(np.int32)
+    return ((rgb * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
 
 
 # ---- the hub ----

@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from contrastive.data.pictures import decode
+from contrastive.data.table import decode
 from contrastive.encoders.base import FEATURES, SmallText, Tower, hub_encoder, read_words, small_cnn
 from contrastive.encoders.ssb import TextHead, VideoTower
 from contrastive.encoders.towers import image_tower
