@@ -71,13 +71,9 @@ def load_data(name, split, **options):
         name: a name of MODULES; a csv, json(l) or parquet file; a folder, as the library `datasets` takes it; a .tar or
             a folder of tars; or a hub id such as 'org/name'. What comes from the hub may be NAME@REVISION, a commit.
         split: train, val or test.
-        options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column,
-            label_column, streaming, join_captions, unfold_captions, hold_out_val, extra_captions, caption_relevancy,
-            revision; of clips: frames, frame_sampling, frame_cache, image_size, feature_dir; and those of the set's own
-            file.
+        options: the flags of a script that are named below (SET_FLAGS, OWN_FLAGS, RUN_FLAGS), and the set's own.
     Returns: Data, or a stream of tars (train split with streaming=True).
-    Raises: UserError naming the path or column and what exists instead.
-    """
+    Raises: UserError naming the path or column and what exists instead."""
     name, revision = parted(name, "@")
     facts, options = facts_of(name), options | ({"revision": revision} if revision else {})
     of_hub = facts.get("repo") or facts.get("base") if facts else not Path(name).expanduser().exists()
@@ -115,8 +111,7 @@ def load_data(name, split, **options):
 
 @functools.lru_cache(maxsize=32)
 def _named(name, split, hold_out_val=False, **options):
-    """One split of a set by name, None if it has no such split; with hold_out_val a part of train becomes val, and the
-    rest stays train. If their number is not one of those that the facts expect, the note says so."""
+    """One split of a set by name, None if it has no such split; with hold_out_val a part of train becomes val."""
     facts = facts_of(name)
     if split not in splits_of(name, hold_out_val):
         return None
@@ -147,8 +142,7 @@ def held_out_place(key):
 
 
 def hold_out(splits):
-    """Takes missing val and test splits out of train, HELD_OUT of it each. The hash of its name decides for each row,
-    so that other rows do not matter. Each split keeps at most MOST_HELD_OUT. Without train nothing is held out."""
+    """Takes missing val and test splits out of train, HELD_OUT of it each, at most MOST_HELD_OUT, by held_out_place."""
     train, missing = splits.get("train"), [s for s in ("val", "test") if s not in splits]
     if train is None or train.streamed or not missing:
         return splits
@@ -190,10 +184,8 @@ def data_options(args, name=None, folder="", **more):
 
 
 def open_data(args):
-    """(training split, {name: {val, test}}) as the flags say: the evaluation sets are those of --eval-datasets, each
-    NAME or NAME=DIR, else the training set. It runs before any process group, so errors come fast.
-
-    Raises: UserError for an evaluation set without splits, or if --eval-every would find no val split."""
+    """(training split, {name: {val, test}} of --eval-datasets, else of the training set), as the flags say, before any
+    process group, so that errors come fast.   Raises: UserError if splits that would be evaluated are not there."""
     train, evals = load_data(args.dataset, "train", **data_options(args)), {}
     for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
         name, folder = parted(word, "=")
@@ -223,12 +215,8 @@ def places(data):
 
 
 def add_pairs(data, word, args, evals):
-    """The training data followed by those of another set (--extra-pairs). Rows of clips that the evaluation reads are
-    left out, and so are rows held out as that set's val or test. In a set of questions the added rows have none (None).
-
-    Args: word: NAME or NAME=DIR of --extra-pairs, DIR with the annotations and the files of the set.
-        args: the flags of the run.   evals: {name: {val, test}}, the evaluation sets.
-    Raises: UserError if the two sets cannot be joined in one table."""
+    """The training data followed by those of another set, `word` of --extra-pairs, without the clips that `evals`, the
+    evaluation sets, read. In a set of questions the added rows have none (None)."""
     import datasets
     name, folder = parted(word, "=")
     options = dict.fromkeys(("image_column", "caption_column", "label_column"), "")  # the flags name the set's own
@@ -255,12 +243,9 @@ def add_pairs(data, word, args, evals):
 
 
 def add_captions(data, file):
-    """The data with further captions from a file with columns video (or image), caption, and start, end for windows
-    (tools/caption.py writes such a file). Rows of the file that match no row of the data are counted.
-
-    A clip is matched by its window and its file name without folders and extension; all rows of the clip get the
-    caption. A question that served as the caption is replaced.
-    Raises: UserError if nothing matches, or two files of one name, and for data without files of their own."""
+    """The data with further captions from a file with columns video (or image), caption, and start, end for windows. A
+    clip is matched by its window and its file name without folders and extension. A question that served as the caption
+    is replaced.   Raises: UserError if nothing matches, or two files of one name."""
     if data.sources is None:
         raise UserError(f"--extra-captions {file}: {data.name} has no files of its own to which captions could belong")
     clips, rows = [*places(data)], {}  # rows: {(stem, start, end): rows of the data}

@@ -73,9 +73,8 @@ def read_tables(source, revision=None):
 
 
 def splits_of_tables(name, tables, options, root):
-    """{split: Data} of {split's word: table}; if all rows are in one, its column `split` may divide them. All rows of an
-    image, or of a window of a video, are one example; a file inside the table is an example of its own and stays on the
-    disk."""
+    """{split: Data} of {split's word: table}; if all rows are in one, its column `split` may divide them. All rows of
+    an image, or of a window of a video, are one example; a file inside the table is one of its own, and stays there."""
     import datasets
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -132,7 +131,8 @@ def splits_of_tables(name, tables, options, root):
     unknown = 0
     if label:
         classes = classes or sorted(found["label"].drop_null().unique().to_pylist())
-        labels = pc.index_in(found["label"], pa.array(classes, pa.string())).fill_null(-1).to_numpy().astype(int)  # (M,)
+        labels = pc.index_in(found["label"], pa.array(classes, pa.string())).fill_null(-1)  # (M,)
+        labels = labels.to_numpy().astype(int)
         data, unknown = with_column(data, "label", labels, datasets.ClassLabel(names=classes)), (labels < 0).sum()
     data = with_note(data, f"{silent:,} rows without an image or a caption left out" if silent else "",
                      f"{len(missing):,} videos are not there, first {missing[0]}" if missing else "",
@@ -167,8 +167,10 @@ def examples(table, path, caption, label, split):
     out = out.append_column("said", pc.utf8_trim_whitespace(said.cast(pa.string())))
     out = out.filter(pc.and_(pc.greater(pc.utf8_length(out["said"]), 0), pc.greater(pc.utf8_length(out["path"]), 0)))
     silent = len(table) - pc.count_distinct(out["row"]).as_py()
-    example = ["split", "path", *WINDOW]  # one thread keeps the order
-    out = out.group_by([*example, "said"], use_threads=False).aggregate([("label", "min"), ("label", "max")])
-    out = out.group_by(example, use_threads=False).aggregate(
-        [("said", "list"), ("label_min", "min"), ("label_max", "max")]).rename_columns([*example, "captions", "min", "max"])
-    return out.append_column("label", pc.if_else(pc.equal(out["min"], out["max"]), out["min"], None)), silent
+    out = out.append_column("n", pa.array(np.arange(len(out))))  # group_by keeps no order
+    example, firsts = ["split", "path", *WINDOW], [("n", "min"), ("label", "min"), ("label", "max")]
+    once = out.group_by([*example, "said"]).aggregate(firsts).sort_by("n_min")  # a caption comes once
+    lists = [("said", "list"), ("n_min", "min"), ("label_min", "min"), ("label_max", "max")]
+    once = once.group_by(example, use_threads=False).aggregate(lists)
+    once = once.rename_columns([*example, "captions", "n", "low", "high"]).sort_by("n")
+    return once.append_column("label", pc.if_else(pc.equal(once["low"], once["high"]), once["low"], None)), silent
