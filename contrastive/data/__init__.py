@@ -222,22 +222,20 @@ def add_pairs(data, word, args, evals):
     options = dict.fromkeys(("image_column", "caption_column", "label_column"), "")  # the flags name the set's own
     options["unfold_captions"] = getattr(args, "unfold_captions", False)
     more = load_data(name, "train", **data_options(args, name, folder, **options))
-    said = more.has_captions and (data.has_captions or data.column("question") is not None)
-    files = all(part.sources is not None and part.shards is None and not part.sentences for part in (data, more))
-    if not (files and said) or type(data.clip) is not type(more.clip):
-        raise UserError(f"--extra-pairs {word}: only joins files with captions, videos to videos or images to images: "
-                        "no tars, sets in memory, features, classes, sentences, or further questions")
+    alike = type(data.clip) is type(more.clip) and None not in (data.sources, more.sources)
+    if not (alike and more.has_captions) or data.sentences:
+        raise UserError(f"--extra-pairs {word}: only joins files with captions, videos to videos or images to images")
     read = {place.stem for splits in evals.values() for part in splits.values() if part.sources is not None
             for place, *_ in places(part)}
     kept = np.flatnonzero([place.stem not in read for place, *_ in places(more)])
     dropped, more = len(more) - len(kept), more.select(kept)
     columns = ["source", "captions", "key"]
     asked = [c for c in ("question", "answer", "choices", "question_type") if c in data.table.column_names]
-    with opening(f"--extra-pairs {word}"):
+    with opening(f"--extra-pairs {word}"):  # the sources of tars and of files differ
         table = datasets.concatenate_datasets([data.table.select_columns(columns + asked),
                                                more.table.select_columns(columns)])
     which = None if data.which is None else np.concatenate([data.which, more.which])
-    data = dataclasses.replace(data, table=table, rows=None, which=which, own=data.own or data)
+    data = dataclasses.replace(data, table=table, rows=None, shards=None, which=which, own=data.own or data)
     return with_note(data, f"{len(more):,} more pairs from {more.name}, {len(more) / len(table):.0%} of an epoch",
                      more.note, f"{dropped:,} of clips that the evaluation reads left out" if dropped else "")
 

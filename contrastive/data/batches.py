@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
-SLICE = 256  # frames whose colours a card changes at a time: temporaries take six times the memory of these frames
+SLICE = 256  # frames whose colours change at a time: temporaries take six times the memory of these frames
 TRIES = 100  # unreadable samples in a row, after which a run stops
 LOADER_SECONDS = 1200  # without a batch, after which workers count as dead
 
@@ -148,17 +148,15 @@ class Batches:
         it; the views are uint8 or, of pixels in memory, float on the device."""
         data, mine = self.data, slice(rank() * self.local, (rank() + 1) * self.local)
         if data.streamed:
-            return self.load(data.reader(self), batch_size=self.local, drop_last=True)
-        plan = epoch_batches(len(data), self.batch_size, self.seed, self.first, self.last, data.shards)
-        if data.pixels is not None:
-            return self._in_memory((epoch, batch[mine]) for epoch, batch in plan)
-        order = ([(epoch, i) for i in batch[mine].tolist()] for epoch, batch in plan)
-        return self.load(Samples(data, self.augments, self.seed), batch_sampler=order)
-
-    def load(self, dataset, **how):
-        """Iterator of the raw batches of a data set of items."""
-        pin = self.device.type == "cuda"
-        return iter(loader(dataset, self.workers, self.seed, pin_memory=pin, collate_fn=collate, **how))
+            items, how = data.reader(self), {"batch_size": self.local, "drop_last": True}
+        else:
+            plan = epoch_batches(len(data), self.batch_size, self.seed, self.first, self.last, data.shards)
+            if data.pixels is not None:
+                return self._in_memory((epoch, batch[mine]) for epoch, batch in plan)
+            order = ([(epoch, i) for i in batch[mine].tolist()] for epoch, batch in plan)
+            items, how = Samples(data, self.augments, self.seed), {"batch_sampler": order}
+        how |= {"collate_fn": collate, "pin_memory": self.device.type == "cuda"}
+        return iter(loader(items, self.workers, self.seed, **how))
 
     def _in_memory(self, plan):
         """`raw` of data in memory: cropped in batch, on the device."""
@@ -198,12 +196,11 @@ class Batches:
             return x
         frames = x.reshape(-1, *x.shape[-3:])  # (B * T, 3, S, S)
         draws = draws.repeat_interleave(len(frames) // len(x), 0)  # (B * T, DRAWS): all frames of a clip alike
-
-        def finish(frames, draws):
-            frames = frames.float().div_(255) if frames.dtype == torch.uint8 else frames
-            return self.transform.normalise(photometric(frames, draws))
-        size = SLICE if self.device.type == "cuda" else 0
-        return in_slices(finish, size, frames, draws[:, :, None, None, None]).view(x.shape)
+        out = []
+        for part, u in zip(frames.split(SLICE), draws[:, :, None, None, None].split(SLICE)):
+            part = part.float().div_(255) if part.dtype == torch.uint8 else part
+            out.append(self.transform.normalise(photometric(part, u)))
+        return torch.cat(out).view(x.shape)
 
     def count_bad(self, bad, step):
         """Lists the bad samples of all processes in bad_samples.txt; above max_bad_fraction of those tried (or of the
@@ -222,10 +219,3 @@ class Batches:
             key, why = next(iter(self.bad.items()))
             raise UserError(f"{len(self.bad)} of about {tried} samples cannot be read, above --max-bad-fraction "
                             f"{self.max_bad_fraction}; the first: {key}: {why} (all in {self.folder}/bad_samples.txt)")
-
-
-def in_slices(function, size, *rows):
-    """function(*rows) -> (M, ...), for at most `size` of the M rows at a time; 0 = all."""
-    if not size or len(rows[0]) <= size:
-        return function(*rows)
-    return torch.cat([function(*piece) for piece in zip(*(x.split(size) for x in rows))])
