@@ -22,6 +22,7 @@ import torch
 TEXTS = ("txt", "caption", "text", "cls")  # parts that are read while the index is built
 COLUMNS = ("image_column", "caption_column", "label_column")  # the options that change an index
 VERSION = 3  # of the index: the cache compares arguments, not code, so a change of index_rows needs a new number
+NAME = re.compile("(.*/)?[^/.]*")  # of a sample: its files' path up to the first dot of their names
 GUESS = 5000  # samples per shard if their number is not known
 
 
@@ -59,19 +60,15 @@ class Strict(tarfile.TarInfo):
 
 def samples(file, mode, read=None):
     """(name, {extension: bytes}) of the samples of an open file; of extensions not in `read` (offset, size) instead."""
-    name, parts = "", {}
     with tarfile.open(fileobj=file, mode=mode, tarinfo=Strict) as tar:
-        for member in filter(tarfile.TarInfo.isreg, tar):
-            folder, _, base = member.name.rpartition("/")
-            stem, _, extension = base.lower().partition(".")
-            stem = f"{folder}/{base[:len(stem)]}".lstrip("/")
-            if stem != name and parts:
-                yield name, parts
-                parts = {}
-            name, whole = stem, read is None or extension in read
-            parts[extension] = tar.extractfile(member).read() if whole else (member.offset_data, member.size)
-    if parts:
-        yield name, parts
+        members = filter(tarfile.TarInfo.isreg, tar)
+        for name, group in itertools.groupby(members, lambda member: NAME.match(member.name)[0]):
+            parts = {}
+            for member in group:
+                extension = member.name[len(name) + 1:].lower()
+                whole = read is None or extension in read
+                parts[extension] = tar.extractfile(member).read() if whole else (member.offset_data, member.size)
+            yield name.lstrip("/"), parts
 
 
 def parts_of(parts, options):
