@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import common
-from contrastive.data import batches as data_batches
+from contrastive.data.batches import SLICE
 from contrastive.data.table import part_of
 from contrastive.encoders import base
 from contrastive.encoders.base import channels_last, small_cnn
@@ -246,19 +246,18 @@ def test_row_blocks_are_large_on_a_card():
     assert common.rows_at_once(2048, 2048, torch.device("cpu")) == 2048
 
 
-def test_views_in_slices_are_the_whole_to_the_bit(monkeypatch):
+def test_views_in_slices_are_the_whole_to_the_bit():
     generator = np.random.default_rng(0)
     clips = torch.from_numpy(generator.integers(0, 256, (300, 2, 3, 32, 32), dtype=np.uint8))
     view = common.Augment(32, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
     draws = torch.from_numpy(generator.random((300, view.DRAWS), dtype=np.float32))
-    here, seen, found = Namespace(device=torch.device("cpu"), transform=common.EvalTransform(
-        32, (0.5,) * 3, (0.25,) * 3)), [], []
+    transform, seen, found = common.EvalTransform(32, (0.5,) * 3, (0.25,) * 3), [], []
 
     def photometric(frames, u):
         seen.append(len(frames))
         return view.photometric(frames, u)
-    for size in (600, data_batches.SLICE, 599):
-        monkeypatch.setattr(data_batches, "SLICE", size)
+    for size in (sys.maxsize, SLICE, 599):
+        here = Namespace(device=torch.device("cpu"), transform=transform, slice=size)
         found.append(common.Batches._finish(here, clips, photometric, draws))
     assert seen == [600, 256, 256, 88, 599, 1] and found[0].shape == clips.shape
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

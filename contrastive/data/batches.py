@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
-SLICE = 256  # frames whose colours change at a time: temporaries take six times the memory of these frames
+SLICE = 256  # frames whose colours a card changes at a time: temporaries take six times the memory of these frames
 TRIES = 100  # unreadable samples in a row, after which a run stops
 LOADER_SECONDS = 1200  # without a batch, after which workers count as dead
 
@@ -135,6 +135,7 @@ class Batches:
         self.workers = 0 if data.pixels is not None else min(workers, CORES)  # those that are started
         if data.streamed:
             self.workers = min(self.workers, len(data.urls) // world())  # each has a shard
+        self.slice = SLICE if device.type == "cuda" else sys.maxsize
         self.positions = positions
         if positions is not None:
             readers = {"processes": world(), "workers": self.workers} if data.streamed else {}
@@ -197,10 +198,10 @@ class Batches:
         frames = x.reshape(-1, *x.shape[-3:])  # (B * T, 3, S, S)
         draws = draws.repeat_interleave(len(frames) // len(x), 0)  # (B * T, DRAWS): all frames of a clip alike
         out = []
-        for part, u in zip(frames.split(SLICE), draws[:, :, None, None, None].split(SLICE)):
+        for part, u in zip(frames.split(self.slice), draws[:, :, None, None, None].split(self.slice)):
             part = part.float().div_(255) if part.dtype == torch.uint8 else part
             out.append(self.transform.normalise(photometric(part, u)))
-        return torch.cat(out).view(x.shape)
+        return (torch.cat(out) if len(out) > 1 else out[0]).view(x.shape)  # the cat of one is a copy
 
     def count_bad(self, bad, step):
         """Lists the bad samples of all processes in bad_samples.txt; above max_bad_fraction of those tried (or of the
