@@ -22,8 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-from contrastive.data.pictures import decode
-from contrastive.data.table import IN_MEMORY
+from contrastive.data.table import IN_MEMORY, decode
 from contrastive.data.views import crop_batch
 from contrastive.encoders.base import STATS
 from contrastive.engine.log import commit

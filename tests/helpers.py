@@ -98,6 +98,13 @@ def open_splits(name, **options):
     return out
 
 
+def counted(batches):
+    """The batches, and their bad samples are counted as a run counts them."""
+    for step, batch in enumerate(batches, batches.first):
+        batches.count_bad(batch["bad"], step)
+        yield batch
+
+
 def held_out(names):
     """{split: names} as the hash of each name places it, where train alone is given."""
     out = {"val": [], "test": [], "train": []}

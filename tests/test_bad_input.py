@@ -308,7 +308,7 @@ def test_resume_with_a_changed_flag(words, tmp_path, capsys):
 
 def test_flags_of_a_data_set_that_is_evaluated_alone_are_used(capsys):
     args = temo.parse_args("--dataset emoji --eval-datasets emoji moving-emoji --clips 50 20 10 --fold 3".split())
-    sets = data_sets.evaluation_sets(args)
+    _, sets = data_sets.open_data(args)
     assert [len(sets["moving-emoji"][s]) for s in ("val", "test")] == [20, 10]
     assert len(sets["emoji"]["test"]) == len(common.load_data("emoji", "test", fold=3)) != 168
     refused(capsys, "--dataset", "cc3m", "--fold=")

@@ -10,8 +10,8 @@ from argparse import Namespace
 from pathlib import Path
 
 import common
-from contrastive.data.batches import SLICE, in_slices
-from contrastive.data.pictures import part_of
+from contrastive.data.batches import SLICE
+from contrastive.data.table import part_of
 from contrastive.encoders import base
 from contrastive.encoders.base import channels_last, small_cnn
 from contrastive.encoders.frozen import Expert
@@ -258,18 +258,19 @@ def test_row_blocks_are_large_on_a_card():
 
 def test_views_in_slices_are_the_whole_to_the_bit():
     generator = np.random.default_rng(0)
-    frames = torch.from_numpy(generator.integers(0, 256, (600, 3, 32, 32), dtype=np.uint8))
+    clips = torch.from_numpy(generator.integers(0, 256, (300, 2, 3, 32, 32), dtype=np.uint8))
     view = common.Augment(32, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
-    draws = torch.from_numpy(generator.random((600, view.DRAWS), dtype=np.float32))[:, :, None, None, None]
-    seen = []
+    draws = torch.from_numpy(generator.random((300, view.DRAWS), dtype=np.float32))
+    transform, seen, found = common.EvalTransform(32, (0.5,) * 3, (0.25,) * 3), [], []
 
-    def finish(frames, draws):
+    def photometric(frames, u):
         seen.append(len(frames))
-        return view.photometric(frames.float().div_(255), draws)
-    whole = in_slices(finish, 0, frames, draws)
-    assert torch.equal(in_slices(finish, SLICE, frames, draws), whole)
-    assert seen == [600, 256, 256, 88]
-    assert torch.equal(in_slices(finish, 599, frames, draws), whole)
+        return view.photometric(frames, u)
+    for size in (sys.maxsize, SLICE, 599):
+        here = Namespace(device=torch.device("cpu"), transform=transform, slice=size)
+        found.append(common.Batches._finish(here, clips, photometric, draws))
+    assert seen == [600, 256, 256, 88, 599, 1] and found[0].shape == clips.shape
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 # ----------------------------------------------------- loader --------------------------------------------------------

@@ -16,8 +16,7 @@ from contrastive.data import emoji as emoji_set
 from contrastive.data import stream as data_stream
 from contrastive.data import table as data_table
 from contrastive.data.batches import SHARDS_AT_ONCE, epoch_batches, epoch_order
-from contrastive.data.pictures import decode
-from contrastive.data.table import EmptySplit
+from contrastive.data.table import EmptySplit, decode
 from contrastive.data.views import OPERATIONS, crop_batch, gaussian_blur, randaugment, shift_hue
 from contrastive.encoders.texts import Paraphrases
 from contrastive.engine.processes import UserError
@@ -37,6 +36,7 @@ from helpers import (
     TEXT,
     TRUNCATED,
     caption,
+    counted,
     encode,
     held_out,
     open_splits,
@@ -614,7 +614,7 @@ def one_of_two(process, data, others, meeting, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=process, world_size=2)
     batches = batches_of(data, folder=out)
-    torch.save([list(batches), batches.bad, [content(d) for d in others]], f"{out}/{process}.pt")
+    torch.save([list(counted(batches)), batches.bad, [content(d) for d in others]], f"{out}/{process}.pt")
     dist.destroy_process_group()
 
 
@@ -636,7 +636,7 @@ def test_two_processes_get_the_batches_of_one(tmp_path, ten):
         assert all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(rows, mine, strict=True))
         assert all(np.array_equal(a, b) for a, b in zip(more, mores, strict=True))
     alone = batches_of(data)
-    for a, b, whole in zip(left, right, alone, strict=True):
+    for a, b, whole in zip(left, right, counted(alone), strict=True):
         assert a["keys"] + b["keys"] == whole["keys"] and a["captions"] + b["captions"] == whole["captions"]
         assert a["epoch"] == whole["epoch"]
         assert all(torch.equal(torch.cat(v), w) for *v, w in zip(a["views"], b["views"], whole["views"]))
@@ -662,7 +662,7 @@ def spoilt(tmp_path_factory):
 def test_bad_samples_are_replaced_by_the_next_counted_and_listed(workers, spoilt, tmp_path):
     csv, keys = spoilt
     batches = batches_of(common.load_data(csv, "train"), last=12, workers=workers, folder=tmp_path)
-    seen = [k for b in batches for k in b["keys"]]
+    seen = [k for b in counted(batches) for k in b["keys"]]
     after = {keys[3]: keys[5], keys[4]: keys[5], keys[35]: keys[0]}
     order = [keys[i] for _, batch in epoch_batches(36, 6, 3, 0, 12) for i in batch]
     assert seen == [after.get(k, k) for k in order]  # the same rule with and without workers
@@ -749,7 +749,7 @@ def test_a_sample_of_a_stream_without_caption_is_one_bad_sample(tmp_path):
     write_tar(tmp_path / "train-0.tar", samples)
     write_tar(tmp_path / "val-0.tar", tar_samples(range(24, 30), "jpg", "txt"))
     batches = batches_of(stream(str(tmp_path)), size=4, last=3)
-    keys = {k for b in batches for k in b["keys"]}
+    keys = {k for b in counted(batches) for k in b["keys"]}
     assert keys <= set(samples) - {"000005"} and len(batches.bad) == 1 and "000005" in batches.bad
 
 

@@ -8,7 +8,7 @@ import types
 
 import common
 from contrastive import encoders, engine, evaluation
-from contrastive.data import evaluation_sets
+from contrastive.data import open_data
 from contrastive.data.images import TEMO_17
 from contrastive.engine.processes import UserError
 
@@ -173,7 +173,7 @@ def test_the_sets_that_are_meant(capsys):
     with pytest.raises(UserError, match="--datasets dtd: named with two folders"):
         wanted("--datasets", "dtd=a", "emoji", "dtd=b")
     with pytest.raises(UserError, match="--eval-datasets emoji: named with two folders"):
-        evaluation_sets(temo.parse_args(["--eval-datasets", "emoji=a", "emoji=b", "--cpu"]))
+        open_data(temo.parse_args(["--eval-datasets", "emoji=a", "emoji=b", "--cpu"]))
 
 
 def squashing(run, folder):

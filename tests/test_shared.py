@@ -82,7 +82,7 @@ def test_every_flag_has_an_effect(script):
     shared, opened = ROOT / "contrastive" / "engine" / "flags.py", ROOT / "contrastive" / "data" / "__init__.py"
     before, _, after = texts[shared].partition("    def _add_shared")
     texts[shared] = before
-    texts[opened] = re.sub(r"DATA_FLAGS = \(.*?\)", "", texts[opened], flags=re.S)
+    texts[opened] = re.sub(r"[A-Z]+_FLAGS = \(.*?\)", "", texts[opened], flags=re.S)
     read = {name for pair in re.findall(r'\bargs\.(\w+)|"(\w+)"', "".join(texts.values())) for name in pair}
     flags = flags_of(script) | flags_of(shared)
     for room in (ROOT / "contrastive" / "data").glob("*.py"):

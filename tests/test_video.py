@@ -36,7 +36,7 @@ import torch
 from PIL import Image
 
 import helpers
-from helpers import TEXT, frame, frame_number, open_splits, write_rows, write_video
+from helpers import TEXT, counted, frame, frame_number, open_splits, write_rows, write_video
 
 SPLITS = ("train", "val", "test")
 CPU = torch.device("cpu")
@@ -1275,7 +1275,7 @@ def test_a_broken_clip_is_replaced_by_the_next_and_listed(workers, tmp_path):
     whole = (tmp_path / bad).read_bytes()
     (tmp_path / bad).write_bytes(whole[:len(whole) * 6 // 10])
     batches = batches_of(data, [PLAIN], last=2, workers=workers, folder=tmp_path)
-    clips = [pair for b in batches for pair in shown(b)]
+    clips = [pair for b in counted(batches) for pair in shown(b)]
     assert sorted(k for k, _ in clips) == sorted([*(k for k in data.column("key") if k != bad), after])
     assert all(clip == [8 * int(key[:3]) + j for j in SHOWN] for key, clip in clips)
     assert list(batches.bad) == [bad] and bad in (tmp_path / "bad_samples.txt").read_text()
@@ -1351,7 +1351,7 @@ def test_unusable_features_are_a_bad_sample(kind, features, tmp_path):
     elif kind != "missing":
         np.save(file, BROKEN[kind], allow_pickle=True)
     batches = batches_of(data, [PLAIN, PLAIN], 6, 1, folder=tmp_path)
-    batch, = batches
+    batch, = counted(batches)
     assert list(batches.bad) == [bad] and bad not in batch["keys"] and batch["keys"].count(data.key(3)) == 2
     assert [tuple(v.shape) for v in batch["views"]] == [(6, 4, 5)] * 2 and torch.isfinite(batch["views"][0]).all()
 

@@ -3,7 +3,7 @@
 table.py      Data, one split: a table with a row per example, and how its pixels are read
 own.py        the user's own files and folders, and hub ids        stream.py    tars: indexed, or read in order
 batches.py    training batches                                     views.py     random numbers and image views
-pictures.py, frames.py, clips.py    bytes of an image or a video -> uint8 pixels (or features)
+frames.py, clips.py    bytes of a video -> uint8 pixels (or features)
 annotations.py    what the readers of annotation files share
 
 Data sets by name stand in one file per family. Such a file has SETS = {name: facts} and load(name, split, options) ->
@@ -22,7 +22,7 @@ import types
 from pathlib import Path
 
 from contrastive.data.own import listed, own_data
-from contrastive.data.table import EmptySplit, has_clips, with_column, with_note
+from contrastive.data.table import EmptySplit, with_column, with_note
 from contrastive.data.views import key_hash
 from contrastive.engine.processes import UserError, opening
 
@@ -66,11 +66,6 @@ def facts_of(word):
     return find_set(name).SETS[name] if name in MODULES else {}
 
 
-def options_of(name):
-    """The options of load_data that only this data set has: its file declares them as flags."""
-    return [flag[2:].replace("-", "_") for flag in facts_of(name).get("options", {})]
-
-
 def splits_of(name, hold_out_val=False):
     """The splits of a data set; one by name that comes without val has it only if it is held out of train."""
     own = tuple(facts_of(name).get("splits", ("train", "val", "test")))
@@ -85,24 +80,29 @@ def load_data(name, split, **options):
         name: a name of MODULES; a csv, json(l) or parquet file; a folder, as the library `datasets` takes it; a .tar or
             a folder of tars; or a hub id such as 'org/name'. What comes from the hub may be NAME@REVISION, a commit.
         split: train, val or test.
-        options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column,
-            label_column, streaming, join_captions, unfold_captions, hold_out_val, extra_captions, caption_relevancy,
-            revision; of clips: frames, frame_sampling, frame_cache, image_size, feature_dir; and those of the set's own
-            file.
+        options: the flags of a script that are named below (SET_FLAGS, OWN_FLAGS, RUN_FLAGS), and the set's own.
     Returns: Data, or a stream of tars (train split with streaming=True).
-    Raises: UserError naming the path or column and what exists instead.
-    """
+    Raises: UserError naming the path or column and what exists instead."""
     name, revision = parted(name, "@")
-    own, facts, options = options_of(name), facts_of(name), options | ({"revision": revision} if revision else {})
-    local = options.get("data_dir") or not (facts.get("repo") or facts.get("base"))
-    if options.get("revision") and (local if facts else Path(name).expanduser().exists()):
+    facts, options = facts_of(name), options | ({"revision": revision} if revision else {})
+    of_hub = facts.get("repo") or facts.get("base") if facts else not Path(name).expanduser().exists()
+    if options.get("revision") and (not of_hub or facts and options.get("data_dir")):
         raise UserError(f"--dataset {name}@{options['revision']}: only what is read from the hub has a revision")
     join, unfold, extra, relevancy = (options.pop(k, None) for k in (
         "join_captions", "unfold_captions", "extra_captions", "caption_relevancy"))
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v or k in own and v is not None}
-    data = (_named if facts else _own)(name, split, tuple(sorted(options.items())))
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v not in (None, "", [])}
+    splits = {split: _named(name, split, **given)} if facts else _own(name, **given)
+    data = splits.get(split)
+    if not data:
+        there = facts.get("splits") or [s for s in splits if splits[s]]
+        raise EmptySplit(f"{name} has no {split} split; it has: {', '.join(there)}"
+                         + "; --hold-out-val takes one out of train" * (split == "val" and bool(facts)))
     if options.get("feature_dir") and data.sources is not None:
-        data = _of_whole_files(data)
+        windows = {*places(data)}
+        if len({path for path, *_ in windows}) < len(windows):
+            raise UserError(f"{name}: several windows of one video, but --feature-dir has only one file per video")
+        if any({start, end} != {None} for _, start, end in windows):
+            data = with_note(data, "the features are those of whole files, not of the windows (start, end)")
     if split == "train" and options.get("streaming") and (not data.streamed or join or unfold or extra):
         raise UserError(f"--streaming: needs tars ({name}), without --unfold-captions, --join-captions and "
                         "--extra-captions")
@@ -119,14 +119,12 @@ def load_data(name, split, **options):
 
 
 @functools.lru_cache(maxsize=32)
-def _named(name, split, options):
-    """One split of a set by name; with hold_out_val a part of train becomes val, and the rest stays train. If their
-    number is not one of those that the facts expect, the note says so."""
-    options, facts = dict(options), facts_of(name)
-    held = options.pop("hold_out_val", False) and set(facts["splits"]) == {"train", "test"} and split != "test"
-    if split not in facts["splits"] and not held:
-        raise EmptySplit(f"{name} has no {split} split; it has: {', '.join(facts['splits'])}; --hold-out-val takes "
-                         "one out of the train split of a set without val")
+def _named(name, split, hold_out_val=False, **options):
+    """One split of a set by name, None if it has no such split; with hold_out_val a part of train becomes val."""
+    facts = facts_of(name)
+    if split not in splits_of(name, hold_out_val):
+        return None
+    held = split != "test" and splits_of(name, hold_out_val) != splits_of(name)
     data = find_set(name).load(name, "train" if held else split, options)
     expected, part = facts["splits"][data.split], facts.get("about", 0)
     counts = [n for n in (expected, facts.get("also", {}).get(data.split)) if n]
@@ -136,32 +134,13 @@ def _named(name, split, options):
     return hold_out({"train": data, "test": ()})[split] if held else data
 
 
-def _own(name, split, options):
-    """One split of the user's own data."""
-    splits = _own_splits(name, options)
-    there = [s for s in splits if splits[s].examples]
-    if split not in there:
-        raise EmptySplit(f"--dataset {name}: no {split} split; it has: {', '.join(there)}")
-    return splits[split]
-
-
 @functools.lru_cache(maxsize=8)
-def _own_splits(name, options):
+def _own(name, **options):
+    """{split: Data} of the user's own data."""
     if not Path(name).expanduser().exists() and name.count("/") != 1:
         raise UserError(f"--dataset {name}: no such file or folder, no hub id (org/name), and no known set: "
                         + ", ".join(MODULES))
-    return hold_out(own_data(name, dict(options)))
-
-
-def _of_whole_files(data):
-    """The data, with a word in the note if their features are of whole files where windows are asked for.
-
-    Raises: UserError if several windows of one file would all have its features."""
-    windows = {tuple(map(source.get, ("path", "start", "end"))) for _, source in places(data)}
-    if len({path for path, *_ in windows}) < len(windows):
-        raise UserError(f"{data.name}: several windows of one video, but --feature-dir has only one file per video")
-    part = any({*window} != {None} for _, *window in windows)
-    return with_note(data, "the features are those of whole files, not of the windows (start, end)" if part else "")
+    return hold_out(own_data(name, options))
 
 
 # ---- splits that data lack ----
@@ -172,52 +151,61 @@ def held_out_place(key):
 
 
 def hold_out(splits):
-    """Takes missing val and test splits out of train, HELD_OUT of it each. The hash of its name decides for each row,
-    so that other rows do not matter. Each split keeps at most MOST_HELD_OUT. Without train nothing is held out."""
+    """Takes missing val and test splits out of train, HELD_OUT of it each, at most MOST_HELD_OUT, by held_out_place."""
     train, missing = splits.get("train"), [s for s in ("val", "test") if s not in splits]
     if train is None or train.streamed or not missing:
         return splits
-    videos = train.column("video")  # of sets whose rows share videos under names of their own
-    place = np.array([held_out_place(name) for name in videos or train.keys()])  # (M,)
+    names = train.column("video") or train.keys()  # of sets whose rows share videos under names of their own
+    place = np.array([*map(held_out_place, names)])  # (M,)
     band = (place / HELD_OUT).astype(int)  # (M,) 0: the first of `missing`, 1: the second, others: train
-    out = dict(splits)
+    rest = np.flatnonzero(band >= len(missing))
+    lost = f"{len(train) - len(rest):,} of {len(train):,} held out for {' and '.join(missing)}, by a hash of the name"
+    out = splits | {"train": with_note(train.select(rest, "train"), lost)}
     for k, s in enumerate(missing):
         rows = np.flatnonzero(band == k)
         used = np.sort(rows[np.argsort(place[rows], kind="stable")[:MOST_HELD_OUT]])
         out[s] = with_note(train.select(used, s), f"held out of {len(train):,}")
-    rest = np.flatnonzero(band >= len(missing))
-    lost = f"{len(train) - len(rest):,} of {len(train):,} held out for {' and '.join(missing)}, by a hash of the name"
-    out["train"] = with_note(train.select(rest, "train"), lost)
     return out
 
 
 # ---- the data of a run ----
-# The flags of a script that load_data takes as options.
-DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
-              "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "streaming",
-              "hold_out_val", "extra_captions", "region_dir", "regions", "caption_relevancy", "revision")
+# The flags of a script that load_data takes as options: of any set, of own data as well, and of the training set alone.
+SET_FLAGS = ("frames", "frame_sampling", "frame_cache", "image_size", "hold_out_val", "regions", "video_dir")
+OWN_FLAGS = ("join_captions", "image_column", "caption_column", "label_column")
+RUN_FLAGS = ("data_dir", "feature_dir", "region_dir", "unfold_captions", "streaming", "extra_captions",
+             "caption_relevancy", "revision")
 
 
-def data_options(args, **more):
-    """The data flags that are set, including the data set's own flags, as options of load_data."""
-    own = options_of(args.dataset)                                         # 0 and False are values of these
-    flags = {k: getattr(args, k, None) for k in (*DATA_FLAGS, *own)}
-    return {k: v for k, v in flags.items() if v or k in own and v is not None} | more
-
-
-def other_options(flags, name, folder=""):
-    """Options of load_data for data other than the training set of a run with these flags {name: value}."""
-    same = ("frames", "frame_sampling", "frame_cache", "image_size", "hold_out_val", "regions", *options_of(name))
-    own = () if facts_of(name) else ("join_captions", "image_column", "caption_column", "label_column")
-    places = {"data_dir": folder, "video_dir": folder or flags.get("video_dir", "")}
-    return places | {k: flags.get(k) for k in (*same, *own)}
+def data_options(args, name=None, folder="", **more):
+    """Options of load_data by the flags of a run, for its training set or another one; folder: where that one's files
+    are, all of them."""
+    flags = vars(args)
+    training = flags.get("dataset", "")
+    name = training if name is None else name
+    facts = facts_of(name)
+    own = [flag[2:].replace("-", "_") for flag in facts.get("options", {})]  # 0 and False are values of these
+    wanted = [*SET_FLAGS, *own]
+    wanted += OWN_FLAGS if name == training or not facts else ()
+    wanted += RUN_FLAGS if name == training else ()
+    options = {k: flags[k] for k in wanted if flags.get(k) or k in own and flags.get(k) is not None}
+    there = {"data_dir": folder, "video_dir": folder, "revision": ""} if folder else {}
+    return options | there | more
 
 
 def open_data(args):
-    """(training split, {name: {val, test}}) as the flags say. It runs before any process group, so errors come fast.
-
-    Raises: UserError if --eval-every would find no val split to evaluate."""
-    train, evals = load_data(args.dataset, "train", **data_options(args)), evaluation_sets(args)
+    """(training split, {name: {val, test}} of --eval-datasets, else of the training set), as the flags say, before any
+    process group, so that errors come fast.   Raises: UserError if splits that would be evaluated are not there."""
+    train, evals = load_data(args.dataset, "train", **data_options(args)), {}
+    for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
+        name, folder = parted(word, "=")
+        if name in evals:
+            raise UserError(f"--eval-datasets {name}: named with two folders")
+        options, evals[name] = data_options(args, name, folder), {}
+        for split in ("val", "test"):
+            with contextlib.suppress(EmptySplit):
+                evals[name][split] = load_data(name, split, **options)
+        if not evals[name] and args.eval_datasets:
+            raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
     if args.eval_every and not any("val" in splits for splits in evals.values()):
         raise UserError(f"--eval-every {args.eval_every}: {', '.join(evals)} without a val split, which it would "
                         "evaluate; --hold-out-val takes one out of train, --eval-every 0 evaluates only at the end")
@@ -226,90 +214,64 @@ def open_data(args):
     return train, evals
 
 
-def evaluation_sets(args):
-    """{name: {val, test}} of --eval-datasets (the training set's own when empty), each NAME or NAME=DIR."""
-    evals = {}
-    for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
-        name, folder = parted(word, "=")
-        if name in evals:
-            raise UserError(f"--eval-datasets {name}: named with two folders")
-        options, evals[name] = other_options(vars(args), name, folder), {}
-        if name == args.dataset:
-            options = data_options(args, **({"data_dir": folder, "revision": ""} if folder else {}))
-        for split in [s for s in ("val", "test") if s in splits_of(name, args.hold_out_val)]:
-            with contextlib.suppress(EmptySplit):
-                evals[name][split] = load_data(name, split, **options)
-        if not evals[name] and args.eval_datasets:
-            raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
-    return evals
-
-
 # ---- more of it ----
 def places(data):
-    """(its file, else its key, as a Path; its source) of each row: by these the same clip is found in two sets."""
+    """(its file, else its key, as a Path; start; end) of each row: by these the same clip is found in two sets."""
     sources = (source for batch in data.sources.iter(10_000) for source in batch["source"])
     for key, source in zip(data.keys(), sources, strict=True):
         inside = source.get("size") is not None or source.get("bytes") or not source.get("path")
-        yield Path(key if inside else source["path"]), source
+        yield Path(key if inside else source["path"]), source.get("start"), source.get("end")
 
 
 def add_pairs(data, word, args, evals):
-    """The training data followed by those of another set (--extra-pairs). Rows of clips that the evaluation reads are
-    left out, and so are rows held out as that set's val or test. In a set of questions the added rows have none (None).
-
-    Args: word: NAME or NAME=DIR of --extra-pairs, DIR with the annotations and the files of the set.
-        args: the flags of the run.   evals: {name: {val, test}}, the evaluation sets.
-    Raises: UserError if the two sets cannot be joined in one table."""
+    """The training data followed by those of another set, `word` of --extra-pairs, without the clips that `evals`, the
+    evaluation sets, read. In a set of questions the added rows have none (None)."""
     import datasets
     name, folder = parted(word, "=")
-    options = {k: v for k, v in other_options(vars(args), name, folder).items() if not k.endswith("_column")}
-    more = load_data(name, "train", **options, unfold_captions=getattr(args, "unfold_captions", False))
-    features = getattr(args, "feature_dir", None) or getattr(args, "region_dir", "")
-    said = more.has_captions and (data.has_captions or data.column("question") is not None)
-    files = all(part.sources is not None and part.shards is None and not part.sentences for part in (data, more))
-    if not (files and said) or features or has_clips(data) != has_clips(more):
-        raise UserError(f"--extra-pairs {word}: only joins files with captions, videos to videos or images to images: "
-                        "no tars, sets in memory, features, classes, sentences, or further questions")
+    options = dict.fromkeys(("image_column", "caption_column", "label_column"), "")  # the flags name the set's own
+    options["unfold_captions"] = getattr(args, "unfold_captions", False)
+    more = load_data(name, "train", **data_options(args, name, folder, **options))
+    alike = type(data.clip) is type(more.clip) and None not in (data.sources, more.sources)
+    if not (alike and more.has_captions) or data.sentences:
+        raise UserError(f"--extra-pairs {word}: only joins files with captions, videos to videos or images to images")
     read = {place.stem for splits in evals.values() for part in splits.values() if part.sources is not None
-            for place, _ in places(part)}
-    kept = np.flatnonzero([place.stem not in read for place, _ in places(more)])
+            for place, *_ in places(part)}
+    kept = np.flatnonzero([place.stem not in read for place, *_ in places(more)])
     dropped, more = len(more) - len(kept), more.select(kept)
     columns = ["source", "captions", "key"]
     asked = [c for c in ("question", "answer", "choices", "question_type") if c in data.table.column_names]
-    with opening(f"--extra-pairs {word}"):
+    with opening(f"--extra-pairs {word}"):  # the sources of tars and of files differ
         table = datasets.concatenate_datasets([data.table.select_columns(columns + asked),
                                                more.table.select_columns(columns)])
     which = None if data.which is None else np.concatenate([data.which, more.which])
-    data = dataclasses.replace(data, table=table, rows=None, which=which, own=data.own or data)
+    data = dataclasses.replace(data, table=table, rows=None, shards=None, which=which, own=data.own or data)
     return with_note(data, f"{len(more):,} more pairs from {more.name}, {len(more) / len(table):.0%} of an epoch",
                      more.note, f"{dropped:,} of clips that the evaluation reads left out" if dropped else "")
 
 
 def add_captions(data, file):
-    """The data with additional captions from a file with columns video (or image), caption, and start, end for windows
-    (tools/caption.py writes such a file). Rows of the file that match no row of the data are counted.
-
-    A clip is matched by its window and its file name without folders and extension; all rows of the clip get the
-    caption. A question that served as the caption is replaced.
-    Raises: UserError if nothing matches, or two files of one name, and for data without files of their own."""
+    """The data with further captions from a file with columns video (or image), caption, and start, end for windows. A
+    clip is matched by its window and its file name without folders and extension. A question that served as the caption
+    is replaced.   Raises: UserError if nothing matches, or two files of one name."""
     if data.sources is None:
         raise UserError(f"--extra-captions {file}: {data.name} has no files of its own to which captions could belong")
-    rows, paths = {}, {}  # {(stem, start, end): rows}, {stem: its files}
-    for i, (place, source) in enumerate(places(data)):
-        rows.setdefault((place.stem, source.get("start"), source.get("end")), []).append(i)
-        paths.setdefault(place.stem, set()).add(str(place))
+    clips, rows = [*places(data)], {}  # rows: {(stem, start, end): rows of the data}
+    for i, (place, *window) in enumerate(clips):
+        rows.setdefault((place.stem, *window), []).append(i)
     with opening(f"--extra-captions {file}"):
         extra = listed(file)
     captions, asked = list(data.column("captions")), data.column("question") or [None] * len(data)
-    new, lost = 0, [name for name, start, end, _ in extra if (Path(name).stem, start, end) not in rows]
+    new, lost = 0, []
     for name, start, end, texts in extra:
-        stem = Path(name).stem
-        if len(paths.get(stem, ())) > 1:
-            raise UserError(f"--extra-captions {file}: {name} may be any of {', '.join(sorted(paths[stem]))}")
-        for i in rows.get((stem, start, end), ()):
+        found = rows.get((Path(name).stem, start, end), [])
+        files = sorted({str(clips[i][0]) for i in found})
+        if len(files) > 1:
+            raise UserError(f"--extra-captions {file}: {name} may be any of {', '.join(files)}")
+        for i in found:
             more = [t for t in texts if t not in captions[i]]
             kept = [] if more and captions[i] == [asked[i]] else captions[i]
             captions[i], new = [*kept, *more], new + len(more)
+        lost += [] if found else [name]
     if len(lost) == len(extra):
         raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows matches a clip of {data.name} "
                         f"({data.split}), first {lost[0]}; names and windows (start, end) must agree")

@@ -8,17 +8,7 @@ from pathlib import Path
 
 from contrastive import CORES
 from contrastive.data.views import crop_batch, uniforms
-from contrastive.engine.processes import (
-    UserError,
-    all_sum,
-    end_with_parent,
-    first_line,
-    gather_objects,
-    opening,
-    rank,
-    to_device,
-    world,
-)
+from contrastive.engine.processes import UserError, end_with_parent, first_line, gather_objects, rank, to_device, world
 
 import numpy as np
 import torch
@@ -27,7 +17,6 @@ SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few file
 SLICE = 256  # frames whose colours a card changes at a time: temporaries take six times the memory of these frames
 TRIES = 100  # unreadable samples in a row, after which a run stops
 LOADER_SECONDS = 1200  # without a batch, after which workers count as dead
-Loader = torch.utils.data.DataLoader
 
 
 # ---- the order ----
@@ -61,31 +50,30 @@ def epoch_batches(n, batch, seed, first_step, last_step, shards=None):
 # ---- one sample ----
 class Samples(torch.utils.data.Dataset):
     """(epoch, index) -> the cropped uint8 views, the captions, and what could not be read on the way: the next sample
-    that can be read takes the place of one that cannot."""
+    that can be read takes the place of one that cannot. The views are None after TRIES that cannot."""
 
     def __init__(self, data, augments, seed):
         self.data, self.augments, self.seed = data, augments, seed
 
     def __getitems__(self, places):
-        """A list of items; the table is asked once for all of them."""
-        cells = self.data.sources[[int(i) for _, i in places]]["source"]
-        return [self.item(epoch, int(i), source) for (epoch, i), source in zip(places, cells)]
-
-    def item(self, epoch, index, source):
-        """One item, a dict; views is None after TRIES samples that cannot be read."""
-        data, bad, draws = self.data, [], frame_draws(self.data.clip, self.seed, epoch, index)
-        found = {"views": None, "captions": None, "keys": "", "index": index, "rows": index}
-        for k in range(min(TRIES, len(data))):
-            i = (index + k) % len(data)
-            try:
-                image = data.read_source(source, draws) if k == 0 else data.read(i, draws)
-            except Exception as error:
-                bad.append((data.key(i), first_line(error)))
-                continue
-            found = {"views": crop_views(image, self.augments, self.seed, epoch, index), "index": index, "rows": i,
-                     "captions": data.training_captions(i, self.seed, epoch, index), "keys": data.key(i)}
-            break
-        return found | {"epochs": epoch, "bad": bad}
+        """A list of items, dicts; the table is asked once for all of them."""
+        data, items = self.data, []
+        for (epoch, index), source in zip(places, data.sources[[index for _, index in places]]["source"]):
+            bad, item = [], {"views": None, "captions": None, "keys": "", "index": index, "rows": index}
+            draws = frame_draws(data.clip, self.seed, epoch, index)
+            for k in range(min(TRIES, len(data))):
+                i = (index + k) % len(data)
+                try:
+                    image = data.read_source(source, draws) if k == 0 else data.read(i, draws)
+                except Exception as error:
+                    bad.append((data.key(i), first_line(error)))
+                    continue
+                captions = data.training_captions(i, self.seed, epoch, index)
+                item |= {"views": crop_views(image, self.augments, self.seed, epoch, index), "captions": captions,
+                         "keys": data.key(i), "rows": i}
+                break
+            items.append(item | {"epochs": epoch, "bad": bad})
+        return items
 
 
 def frame_draws(clip, seed, epoch, number):
@@ -98,31 +86,25 @@ def crop_views(image, augments, seed, epoch, number):
     """V cropped uint8 views, (3, S, S) or (T, 3, S, S), of one decoded image or clip, each from its own draws."""
     if image.is_floating_point():  # features have no views
         return [image] * len(augments)
-    draws = [uniforms(seed, epoch, [number], a.DRAWS, stream=v + 1)[0] for v, a in enumerate(augments)]  # (DRAWS,) each
-    return [a.crop_one(image, u) for a, u in zip(augments, draws)]
+    return [a.crop_one(image, uniforms(seed, epoch, [number], a.DRAWS, stream=v)[0]) for v, a in enumerate(augments, 1)]
 
 
 def collate(items):
     """Items -> a raw batch; its views are None if an item has none."""
     raw = {k: [item[k] for item in items] for k in items[0]}
-    whole = all(views is not None for views in raw["views"])
+    whole = None not in raw["views"]
     raw |= {k: np.array(raw[k]) for k in ("index", "rows", "epochs")}
-    return raw | {"views": [torch.stack(v) for v in zip(*raw["views"])] if whole else None, "bad": sum(raw["bad"], [])}
+    return raw | {"views": [*map(torch.stack, zip(*raw["views"]))] if whole else None, "bad": sum(raw["bad"], [])}
 
 
 # ---- the loader ----
-def loader(dataset, batches, **how):
-    """A DataLoader of items for these batches, with a generator of its own."""
-    return Loader(dataset, num_workers=batches.workers, pin_memory=batches.device.type == "cuda", collate_fn=collate,
-                  generator=torch.Generator().manual_seed(batches.seed), **worker_options(batches.workers), **how)
-
-
-def worker_options(workers):
-    """Keywords of any DataLoader with so many workers: forked, deaf to signals, with a time limit on batches."""
-    if not workers:
-        return {}
+def loader(dataset, workers, seed=0, **how):
+    """A DataLoader with a generator of its own; its workers are forked, deaf to signals, with a time limit."""
     start = "fork" if sys.platform == "linux" else None  # a forkserver would be ended by a signal to the group
-    return dict(worker_init_fn=_place_worker, timeout=LOADER_SECONDS, multiprocessing_context=start)
+    if workers:
+        how |= dict(worker_init_fn=_place_worker, timeout=LOADER_SECONDS, multiprocessing_context=start)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.utils.data.DataLoader(dataset, num_workers=workers, generator=generator, **how)
 
 
 def _place_worker(_):
@@ -139,23 +121,21 @@ class Batches:
 
     Iterating gives dicts: views (V tensors (B, [T,] 3, S, S), augmented and normalised, on `device`), captions (B lists
     of str), keys (B), index (B), rows (B; those read, with another in place of a bad one), draws (B, 32) for the text
-    views, epoch, seconds waited for data, bad (samples not counted yet). Sets in memory are cropped on the device in
-    batch, files by DataLoader workers. Bad samples are counted over all processes and listed in bad_samples.txt; above
-    max_bad_fraction (of those tried, or of the first 1,000) all processes stop.
+    views, epoch, seconds waited for data, bad [(key, reason)], which is for count_bad. Sets in memory are cropped on
+    the device in batch, files by DataLoader workers.
 
     positions: what identifies the data, from a checkpoint ({} in a new run, None: not compared).
-    Raises: UserError if the data are not those of the checkpoint.
-    """
+    Raises: UserError if the data are not those of the checkpoint."""
 
     def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0,
                  max_bad_fraction=0.01, folder=None, positions=None, compiled=False):
         self.data, self.augments, self.transform, self.device, self.seed = data, augments, transform, device, seed
         self.local, self.batch_size, self.first, self.last = batch_size // world(), batch_size, first, last
         self.max_bad_fraction, self.folder, self.bad, self.compiled = max_bad_fraction, folder, {}, compiled
-        self.lagged = False  # True: the caller passes the bad samples of each batch to count_bad, later
         self.workers = 0 if data.pixels is not None else min(workers, CORES)  # those that are started
         if data.streamed:
             self.workers = min(self.workers, len(data.urls) // world())  # each has a shard
+        self.slice = SLICE if device.type == "cuda" else sys.maxsize
         self.positions = positions
         if positions is not None:
             readers = {"processes": world(), "workers": self.workers} if data.streamed else {}
@@ -165,19 +145,19 @@ class Batches:
                                 + ", processes and --workers" * data.streamed)
 
     def raw(self):
-        """Cropped views and texts of this process's share of each global batch, without colours and normalisation.
-
-        Returns: an iterator of what `collate` returns; the views are uint8 or, of pixels in memory, float on the
-        device."""
+        """Iterator of this process's share of each global batch, without colours and normalisation, as `collate` has
+        it; the views are uint8 or, of pixels in memory, float on the device."""
         data, mine = self.data, slice(rank() * self.local, (rank() + 1) * self.local)
         if data.streamed:
-            return data.batches(self)
-        plan = epoch_batches(len(data), self.batch_size, self.seed, self.first, self.last, data.shards)
-        plan = ((epoch, batch[mine]) for epoch, batch in plan)
-        if data.pixels is not None:
-            return self._in_memory(plan)
-        order = ([(epoch, i) for i in index] for epoch, index in plan)
-        return iter(loader(Samples(data, self.augments, self.seed), self, batch_sampler=order))
+            items, how = data.reader(self), {"batch_size": self.local, "drop_last": True}
+        else:
+            plan = epoch_batches(len(data), self.batch_size, self.seed, self.first, self.last, data.shards)
+            if data.pixels is not None:
+                return self._in_memory((epoch, batch[mine]) for epoch, batch in plan)
+            order = ([(epoch, i) for i in batch[mine].tolist()] for epoch, batch in plan)
+            items, how = Samples(data, self.augments, self.seed), {"batch_sampler": order}
+        how |= {"collate_fn": collate, "pin_memory": self.device.type == "cuda"}
+        return iter(loader(items, self.workers, self.seed, **how))
 
     def _in_memory(self, plan):
         """`raw` of data in memory: cropped in batch, on the device."""
@@ -195,12 +175,10 @@ class Batches:
         if self.compiled:  # in this process: workers get plain views
             finish = [torch.compile(f, dynamic=False) for f in finish]
         source = self.raw()
-        for step in range(self.first, self.last):
+        for _ in range(self.first, self.last):
             began = time.perf_counter()
             raw = next(source)
             waited = time.perf_counter() - began
-            if not self.lagged and self.data.pixels is None and all_sum(len(raw["bad"]), device=self.device)[0]:
-                self.count_bad(raw["bad"], step)
             if raw["views"] is None:  # this process ends alone, and a launcher ends the others
                 raise UserError(f"{TRIES} samples in a row cannot be read, the first: {': '.join(raw['bad'][0])}")
             index, epochs = raw["index"], raw["epochs"]
@@ -209,7 +187,7 @@ class Batches:
             views = [self._finish(*each) for each in zip(raw["views"], finish, draws)]
             yield {"views": views, "captions": raw["captions"], "keys": raw["keys"], "index": index,
                    "rows": raw["rows"], "draws": uniforms(self.seed, epochs, index, 32), "epoch": int(epochs[0]),
-                   "seconds": waited, "bad": raw["bad"] if self.lagged else []}
+                   "seconds": waited, "bad": raw["bad"]}
 
     def _finish(self, x, photometric, draws):
         """Applies colours and normalisation to cropped views (B, [T,] 3, S, S), on the device; features stay as they
@@ -219,33 +197,26 @@ class Batches:
             return x
         frames = x.reshape(-1, *x.shape[-3:])  # (B * T, 3, S, S)
         draws = draws.repeat_interleave(len(frames) // len(x), 0)  # (B * T, DRAWS): all frames of a clip alike
-
-        def finish(frames, draws):
-            frames = frames.float().div_(255) if frames.dtype == torch.uint8 else frames
-            return self.transform.normalise(photometric(frames, draws))
-        size = SLICE if self.device.type == "cuda" else 0
-        return in_slices(finish, size, frames, draws[:, :, None, None, None]).view(x.shape)
+        out = []
+        for part, u in zip(frames.split(self.slice), draws[:, :, None, None, None].split(self.slice)):
+            part = part.float().div_(255) if part.dtype == torch.uint8 else part
+            out.append(self.transform.normalise(photometric(part, u)))
+        return (torch.cat(out) if len(out) > 1 else out[0]).view(x.shape)  # the cat of one is a copy
 
     def count_bad(self, bad, step):
-        """Every process learns of every bad sample, and all decide alike. Collective."""
+        """Lists the bad samples of all processes in bad_samples.txt; above max_bad_fraction of those tried (or of the
+        first 1,000) all processes stop. Collective."""
         new = {}
         for part in gather_objects(bad):
             new |= {key: why for key, why in part if key not in self.bad}
         self.bad |= new
         if rank() == 0 and self.folder and new:
             path = Path(self.folder) / "bad_samples.txt"
-            with opening(path), open(path, "a", encoding="utf8", errors="replace") as f:
+            with open(path, "a", encoding="utf8", errors="replace") as f:
                 f.writelines("\t".join(re.sub(r"\s", " ", word) for word in pair) + "\n" for pair in new.items())
-        n = self.data.distinct
+        n = self.data.examples
         tried = max(min((step + 1) * self.batch_size + len(self.bad), n), min(n, 1000))
         if len(self.bad) > self.max_bad_fraction * tried:
             key, why = next(iter(self.bad.items()))
             raise UserError(f"{len(self.bad)} of about {tried} samples cannot be read, above --max-bad-fraction "
                             f"{self.max_bad_fraction}; the first: {key}: {why} (all in {self.folder}/bad_samples.txt)")
-
-
-def in_slices(function, size, *rows):
-    """function(*rows) -> (M, ...), for at most `size` of the M rows at a time; 0 = all."""
-    if not size or len(rows[0]) <= size:
-        return function(*rows)
-    return torch.cat([function(*piece) for piece in zip(*(x.split(size) for x in rows))])

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from contrastive.data.frames import read_frames
-from contrastive.data.pictures import decode
+from contrastive.data.table import decode
 from contrastive.engine.processes import UserError, opening
 
 import numpy as np

@@ -12,8 +12,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from contrastive.data.pictures import decode
-from contrastive.data.table import Data, make_table
+from contrastive.data.table import Data, decode, make_table
 from contrastive.engine.processes import opening
 from contrastive.engine.ranges import between
 

@@ -1,4 +1,4 @@
-"""Moving emoji: a renderer animates the drawings of emoji.py, for video methods without videos. And emoji scenes, single
+"""Moving emoji: a renderer animates the drawings of emoji.py, for video methods without videos. Emoji scenes: single
 images of them, for methods without captions.
 
 Pairs of verb and noun follow Zipf's law (weight 1 / rank each). val and test hold new pairs of verbs and nouns that

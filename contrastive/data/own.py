@@ -38,7 +38,7 @@ def listed(file):
     table = read_tables(Path(file).expanduser())["train"]
     image = pick("--image-column", {}, table.column_names, (*VIDEO_COLUMNS, *IMAGE_COLUMNS))
     caption = pick("--caption-column", {}, table.column_names, CAPTION_COLUMNS)
-    found, _ = examples(table, table.with_format("arrow")[image][:], caption)
+    found, _ = examples(table, table.with_format("arrow")[image][:], caption, None, np.full(len(table), ""))
     return [*zip(*(found[c].to_pylist() for c in ("path", *WINDOW, "captions")))]
 
 
@@ -73,29 +73,21 @@ def read_tables(source, revision=None):
 
 
 def splits_of_tables(name, tables, options, root):
-    """{split: Data} of {split's word: table}; if all rows are in one, its column `split` may divide them."""
-    import datasets
-    split = np.concatenate([np.full(len(t), SPLITS.get(word, word)) for word, t in tables.items()])  # (rows,)
-    number = np.concatenate([np.arange(len(t)) for t in tables.values()])
-    table = datasets.concatenate_datasets([*tables.values()])
-    if {*split} == {"train"} and "split" in table.column_names:
-        odd = sorted({*table["split"]} - {*SPLITS})
-        if odd:
-            raise UserError(f"--dataset {name}: '{odd[0]}' in the column split is none of {', '.join(SPLITS)}")
-        split = np.array([SPLITS[word] for word in table["split"]])
-    data, split = _data_of(name, table, split, number, options, root)
-    return {s: data.select(np.flatnonzero(split == s), s) for s in sorted({*split})}
-
-
-def _data_of(name, table, split, number, options, root):
-    """(Data of a table, the split of each example): all rows of an image, or of a window of a video, are one example; a
-    file inside the table is an example of its own and stays on the disk.
-
-    split, number: (rows,) the split of each row, and its number in it."""
+    """{split: Data} of {split's word: table}; if all rows are in one, its column `split` may divide them. All rows of
+    an image, or of a window of a video, are one example; a file inside the table is one of its own, and stays there."""
     import datasets
     import pyarrow as pa
     import pyarrow.compute as pc
+    split = np.concatenate([np.full(len(t), SPLITS.get(word, word)) for word, t in tables.items()])  # (rows,)
+    number = np.concatenate([np.arange(len(t)) for t in tables.values()])  # (rows,) of each in its table
+    table = datasets.concatenate_datasets([*tables.values()])
     names = table.column_names
+    if {*split} == {"train"} and "split" in names:
+        words = np.array(table["split"][:])
+        odd = sorted({*words} - {*SPLITS})
+        if odd:
+            raise UserError(f"--dataset {name}: '{odd[0]}' in the column split is none of {', '.join(SPLITS)}")
+        split = np.array([SPLITS[word] for word in words])
     media = {c: type(f) for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")}
     image = pick("--image-column", options, names, (*media, *IMAGE_COLUMNS, *VIDEO_COLUMNS))
     label = pick("--label-column", options, names, LABEL_COLUMNS, required=False)
@@ -111,7 +103,7 @@ def _data_of(name, table, split, number, options, root):
     video = media[image].__name__ == "Video" if inside else image in VIDEO_COLUMNS or bool(options.get("feature_dir"))
     video = video or not inside and any(Path(p).suffix[1:].lower() in VIDEO_TYPES for p in places[:1])
     if inside:
-        rows = [int(row) for row in places]  # (M,)
+        rows = [*map(int, places)]  # (M,)
         named = table["__key__"][:] if "__key__" in names else path.to_pylist()
         known = None not in named and len({*zip(split, named)}) == len(named)  # "image.png" in every row is no name
         keys = [named[row] if known else str(number[row]) for row in rows]
@@ -125,10 +117,10 @@ def _data_of(name, table, split, number, options, root):
         found = found.filter(pa.array([file[p] is not None for p in places], pa.bool_()))
         places = found["path"].to_pylist()
         keys = [os.path.relpath(p, root) for p in places] if image in media else places
-        source = {"path": pa.array([file[p] for p in places], pa.string())}
+        source = {"path": pa.array([*map(file.get, places)], pa.string())}
         if video:
             source |= {side: found[side].combine_chunks() for side in WINDOW}
-            keys = [window_key(*of) for of in zip(keys, *(found[side].to_pylist() for side in WINDOW))]
+            keys = [*map(window_key, keys, *(found[side].to_pylist() for side in WINDOW))]
         source = datasets.Dataset.from_dict({"source": pa.StructArray.from_arrays([*source.values()], [*source])})
     if not len(found):
         raise UserError(f"--dataset {name}: no row has an image and a caption, or no file is found"
@@ -136,31 +128,30 @@ def _data_of(name, table, split, number, options, root):
     beside = datasets.Dataset.from_dict({"captions": found["captions"], "key": keys})
     data = Data(name, "", datasets.concatenate_datasets([source, beside], axis=1), has_captions=bool(caption),
                 clip=clip_options(options) if video else None)
-    labels = []
+    unknown = 0
     if label:
-        words = found["label"].to_pylist()
-        classes = classes or sorted({*words} - {None})
-        known = {word: k for k, word in enumerate(classes)}
-        labels = [known.get(word, -1) for word in words]
-        data = with_column(data, "label", labels, datasets.ClassLabel(names=classes))
+        classes = classes or sorted(found["label"].drop_null().unique().to_pylist())
+        labels = pc.index_in(found["label"], pa.array(classes, pa.string())).fill_null(-1)  # (M,)
+        labels = labels.to_numpy().astype(int)
+        data, unknown = with_column(data, "label", labels, datasets.ClassLabel(names=classes)), (labels < 0).sum()
     data = with_note(data, f"{silent:,} rows without an image or a caption left out" if silent else "",
                      f"{len(missing):,} videos are not there, first {missing[0]}" if missing else "",
                      "" if caption else "no captions: the class names serve as captions",
-                     f"{labels.count(-1):,} without a class" if -1 in labels else "")
-    return data, np.array(found["split"])
+                     f"{unknown:,} without a class" if unknown else "")
+    of = np.array(found["split"])
+    return {s: data.select(np.flatnonzero(of == s), s) for s in np.unique(of).tolist()}
 
 
-def examples(table, path, caption, label=None, split=None):
+def examples(table, path, caption, label, split):
     """(an arrow table of split, path, start, end, captions (list), label (the text of its class, None for several): one
     row per example, in the order of their first rows; how many rows lack a path or a caption).
 
     caption, label: columns.   path, split: of each row; rows that agree in both and in their window are one example."""
     import pyarrow as pa
     import pyarrow.compute as pc
-    rows, names = np.arange(len(table)), table.column_names
+    names = table.column_names
     content = table.select_columns([c for c in {caption, label, *WINDOW} if c in names]).with_format("arrow")[:]
-    out = {"path": pc.utf8_trim_whitespace(path.cast(pa.string())), "row": rows,
-           "split": np.full(len(table), "") if split is None else split}
+    out = {"path": pc.utf8_trim_whitespace(path.cast(pa.string())), "row": np.arange(len(table)), "split": split}
     for side in WINDOW:
         out[side] = content[side].cast(pa.float64()) if side in names else pa.nulls(len(table), pa.float64())
     out["label"] = pa.nulls(len(table), pa.string())
@@ -177,12 +168,9 @@ def examples(table, path, caption, label=None, split=None):
     out = out.filter(pc.and_(pc.greater(pc.utf8_length(out["said"]), 0), pc.greater(pc.utf8_length(out["path"]), 0)))
     silent = len(table) - pc.count_distinct(out["row"]).as_py()
     out = out.append_column("n", pa.array(np.arange(len(out))))  # group_by keeps no order
-    example = ["split", "path", *WINDOW]
-    once = out.group_by([*example, "said"]).aggregate([("n", "min")]).sort_by("n_min")  # a caption comes once
-    once = once.group_by(example, use_threads=False).aggregate([("said", "list"), ("n_min", "min")])
-    once = once.rename_columns([*example, "captions", "n"]).sort_by("n")
-    if label:
-        of = out.group_by(example).aggregate([("label", "min"), ("label", "max"), ("n", "min")]).sort_by("n_min")
-        one = pc.if_else(pc.equal(of["label_min"], of["label_max"]), of["label_min"], None)
-        once = once.append_column("label", one)
-    return once, silent
+    example, firsts = ["split", "path", *WINDOW], [("n", "min"), ("label", "min"), ("label", "max")]
+    once = out.group_by([*example, "said"]).aggregate(firsts).sort_by("n_min")  # a caption comes once
+    lists = [("said", "list"), ("n_min", "min"), ("label_min", "min"), ("label_max", "max")]
+    once = once.group_by(example, use_threads=False).aggregate(lists)
+    once = once.rename_columns([*example, "captions", "n", "low", "high"]).sort_by("n")
+    return once.append_column("label", pc.if_else(pc.equal(once["low"], once["high"]), once["low"], None)), silent

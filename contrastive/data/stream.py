@@ -1,9 +1,6 @@
-"""Tars: an index of their samples, or a stream that reads them in order (--streaming).
-
-A sample is the adjacent files of a tar that share a name up to the first dot: 000017.jpg, 000017.txt, 000017.cls. The
-index is a table in the cache of `datasets`, so three million captions need no memory; tars whose size or time changed
-are indexed again. A tar that cannot be read to its end is an error that names it.
-"""
+"""Tars: an index of their samples, a table in the cache of `datasets` (tars whose size or time changed are indexed
+again), or a stream that reads them in order (--streaming). A sample is the adjacent files of a tar that share a name up
+to the first dot: 000017.jpg, 000017.txt, 000017.cls."""
 
 import dataclasses
 import hashlib
@@ -13,10 +10,9 @@ import os
 import re
 import tarfile
 
-from contrastive.data.batches import TRIES, crop_views, frame_draws, loader
+from contrastive.data.batches import TRIES, crop_views, frame_draws
 from contrastive.data.clips import clip_options
-from contrastive.data.pictures import decode
-from contrastive.data.table import IMAGE_TYPES, SPLITS, VIDEO_TYPES, Data, generating, notes, pick
+from contrastive.data.table import IMAGE_TYPES, SPLITS, VIDEO_TYPES, Data, decode, generating, notes, pick
 from contrastive.data.views import key_hash
 from contrastive.engine.processes import UserError, first_line, opening, rank, world
 
@@ -25,13 +21,14 @@ import torch
 
 TEXTS = ("txt", "caption", "text", "cls")  # parts that are read while the index is built
 COLUMNS = ("image_column", "caption_column", "label_column")  # the options that change an index
-VERSION = 2  # of the index: the cache compares arguments, not code, so a change of index_rows needs a new number
+VERSION = 3  # of the index: the cache compares arguments, not code, so a change of index_rows needs a new number
+NAME = re.compile("(.*/)?[^/.]*")  # of a sample: its files' path up to the first dot of their names
 GUESS = 5000  # samples per shard if their number is not known
 
 
 def open_tars(name, path, options):
-    """{split: Data} of one tar or the tars of one folder, by the words in their names; with streaming, train is a
-    Stream, and without val and test the last shard is both."""
+    """{split: Data} of a tar, or of a folder's by the words in their names; with streaming, train is a Stream, and
+    without val and test the last shard is both."""
     of = {}
     for tar in sorted(path.rglob("*.tar")) if path.is_dir() else [path]:
         words = re.split("[^a-z]+", str(tar.relative_to(path) if path.is_dir() else tar.stem).lower())
@@ -63,28 +60,24 @@ class Strict(tarfile.TarInfo):
 
 def samples(file, mode, read=None):
     """(name, {extension: bytes}) of the samples of an open file; of extensions not in `read` (offset, size) instead."""
-    name, parts = "", {}
     with tarfile.open(fileobj=file, mode=mode, tarinfo=Strict) as tar:
-        for member in filter(tarfile.TarInfo.isreg, tar):
-            folder, _, base = member.name.rpartition("/")
-            stem, _, extension = base.lower().partition(".")
-            stem = f"{folder}/{base[:len(stem)]}".lstrip("/")
-            if stem != name and parts:
-                yield name, parts
-                parts = {}
-            name, whole = stem, read is None or extension in read
-            parts[extension] = tar.extractfile(member).read() if whole else (member.offset_data, member.size)
-    if parts:
-        yield name, parts
+        members = filter(tarfile.TarInfo.isreg, tar)
+        for name, group in itertools.groupby(members, lambda member: NAME.match(member.name)[0]):
+            parts = {}
+            for member in group:
+                extension = member.name[len(name) + 1:].lower()
+                whole = read is None or extension in read
+                parts[extension] = tar.extractfile(member).read() if whole else (member.offset_data, member.size)
+            yield name.lstrip("/"), parts
 
 
 def parts_of(parts, options):
-    """(extension of the image or video, captions, class or None) of one sample {extension: content}. Raises ValueError
-    or UserError without an image or a caption."""
+    """(extension of the image or video, captions, class or -1) of one sample {extension: content}. Raises ValueError or
+    UserError without an image or a caption."""
     image = pick("--image-column", options, parts, (*IMAGE_TYPES, *VIDEO_TYPES))
     label = pick("--label-column", options, parts, ("cls",), required=False)
     caption = pick("--caption-column", options, parts, ("txt", "caption", "text"), required=not label)
-    number = int(parts[label]) if label else None
+    number = int(parts[label]) if label else -1
     texts = parts[caption].decode("utf-8-sig").splitlines() if caption else [f"class {number}"]  # a caption a line
     texts = [t.strip() for t in texts if t.strip()]
     if not texts:
@@ -94,71 +87,60 @@ def parts_of(parts, options):
 
 # ---- the index ----
 def index(name, split, tars, options):
-    """Data of all samples of these tars in their order. Its shards (M,) say which of `tars` each sample lies in. A key
-    is the sample's name; if samples of several tars share one, TAR/NAME.   Raises: UserError that names a bad tar."""
+    """Data of all samples of these tars in their order. A key is the sample's name; if several share one, TAR/NAME."""
     import datasets
     files = [[os.path.abspath(tar), os.path.getsize(tar), os.stat(tar).st_mtime_ns] for tar in tars]
     flags = {k: options[k] for k in COLUMNS if options.get(k)}
     text, number = datasets.Value("string"), datasets.Value("int64")
     features = datasets.Features({
         "source": {"path": text, "offset": number, "size": number}, "captions": datasets.List(text), "key": text,
-        "label": number, "shard": datasets.Value("int32"), "video": datasets.Value("bool")})
+        "label": number, "shard": number, "video": datasets.Value("bool"), "wrong": text})
     arguments = {"tars": json.dumps(files), "flags": json.dumps(flags), "version": VERSION}  # no list: it is divided
     with opening(f"--dataset {name}"), generating():
         table = datasets.Dataset.from_generator(index_rows, features=features, gen_kwargs=arguments)
-    *_, (lost,) = table[-1:]["captions"]
-    table = table.select(range(len(table) - 1))
-    keys, shards, labels, video = (table.data.column(c).to_numpy() for c in ("key", "shard", "label", "video"))
+    keys, shards, labels, video, wrong = (
+        table.data.column(c).to_numpy() for c in ("key", "shard", "label", "video", "wrong"))
+    good, bad = np.flatnonzero(wrong == ""), wrong[wrong != ""]
+    lost = f"{len(bad):,} samples left out, first {bad[0]}" if len(bad) else ""
+    if len(good) <= len(bad):
+        raise UserError(f"--dataset {name}: {lost or 'no samples'}")
+    table, keys, shards, labels = table.select(good), keys[good], shards[good], labels[good]
     if len({*keys}) < len(keys):  # every tar counts from 0
         top = os.path.commonpath([os.path.dirname(path) for path, _, _ in files])
         named = [os.path.relpath(path, top).removesuffix(".tar") for path, _, _ in files]
         table = table.remove_columns("key").add_column("key", [f"{named[s]}/{k}" for s, k in zip(shards, keys)])
-    table = table.remove_columns(["shard", "video"] + ["label"] * bool(labels.max() < 0))
+    table = table.remove_columns(["shard", "video", "wrong"] + ["label"] * bool(labels.max() < 0))
     classes = all(len(c) == 1 and c[0].startswith("class ") for c in table[:100]["captions"])
     return Data(name, split, table, clip=clip_options(options) if video.any() else None, has_captions=not classes,
                 shards=shards, note=notes(lost, "no captions: the classes serve as captions" if classes else ""))
 
 
 def index_rows(tars, flags, version):
-    """Rows of the index, tar by tar, and a last one whose caption says which samples are left out, or nothing.
-
-    Raises: UserError for a tar that cannot be read, or if more than half of the samples are left out."""
-    files, flags, lost, n = json.loads(tars), json.loads(flags), [], 0
-    last = {"source": None, "captions": [""], "key": "", "label": -1, "shard": -1, "video": False}
-    for shard, (path, _, _) in enumerate(files):
-        try:
-            with open(path, "rb") as file:
-                found = [*samples(file, "r:", {*TEXTS, *flags.values()} - {flags.get("image_column")})]
-        except Exception as error:
-            raise UserError(f"{path}: not a tar that can be read to its end ({first_line(error)})") from error
+    """Rows of the index, tar by tar; `wrong` says why a sample is left out."""
+    flags = json.loads(flags)
+    for shard, (path, _, _) in enumerate(json.loads(tars)):
+        with opening(f"{path}: not a tar that can be read to its end"), open(path, "rb") as file:
+            found = [*samples(file, "r:", {*TEXTS, *flags.values()} - {flags.get("image_column")})]
         for name, parts in found:
+            row = {"key": name, "shard": shard, "captions": [], "label": -1, "video": False, "wrong": ""}
             try:
-                image, captions, label = parts_of(parts, flags)
+                image, row["captions"], row["label"] = parts_of(parts, flags)
+                row["video"] = image in VIDEO_TYPES
+                row["source"] = dict(zip(("path", "offset", "size"), (path, *parts[image])))
             except Exception as error:
-                lost.append(f"{name} of {path}: {first_line(error)}")
-                continue
-            offset, size = parts[image]
-            n += 1
-            yield {"source": {"path": path, "offset": offset, "size": size}, "captions": captions, "key": name,
-                   "label": -1 if label is None else label, "shard": shard, "video": image in VIDEO_TYPES}
-    if n <= len(lost):
-        raise UserError(lost[0] if lost else f"{files[0][0]}: no samples")
-    yield last | {"captions": [f"{len(lost):,} samples left out, first {lost[0]}" if lost else ""]}
+                row["wrong"] = f"{name} of {path}: {first_line(error)}"
+            yield row
 
 
 # ---- streams ----
 @dataclasses.dataclass
 class Stream:
-    """Web-scale tars, read in order without an index or a download. Shards are shuffled per epoch and dealt to
-    processes and workers; each of these readers mixes `buffer` undecoded samples. The batches depend on the number of
-    processes and workers. A resumed stream passes over the samples before, undecoded, and goes on at its batch.
-
-    urls: paths or fsspec addresses (hf://...).   length: number of samples of the published set, None = not known.
-    """
+    """Tars read in order. Shards are shuffled per epoch and dealt to processes and workers; each of these readers mixes
+    `buffer` undecoded samples. A resumed stream passes over the samples before, undecoded."""
     name: str
-    urls: list
+    urls: list                        # paths or fsspec addresses (hf://...)
     options: dict
-    length: int | None = None
+    length: int | None = None         # samples of the published set, None = not known
     buffer: int = 1000
     note: str = ""
     # attributes that Data has too; of a stream no more is known
@@ -169,7 +151,6 @@ class Stream:
         guess = "" if self.length else f"; an epoch is taken to be {GUESS:,} samples per shard"
         self.note = notes(self.note, "streaming: batches depend on the number of processes and workers" + guess)
         self.examples = self.length or GUESS * len(self.urls)  # of one epoch
-        self.distinct = self.length or float("inf")
 
     def column(self, name):
         """None: a stream has no columns but images and captions."""
@@ -179,17 +160,18 @@ class Stream:
         names = "\n".join(os.path.basename(url) for url in self.urls)
         return {"shards": len(self.urls), "names": hashlib.sha256(names.encode()).hexdigest()[:16]}
 
-    def order(self, seed, epoch):
-        """The shards in the order of an epoch."""
-        return [self.urls[i] for i in np.random.default_rng([seed, epoch]).permutation(len(self.urls))]
+    def samples(self, seed, epoch, place=0, places=1):
+        """(name, {extension: bytes} or what is wrong with a tar) of an epoch, for reader `place` of `places`."""
+        order = np.random.default_rng([seed, epoch]).permutation(len(self.urls))
+        for k in order[place::places]:
+            yield from read_tar(self.urls[k])
 
-    def samples(self, seed, place, places):
-        """Endless (epoch, name, {extension: bytes}, or what is wrong with a tar) of reader `place` of `places`, each
-        drawn at random from a buffer."""
+    def mixed(self, seed, place, places):
+        """Endless (epoch, *sample) of reader `place` of `places`, each drawn at random from a buffer."""
         rng, buffer = np.random.default_rng([seed, place]), []
         for epoch in itertools.count():
-            for name, parts in itertools.chain.from_iterable(map(read_tar, self.order(seed, epoch)[place::places])):
-                buffer.append((epoch, name, parts))
+            for sample in self.samples(seed, epoch, place, places):
+                buffer.append((epoch, *sample))
                 if len(buffer) >= self.buffer:
                     k = int(rng.integers(len(buffer)))
                     buffer[k], buffer[-1] = buffer[-1], buffer[k]
@@ -197,25 +179,21 @@ class Stream:
 
     def first_captions(self, limit=None):
         """Captions of the first `limit` samples, at most 20,000, to train a tokenizer on."""
-        found = itertools.chain.from_iterable(map(read_tar, self.order(0, 0)))
-        for _, parts in itertools.islice(found, min(limit or 20_000, 20_000)):
+        for _, parts in itertools.islice(self.samples(0, 0), min(limit or 20_000, 20_000)):
             if isinstance(parts, dict):
                 yield from parts_of(parts, self.options)[1]
 
-    def batches(self, batches):
-        """Iterator of the raw batches of this process, from batches.first on."""
+    def reader(self, batches):
+        """The items of this process from batches.first on."""
         if len(self.urls) < world():
             raise UserError(f"--streaming: {len(self.urls)} shards are too few for {world()} processes")
-        views = StreamViews(self, batches.augments, batches.seed, (rank(), world()), batches.first, batches.local)
-        return iter(loader(views, batches, batch_size=batches.local, drop_last=True))
+        return StreamViews(self, batches.augments, batches.seed, (rank(), world()), batches.first, batches.local)
 
 
 class StreamViews(torch.utils.data.IterableDataset):
-    """Items of one process, as batches.Samples has them. The loader takes batches from its workers in turn, so worker w
-    goes on as reader first + w. A sample that cannot be read has the next readable one in its place; that one has its
-    own place, too, so a resumed reader only has to count.
-
-    of: (process, processes); first: the first step; local: samples of a batch of this process."""
+    """Items of one process, as batches.Samples has them, from step `first` on. The loader takes batches of `local`
+    samples from its workers in turn, so worker w goes on as reader first + w. A sample that cannot be read has the next
+    readable one in its place, which has its own, too: a resumed reader only has to count. of: (process, processes)."""
 
     def __init__(self, stream, augments, seed, of, first, local):
         self.stream, self.augments, self.seed, self.of = stream, augments, seed, of
@@ -226,13 +204,19 @@ class StreamViews(torch.utils.data.IterableDataset):
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         reader = (self.first + worker) % workers
         done = len(range(reader, self.first, workers)) * self.local  # samples of this reader before
-        found = self.stream.samples(self.seed, process * workers + reader, processes * workers)
+        found = self.stream.mixed(self.seed, process * workers + reader, processes * workers)
         bad = []
         for epoch, name, parts in itertools.islice(found, done, None):
             number = key_hash(name)
             item = {"views": None, "captions": None, "keys": name, "index": number, "rows": number, "epochs": epoch}
             try:
-                image, captions = self._decode(parts, epoch, number)
+                if isinstance(parts, Exception):
+                    raise parts
+                extension, captions, _ = parts_of(parts, self.stream.options)
+                if extension in VIDEO_TYPES:
+                    image = self.clip(parts[extension], draws=frame_draws(self.clip, self.seed, epoch, number))
+                else:
+                    image = decode(parts[extension])
             except Exception as error:
                 bad.append((name, first_line(error)))
                 if len(bad) < TRIES:
@@ -242,15 +226,6 @@ class StreamViews(torch.utils.data.IterableDataset):
             yield item | {"bad": bad}
             yield from [item | {"bad": []}] * (len(bad) - (item["views"] is None))  # in the places of the bad ones
             bad = []
-
-    def _decode(self, parts, epoch, number):
-        """Image (3, H, W) or clip (T, 3, H, W), uint8, and captions."""
-        if isinstance(parts, Exception):
-            raise parts
-        extension, captions, _ = parts_of(parts, self.stream.options)
-        if extension in VIDEO_TYPES:
-            return self.clip(parts[extension], draws=frame_draws(self.clip, self.seed, epoch, number)), captions
-        return decode(parts[extension]), captions
 
 
 def read_tar(url):

@@ -1,17 +1,24 @@
-"""One split of a data set: a table with a row per example, and how its pixels are read."""
+"""One split of a data set: a table with a row per example, and how its pixels are read. A damaged image is an error and
+never yields grey pixels."""
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import io
+import os
+import warnings
 from pathlib import Path
 
-from contrastive.data.pictures import decode, part_of
 from contrastive.data.views import uniforms
 from contrastive.engine.processes import UserError
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 
+Image.MAX_IMAGE_PIXELS = 89_478_485  # Pillow warns above this number and refuses twice as many
+warnings.filterwarnings("ignore", module="PIL")
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jfif", "jp2", "ppm", "pgm")
 VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "m2ts", "wmv", "flv", "ogv", "3gp")
 SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
@@ -26,14 +33,9 @@ class EmptySplit(UserError):
 
 @dataclasses.dataclass
 class Data:
-    """One split of a data set: a `datasets.Dataset` table with one row per example, and how its pixels are read.
-
-    Columns of the table: source (struct of path or bytes; offset and size inside a tar; start and end in seconds),
+    """Columns of the table: source (struct of path or bytes; offset and size inside a tar; start and end in seconds),
     captions (list of str), key, and where the set has them label (ClassLabel), group (rows of one group are positives
-    of each other), verb, noun, question, answer, choices, question_type, pair (questions.py); question is None in rows
-    of --extra-pairs.
-    To change an attribute: dataclasses.replace(data, note=...).
-    """
+    of each other), verb, noun, question (None in rows of --extra-pairs), answer, choices, question_type, pair."""
     name: str
     split: str
     table: object                     # datasets.Dataset
@@ -63,7 +65,7 @@ class Data:
     def __len__(self):
         return len(self.table)
 
-    examples = distinct = property(__len__)  # rows per epoch, and distinct rows; a stream may not know them
+    examples = property(__len__)  # of an epoch; a stream may have to guess
 
     def column(self, name):
         """A whole column: numbers as an array (M,), anything else as a list; None where the set has no such column."""
@@ -97,8 +99,7 @@ class Data:
         return captions if self.which is None else [captions[self.which[i]]]
 
     def training_captions(self, i, seed, epoch, number):
-        """The captions of row i; with caption_relevancy one sentence that is relevant to it, drawn for sample `number`
-        of the epoch."""
+        """The captions of row i; with caption_relevancy one relevant sentence, drawn for sample `number`."""
         if not self.caption_relevancy:
             return self.captions(i)
         u = uniforms(seed, epoch, [number], 1, stream=98)[0, 0]
@@ -135,8 +136,7 @@ class Data:
         return dataclasses.replace(self, split=split or self.split, table=table, pixels=pixels, own=None, **cut)
 
     def unfold(self):
-        """One example for each (image or clip, caption): an epoch sees every caption, and a batch may hold a clip twice
-        (CLIP4Clip on MSR-VTT and MSVD)."""
+        """One example for each (image or clip, caption), as CLIP4Clip on MSR-VTT: a batch may hold a clip twice."""
         batches = self.texts.select_columns("captions").iter(10_000)
         of_row = np.array([len(captions) for batch in batches for captions in batch["captions"]])  # (M,)
         rows, which = np.repeat(np.arange(len(self)), of_row), np.concatenate([np.arange(n) for n in of_row])
@@ -167,6 +167,46 @@ class Data:
         """Captions in order (of the first `limit` examples): for a tokenizer or paraphrases."""
         for i in range(min(len(self), limit or len(self))):
             yield from self.captions(i)
+
+
+# ---- pixels ----
+@functools.lru_cache(maxsize=2 * 16)  # the tars read at a time, and those read next
+def _opened(path):
+    return open(path, "rb", buffering=0)  # closed when it leaves the cache
+
+
+def part_of(path, offset, size):
+    """Bytes of a tar. Its handle stays open, since a network disk takes milliseconds to open a file; forks share a
+    handle's position, and pread uses none."""
+    return os.pread(_opened(path).fileno(), size, offset)
+
+
+def decode(source):
+    """Path or bytes of an image -> (3, H, W) uint8 RGB, upright, alpha over white; the first frame of an animation.
+
+    Raises: OSError or ValueError for what is no whole image, has too many pixels, or more than 8 bits of grey."""
+    data = source if isinstance(source, (bytes, bytearray)) else Path(source).read_bytes()
+    image = Image.open(io.BytesIO(data))  # no pixel is decoded yet
+    if data[:2] == b"\xff\xd8":
+        # no end marker after the last scan; most files end with it, and searching all bytes takes time
+        if not data.endswith(b"\xff\xd9") and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
+            raise ValueError("truncated jpeg")  # the decoder would silently fill the rest with grey
+        if image.mode != "CMYK":  # torchvision is fast; its other decoders may crash on a damaged file
+            from torchvision.io import ImageReadMode, decode_jpeg
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return decode_jpeg(buffer, ImageReadMode.RGB, apply_exif_orientation=True)
+    if image.mode[0] in "IF":
+        raise ValueError("more than 8 bits of grey, of which Pillow makes white")
+    transparent = "A" in image.getbands() or "transparency" in image.info
+    x = np.asarray(ImageOps.exif_transpose(image.convert("RGBA" if transparent else "RGB")))  # (H, W, 3 or 4)
+    x = over_white(x) if transparent else x.copy()
+    return torch.from_numpy(x).permute(2, 0, 1)
+
+
+def over_white(x):
+    """(..., 4) uint8 -> (..., 3), rounded, in integers."""
+    rgb, alpha = x[..., :3].astype(np.int32), x[..., 3:].astype(np.int32)
+    return ((rgb * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
 
 
 # ---- the hub ----
@@ -208,11 +248,8 @@ def pick(flag, options, columns, usual, required=True):
 
 
 def make_table(captions, keys, sources=None, classes=None, **columns):
-    """A table in memory for `Data`.
-
-    Args: captions: M lists of str; keys: M str; sources: M paths, or dicts as in the column `source`, or None where
-        pixels are in memory; classes: {column: class names}; columns: label=..., group=..., verb=...: M values each.
-    """
+    """A table for `Data`. captions: M lists of str; keys: M str; sources: M paths, or dicts as in the column `source`,
+    or None where pixels are in memory; classes: {column: class names}; columns: label=..., verb=...: M values each."""
     import datasets
     value, content = datasets.Value, {"captions": list(captions), "key": list(keys)}
     features = {"captions": [value("string")], "key": value("string")}

@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from contrastive.data.pictures import decode
+from contrastive.data.table import decode
 
 from contrastive.encoders.base import (  # isort: skip
     FEATURES, FROM_FILES, STATS, SmallText, Tower, TwoTower, hub_encoder, masked_mean, small_cnn)

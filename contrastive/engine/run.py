@@ -140,7 +140,7 @@ class Run:
         args = self.args
         self.data = Batches(self.train, views, transform, args.batch_size, args.seed, self.step, self.last, self.device,
                             args.workers, args.max_bad_fraction, self.folder, self.positions, args.compile)
-        self.data.lagged, self.data.bad = True, dict(self.bad)  # check_finite counts the bad samples
+        self.data.bad = dict(self.bad)  # check_finite counts the bad samples
         return self.data
 
     def begin(self, evaluator, guess, lines, after_val=None):

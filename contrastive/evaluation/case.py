@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from contrastive.data import data_options, load_data, other_options, splits_of
+from contrastive.data import data_options, load_data, splits_of
 from contrastive.data.images import CIFAR_STATS
 from contrastive.data.long_tail import labelled_splits
 from contrastive.encoders.base import CLIP_VIP, STATS
@@ -73,9 +73,7 @@ class Subject:
 
         Raises: UserError for a val split whose images the run trained on."""
         own, args, mine = self.own, self.args, name == self.own.get("dataset")
-        options = other_options(own, name, folder)
-        if mine:
-            options = data_options(argparse.Namespace(**own)) | ({"data_dir": folder} if folder else {})
+        options = data_options(argparse.Namespace(**own), name, folder)
         options |= data_options(argparse.Namespace(**vars(args) | {"dataset": ""}))
         options |= {"image_size": self.towers[2].size} | dict.fromkeys(ALTER_TRAINING, 0)
         held_out = args.hold_out_val and "val" not in splits_of(name)

@@ -3,7 +3,7 @@
 import functools
 
 from contrastive import CORES
-from contrastive.data.batches import Loader, worker_options
+from contrastive.data.batches import loader
 from contrastive.data.table import frames_of
 from contrastive.engine.processes import UserError, first_line, gather_objects, rank, say, world
 
@@ -56,10 +56,8 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
     batch = max(1, batch // frames_of(data))
     few = data.pixels is not None or len(mine) < 2 * batch  # then starting workers costs more than they save
     workers = 0 if few else min(workers, CORES)
-    loader = Loader(mine, batch_size=batch, num_workers=workers,
-                    collate_fn=functools.partial(read_batch, data, transform),
-                    generator=torch.Generator().manual_seed(0), **worker_options(workers))
-    for good, pixels, broken in loader:
+    batches = loader(mine, workers, batch_size=batch, collate_fn=functools.partial(read_batch, data, transform))
+    for good, pixels, broken in batches:
         bad |= {data.key(i): why for i, why in broken.items()}
         if good:
             pixels = pixels.to(device)
