@@ -163,8 +163,8 @@ def views(rounds, n=256):
 
 
 def cc3m_views(rounds, n=512, batch=64):
-    """TeMo's views of CC3M, as a loader worker makes them: rows of a large table, JPEGs from a tar, crop and RandAugment
-    of I and of I~. Samples per second of one core."""
+    """TeMo's views of CC3M, as a loader worker makes them: rows of a large table, JPEGs from a tar, crop and
+    RandAugment of I and of I~. Samples per second of one core."""
     args, files, rows = temo.parse_args(["--dataset", "cc3m"]), jpegs(16, (500, 400)), IN_MEMORY + 1  # not as lists
     ends = np.cumsum([len(f) for f in files])
     view = common.Augment(args.image_size, args.crop_min,
@@ -205,8 +205,8 @@ def plain_infonce(image, text):
 def of_steps(batch=32, *towers):
     """{name: a step} (encode, loss, backward; bf16 on a card) of each method on the same towers.
 
-    mama with the margin alone (the look-ahead is in mama_step). temo also encodes I~ and T~, without gradient; `of four`
-    with one, to be compared with InfoNCE of both pairs."""
+    mama with the margin alone (the look-ahead is in mama_step). temo also encodes I~ and T~, without gradient; `of
+    four` with one, to be compared with InfoNCE of both pairs."""
     from accelerate import Accelerator
     from accelerate.utils import slice_tensors
 
