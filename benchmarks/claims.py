@@ -51,7 +51,8 @@ def learnt(script, rates=("2e-3", "1e-3", "4e-3")):
     return [f"{script} --loss infonce --learnable-tau --tau 0.07 --lr {rate}" for rate in rates]
 
 
-LEARNT, LEARNT_MMTS = (PLAIN, learnt("ncl.py")), learnt("mmts.py --no-schedule --no-shifts")
+FIXED_MMTS, TS_PY = "mmts.py --no-schedule --no-shifts", "temperature_schedules.py"
+LEARNT, LEARNT_MMTS = (PLAIN, learnt("ncl.py")), learnt(FIXED_MMTS)
 INFONCE = (PLAIN, [f"ncl.py --loss infonce --tau {t}" for t in (0.05, 0.1, 0.2)])
 NCL = (PLAIN, [f"ncl.py --tau {t}" for t in (0.05, 0.1, 0.2)])
 WITH_QUEUE = (f"normalize/queue/{T2V}", NCL[1])  # the paper's NCL, tuned and tested with its queue
@@ -74,12 +75,13 @@ AGAINST_TEMO = {"TeMo": TEMO, "InfoNCE": TEMO_INFONCE, "learnt tau": learnt("tem
 LONG_TAIL = ("--dataset fashion-mnist-lt --data-dir {fashion} --index-file {tail} "
              "--image-encoder small --epochs 150 --period 30 --stop-at-phase 0.7 --batch-size 256 --optimizer adamw "
              "--lr 2e-3 --lr-end 2e-5 --weight-decay 0.05 --beta2 0.98 --eval-every 0")
-COSINE = [f"temperature_schedules.py {f}" for f in ("--tau-max 0.5", "--tau-max 1.0", "--tau-min 0.07 --tau-max 0.3")]
-FIXED = [f"temperature_schedules.py --schedule fixed --tau-min {t} --tau-max {t}" for t in (0.1, 0.2, 0.5)]
-LOWER = {  # from length 3 on: at length 1 the best was at the end of its grid
-    "cosine": [f"temperature_schedules.py {f}" for f in (
-        "--tau-max 0.5", "--tau-min 0.07 --tau-max 0.3", "--tau-min 0.05 --tau-max 0.2")],
-    "fixed": [f"temperature_schedules.py --schedule fixed --tau-min {t} --tau-max {t}" for t in (0.1, 0.05, 0.2)]}
+SWITCHES = ("step", "random", "oscillating")
+COSINE = [f"{TS_PY} {f}" for f in ("--tau-max 0.5", "--tau-max 1.0", "--tau-min 0.07 --tau-max 0.3")]
+FIXED, LOW_FIXED = ([f"{TS_PY} --schedule fixed --tau-min {t} --tau-max {t}" for t in taus]
+                    for taus in ((0.1, 0.2, 0.5), (0.1, 0.05, 0.2)))
+COSINE_OR_FIXED = {"cosine": COSINE, "fixed": FIXED}
+LOWER = {"cosine": [COSINE[0], COSINE[2], f"{TS_PY} --tau-min 0.05 --tau-max 0.2"],
+         "fixed": LOW_FIXED}  # from length 3 on: at length 1 the best was at the end of its grid
 NOISY = ("--dataset moving-emoji --clips 2000 300 2000 --caption-noise 0.3 --margin-schedule none --eval-every 0 "
          "--weighting")
 META = [f"mama.py meta --meta-lr {r}" for r in ("2e-4", "6e-4", "6e-5")]
@@ -87,34 +89,35 @@ UNWEIGHTED = [f"mama.py none --tau {t}" for t in (0.1, 0.05, 0.2)]
 
 
 def claim(says, paper, arms, flags=MOVING, metric=T2V, **more):
-    """says: the claim.   paper: where it is.   arms: name -> its trials (script and flags) or (metric, trials); the
-    method comes first.   flags: of every arm, before its own.   metric: on val it chooses the trial.
+    """says: the claim; the metric is added.   paper: where it is, and its method minus its baseline in points.   arms:
+    name -> its trials (script and flags) or (metric, trials); the method comes first.   flags: of every arm, before its
+    own.   metric: on val it chooses the trial.
 
     more: read: the metric compared on test, if it is another, or {arm: metric}; scale: factor, so that more is better;
     ground: the entry of claims_ground.json, what needs no training, that a baseline has to be above."""
+    if metric and "read" not in more:
+        says += {T2V: " (text -> video R@1)", KNN: " (kNN@1)"}[metric]
     return {"says": says, "paper": paper, "flags": flags, "metric": metric, "arms": arms, "read": metric} | more
 
 
 on_long_tail = functools.partial(claim, flags=LONG_TAIL, metric=KNN, ground="tail")
-COSINE_OR_FIXED = {"cosine": COSINE, "fixed": FIXED}
 ZIPF = MOVING + " --clip-law zipf"
+AT_TEST = {kind: (f"normalize/{kind}/{T2V}", ["ncl.py"]) for kind in ("none", "queue", "oracle")}
 
 
 def margin_grid(weighting, says):
     """The margin and no margin, each over equally many trials of a fine grid."""
     arm = MAMA.replace("none", weighting)
-    says = f"the subtractive margin beats none, both of a fine grid, {says} (text -> video R@1)"
-    return claim(says, "MAMA, Fig. 4", {
+    return claim(f"the subtractive margin beats none, both of a fine grid, {says}", "MAMA, Fig. 4", {
         "margin": [f"{arm} --tau {t} --a0 {10 * r * t:g}" for r, t in GRID],
         "no margin": [f"{arm} --margin-schedule none --tau {t}" for t in TAUS],
         "learnt tau": (PLAIN, learnt("ncl.py", ("2e-3", "1e-3", "4e-3", "1.4e-3", "2.8e-3", "5e-4")))})
 
 
 CLAIMS = {
-    "ncl-training": claim("training with Sinkhorn's biases beats InfoNCE (text -> video R@1)",
-                          "NCL, Tables 1 to 4, its training alone",
+    "ncl-training": claim("training with Sinkhorn's biases beats InfoNCE", "NCL, Tables 1 to 4, its training alone",
                           {"NCL": NCL, "InfoNCE": INFONCE, "learnt tau": LEARNT}),
-    "ncl-paper": claim("NCL with its queue beats InfoNCE as it is, every test clip new (text -> video R@1)",
+    "ncl-paper": claim("NCL with its queue beats InfoNCE as it is, every test clip new",
                        "NCL, Tables 1 to 3: +5.4 ActivityNet, +1.6 MSVD, +1.8 MSR-VTT",
                        {"NCL and queue": WITH_QUEUE, "InfoNCE": INFONCE, "learnt tau": LEARNT}),
     "ncl-error": claim(
@@ -124,82 +127,67 @@ CLAIMS = {
         "NCL with its queue lowers the normalisation error of InfoNCE, every test clip new (text -> video; its "
         "hundredths below 0)", "NCL, Fig. 2", {"NCL and queue": WITH_QUEUE, "InfoNCE": INFONCE}, scale=-100,
         read={"NCL and queue": ERROR.format("queue"), "InfoNCE": ERROR.format("none")}),
-    "mmts-all": claim(
-        "temperatures by schedule and cluster size beat the best fixed one (text -> video R@1)",
-        "MM-TS, Table 4; Table 1, CC3M: +0.6 Flickr30K, -0.1 COCO",
-        {"TS and ICS": MMTS, "InfoNCE": INFONCE, "learnt tau": LEARNT_MMTS}),
-    "mama-margin": claim("the subtractive margin beats none (text -> video R@1)", "MAMA, Fig. 4",
+    "mmts-all": claim("temperatures by schedule and cluster size beat the best fixed one",
+                      "MM-TS, Table 4; Table 1, CC3M: +0.6 Flickr30K, -0.1 COCO",
+                      {"TS and ICS": MMTS, "InfoNCE": INFONCE, "learnt tau": LEARNT_MMTS}),
+    "mama-margin": claim("the subtractive margin beats none", "MAMA, Fig. 4",
                          {"margin": MARGIN, "InfoNCE": INFONCE, "learnt tau": LEARNT}),
     "mama-margin-grid": margin_grid("none", "without weights"),
     "mama-margin-grid-weights": margin_grid("meta", "with learnt weights"),
-    "ts-long-tail": on_long_tail(  # no script has a learnt temperature on images alone
-        "a cosine temperature beats the best fixed one on a long tail (kNN@1)",
-        "TS, Table 1: +3.2 CIFAR10-LT, +2.2 CIFAR100-LT", COSINE_OR_FIXED),
+    # no script has a learnt temperature on images alone
+    "ts-long-tail": on_long_tail("a cosine temperature beats the best fixed one on a long tail",
+                                 "TS, Table 1: +3.2 CIFAR10-LT, +2.2 CIFAR100-LT", COSINE_OR_FIXED),
     "ts-tail": on_long_tail("the gain of the cosine temperature is in the rare classes (kNN@1 of the tail)",
                             "TS, Tables 7 to 9: +2.9 CIFAR10-LT, +1.1 CIFAR100-LT, +2.4 ImageNet100-LT",
                             COSINE_OR_FIXED, read="knn@1/tail"),
     "ts-few-shot": on_long_tail("a cosine temperature beats the best fixed one on a long tail (few-shot probe)",
                                 "TS, Table 1: +3.6 CIFAR10-LT, +3.2 CIFAR100-LT, +2.5 ImageNet100-LT",
                                 COSINE_OR_FIXED, read="few-shot/mean_per_class"),
-    "ts-range": on_long_tail("a wider range of temperatures is better on a long tail (kNN@1)", "TS, Table 4", {
-        "0.07 to 1.0": ["temperature_schedules.py --tau-min 0.07 --tau-max 1.0"],
-        "0.1 to 0.3": ["temperature_schedules.py --tau-max 0.3"]}),
-    "ts-switching": on_long_tail(
-        "the cosine is the best way to switch, and any is better than none (kNN@1)", "TS, Table 5",
-        {"cosine": COSINE, "step": [f"{c} --schedule step" for c in COSINE],
-         "random": [f"{c} --schedule random" for c in COSINE],
-         "oscillating": [f"{c} --schedule oscillating" for c in COSINE], "fixed": FIXED}),
+    "ts-range": on_long_tail("a wider range of temperatures is better on a long tail", "TS, Table 4", {
+        "0.07 to 1.0": [f"{TS_PY} --tau-min 0.07 --tau-max 1.0"], "0.1 to 0.3": [f"{TS_PY} --tau-max 0.3"]}),
+    "ts-switching": on_long_tail("the cosine is the best way to switch, and any is better than none", "TS, Table 5", {
+        "cosine": COSINE, **{kind: [f"{c} --schedule {kind}" for c in COSINE] for kind in SWITCHES}, "fixed": FIXED}),
     "ts-uniform": on_long_tail(
-        "a cosine temperature beats a fixed one on classes of one size (kNN@1; the paper sees no gain)",
-        "TS, Table 10", {arm: [f"{t} --imbalance-ratio 1" for t in trials] for arm, trials in COSINE_OR_FIXED.items()},
+        "a cosine temperature beats a fixed one on classes of one size; the paper sees no gain", "TS, Table 10",
+        {arm: [f"{t} --imbalance-ratio 1" for t in trials] for arm, trials in COSINE_OR_FIXED.items()},
         flags=LONG_TAIL.replace("{tail}", "{uniform}"), ground="uniform"),
-    "temo-retrieval": claim("TeMo beats InfoNCE and TS in retrieval (text -> video R@1)",
-                            "TeMo, Table 1: +1.6 and +1.3 COCO, +2.0 and +1.3 Flickr30K",
-                            AGAINST_TEMO),
+    "temo-retrieval": claim("TeMo beats InfoNCE and TS in retrieval",
+                            "TeMo, Table 1: +1.6 and +1.3 COCO, +2.0 and +1.3 Flickr30K", AGAINST_TEMO),
     "temo-gap": claim("TeMo's embeddings have the smallest modality gap (hundredths below 0)", "TeMo, Fig. 3",
                       AGAINST_TEMO, read="modality_gap", scale=-100),
-    "mama-weights": claim(
-        "weights learnt by looking ahead beat none under mismatched captions (text -> video R@1)", "none; see Table 8",
-        {"meta": META, "no weights": UNWEIGHTED}, flags=NOISY),
+    "mama-weights": claim("weights learnt by looking ahead beat none under mismatched captions", "none; see Table 8",
+                          {"meta": META, "no weights": UNWEIGHTED}, flags=NOISY),
     "mama-others": claim(
-        "weights learnt by looking ahead beat other weights under mismatched captions (text -> video R@1)",
-        "MAMA, Tables 6 and 8",
+        "weights learnt by looking ahead beat other weights under mismatched captions", "MAMA, Tables 6 and 8",
         {"meta": META, "focal": [f"mama.py focal --focal-gamma {g}" for g in (0.5, 1, 2)],
          "SPL": [f"mama.py spl --spl-start {k}" for k in (0.3, 0.5, 0.7)],
          "joint": [f"mama.py joint --lr {r}" for r in ("2e-3", "6e-4", "6e-3")]}, flags=NOISY),
     "mmts-rare": claim(
         "the gain of MM-TS is in rare captions (R@1 of the queries of the smallest clusters)", "none; MM-TS, Section 3",
-        {"TS and ICS": MMTS, "fixed": [f"mmts.py --no-schedule --no-shifts --tau {t}" for t in (0.05, 0.1, 0.2)],
-         "learnt tau": LEARNT_MMTS},
-        read="by_cluster_size/tail/R@1"),
+        {"TS and ICS": MMTS, "fixed": [f"{FIXED_MMTS} --tau {t}" for t in (0.05, 0.1, 0.2)],
+         "learnt tau": LEARNT_MMTS}, read="by_cluster_size/tail/R@1"),
     "mmts-parts": claim(
-        "one fixed temperature beats a learnt one and MM-TS, its parts and variants (text -> video R@1)",
-        "MM-TS, Tables 4 and 8", {
-            "fixed": ["mmts.py --no-schedule --no-shifts --tau 0.1"], "learnt tau": LEARNT_MMTS[:1],
-            "TS and ICS": ["mmts.py"],
+        "one fixed temperature beats a learnt one and MM-TS, its parts and variants", "MM-TS, Tables 4 and 8", {
+            "fixed": [f"{FIXED_MMTS} --tau 0.1"], "learnt tau": LEARNT_MMTS[:1], "TS and ICS": ["mmts.py"],
             "TS": ["mmts.py --no-shifts --tau 0.1"], "ICS": ["mmts.py --no-schedule"],
             "narrow": ["mmts.py --alpha 0.02 --shift-min 0.09 --shift-max 0.11"],
             "true clusters": ["mmts.py --clusters verb-noun"], "ends low": ["mmts.py --periods 4.5"]}),
-    "ncl-queue": claim(
-        "the queue's biases at test time raise R@1 where test queries are like training queries", "NCL, Table 5",
-        {"queue": (f"normalize/queue/{T2V}", ["ncl.py"]), "none": (PLAIN, ["ncl.py"])}, flags=ZIPF, metric=""),
-    "ncl-oracle": claim(
-        "biases from the test queries themselves are a bound above the queue's", "NCL, Table 5",
-        {"oracle": (f"normalize/oracle/{T2V}", ["ncl.py"]), "queue": (f"normalize/queue/{T2V}", ["ncl.py"])},
-        flags=ZIPF, metric=""),
+    "ncl-queue": claim("the queue's biases at test time raise R@1 where test queries are like training queries",
+                       "NCL, Table 5", {"queue": AT_TEST["queue"], "none": AT_TEST["none"]}, flags=ZIPF, metric=""),
+    "ncl-oracle": claim("biases from the test queries themselves are a bound above the queue's", "NCL, Table 5",
+                        {"oracle": AT_TEST["oracle"], "queue": AT_TEST["queue"]}, flags=ZIPF, metric=""),
     "mmts-margin": claim(
-        "margins by schedule and cluster size beat the best fixed one (text -> video R@1)", "MM-TS, Table 9",
+        "margins by schedule and cluster size beat the best fixed one", "MM-TS, Table 9",
         {"TS and ICS": [f"mmts.py --loss max-margin {f}" for f in (
             "", "--alpha 0.1 --shift-min 0.1 --shift-max 0.2", "--alpha 0.1 --shift-min 0.3 --shift-max 0.5")],
          "fixed": [f"mmts.py --loss max-margin --no-schedule --no-shifts --margin {m}" for m in (0.2, 0.1, 0.4)],
          "learnt tau": LEARNT_MMTS}),
     "temo-printed": claim(
-        "TeMo as its authors' code has it beats TeMo as printed, with and without a gradient through tau (text -> "
-        "video R@1)", "none; TeMo, Eq. 4", {
-            "code": TEMO, "printed": [f"{t} {PRINTED}" for t in TEMO],
-            "printed, tau detached": [f"{t} {PRINTED} --detach-tau" for t in TEMO]}),
-    "temo-rows": claim("the whole of TeMo is better than its parts (text -> video R@1)", "TeMo, Table 3", ROWS),
-    "temo-views": claim("a second draw of I's view is the best I~ (text -> video R@1)", "none", {
+        "TeMo as its authors' code has it beats TeMo as printed, with and without a gradient through tau",
+        "none; TeMo, Eq. 4", {"code": TEMO, "printed": [f"{t} {PRINTED}" for t in TEMO],
+                              "printed, tau detached": [f"{t} {PRINTED} --detach-tau" for t in TEMO]}),
+    "temo-rows": claim("the whole of TeMo is better than its parts", "TeMo, Table 3", ROWS),
+    "temo-views": claim("a second draw of I's view is the best I~", "none", {
         "same": ROWS["row g"], "SimCLR's": [ROWS["row g"][0] + " --image-aug simclr"],
         "crop": [ROWS["row g"][0] + " --image-aug crop"]}),
 }
@@ -327,13 +315,11 @@ def write_tables(runs):
     for length in LENGTHS:
         found = {name: result for name, result in judge_all(runs, length).items() if result["against"] or length == 1}
         rows, also = zip(*(pair for name, result in found.items() for pair in rows_of(name, result)))
-        arms = {(name, arm): of for name, result in found.items() for arm, of in result["arms"].items()}
+        arms = [arm for result in found.values() for arm in result["arms"].values()]
         table = markdown(["claim", "paper, its difference", "method", "against", *LINE], rows)
-        chosen = [[*names, f"{of['steps']:,}", f"`{of['flags']}`"] for names, of in arms.items()]
-        write(RESULTS / ("claims" if length == 1 else f"claims_{length}"), found, arms.values(), [
+        write(RESULTS / ("claims" if length == 1 else f"claims_{length}"), found, arms, [
             *table, "", "All directions and metrics, differences with 95 % intervals; a claim is decided by one:", "",
-            *markdown(["claim", "method", "against", "differences"], [row for row in also if row[-1]]), "",
-            *markdown(["claim", "arm", "steps", "command that val chose"], chosen)])
+            *markdown(["claim", "method", "against", "differences"], [row for row in also if row[-1]])])
         for name, result in found.items():
             for baseline, line in result["against"].items():
                 steps = result["arms"][baseline]["steps"]

@@ -8,7 +8,7 @@ Each positional argument is one quoted command; every flag that is not listed he
 the seeds 0, 1, ... (--vary: with these values of another flag), so differences are taken pair by pair. With --tune each
 command first runs with each of the values, on a seed that no pair has; val chooses, test is compared. An interval is
 Student's t over all pairs; where several commands are compared, Holm's correction decides. Pairs whose differences are
-all alike show no spread and decide nothing: more seeds, or more test examples.
+all alike show no spread and decide nothing. "Could show": the smallest effect that these pairs show 80 % of the time.
 
 A finished run is one small file below OUT/runs, so that the same words go on where they stopped; an edited script is
 run again. Writes OUT/comparison.json, .md and .png.
