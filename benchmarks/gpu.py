@@ -85,9 +85,8 @@ def log_of(folder):
 
 
 def apart(rows, others):
-    """Largest relative difference of the losses of the steps that both logs have."""
-    losses = {row["step"]: row["loss"] for row in rows}
-    return max(abs(row["loss"] / losses[row["step"]] - 1) for row in others if row["step"] in losses)
+    """Largest relative difference of the losses of two logs."""
+    return max(abs(b["loss"] / a["loss"] - 1) for a, b in zip(rows, others, strict=True))
 
 
 def idle(profile):
@@ -129,7 +128,7 @@ def watch(script, *flags):
 
 
 def measure(functions, rounds):
-    """Functions that take turns, the first call not counted: {name: seconds, ratio to the first, peak MiB}."""
+    """Functions that take turns, the first call not counted: {name: ms, ratio to the first, peak MiB}."""
     peak = {}
 
     def call(name):
@@ -142,7 +141,7 @@ def measure(functions, rounds):
     for function in calls.values():
         function()
     t, base = speed.Times(calls, rounds, time.perf_counter), next(iter(functions))
-    return {name: {"seconds": t.median(name), "ratio": t.ratio(name, base), "peak_mib": peak.get(name, "a CPU")}
+    return {name: {"ms": 1000 * t.median(name), "ratio": t.ratio(name, base), "peak_mib": peak.get(name, "a CPU")}
             for name in calls}
 
 
@@ -200,7 +199,7 @@ def row_towers():
             found = watch("temo", *TOWERS, "--dataset", data, "--image-encoder", tower, "--batch-size", n, "--loss",
                           "infonce", "--embed-dim", 128)
             step = speed.of_steps(n, tower, PIXELS, DEVICE)["infonce"]
-            plain = n / measure({"step": step}, size(8, 1))["step"]["seconds"]
+            plain = 1000 * n / measure({"step": step}, size(8, 1))["step"]["ms"]
             results[tower] = found | {"synthetic_samples_per_s": plain, "ratio": found["samples_per_s"] / plain}
     return results
 
@@ -211,22 +210,20 @@ def row_step():
     found = measure(speed.of_steps(size(128, 8), VIT, PIXELS, DEVICE), size(8, 1))
     pairs = [("infonce", "plain"), ("infonce", "open_clip"), ("temo of four", "infonce of four"),
              ("infonce, chunks", "infonce")]
-    return found | {f"{a} / {b}": found[a]["seconds"] / found[b]["seconds"] if b in found else "not installed"
+    return found | {f"{a} / {b}": found[a]["ms"] / found[b]["ms"] if b in found else "not installed"
                     for a, b in pairs}
 
 
 def row_views():
     """ms of the views of 512 crops on the device, as in a run, plain and compiled."""
-    crops, results = torch.randint(0, 256, (size(512, 8), 3, PIXELS, PIXELS), dtype=torch.uint8), {}
+    crops = torch.randint(0, 256, (size(512, 8), 3, PIXELS, PIXELS), dtype=torch.uint8)
     how = SimpleNamespace(device=DEVICE, transform=common.EvalTransform(PIXELS, (0.5,) * 3, (0.5,) * 3))
     view = common.Augment(PIXELS, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
     draws, crops = torch.rand(len(crops), view.DRAWS).to(DEVICE), crops.pin_memory() if CARD else crops
     fused = torch.compile(view.photometric, dynamic=False, backend=size("inductor", "eager"))
     functions = {name: functools.partial(common.Batches._finish, how, crops, function, draws)
                  for name, function in (("plain", view.photometric), ("compiled", fused))}
-    for name, found in measure(functions, size(10, 1)).items():
-        results[name] = found | {"ms": 1000 * found["seconds"]}
-    return results
+    return measure(functions, size(10, 1))
 
 
 def row_memory():
