@@ -1,14 +1,14 @@
 """Compares commands of any scripts, forks too, on any data: paired differences to the first, in words.
 
     python -m benchmarks.compare "temo.py --loss infonce" temo.py mine.py --dataset captions.csv --seeds 3
-    python -m benchmarks.compare "ncl.py --loss infonce" ncl.py --tune tau=0.05,0.1,0.2 --dataset moving-emoji --jobs 2
+    python -m benchmarks.compare "ncl.py --loss infonce" ncl.py --tune tau=0.05,0.1,0.2 --dataset moving-emoji
     python -m benchmarks.compare temo.py mine.py --vary split-seed --metric image_to_text/R@1 --dataset photos
 
 Each positional argument is one quoted command; every flag that is not listed here is appended to each. All run with
 the seeds 0, 1, ... (--vary: with these values of another flag), so differences are taken pair by pair. With --tune each
-command first runs with each of the values, on a seed that no pair has; val chooses, test is compared. Name one metric
-before. An interval is Student's t over all pairs; where several commands are compared, Holm's correction decides.
-Pairs whose differences are all alike show no spread and decide nothing: more seeds, or more test examples.
+command first runs with each of the values, on a seed that no pair has; val chooses, test is compared. An interval is
+Student's t over all pairs; where several commands are compared, Holm's correction decides. Pairs whose differences are
+all alike show no spread and decide nothing. "Could show": the smallest effect that these pairs show 80 % of the time.
 
 A finished run is one small file below OUT/runs, so that the same words go on where they stopped; an edited script is
 run again. Writes OUT/comparison.json, .md and .png.
@@ -16,7 +16,9 @@ run again. Writes OUT/comparison.json, .md and .png.
 
 import argparse
 import concurrent.futures
+import dataclasses
 import datetime
+import functools
 import hashlib
 import itertools
 import math
@@ -36,6 +38,7 @@ from contrastive.engine.processes import flatten, read_json, write_json
 from contrastive.engine.ranges import count
 from contrastive.figures.base import figure, save_figure
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,37 +50,31 @@ LESS_IS_BETTER = {"MdR", "MnR", "modality_gap", "error"}
 
 
 # ------------------------------------------------------- statistics --------------------------------------------------
+@functools.cache
+def student(degrees):
+    """Student's t with so many degrees of freedom: (angles, P(|T| <= sqrt(degrees) tan(angle)))."""
+    angle = np.linspace(0, math.pi / 2, 200_001)
+    density = np.cos(angle) ** (degrees - 1)
+    area = np.append(0, np.cumsum(density[1:] + density[:-1]))
+    return angle, area / area[-1]
+
+
 def within(t, degrees):
-    """P(|T| <= t) of Student's t with so many degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    angle = math.atan(abs(t) / math.sqrt(degrees))
-    cosine, odd, total = math.cos(angle), degrees % 2, 0.0
-    term = cosine if odd else 1.0
-    for k in range(odd, degrees - 1, 2):
-        total += term
-        term *= cosine**2 * (k + 1) / (k + 2)
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
+    """P(|T| <= t)."""
+    return float(np.interp(math.atan(abs(t) / math.sqrt(degrees)), *student(degrees)))
 
 
 def quantile(p, degrees):
     """The t with P(|T| <= t) = p."""
-    low, high = 0.0, 1e4
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(middle, degrees) < p else (low, middle)
-    return low
-
-
-def spread(values):
-    """Their standard deviation; infinite where none is seen, which is no evidence: one value, or all alike (a metric of
-    few examples has few steps)."""
-    return (statistics.stdev(values) if len(values) > 1 else 0) or math.inf
+    return math.sqrt(degrees) * math.tan(np.interp(p, *student(degrees)[::-1]))
 
 
 def interval(values):
-    """(mean, half width of its 95 % interval by Student's t)."""
+    """(mean, half width of its 95 % interval by Student's t); infinite where no spread is seen, which is no evidence:
+    one value, or all alike (a metric of few examples has few steps)."""
     n = len(values)
-    return statistics.mean(values), quantile(0.95, max(1, n - 1)) * spread(values) / math.sqrt(n)
+    spread = (statistics.stdev(values) if n > 1 else 0) or math.inf
+    return statistics.mean(values), quantile(0.95, max(1, n - 1)) * spread / math.sqrt(n)
 
 
 def paired(these, those, sign=1):
@@ -87,12 +84,12 @@ def paired(these, those, sign=1):
     smallest_effect (seen with 80 % power at a two-sided 5 %, given the spread of all pairs; by the usual sum of two
     quantiles, whose power is 73 % at 2 pairs, 77 at 3, 79 at 5), p (two-sided) and sign."""
     seeds = sorted(these.keys() & those.keys())
-    differences = [these[k] - those[k] for k in seeds]
+    differences, degrees = [these[k] - those[k] for k in seeds], max(1, len(seeds) - 1)
     mean, half = interval(differences)
-    error, degrees = spread(differences) / math.sqrt(len(seeds)), max(1, len(seeds) - 1)
-    smallest = (quantile(0.95, degrees) + quantile(0.6, degrees)) * error                # t of 97.5 and of 80 %
-    return {"seeds": seeds, "differences": differences, "mean": mean, "half": half, "smallest_effect": smallest,
-            "p": 1 - within(mean / error, degrees), "sign": sign}
+    error = half / quantile(0.95, degrees)
+    return {"seeds": seeds, "differences": differences, "mean": mean, "half": half, "sign": sign,
+            "smallest_effect": half + quantile(0.6, degrees) * error,            # t of 97.5 and of 80 %
+            "p": 1 - within(mean / error, degrees)}
 
 
 def decide(lines, narrow=NARROW):
@@ -116,32 +113,30 @@ def sign_of(metric):
 
 # ------------------------------------------------------- runs --------------------------------------------------------
 class Arm(NamedTuple):
-    """What is compared: trials, of which val chooses one by `metric`; `read` is the metric on test, times scale."""
+    """What is compared: trials, of which val chooses one by `metric`; `read`, times scale, is compared on test."""
     metric: str
     trials: list  # of [script, *flags]
     read: str
     scale: float = 1
+    also: dict = {}  # {title: metric}, reported beside
 
 
 def number(record, split, metric):
     """A metric of the first data set of a record; ends the program if it is not there."""
     found = flatten(next(iter(record[split].values()), {}))
     if metric not in found:
-        raise SystemExit(f"{metric}: not in the {split} results of `{record['command']}`, which has "
-                         f"{', '.join(k for k, v in found.items() if isinstance(v, (int, float))) or 'none'}")
+        raise SystemExit(f"{metric}: not in the {split} results of `{record['command']}`: {', '.join(found)}")
     return found[metric]
 
 
+@dataclasses.dataclass
 class Runs:
-    """Finished runs, one small file each in `folder`.
-
-    vary: the flag whose values are the pairs.   places: {name: path} for braces in flags, such as {fashion}.
-    by_source: a run of a script that was edited since does not count.   one_thread: also if there are no several jobs.
-    """
-
-    def __init__(self, folder, vary="seed", jobs=1, places=None, by_source=False, one_thread=False):
-        self.folder, self.vary, self.jobs, self.places = Path(folder), vary, jobs, places
-        self.by_source, self.one_thread = by_source, one_thread or jobs > 1
+    """Finished runs, one small file each in `folder`."""
+    folder: Path
+    vary: str = "seed"  # the flag whose values are the pairs
+    jobs: int = 0  # runs side by side, each with one thread; 0: one run with all threads
+    by_source: bool = False  # a run of a script that was edited since does not count
+    places: dict = dataclasses.field(default_factory=dict)  # {name: path} for braces in flags
 
     def words(self, trial, seed):
         """The command of a trial with a seed."""
@@ -157,52 +152,51 @@ class Runs:
         """What a run left; None before it has ended well."""
         return read_json(self.file(self.words(trial, seed)), {}) or None
 
-    def best(self, arm):
-        """The index of the trial with the best val metric; 0 if there is one; None before all have run."""
-        if len(arm.trials) == 1:
-            return 0
-        tuned = self.tuned(arm)
-        values = [tuned[" ".join(trial)] for trial in arm.trials]
-        return None if None in values else values.index((max if sign_of(arm.metric) > 0 else min)(values))
-
     def tuned(self, arm):
         """{flags of a trial: its val metric on the tuning seed, None before it has run}; empty if there is one."""
         records = {" ".join(t): self.record(t, TUNING_SEED) for t in arm.trials if len(arm.trials) > 1}
         return {flags: record and number(record, "val", arm.metric) for flags, record in records.items()}
 
+    def best(self, arm):
+        """The trial with the best val metric, or the only one; None before all have run."""
+        values = list(self.tuned(arm).values()) or [0]
+        if None in values:
+            return None
+        return arm.trials[values.index(max(values) if sign_of(arm.metric) > 0 else min(values))]
+
     def left(self, arms, pairs):
         """(commands without a file that can run now, number of those that follow once their arms are tuned)."""
         best = [self.best(arm) for arm in arms]
         now = [self.words(trial, TUNING_SEED) for arm in arms if len(arm.trials) > 1 for trial in arm.trials]
-        now += [self.words(arm.trials[b], seed) for seed in pairs for arm, b in zip(arms, best) if b is not None]
+        now += [self.words(trial, seed) for seed in pairs for trial in best if trial]
         files = {self.file(words): words for words in now}                   # arms may share trials
         return [words for file, words in files.items() if not file.exists()], len(pairs) * best.count(None)
 
     def measure(self, arm, pairs):
-        """An arm's chosen trial and its numbers on val and test; None before it is tuned and has run."""
-        best = self.best(arm)
-        records = {} if best is None else {k: r for k in pairs if (r := self.record(arm.trials[best], k))}
+        """An arm's chosen trial, its test metric and its records; None before it is tuned and has run."""
+        trial = self.best(arm)
+        records = {k: r for k in pairs if (r := self.record(trial, k))} if trial else {}
         if not records:
             return None
-        return {"flags": " ".join(arm.trials[best]), "tuning": self.tuned(arm), "metric": arm.read,
+        tests = {k: flatten(next(iter(r["test"].values()))) for k, r in records.items()}
+        return {"flags": " ".join(trial), "tuning": self.tuned(arm), "metric": arm.read,
                 "test": {k: arm.scale * number(r, "test", arm.read) for k, r in records.items()},
-                "val": {k: number(r, "val", arm.metric) for k, r in records.items()},
+                "also": {title: {k: of[metric] for k, of in tests.items()} for title, metric in arm.also.items()
+                         if all(metric in of for of in tests.values())},
                 "steps": next(iter(records.values()))["steps"], "wall_s": [r["wall_s"] for r in records.values()],
                 **{f"{what}s": sorted({r[what] for r in records.values()}) for what in ("commit", "machine")}}
 
     def run(self, words):
         """Runs a command and keeps what it measured. Returns its seconds, None if it failed."""
+        paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}  # for forks elsewhere
+        threads = {"OMP_NUM_THREADS": "1"} if self.jobs else {}
+        flags = [word.format(**self.places) if self.places else word for word in words[1:]]
         with tempfile.TemporaryDirectory() as folder:
-            flags = [word.format(**self.places) if self.places else word for word in words[1:]]
-            path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])    # for forks elsewhere
-            threads = {"OMP_NUM_THREADS": "1"} if self.one_thread else {}
             done = subprocess.run([sys.executable, words[0], *flags, "--output-dir", folder, "--run-name", "r"],
-                                  stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                                  env=os.environ | {"PYTHONPATH": path} | threads)
+                                  capture_output=True, text=True, env=os.environ | paths | threads)
             summary = read_json(Path(folder) / "r" / "summary.json", {})
         if done.returncode or not summary:
-            last = (done.stderr.strip().splitlines() or ["no words"])[-1]
-            print(f"failed ({done.returncode}): {' '.join(words)}\n  {last}", flush=True)
+            print(f"failed ({done.returncode}): {' '.join(words)}", *done.stderr.strip().splitlines()[-1:], flush=True)
             return None
         record = {"command": f"{'OMP_NUM_THREADS=1 ' if threads else ''}python {' '.join(words)}",
                   "date": str(datetime.date.today()), "machine": machine(), "versions": versions().split("\n")[:9],
@@ -212,19 +206,19 @@ class Runs:
         return record["wall_s"]
 
     def run_all(self, left):
-        """Runs what left() returns, several at a time, until only failed ones are left: the set of these."""
-        failed, walls = set(), []
-        with concurrent.futures.ThreadPoolExecutor(self.jobs) as pool:
+        """Runs what left() returns, until only failed ones are left: the set of these."""
+        failed, walls, jobs = set(), [], self.jobs or 1
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             while now := [words for words in left()[0] if str(words) not in failed]:
-                later = left()[1]
-                for k, (words, wall) in enumerate(zip(now, pool.map(self.run, now)), 1):
+                runs = len(now) + left()[1]
+                for words, wall in zip(now, pool.map(self.run, now)):
+                    runs -= 1
                     if wall is None:
                         failed.add(str(words))
-                        continue
-                    walls.append(wall)
-                    runs = len(now) - k + later
-                    hours = runs * statistics.mean(walls) / 3600 / self.jobs
-                    print(f"{wall:6.0f} s  {' '.join(words)}; {runs} runs left, {hours:.1f} h", flush=True)
+                    else:
+                        walls.append(wall)
+                        hours = runs * statistics.mean(walls) / 3600 / jobs
+                        print(f"{wall:6.0f} s  {' '.join(words)}; {runs} runs left, {hours:.1f} h", flush=True)
         return failed
 
 
@@ -237,16 +231,19 @@ def machine():
 
 
 # ------------------------------------------------------- tables ------------------------------------------------------
+LINE = ["pairs", "difference, 95 % interval", "could show", "verdict"]
+
+
+def cells(line, digits=1):
+    """The columns LINE of a line of `paired` with its verdict."""
+    return [str(len(line["seeds"])), f"{line['mean']:+.{digits}f} ± {line['half']:.{digits}f}",
+            f"{line['smallest_effect']:.{digits}f}", line["verdict"]]
+
+
 def markdown(heads, rows):
     """The lines of a markdown table."""
     head, *body = ("| " + " | ".join(row) + " |" for row in (heads, *rows))
     return [head, "|---" * len(heads) + "|", *body]
-
-
-def origin(arms):
-    """The line that names the commits and machines of measured arms."""
-    commits, machines = (sorted({x for arm in arms for x in arm[k]}) for k in ("commits", "machines"))
-    return f"Commits {', '.join(commits)}; {'; '.join(machines)}."
 
 
 def draw(lines, title, unit, path):
@@ -257,14 +254,22 @@ def draw(lines, title, unit, path):
         axis.errorbar(line["mean"], y, xerr=half, fmt="s", color="black", capsize=4)
         axis.plot(line["differences"], [y + 0.2] * len(line["differences"]), "o", alpha=0.6)
     axis.axvline(0, color="grey", linewidth=1)
-    fig.suptitle(textwrap.fill(title, 80))
     axis.set(ylim=(-0.5, len(lines) - 0.3), xlabel=f"{unit}; dots: pairs; square and bar: mean, 95 %")
     names = [f"{textwrap.fill(what, 44)}\n{line['verdict']}" for what, line in lines.items()]
     axis.set_yticks(range(len(lines)), names)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.suptitle(title)
     save_figure(fig, path)
 
 
+def write(stem, results, arms, lines):
+    """STEM.json, and STEM.md of these lines and the commits and machines of measured arms."""
+    commits, machines = (sorted({x for arm in arms for x in arm[k]}) for k in ("commits", "machines"))
+    write_json(stem.with_suffix(".json"), results)
+    text = [*lines, "", f"Commits {', '.join(commits)}; {'; '.join(machines)}.", ""]
+    stem.with_suffix(".md").write_text("\n".join(text), encoding="utf8")
+
+
+# ------------------------------------------------------- commands ----------------------------------------------------
 def parse_args(argv=None):
     """Our flags, and in `shared` those of every command."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -274,57 +279,38 @@ def parse_args(argv=None):
     p.add_argument("--vary", default="seed", metavar="FLAG", help="pairs have the values 0, 1, ... of this flag")
     p.add_argument("--metric", default="text_to_image/R@1", help="of the first data set; it chooses trials and decides")
     p.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of files and runs")
-    p.add_argument("--jobs", type=count, default=1, help="runs side by side; with several, each has one thread")
     args, args.shared = p.parse_known_args(argv)
-    args.vary = args.vary.lstrip("-")
-    tuned = [t.partition("=")[::2] for t in args.tune]
-    args.grid = list(itertools.product(*([f"--{flag.lstrip('-')}={v}" for v in vs.split(",")] for flag, vs in tuned)))
-    ours = {f"--{flag.lstrip('-')}" for flag in (args.vary, *(flag for flag, _ in tuned))}
+    grid = [(flag, values.split(",")) for flag, _, values in (tune.partition("=") for tune in args.tune)]
+    args.grid = list(itertools.product(*([f"--{flag}={value}" for value in values] for flag, values in grid)))
+    ours = {f"--{flag}" for flag in (args.vary, *dict(grid))}
     for command in args.commands:
-        words = [w.partition("=")[0] for w in shlex.split(command) + args.shared]
-        if twice := ours & {*words}:
+        script, *flags = shlex.split(command) + args.shared
+        if twice := ours & {flag.partition("=")[0] for flag in flags}:
             p.error(f"{command}: {twice.pop()} is set by --vary or --tune, so it stands in no command")
-        if not Path(words[0]).is_file():
-            p.error(f"{words[0]}: no such script; commands come first, each quoted")
-    if len({*args.commands}) < len(args.commands):
-        p.error("two commands are the same")
+        if not Path(script).is_file():
+            p.error(f"{script}: no such script; commands come first, each quoted")
     return args
 
 
-def write(args, measured):
-    """Prints and writes {command: what `measure` gave}, each against the first."""
-    first, *others = args.commands
-    sign, name = sign_of(args.metric), args.out / "comparison"
-    lines = {c: paired(measured[c]["test"], measured[first]["test"], sign) for c in others}
-    decide(lines.values(), NARROW if sign > 0 else 0)                        # points; other metrics have other units
-    rows = []
-    for command, arm in measured.items():
-        row = [f"`{arm['flags']}`", f"{statistics.mean(arm['test'].values()):.2f}"]
-        line = lines.get(command)
-        rows.append(row + ([str(len(line["seeds"])), f"{line['mean']:+.2f} ± {line['half']:.2f}",
-                            f"{line['p_holm']:.3f}", f"{line['smallest_effect']:.2f}", line["verdict"]]
-                           if line else [str(len(arm["test"])), "", "", "", ""]))
-    heads = ["command", f"{args.metric} on test", "pairs", "difference to the first, 95 % interval", "p by Holm",
-             "smallest effect these pairs can show", "verdict"]
-    table = "\n".join(markdown(heads, rows))
-    name.with_suffix(".md").write_text(f"{table}\n\n{origin(measured.values())}\n", encoding="utf8")
-    write_json(name.with_suffix(".json"), {"metric": args.metric, "arms": measured, "against": {first: lines}})
-    draw(lines, f"difference to {first}", args.metric, name.with_suffix(".png"))
-    print(f"\n{table}\n\n{name}.md, .json, .png")
-
-
 def main(argv=None):
-    """Tunes, runs what is missing, and compares."""
+    """Tunes, runs what is missing, compares each command with the first, prints and writes."""
     args = parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    runs, pairs = Runs(args.out / "runs", args.vary, args.jobs, by_source=True), range(args.seeds)
+    runs, pairs, sign = Runs(args.out / "runs", args.vary, by_source=True), range(args.seeds), sign_of(args.metric)
     arms = {c: Arm(args.metric, [[*shlex.split(c), *args.shared, *values] for values in args.grid], args.metric)
             for c in args.commands}
-    failed = runs.run_all(lambda: runs.left(list(arms.values()), pairs))
+    failed = runs.run_all(lambda: runs.left(arms.values(), pairs))
     measured = {c: runs.measure(arm, pairs) for c, arm in arms.items()}
     if None in measured.values():
         raise SystemExit("runs failed, so there is nothing to compare; see above")
-    write(args, measured)
+    first, *others = args.commands
+    lines = {c: paired(measured[c]["test"], measured[first]["test"], sign) for c in others}
+    decide(lines.values(), NARROW if sign > 0 else 0)                        # points; other metrics have other units
+    rows = [[f"`{arm['flags']}`", f"{statistics.mean(arm['test'].values()):.2f}",
+             *(cells(lines[c], 2) if c in lines else [""] * 4)] for c, arm in measured.items()]
+    table, stem = markdown(["command", f"{args.metric} on test", *LINE], rows), args.out / "comparison"
+    write(stem, {"metric": args.metric, "arms": measured, "against": {first: lines}}, measured.values(), table)
+    draw(lines, f"difference to {first}", args.metric, stem.with_suffix(".png"))
+    print("", *table, "", f"{stem}.md, .json, .png", sep="\n")
     if failed:
         raise SystemExit(f"{len(failed)} runs failed; see above")
 

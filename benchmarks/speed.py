@@ -19,7 +19,6 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import common
 from contrastive.data.table import IN_MEMORY, decode
@@ -27,7 +26,6 @@ from contrastive.data.views import crop_batch
 from contrastive.encoders.base import STATS
 from contrastive.engine.log import commit
 from contrastive.engine.processes import read_json, write_json
-from contrastive.evaluation.clusters import open_clusters
 
 import numpy as np
 import torch
@@ -95,11 +93,14 @@ def ranks(rounds):
     return {"ratio": t.ratio("ranks", "product")}
 
 
-def write_jpeg(out, small, size):
-    """Writes noise (h, w, 3), enlarged to size: about as many bytes as a photograph."""
+def jpegs(n, size=(500, 375)):
+    """n JPEGs of noise from 24 x 42 pixels, enlarged to size: about as many bytes as a photograph."""
     from PIL import Image
 
-    Image.fromarray(small).resize(size, Image.BICUBIC).save(out, "jpeg", quality=92)
+    files = [io.BytesIO() for _ in range(n)]
+    for out, small in zip(files, np.random.default_rng(0).integers(0, 255, (n, 24, 42, 3), dtype=np.uint8)):
+        Image.fromarray(small).resize(size, Image.BICUBIC).save(out, "jpeg", quality=92)
+    return [out.getvalue() for out in files]
 
 
 def jpeg(rounds, n=192):
@@ -108,19 +109,14 @@ def jpeg(rounds, n=192):
     from PIL import Image
     from torchvision import transforms as T
 
-    files = [io.BytesIO() for _ in range(16)]
-    for out, small in zip(files, np.random.default_rng(0).integers(0, 255, (16, 24, 42, 3), dtype=np.uint8)):
-        write_jpeg(out, small, (500, 375))
-    files, (mean, std) = [out.getvalue() for out in files], STATS["imagenet"]
+    files, (mean, std), view = jpegs(16), STATS["imagenet"], common.Augment(224, 0.5)
     pil = T.Compose([T.RandomResizedCrop(224, (0.5, 1)), T.ToTensor(), T.Normalize(mean, std)])
-    view = common.Augment(224, 0.5)
-    batches = [range(i, i + 32) for i in range(0, n, 32)]
 
     def old():
         torch.stack([pil(Image.open(io.BytesIO(files[i % 16])).convert("RGB")) for i in range(n)])
 
     def ours():
-        for rows in batches:
+        for rows in (range(i, i + 32) for i in range(0, n, 32)):
             draws = common.uniforms(0, 0, rows, view.DRAWS)                  # (32, DRAWS)
             torch.stack([view.crop_one(decode(files[i % 16]), u) for i, u in zip(rows, draws, strict=True)])
 
@@ -165,31 +161,11 @@ def views(rounds, n=256):
             "ratio_kornia": t.ratio("pil", "kornia") if "kornia" in t else "not run"}
 
 
-def photograph(rng, size=(500, 400)):
-    """JPEG bytes of an artificial photograph: colours with the spectrum of natural images, things with edges, grain."""
-    from PIL import Image, ImageDraw
-
-    w, h = size
-    frequency = np.hypot(np.fft.fftfreq(h)[:, None], np.fft.rfftfreq(w)) + 1 / max(size)  # (h, w // 2 + 1)
-    waves = np.fft.irfft2(np.fft.rfft2(rng.standard_normal((3, h, w))) / frequency**1.3, (h, w))  # (3, h, w)
-    waves = waves[0] + 0.4 * waves                                           # channels alike, as in nature
-    picture = Image.fromarray((128 + 45 * waves / waves.std()).clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
-    for _ in range(12):
-        corner, colour = rng.integers(0, size), tuple(rng.integers(0, 255, 3).tolist())
-        box = [*corner.tolist(), *(corner + rng.integers(10, 120, 2)).tolist()]
-        ImageDraw.Draw(picture).ellipse(box, fill=colour)
-    grain = np.asarray(picture) + rng.normal(0, 2, (h, w, 3))                # (h, w, 3)
-    out = io.BytesIO()
-    Image.fromarray(grain.clip(0, 255).astype(np.uint8)).save(out, "jpeg", quality=85)
-    return out.getvalue()
-
-
 def cc3m_views(rounds, n=512, batch=64):
-    """TeMo's views of CC3M, as a loader worker makes them: rows of a large table, JPEGs of about 500 x 400 from a tar,
-    crop and RandAugment of I and of I~. Samples per second of one core."""
-    args, rng = temo.parse_args(["--dataset", "cc3m"]), np.random.default_rng(0)
-    files = [photograph(rng, (500 + 10 * k, 400 - 4 * k)) for k in range(-8, 8)]
-    ends, rows = np.cumsum([len(f) for f in files]), IN_MEMORY + 1    # more rows than are kept as lists
+    """TeMo's views of CC3M, as a loader worker makes them: rows of a large table, JPEGs from a tar, crop and
+    RandAugment of I and of I~. Samples per second of one core."""
+    args, files, rows = temo.parse_args(["--dataset", "cc3m"]), jpegs(16, (500, 400)), IN_MEMORY + 1  # not as lists
+    ends = np.cumsum([len(f) for f in files])
     view = common.Augment(args.image_size, args.crop_min,
                           randaugment=(args.randaugment_ops, args.randaugment_magnitude))
     with tempfile.TemporaryDirectory() as folder:
@@ -203,66 +179,14 @@ def cc3m_views(rounds, n=512, batch=64):
             for _ in common.Batches(data, (view, view), None, batch, 0, 0, n // batch, torch.device("cpu")).raw():
                 pass
         t = Times({"ours": ours}, rounds)
-    return {"jpeg_bytes": int(np.mean([len(f) for f in files])), "ours_samples_per_s": n / t.median("ours")}
+    return {"jpeg_bytes": int(ends[-1] / len(files)), "ours_samples_per_s": n / t.median("ours")}
 
 
-def steps(rounds):
-    """A whole step (encode, loss, backward) of each method against one of InfoNCE on the same small towers and clips.
-
-    mmts with its look-up, mama with the margin alone (the look-ahead is in mama_step). temo also encodes the
-    augmentations, here with gradient, so it is compared with `infonce_4`, InfoNCE of both pairs."""
-    r, train = ncl.RECIPES["moving-emoji"], common.load_data("moving-emoji", "train")
-    B, length, size = r["batch_size"], r["text_length"], r["image_size"]
-    vision = common.VisionEncoder("small", r["embed_dim"], False, size)
-    model = common.TwoTower(vision, common.TextEncoder("small", r["embed_dim"], False, length, 1000, "mean"))
-    pixels = torch.randn(2 * B, r["frames"], 3, size, size)
-    tokens = {"input_ids": torch.randint(1, 1000, (2 * B, length)),
-              "attention_mask": torch.ones(2 * B, length, dtype=torch.long)}
-    keys, texts = zip(*((train.key(i), train.captions(i)[0]) for i in range(B)))
-    args = SimpleNamespace(clusters="captions", cluster_encoder="tf-idf", num_clusters=200, seed=0,
-                           dataset="moving-emoji", resume="")
-    with tempfile.TemporaryDirectory() as folder:
-        kmeans = functools.partial(mmts.cluster_captions, k=200, seed=0)
-        known = open_clusters(Path(folder), args, train, torch.device("cpu"), kmeans)
-    shifts = mmts.cluster_shift(known.sizes, 0.08, 0.12)                     # (K,)
-
-    def pair():
-        return model(pixels[:B], {k: x[:B] for k, x in tokens.items()})[:2]  # (B, D), (B, D)
-
-    def four():
-        image, text, _ = model(pixels, tokens)                               # (2B, D), (2B, D)
-        return image[:B], text[:B], image[B:], text[B:]
-
-    def infonce_of_four():
-        image, text, image_aug, text_aug = four()                            # (B, D) each
-        return temo.multimodal_loss(image, text, 0.1) + temo.multimodal_loss(image_aug, text_aug, 0.1)
-
-    def mmts_loss(image, text):
-        tau = mmts.sample_temperature(3, shifts[known.look_up(keys, texts)[0]], 72, 0.08)  # (B,)
-        return mmts.clip_loss(image, text, tau)
-
-    losses = {"infonce": lambda: temo.multimodal_loss(*pair(), 0.1),
-              "ncl": lambda: ncl.ncl_loss(*pair()[::-1], 0.1),
-              "mmts": lambda: mmts_loss(*pair()),
-              "mama": lambda: mama.angular_margin_loss(*pair(), 0.1, mama.margin(3)).mean(),
-              "infonce_4": infonce_of_four,
-              "temo": lambda: temo.temo_loss(*four(), 0.5, 0.1, 0.05, 0.1)}
-
-    def step(loss):
-        loss().backward()
-        model.zero_grad()
-
-    t = Times({name: functools.partial(step, loss) for name, loss in losses.items()}, 2 * rounds)
-    bases = dict.fromkeys(("ncl", "mmts", "mama"), "infonce") | {"temo": "infonce_4"}
-    return {f"{name}/{base}": t.ratio(name, base) for name, base in bases.items()}
-
-
-def of_tiny(batches, size=96, device="cpu"):
-    """(two towers with a tiny ViT, [pixels and tokens of a batch of each size])."""
+def of_towers(batches, tower="vit_tiny_patch16_224", size=96, device="cpu"):
+    """(two towers without published weights, [pixels and tokens of a batch of each size])."""
     torch.manual_seed(0)
-    vision = common.VisionEncoder("vit_tiny_patch16_224", 128, False, size)
-    model = common.TwoTower(vision, common.TextEncoder("small", 128, False, 32, 1000, "mean")).to(device)
-    parts = []
+    text = common.TextEncoder("small", 128, False, 32, 1000, "mean")
+    model, parts = common.TwoTower(common.VisionEncoder(tower, 128, False, size), text).to(device), []
     for n in batches:
         tokens = {"input_ids": torch.randint(1, 1000, (n, 32)).to(device)}
         tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
@@ -270,39 +194,79 @@ def of_tiny(batches, size=96, device="cpu"):
     return model, parts
 
 
-def of_augmented(batch=32):
-    """A step of InfoNCE, and of TeMo with I~ and T~ encoded without gradient (the default) and with it: a tiny ViT."""
-    model, (inputs,) = of_tiny([2 * batch])
+def plain_infonce(image, text):
+    """InfoNCE at 0.1 as a formula in torch."""
+    logits = F.normalize(image.float(), dim=1) @ F.normalize(text.float(), dim=1).T / 0.1  # (B, B)
+    own = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
 
-    def part(rows):
-        return model(inputs["pixels"][rows], {k: x[rows] for k, x in inputs["tokens"].items()})[:2]  # (b, D), (b, D)
 
-    def descend(loss):
-        loss.backward()
-        model.zero_grad(set_to_none=False)
+def of_steps(batch=32, *towers):
+    """{name: a step} (encode, loss, backward; bf16 on a card) of each method on the same towers.
+
+    mama with the margin alone (the look-ahead is in mama_step). temo also encodes I~ and T~, without gradient; `of
+    four` with one, to be compared with InfoNCE of both pairs."""
+    from accelerate import Accelerator
+    from accelerate.utils import slice_tensors
+
+    model, (inputs,) = of_towers([2 * batch], *towers)
+    device = inputs["pixels"].device
+    shifts = mmts.cluster_shift(torch.randint(1, 100, (batch,)), 0.08, 0.12).to(device)  # (B,), of each pair's cluster
+    chunks = common.Chunks(lambda part: encode(part), model, Accelerator(cpu=device.type == "cpu"), batch // 4)
+
+    def encode(part):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return model(**part)[:2]                                         # (b, D), (b, D)
+
+    def pair():
+        return encode(slice_tensors(inputs, slice(batch)))
+
+    def four():
+        image, text = encode(inputs)                                         # (2B, D) each
+        return image[:batch], text[:batch], image[batch:], text[batch:]
 
     def apart():
         with torch.no_grad():
-            others = part(slice(batch, None))
-        descend(temo.temo_loss(*part(slice(batch)), *others, 0.5, 0.1, 0.05, 0.1))
+            others = encode(slice_tensors(inputs, slice(batch, None)))
+        return *pair(), *others
 
-    def with_gradient():
-        image, text = part(slice(None))                                      # (2B, D) each
-        descend(temo.temo_loss(image[:batch], text[:batch], image[batch:], text[batch:], 0.5, 0.1, 0.05, 0.1))
-    functions = {"infonce": lambda: descend(temo.multimodal_loss(*part(slice(batch)), 0.1)), "apart": apart,
-                 "with_gradient": with_gradient}
-    functions["infonce"]()
-    return functions
+    def infonce_of_four():
+        image, text, image_aug, text_aug = four()                            # (B, D) each
+        return temo.multimodal_loss(image, text, 0.1) + temo.multimodal_loss(image_aug, text_aug, 0.1)
+
+    losses = {"infonce": lambda: temo.multimodal_loss(*pair(), 0.1),
+              "plain": lambda: plain_infonce(*pair()),
+              "ncl": lambda: ncl.ncl_loss(*pair()[::-1], 0.1),
+              "mmts": lambda: mmts.clip_loss(*pair(), mmts.sample_temperature(3, shifts, 72, 0.08)),
+              "mama": lambda: mama.angular_margin_loss(*pair(), 0.1, mama.margin(3)).mean(),
+              "infonce of four": infonce_of_four,
+              "temo of four": lambda: temo.temo_loss(*four(), 0.5, 0.1, 0.05, 0.1),
+              "temo": lambda: temo.temo_loss(*apart(), 0.5, 0.1, 0.05, 0.1)}
+    if find_spec("open_clip"):
+        from open_clip.loss import ClipLoss
+        losses["open_clip"] = lambda: ClipLoss()(*(F.normalize(x.float(), dim=1) for x in pair()), 1 / 0.1)
+
+    def descend(loss):
+        loss().backward()
+        model.zero_grad(set_to_none=False)
+
+    def in_chunks():
+        part = slice_tensors(inputs, slice(batch))
+        chunks.backward(temo.multimodal_loss(*chunks.encode(part), 0.1))
+        model.zero_grad(set_to_none=False)
+    descend(losses["infonce"])                                               # sets up gradients
+    return {name: functools.partial(descend, loss) for name, loss in losses.items()} | {"infonce, chunks": in_chunks}
 
 
-def augmented(rounds):
-    """TeMo's step with I~ and T~ encoded without gradient against with it and against InfoNCE: time and peak memory
-    without weights and gradients, a tiny ViT at 96 px, B = 32."""
-    t = Times(of_augmented(), 2 * rounds)
-    peak = {name: peak_mib(name, of_augmented) for name in t}
-    bases = "with_gradient", "infonce"
-    return {f"apart/{base}": t.ratio("apart", base) for base in bases} | {
-        f"memory_apart/{base}": peak["apart"] / peak[base] for base in bases}
+def steps(rounds):
+    """A step of each method against InfoNCE's, a tiny ViT at 96 px, B = 32; TeMo's also with a gradient through I~ and
+    T~, and its peak memory without weights and gradients."""
+    t = Times(of_steps(), 2 * rounds)
+    peak = {name: peak_mib(name, of_steps) for name in ("infonce", "temo", "temo of four")}
+    found = {f"{name}/infonce": t.ratio(name, "infonce") for name in ("ncl", "mmts", "mama", "temo")}
+    return found | {"temo/temo of four": t.ratio("temo", "temo of four"),
+                    "temo of four/infonce of four": t.ratio("temo of four", "infonce of four"),
+                    **{f"memory temo/{base}": peak["temo"] / peak[base] for base in ("infonce", "temo of four")}}
 
 
 def sinkhorn(rounds):
@@ -315,7 +279,7 @@ def sinkhorn(rounds):
 
 def of_mama(batch, meta, size=96, device="cpu"):
     """A plain step of a tiny ViT on `batch` clips, and steps with a look-ahead on `meta` others."""
-    model, parts = of_tiny([batch, meta], size, device)
+    model, parts = of_towers([batch, meta], size=size, device=device)
     net, losses = mama.WeightNet().to(device), mama.losses_of(model, 0.1, 0.2, torch.device(device))
     theta = dict(model.named_parameters())
 
@@ -381,7 +345,7 @@ def loss_memory(rounds):
 def main():
     """Run the chosen benchmarks and update speed.json."""
     benchmarks = {"ranks": ranks, "jpeg": jpeg, "views": views, "cc3m_views": cc3m_views, "steps": steps,
-                  "sinkhorn": sinkhorn, "mama_step": mama_step, "augmented": augmented, "loss_memory": loss_memory}
+                  "sinkhorn": sinkhorn, "mama_step": mama_step, "loss_memory": loss_memory}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=list(benchmarks), default=list(benchmarks), help="which to run")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; the median counts")
@@ -389,7 +353,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     path = RESULTS / "speed.json"
-    results = read_json(path, {})
+    results = {name: row for name, row in read_json(path, {}).items() if name in benchmarks}
     for name in args.only:
         results[name] = benchmarks[name](args.rounds) | {
             "command": f"python -m benchmarks.speed --only {name} --rounds {args.rounds}", "commit": commit(),
