@@ -787,7 +787,7 @@ def test_bad_data(features, tmp_path):
     (tmp_path / "bad").mkdir()
     for i in range(40):
         np.save(tmp_path / "bad" / f"clip{i}.npy", np.full((3, 4), np.nan))
-    assert "none of its first features can be read" in stopped(*by_features, tmp_path / "bad", "--batch-size", 8)
+    assert "features that are not finite" in stopped(*by_features, tmp_path / "bad", "--batch-size", 8)
 
 
 # ----------------------------------------------------- reviewed points ----------------------------------------------

@@ -159,7 +159,7 @@ def _frames(place, key, axes):
 
 
 def feature_shape(data, encoder="features"):
-    """[T, F] of the features of a data set. Raises UserError if the first cannot be read, or is pixels."""
+    """[T, F] of the features of a data set. Raises UserError if the first cannot be read or is pixels."""
     with opening(f"{data.name}: {data.key(0)}"):
         shape = list(data.read(0).shape)
     if len(shape) > 2:
