@@ -451,7 +451,7 @@ def main(args):
     for batch in batches:
         epoch = run.step // run.per_epoch
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
-        tau = own["tau"]["log_tau"].exp() if args.learnable_tau else tau_of(epoch)                          # () or float
+        tau = own["tau"]["log_tau"].exp() if args.learnable_tau else tau_of(epoch)         # () or float
         if args.tau_head:                                                  # coarse supervision replaces the schedule
             tau = coarse_temperature(labels[batch["rows"]], head_classes, args.tau_head, args.tau_tail)
             tau = to_device(tau, run.device)                               # (B,)

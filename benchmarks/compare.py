@@ -136,7 +136,6 @@ class Runs:
     vary: str = "seed"  # the flag whose values are the pairs
     jobs: int = 0  # runs side by side, each with one thread; 0: one run with all threads
     by_source: bool = False  # a run of a script that was edited since does not count
-    places: dict = dataclasses.field(default_factory=dict)  # {name: path} for braces in flags
 
     def words(self, trial, seed):
         """The command of a trial with a seed."""
@@ -179,10 +178,13 @@ class Runs:
         if not records:
             return None
         tests = {k: flatten(next(iter(r["test"].values()))) for k, r in records.items()}
+        trivial = [{name: flatten(of) for name, of in next(iter(r["chance"].values()), {}).get("trivial", {}).items()}
+                   for r in records.values()]
         return {"flags": " ".join(trial), "tuning": self.tuned(arm), "metric": arm.read,
                 "test": {k: arm.scale * number(r, "test", arm.read) for k, r in records.items()},
                 "also": {title: {k: of[metric] for k, of in tests.items()} for title, metric in arm.also.items()
                          if all(metric in of for of in tests.values())},
+                "trivial": {name: of[arm.metric] for name, of in next(iter(trivial), {}).items() if arm.metric in of},
                 "steps": next(iter(records.values()))["steps"], "wall_s": [r["wall_s"] for r in records.values()],
                 **{f"{what}s": sorted({r[what] for r in records.values()}) for what in ("commit", "machine")}}
 
@@ -190,9 +192,8 @@ class Runs:
         """Runs a command and keeps what it measured. Returns its seconds, None if it failed."""
         paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}  # for forks elsewhere
         threads = {"OMP_NUM_THREADS": "1"} if self.jobs else {}
-        flags = [word.format(**self.places) if self.places else word for word in words[1:]]
         with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run([sys.executable, words[0], *flags, "--output-dir", folder, "--run-name", "r"],
+            done = subprocess.run([sys.executable, *words, "--output-dir", folder, "--run-name", "r"],
                                   capture_output=True, text=True, env=os.environ | paths | threads)
             summary = read_json(Path(folder) / "r" / "summary.json", {})
         if done.returncode or not summary:
