@@ -44,7 +44,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 KEPT = ("commit", "steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a summary
-TUNING_SEED = 1000
+TUNING_SEED = 1000  # the first of those that no pair has
 NARROW = 1.5  # points: an interval that holds 0 and has at most this half width counts as "no difference"
 LESS_IS_BETTER = {"MdR", "MnR", "modality_gap", "error"}
 
@@ -119,6 +119,12 @@ class Arm(NamedTuple):
     read: str
     scale: float = 1
     also: dict = {}  # {title: metric}, reported beside
+    tuning: int = 1  # seeds that choose the trial: the mean over those with which all trials have run
+
+
+def seeds_of(arm):
+    """The seeds that tune an arm; none of a single trial."""
+    return range(TUNING_SEED, TUNING_SEED + arm.tuning * (len(arm.trials) > 1))
 
 
 def number(record, split, metric):
@@ -152,9 +158,13 @@ class Runs:
         return read_json(self.file(self.words(trial, seed)), {}) or None
 
     def tuned(self, arm):
-        """{flags of a trial: its val metric on the tuning seed, None before it has run}; empty if there is one."""
-        records = {" ".join(t): self.record(t, TUNING_SEED) for t in arm.trials if len(arm.trials) > 1}
-        return {flags: record and number(record, "val", arm.metric) for flags, record in records.items()}
+        """{flags of a trial: its mean val metric over tuning seeds}, None before all have run; empty of one trial."""
+        found = {" ".join(trial): None for trial in arm.trials if len(arm.trials) > 1}
+        runs = [[self.record(trial, seed) for trial in arm.trials] for seed in seeds_of(arm)]
+        runs = [records for records in runs if all(records)]                 # of each seed, of each trial
+        for flags, records in zip(found, zip(*runs)):
+            found[flags] = statistics.mean(number(record, "val", arm.metric) for record in records)
+        return found
 
     def best(self, arm):
         """The trial with the best val metric, or the only one; None before all have run."""
@@ -166,7 +176,7 @@ class Runs:
     def left(self, arms, pairs):
         """(commands without a file that can run now, number of those that follow once their arms are tuned)."""
         best = [self.best(arm) for arm in arms]
-        now = [self.words(trial, TUNING_SEED) for arm in arms if len(arm.trials) > 1 for trial in arm.trials]
+        now = [self.words(trial, seed) for arm in arms for seed in seeds_of(arm) for trial in arm.trials]
         now += [self.words(trial, seed) for seed in pairs for trial in best if trial]
         files = {self.file(words): words for words in now}                   # arms may share trials
         return [words for file, words in files.items() if not file.exists()], len(pairs) * best.count(None)

@@ -210,6 +210,17 @@ def test_an_arm_without_runs_says_so_and_changes_no_verdict(results, monkeypatch
     assert least["p_holm"] == pytest.approx(len(decided) * least["p"])
 
 
+def test_several_seeds_choose_a_trial_once_all_trials_have_run_with_them(tmp_path):
+    runs = compare.Runs(tmp_path)
+    arm = compare.Arm("R@1", [["temo.py", "--tau", t] for t in ("0.1", "0.2")], "R@1", tuning=3)
+    assert [words[2] for words in runs.left([arm], [0])[0]] == ["1000", "1000", "1001", "1001", "1002", "1002"]
+    for seed, found in ((1000, (50, 40)), (1001, (50, 70)), (1002, (90,))):
+        for trial, value in zip(arm.trials, found):
+            runs.file(runs.words(trial, seed)).write_text(json.dumps({"command": "", "val": {"s": {"R@1": value}}}))
+    assert runs.tuned(arm) == {"temo.py --tau 0.1": 50, "temo.py --tau 0.2": 55} and runs.best(arm) == arm.trials[1]
+    assert runs.best(arm._replace(tuning=1)) == arm.trials[0]
+
+
 @pytest.mark.parametrize("pixels, verdict", [(38.0, "held"), (40.5, "no ground")])
 def test_a_claim_on_knn_decides_only_above_what_needs_no_training(pixels, verdict, tmp_path, monkeypatch):
     method, baseline = claims.CLAIMS["ts-range"]["arms"]
