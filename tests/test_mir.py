@@ -198,6 +198,8 @@ def test_clips_of_whole_videos_and_of_chunks_are_the_middles_of_their_parts(kitc
     assert shown(chunks.read(1, draws)) == [int(5 * (13 + (k + u) / 2) + 1e-6) for k, u in enumerate(draws)]
     assert shown(chunks.read(1, draws)) != shown(chunks.read(1)) == shown(chunks.read(1))
     assert shown(kitchens(kitchen, frames=16).read(2))[-1] > 215  # the last of three chunks
+    ends = kitchens(kitchen, frames=5, frame_sampling="uniform")
+    assert shown(ends.read(1)) == [65, 70, 75, 80, 85]  # of seconds 13 to 17
     late = chunks.clip(str(kitchen / "chunks" / "P01" / "P01_01.MP4"), 43, 60)  # the video ends after 45 seconds
     assert shown(late) == [int(5 * (43 + (k + 0.5) / 4) + 1e-6) for k in range(8)]
     cached = kitchens(kitchen, frame_cache=str(tmp_path))
