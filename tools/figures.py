@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 ASIDE = {"output_dir", "run_name", "resume", "cpu", "workers", "save_every", "eval_every", "log_every", "tracker",
-         "changed", "hub"}  # what does not change what is learnt
+         "changed", "hub", "command"}  # what does not change what is learnt
 PERIODS = {"period", "epochs", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
            "split_seed"}
 MARGINS = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
