@@ -3,6 +3,8 @@
 import functools
 import json
 import math
+import re
+import shutil
 from types import SimpleNamespace
 
 import common
@@ -33,6 +35,7 @@ from helpers import (
     write_rows,
     write_video,
 )
+from tools import figures as several
 
 N, D = 7, 5
 DRAWS = True  # main below says which runs do
@@ -598,6 +601,16 @@ def test_youcook2_with_real_clips(tmp_path, capsys):
     assert "tau 0.03 .. 0.12 over the run" in words and "(paper: VAST" in words
     assert summary["test"]["youcook2"]["images"] == 4 and summary["bad_samples"] == 0
     assert json.loads((tmp_path / "run" / "clusters.json").read_text())["sizes"] == [4, 2, 2]
+
+    shutil.rmtree(tmp_path / "videos")                                     # clusters need only the words
+    several.main(["clusters", "mmts.py", "--dataset", "youcook2", "--data-dir", str(tmp_path), "--output-dir",
+                  str(tmp_path), "--run-name", "words", "--cpu", *few.split()])
+    found = {p.name: p.read_bytes() for p in (tmp_path / "words").iterdir()}
+    pictures = {f"{name}.png" for name in ("temperatures", "distribution", "tsne", "clusters")}
+    assert {*found} == pictures | {"clusters.json", "clusters.safetensors"}
+    assert found["clusters.safetensors"] == (tmp_path / "run" / "clusters.safetensors").read_bytes()
+    words = capsys.readouterr().out
+    assert re.search("^#1 of 3, 4: .*; .*\n#2 of 3, 2: .*\n#3 of 3, 2: ", words, re.M)
 
 
 def test_epic_kitchens_with_real_clips(tmp_path, capsys, monkeypatch):
