@@ -33,34 +33,29 @@ Differences from the paper and from the authors' code:
  1. Eq. 1 is printed as a sum over the batch; the code takes the mean, and so do we.
  2. The authors' flag t_max is HALF the period: their 200 is --period 400 here. Their epochs count from 1, ours from 0.
  3. Log-sum-exp throughout: the authors' plain exp overflows below tau = 0.012.
- 4. Gradients: the authors gather without gradient and multiply the loss by W, which is right only with DDP's mean; ours
-    are exact for any optimiser.
+ 4. The authors gather without gradient and multiply the loss by W, right only with DDP's mean; our gradient is exact.
  5. MoCo's code is not released. Ours: one linear head, momentum 0.99, SimCLR's batch of 512, a queue that starts with
-    random keys (He et al.). With BatchNorm a query could recognise its key by the batch statistics. The keys are
-    therefore encoded in a random order and in 8 groups of the global batch, so that no key shares its
-    query's statistics. The default towers have no BatchNorm and nothing to leak.
+    random keys (He et al.). With BatchNorm a query could recognise its key by the batch statistics: keys are encoded in
+    a random order and in 8 groups of the global batch. The default towers have no BatchNorm.
  6. SDCLR, as in its authors' code: the second view goes through the pruned network, without the smallest `prune` of all
     weights of the encoder's convolutions and linear layers together; masks are refreshed every epoch. It has its own
-    BatchNorms (weights and statistics), in the head too. Both branches receive the gradient. Theirs encodes the pruned
-    view twice per step, so that its running statistics, which nothing reads, are updated twice.
+    BatchNorms (weights and statistics), in the head too. Both branches receive the gradient.
  7. Colour operations have a fixed order and one blur radius. Crops are bilinear and antialiased (common.Augment); the
     authors' are bicubic. The last, short batch of an epoch is left out; theirs is kept.
  8. Weight decay and initialisation of the ResNets: --decay-all (biases and norms too) and --no-zero-init (timm starts
     the last BatchNorm of each block at 0) follow the authors' code. The paper's recipes and fashion-mnist-lt set both.
     The 3x3 stem of resnet18-cifar has torch's default initialisation, theirs He's normal one.
  9. App. A.2 chooses the tested epoch on val but names no measure: --eval-epoch auto, the default on CIFAR, takes the
-    mean of kNN@1, kNN@10 and both probes, each a mean over the classes, every 20 epochs; a tie keeps the earlier
-    epoch. It prints the command for the other splits. Elsewhere the default is the end of the run.
+    mean of kNN@1, kNN@10 and both probes, each a mean over the classes (of equal ones the earliest), and prints the
+    command for the other splits. Elsewhere the default is the end of the run.
 10. Fig. 1 does not say which representation's coverage it shows, nor Fig. 2 whose cosines. Both are of z here, which
     the loss sees and spreads (features after a ReLU have no negative cosines). Fig. 3 shows features, as its kNN uses,
     of the largest and the smallest class, not of two similar ones.
 11. Table 10's uniform set is read as all images outside val, 4,500 per class (--imbalance-ratio 1), not the 1,116 of
-    SDCLR's split1_D_b.npy. The few-shot and the all-images probe then learn from the same images; the paper's differ by
-    2.5 points without a reason given. Its MoCo + TS on CIFAR10-LT is Table 4's cell of 0.1 and 0.5, not of 1.0.
+    SDCLR's split1_D_b.npy. The few-shot and the all-images probe then learn from the same images; the paper's differ.
 12. Val of CIFAR is a tenth of each class, outside --index-file; SDCLR's own is --val-file valIdxList.npy.
-    ImageNet100-LT has none (App. A.2); its batch is the paper's 512, not the README's 256. Its few-shot images are
-    SDCLR's list, as in the authors' notebook (--few-shot-file: 12 per class, mostly outside the long tail), or else
-    drawn from the long tail, as the paper says.
+    ImageNet100-LT has none (App. A.2); its batch is the paper's 512, not the README's 256. Its few-shot images are of
+    the long tail, as the paper says, or SDCLR's list, as in the authors' notebook (--few-shot-file: 12 per class).
 """
 
 import argparse
@@ -491,12 +486,11 @@ def main(args):
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     chosen = chosen_row(run.log.rows, args)
-    if "best" in own:
-        tower.load_state_dict(own.pop("best").state_dict())
     run.val, epoch, mean = chosen["eval"], chosen["step"] / run.per_epoch, chosen.get("val_mean")
     val = "no val accuracy" if mean is None else f"mean of the four val accuracies {mean:.1f} %"
     say(f"tested: the weights of epoch {epoch:g}, {val}")
-    if args.eval_epoch == "auto":
+    if "best" in own:
+        tower.load_state_dict(own.pop("best").state_dict())
         say(f"another split: python {args.command} --split-seed {args.split_seed + 1} --eval-epoch {epoch:g}")
     def sphere(features):                                                  # (M, width) -> (M, D), unit rows
         return normalize(project(tower.head, features)).cpu()

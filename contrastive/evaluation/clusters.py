@@ -153,8 +153,10 @@ def first_rows(train):
 def distinct_captions(train):
     """Three lists: the distinct captions, the first row of each, and how often each occurs."""
     if train.streamed:
-        say(f"clusters: of the first {STREAMED:,} captions of the stream; every other one gets the nearest centroid's")
         pairs = [(-1, text) for text in train.first_captions(STREAMED)]
+        if len(pairs) >= STREAMED:
+            say(f"clusters: of the first {len(pairs):,} captions of the stream alone; every other one gets the cluster "
+                "with the nearest centroid; without --streaming all are clustered")
     else:
         pairs = [(i, text) for i in range(len(train)) for text in train.captions(i)]
     counts = collections.Counter(text for _, text in pairs)
