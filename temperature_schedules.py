@@ -20,9 +20,8 @@ Equations, s_ij = cosine (t = epoch from 0, constant inside an epoch):
 Commands:
     accelerate launch temperature_schedules.py                                   # emoji, long-tailed, on two CPU cores
     accelerate launch temperature_schedules.py --schedule fixed                  # the baseline, tau = 0.2
-    accelerate launch temperature_schedules.py --dataset cifar10-lt              # the epoch by val, as in App. A.2
+    accelerate launch temperature_schedules.py --dataset cifar10-lt --loss moco  # or sdclr; the epoch by val (App. A.2)
     accelerate launch temperature_schedules.py --dataset cifar10-lt --stop-at-phase 0.7   # the paper's advice
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --loss moco           # or sdclr, Table 3's baseline
     accelerate launch temperature_schedules.py --dataset cifar10-lt --index-file split1_D_i.npy  # the authors' split
     python -m tools.figures phase RUN RUN ...                     # Fig. 4 over runs; tails: Figs. 3 and 5
     accelerate launch temperature_schedules.py --dataset folder/ --imbalance-ratio 100    # own data: class folders
@@ -45,12 +44,10 @@ Differences from the paper and from the authors' code:
  8. Weight decay and initialisation of the ResNets: --decay-all (biases and norms too) and --no-zero-init (timm starts
     the last BatchNorm of each block at 0) follow the authors' code. The paper's recipes and fashion-mnist-lt set both.
     The 3x3 stem of resnet18-cifar has torch's default initialisation, theirs He's normal one.
- 9. App. A.2 chooses the tested epoch on val but names no measure: --eval-epoch auto, the default on CIFAR, takes the
-    mean of kNN@1, kNN@10 and both probes, each a mean over the classes (of equal ones the earliest), and prints the
-    command for the other splits. Elsewhere the default is the end of the run.
-10. Fig. 1 does not say which representation's coverage it shows, nor Fig. 2 whose cosines. Both are of z here, which
-    the loss sees and spreads (features after a ReLU have no negative cosines). Fig. 3 shows features, as its kNN uses,
-    of the largest and the smallest class, not of two similar ones.
+ 9. App. A.2 names no measure for the choice of an epoch on val: --eval-epoch auto, the default on CIFAR, takes the mean
+    of kNN@1, kNN@10 and both probes, each a mean over the classes, and prints the command for the other splits.
+10. Figs. 1 and 2 do not say whose coverage and cosines they show; here those of z, which the loss sees and spreads.
+    Fig. 3 shows features, as its kNN uses, of the largest and the smallest class, not of two similar ones.
 11. Table 10's uniform set is read as all images outside val, 4,500 per class (--imbalance-ratio 1), not the 1,116 of
     SDCLR's split1_D_b.npy. The few-shot and the all-images probe then learn from the same images; the paper's differ.
 12. Val of CIFAR is a tenth of each class, outside --index-file; SDCLR's own is --val-file valIdxList.npy.
@@ -328,8 +325,7 @@ def parse_args(argv=None):
                                           "labelled folder, parquet or hub id (org/name)")
     g.add_argument("--imbalance-ratio", type=nonnegative,
                    help="largest class over smallest; paper 50, 100, 150; 1 = balanced; 0 = as the data are")
-    g.add_argument("--split-seed", type=whole, default=0,
-                   help="of the classes' order and the drawn images; the paper's three splits: 0, 1, 2")
+    g.add_argument("--split-seed", type=whole, default=0, help="of the classes' order and images; paper: 0, 1, 2")
     g.add_argument("--index-file", default="", metavar="FILE",
                    help="training images: .npy of torchvision's indices (SDCLR's splits of CIFAR), or lines "
                         "'path class' (imagenet100-lt)")
@@ -434,7 +430,6 @@ def main(args):
     labels = torch.from_numpy(np.asarray(train.labels))                    # (M,), for coarse supervision
 
     # ------------------------------------------- loop ----------------------------------------------------------------
-    # epoch -> tau, for the loss, the log, the banner and the pictures
     tau_of = functools.partial(temperature, schedule=args.schedule, tau_min=args.tau_min, tau_max=args.tau_max,
                                period=args.period, seed=args.seed)
 
