@@ -21,7 +21,7 @@ WORDS = {"temo/infonce": (temo, [*CLIPS, "--loss", "infonce"]), "temo/temo": (te
          "ts/0.1": (temperature_schedules, "--dataset emoji --imbalance-ratio 50 --max-steps 2 --schedule fixed "
                                            "--tau-min 0.1".split()),
          "ts/1.0": (temperature_schedules, "--dataset emoji --imbalance-ratio 50 --max-steps 2 --schedule fixed "
-                                           "--tau-min 1.0".split())}
+                                           "--tau-min 1.0 --train-features augmented".split())}
 
 
 @pytest.fixture(scope="module")

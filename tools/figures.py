@@ -241,6 +241,8 @@ def pieces_of(folder):
         tail = hasattr(args, "imbalance_ratio")                            # temperature_schedules.py
         sets = common.labelled_splits(args) if tail else {}
         train, evals = (sets["train"], {args.dataset: sets}) if tail else open_data(args)
+        if tail and args.train_features == "augmented":
+            train = common.padded_and_flipped(train, args.seed)            # as the run's own probes
         model = common.load_model(folder)
         queues = Path(folder) / "queues.safetensors"                       # of ncl.py
         queues = load_file(queues) if queues.is_file() else {}
