@@ -95,8 +95,8 @@ def test_classes_by_temperature(runs, tmp_path, capsys):
 
 def test_eval_s_probes_have_head_mid_and_tail(runs, tmp_path):
     folder, summary = runs["ts/0.1"]
-    result = eval_py.main(eval_py.parse_args(["--checkpoint", str(folder), "--tasks", "probe", "--cpu", "--workers", "0",
-                                              "--output-dir", str(tmp_path)]))
+    words = ["--checkpoint", str(folder), "--output-dir", str(tmp_path), *"--tasks probe --cpu --workers 0".split()]
+    result = eval_py.main(eval_py.parse_args(words))
     found, of_run = result["datasets"]["emoji"]["metrics"], summary["test"]["emoji"]
     assert {"head", "mid", "tail"} <= found["few-shot"].keys() & found["all"].keys()
     assert (found["few-shot"], found["all"]) == (of_run["few-shot"], of_run["all"])
