@@ -154,9 +154,8 @@ def distinct_captions(train):
     """Three lists: the distinct captions, the first row of each, and how often each occurs."""
     if train.streamed:
         pairs = [(-1, text) for text in train.first_captions(STREAMED)]
-        if len(pairs) >= STREAMED:
-            say(f"clusters: of the first {len(pairs):,} captions of the stream alone; every other one gets the cluster "
-                "with the nearest centroid; without --streaming all are clustered")
+        say(f"clusters: of the {len(pairs):,} captions of the stream's first {STREAMED:,} samples; another one gets "
+            "the nearest centroid's; without --streaming all are clustered")
     else:
         pairs = [(i, text) for i in range(len(train)) for text in train.captions(i)]
     counts = collections.Counter(text for _, text in pairs)
