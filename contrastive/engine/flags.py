@@ -101,7 +101,7 @@ class Parser(OneLine):
         first = {"--dataset": None, "--loss": self.get_default("loss"), "--resume": "", "--image-encoder": ""}
         first |= {flag: self.get_default(flag[2:].replace("-", "_")) for flag in choosers}
         for flag, default in first.items():
-            chooser.add_argument(flag, default=default)
+            chooser.add_argument(flag, default=default, type=self._option_string_actions[flag].type)
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
         chosen, _ = chooser.parse_known_args(argv)
         saved = read_json(folder_of(chosen.resume) / "args.json") if chosen.resume else {}
