@@ -377,7 +377,7 @@ def test_a_learnt_tau_takes_the_step_of_its_gradient(weighting, tmp_path, monkey
         video, text, tau, mu = seen[net * k + net - 1]
         log_tau = torch.tensor(math.log(tau), requires_grad=True)
         loss = loss_of(video, text, log_tau.exp(), mu)
-        weight = rows[k]["loss"] / rows[k]["L"]                            # about 1/2, and nearly the same for all pairs
+        weight = rows[k]["loss"] / rows[k]["L"]                            # about 1/2, nearly the same for all
         slope, = torch.autograd.grad(weight * loss.mean(), log_tau)
         assert abs(after / tau - 1) > 1e-3 and math.log(after / tau) == pytest.approx(-0.5 * slope.item(), rel=0.05)
     assert load_file(tmp_path / "r" / "own.safetensors")["tau.log_tau"].exp().item() == pytest.approx(rows[-1]["tau"])
