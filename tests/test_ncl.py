@@ -877,7 +877,7 @@ def test_the_warm_up_is_a_part_of_the_run(tmp_path, capsys):
 
 
 def test_clip4clip_freezes_embeddings_and_first_norms(tiny, tmp_path, capsys):
-    """As its scripts do (--freeze_layer_num 0): these stay as they were, all else learns; other encoders are refused."""
+    """As its scripts do (--freeze_layer_num 0): these stay as they were, all else learns; others are refused."""
     name, model = tiny("clip")
     clip = ["--image-encoder", name, "--text-encoder", name, "--pretrained", "--image-size", 32, "--text-length", 12,
             "--embed-dim", 16, "--max-steps", 2, "--lr", 0.01, "--weight-decay", 0.2]

@@ -144,7 +144,9 @@ class Data:
 
     def folded(self):
         """One row for each image or clip, what unfold() makes several of."""
-        return self if self.which is None else dataclasses.replace(self.select(np.flatnonzero(self.which == 0)), which=None)
+        if self.which is None:
+            return self
+        return dataclasses.replace(self.select(np.flatnonzero(self.which == 0)), which=None)
 
     def in_memory(self, limit=96):
         """The same examples, with pixels in one uint8 tensor if they are small and all of one size; else unchanged."""
