@@ -177,9 +177,15 @@ def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, 
     assert "cats" in names[clips[0]] and "cars" in names[clips[2]]
     run_script(mama, tmp_path / "infonce", *files[:-4], "--loss", "infonce", "--unfold-captions")
     folders = [str(tmp_path / "infonce"), str(tmp_path / "mama")]
+    with pytest.raises(UserError, match="none of its 4 queries has a topic"):
+        several.main(["concepts", *folders, "--topics", "2", "--out", str(tmp_path / "t.png")])
+    sentences = tmp_path / "MSRVTT_JSFUSION_test.csv"
+    sentences.write_text(sentences.read_text().replace("clip number", "words").replace("words 15", "clip 15"))
+    data_sets._named.cache_clear()
     several.main(["concepts", *folders, "--topics", "2", "--out", str(tmp_path / "t.png")])
     said = capsys.readouterr().out
-    assert "4 queries have no topic" in said or "% of the training rows, gain" in said
+    assert "1 of 4 queries have no topic and are left out" in said and "% of the training rows, gain" in said
+    assert (tmp_path / "t.png").stat().st_size > 5000
 
 
 def test_meta_data_of_unfolded_rows_are_of_as_many_clips():

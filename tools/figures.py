@@ -193,6 +193,8 @@ def hits(folder, topics=0):
         names, known, seen = test.names(column), test.column(column), train.column(column)
         found = [known[i] for i in rows]                                   # (Q,)
     has = np.array([names is None or c >= 0 for c in found])               # (Q,) -1: without a class
+    if not has.any():
+        raise UserError(f"{folder}: none of its {len(has):,} queries has a {column}")
     if not has.all():
         say(f"{folder}: {(~has).sum():,} of {len(has):,} queries have no {column} and are left out")
     said = names.__getitem__ if names else str
