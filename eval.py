@@ -92,7 +92,7 @@ def parse_args(argv=None):
                    help="NCL's biases, by training queries (the run's queue, else its train split) or by the test "
                         "queries (no fair result); dsl: CLIP-ViP's dual softmax over all test queries (nor is this)")
     g.add_argument("--queue-size", type=count, default=16_384, help="latest training queries of each kind that count")
-    g.add_argument("--gamma", type=nonnegative, default=0.0, help="divides the cosine; 0 = the checkpoint's own")
+    g.add_argument("--gamma", type=nonnegative, default=0.0, help="divides the cosine; 0 = the run's own, dsl: 0.01")
     g.add_argument("--iterations", type=whole, default=0, help="of Sinkhorn-Knopp; 0 = the checkpoint's own, else 4")
     g = p.add_argument_group("run")
     g.add_argument("--output-dir", default="", help="empty = RUN_DIR/eval, or runs/eval/NAME of a model by name")

@@ -485,13 +485,13 @@ def test_training_images_are_not_found_among_themselves(run, tmp_path):
 
 
 def test_dual_softmax(run, tmp_path, capsys):
-    """--normalize dsl: at the checkpoint's temperature, from all test queries, and it says so."""
+    """--normalize dsl: at CLIP-ViP's 0.01, not the checkpoint's, from all test queries, and it says so."""
     plain = evaluate("--checkpoint", run, "--tasks", "retrieval", "--output-dir", tmp_path)
     found = evaluate("--checkpoint", run, "--tasks", "retrieval", "--normalize", "dsl", "--output-dir", tmp_path)
     got, was = (r["datasets"]["emoji"]["metrics"] for r in (found, plain))
     assert got["normalized_by"] == "dsl" and got["text_to_image"] == got["normalize"]["dsl"]["text_to_image"]
     assert got["normalize"]["none"]["text_to_image"] == was["text_to_image"] != got["text_to_image"]
-    assert "--normalize dsl: by all test queries, so no fair result; gamma 0.1" in capsys.readouterr().out
+    assert "--normalize dsl: by all test queries, so no fair result; gamma 0.01" in capsys.readouterr().out
     assert (tmp_path / "retrieval_emoji.png").is_file() and not (tmp_path / "normalization_emoji.png").exists()
 
 

@@ -101,7 +101,7 @@ class Parser(OneLine):
         first = {"--dataset": None, "--loss": self.get_default("loss"), "--resume": "", "--image-encoder": ""}
         first |= {flag: self.get_default(flag[2:].replace("-", "_")) for flag in choosers}
         for flag, default in first.items():
-            chooser.add_argument(flag, default=default)
+            chooser.add_argument(flag, default=default, type=self._option_string_actions[flag].type)
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
         chosen, _ = chooser.parse_known_args(argv)
         saved = read_json(folder_of(chosen.resume) / "args.json") if chosen.resume else {}
@@ -118,6 +118,10 @@ class Parser(OneLine):
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume")})
         args = self.parse_args(argv)
         args.dataset, args.revision = chosen.dataset, revision or saved.get("revision", "")
+        warmups = {"--warmup-epochs", "--warmup-fraction"}
+        self.require(not warmups <= self.given, "--warmup-fraction: not beside --warmup-epochs; give one of them")
+        for flag in warmups - self.given if warmups & self.given else ():  # the recipe's way gives way
+            setattr(args, flag[2:].replace("-", "_"), 0.0)
         if {"--epochs", "--max-steps"} & self.given == {"--epochs"}:
             args.max_steps = 0  # a saved number of steps would win
         unknown_set = chosen.dataset not in recipes and not saved  # then Run fits these two to the data
@@ -213,6 +217,7 @@ class Parser(OneLine):
         add("--lr-end", type=rate, help="last learning rate of cosine and linear")
         add("--lr-schedule", choices=["cosine", "linear", "constant"], help="after the warm-up")
         add("--warmup-epochs", type=nonnegative, help="linear warm-up; at most a tenth of the run")
+        add("--warmup-fraction", type=part, default=0.0, help="in place of --warmup-epochs: part of the run's steps")
         add("--weight-decay", type=rate, help="not of biases, norms and scalars")
         add("--beta1", type=below_one, help="Adam's first moment")
         add("--beta2", type=below_one, help="Adam's second moment")

@@ -48,6 +48,7 @@ class Run:
         self.per_epoch = train.examples // args.batch_size
         self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
         self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
+        self.warmup = round(args.warmup_fraction * self.total) or self.warmup
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
         self.fused = True if self.device.type == "cuda" else None  # Adam in one kernel; None: torch chooses

@@ -34,7 +34,9 @@ class Subject:
         with opening(queues):
             self.queues = load_file(queues) if self.own and queues.is_file() else {}
         self.gamma = args.gamma
-        if args.normalize != "none" and not args.gamma:
+        if args.normalize == "dsl":  # CLIP-ViP's; a run's own, such as MAMA's 1, may do nothing
+            self.gamma = args.gamma or 0.01
+        elif args.normalize != "none" and not args.gamma:
             self.gamma = self.queues["gamma"].item() if self.queues else _gamma(self.own, run)
         self.meta_data = read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt weights from these
         by_name = Path("runs/eval") / slug(args.checkpoint or args.image_encoder)

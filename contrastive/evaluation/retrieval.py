@@ -209,6 +209,7 @@ class Evaluator:
     Raises: UserError if a split supports none of the tasks. Collective: every process calls it."""
 
     def __init__(self, model, tokenizer, transform, sets, train, device, args, also=None, few=None):
+        train = train if train.streamed else train.folded()                # neighbours are clips, not their captions
         self.towers, self.sets, self.train, self.device = (model, tokenizer, transform), sets, train, device
         self.args, self.also, self.few, self.tasks = args, also, few, {}
         usual = ("retrieval", "gap", "mir", "knn") if tokenizer else ("knn", "probe")
