@@ -264,12 +264,12 @@ RECIPES = {
 
 
 def loss_defaults(chosen):
-    """Defaults of --loss and of precomputed features; chosen: the flags dataset, loss and image_encoder."""
+    """Defaults of --loss and of precomputed features; chosen: the flags recipe, loss and image_encoder."""
     defaults = {} if chosen.loss == "ncl" else dict(normalize="none")      # baselines are reported as they are
     if chosen.loss == "max-margin":
         defaults |= dict(learnable_tau=False)
     if chosen.image_encoder in FEATURES:                                   # SSB, or towers after it (App. C)
-        defaults |= feature_recipe(chosen, RECIPES.get(chosen.dataset, OWN)["pretrained"])
+        defaults |= feature_recipe(chosen, RECIPES[chosen.recipe]["pretrained"])
     return defaults
 
 

@@ -348,7 +348,7 @@ def parse_args(argv=None):
     g.add_argument("--stop-at-phase", type=part, default=0.0,
                    help="end at epoch (floor(epochs / T) - 1 + phase) T of the same schedules; paper about 0.7 "
                         "(1,880 of 2,000); 0 = the end")
-    args = p.parse(argv, RECIPES, lambda chosen: SDCLR.get(chosen.dataset, {}) if chosen.loss == "sdclr" else {})
+    args = p.parse(argv, RECIPES, lambda chosen: SDCLR.get(chosen.recipe, {}) if chosen.loss == "sdclr" else {})
     epoch, auto = args.eval_epoch, args.eval_epoch == "auto"
     number = float(epoch) if epoch.replace(".", "", 1).isdecimal() else 0.0
     last = math.inf if args.max_steps else args.epochs

@@ -173,14 +173,18 @@ class Run:
     def banner(self, guess, lines):
         """Prints once, before training, what the flags amount to."""
         args, train, tower = self.args, self.train, self.tower
-        recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
+        recipe = f"{args.recipe} ({self.recipes.get(args.recipe, {}).get('recipe', '')})"
+        if args.changed:
+            recipe = f"{args.recipe}, but {', '.join(args.changed)} by flag"
+        if args.recipe == "own" and args.dataset != "own":
+            recipe += f"; {args.dataset} has none of its own: --recipe {'|'.join(self.recipes)}"
         sizes = [f"{name}: " + ", ".join(f"{len(d):,} {d.split}" + f" ({d.note})" * (d.note not in ("", train.note))
                                          for d in of.values()) for name, of in self.evals.items()]
         towers = ", ".join([args.image_encoder] + ([args.text_encoder] if tower.text else []))
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" * bool(args.chunk_size)
         start, end = f"{guess[0]:.3f}", f"{guess[1]:.3f}"
         words = {
-            "recipe": f"{args.dataset} ({recipe})" + f", but {' '.join(args.changed)}" * bool(args.changed),
+            "recipe": recipe,
             "data": f"{train.examples:,} training examples" + f"; {train.note}" * bool(train.note),
             "evaluation": "; ".join(sizes),
             "model": f"{towers}: {self.parameters / 1e6:.1f} M parameters; "
