@@ -92,7 +92,8 @@ def parse_args(argv=None):
                    help="after the projection (TeMo's code) or before it; empty = as the run, else projected (a pair "
                         "by name: backbone, its projection is random)")
     g.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="",
-                   help="empty = as the run, else none; NCL's biases, by training queries (the run's queue, else its train split) or by the test "
+                   help="empty = as the run, else none; NCL's biases, by training queries (the run's queue, else its "
+                        "train split) or by the test "
                         "queries (no fair result); dsl: CLIP-ViP's dual softmax over all test queries (nor is this)")
     g.add_argument("--queue-size", type=count, default=0,
                    help="latest training queries of each kind that count; 0 = the run's whole queue, else 16,384")
@@ -153,7 +154,8 @@ class Case:
         if data.streamed:
             raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val or test")
         self.data, self.train = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions), None
-        if (not tasks or LEARNT & {*tasks}) and data.labels is not None and args.split != "train":  # there each would find itself
+        if (not tasks or LEARNT & {*tasks}) and data.labels is not None and args.split != "train":
+            # in train each would find itself
             with contextlib.suppress(EmptySplit):
                 self.train = self.split_of("train")
         tasks = tasks or usual_tasks(*subject.towers[:2], data)

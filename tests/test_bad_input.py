@@ -278,6 +278,22 @@ def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
     assert not temo.parse_args([]).fit_batch and not temo.parse_args(["--dataset", "x.csv", "--batch-size=8"]).fit_batch
 
 
+def test_a_paper_s_recipe_wants_a_card_or_to_be_told(good, tmp_path, monkeypatch):
+    """One line with torch's own reason; ours trains on the CPU without a word."""
+    def no_card():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", no_card)
+    for script, recipe in ((temo, "cc3m"), (ncl, "msrvtt")):
+        flags = ["--dataset", str(good), "--recipe", recipe, "--output-dir", str(tmp_path)]
+        with pytest.raises(UserError) as error:
+            script.main(script.parse_args([*flags, "--eval-datasets", str(good)]))
+        assert str(error.value) == (f"recipe {recipe} without a card is for --cpu; torch: The NVIDIA driver on your "
+                                    "system is too old (found version 11040).")
+    for remark, flags in (("ours; tuned", []), ("paper", ["--cpu"]), ("the paper's", ["--cpu"]), ("", [])):
+        engine.run.refuse_without_card(temo.parse_args(flags), remark)
+
+
 def test_few_queries():
     said = evaluation.retrieval.table("emoji", {"captions": 80, "images": 16, "unreadable": 3}, {})
     assert said.splitlines()[-1] == "FEW QUERIES: of 16 images one is worth 6.2 points"

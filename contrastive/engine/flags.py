@@ -92,13 +92,15 @@ class Parser(OneLine):
         """Parsed flags.
 
         Args: recipes: {dataset: {flag: default}}; the first is the default set, 'own' is for any other; --recipe names
-            another one; the entry 'recipe' is a remark; or a function of the choosing flags -> recipes.   losses: {loss: {flag: default}}, or
-            a function of the choosing flags -> defaults.   choosers: further flags of the script that choose defaults,
-            as --dataset and --loss do.   parts: function of the parsed flags -> {name: value}, for a group's `when`.
+            another one; the entry 'recipe' is a remark; or a function of the choosing flags -> recipes.   losses:
+            {loss: {flag: default}}, or a function of the choosing flags -> defaults.   choosers: further flags of the
+            script that choose defaults, as --dataset and --loss do.   parts: function of the parsed flags -> {name:
+            value}, for a group's `when`.
         """
         self._add_shared()
         chooser = OneLine(self.prog, "", add_help=False)
-        first = {"--dataset": None, "--recipe": "", "--loss": self.get_default("loss"), "--resume": "", "--image-encoder": ""}
+        first = dict.fromkeys(("--recipe", "--resume", "--image-encoder"), "")
+        first |= {"--dataset": None, "--loss": self.get_default("loss")}
         first |= {flag: self.get_default(flag[2:].replace("-", "_")) for flag in choosers}
         for flag, default in first.items():
             chooser.add_argument(flag, default=default)
@@ -131,6 +133,9 @@ class Parser(OneLine):
         unknown_set = chosen.recipe == "own" and not saved  # then Run fits these two to the data
         args.fit_batch = unknown_set and "--batch-size" not in self.given
         args.fit_epochs = unknown_set and not {"--epochs", "--max-steps"} & self.given
+        given = {flag: flag in self.given for flag in ("--image-encoder", "--text-encoder", "--embed-dim")}
+        args.one_encoder = self.texts and given["--image-encoder"] and not given["--text-encoder"]  # a CLIP is for both
+        args.own_width = given["--embed-dim"]
         args.changed = [f"--{k.replace('_', '-')}" for k, v in (recipe | own).items() if getattr(args, k, v) != v]
         lacking = [f"--{k.replace('_', '-')}" for k, v in vars(args).items() if v is None]
         self.require(not lacking, f"{'/'.join(lacking)}: no default; give one in parse_args or in every recipe")
@@ -145,6 +150,8 @@ class Parser(OneLine):
                 value = bool(facts[name]) if isinstance(wanted, bool) else facts[name]
                 holds = value in wanted if isinstance(wanted, tuple) else value == wanted
                 self.only(holds, g.title, *(a.option_strings[0] for a in g._group_actions))
+        held_out = args.hold_out_val or not facts_of(chosen.dataset)
+        self.only(held_out, "for own data, or with --hold-out-val", "--val-fraction")
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
         for name in ("data_dir", "video_dir", "region_dir", "feature_dir", "init_from", "extra_captions"):
@@ -184,7 +191,8 @@ class Parser(OneLine):
                 help="NAME[=DIR] of sets whose pairs join training: howto100m=DIR, captions.csv=DIR")
             add("--streaming", action=yesno, default=False, help="read tars in order, without an index")
         add = self.add_argument_group("evaluation").add_argument
-        add("--hold-out-val", action=yesno, default=False, help="a set without val: 5%% of its train")
+        add("--hold-out-val", action=yesno, default=False, help="a set without val: a part of its train")
+        add("--val-fraction", type=between(0.001, 0.9), default=0.05, help="of train, held out where there is no val")
         if self.texts:
             add("--knn-features", choices=["projected", "backbone"], default="projected",
                 help="of nearest neighbours: after the projection (TeMo's code), or before")

@@ -52,9 +52,9 @@ def with_class(labels, *features):
 
 
 def view_of(transform, name, trained_on, resize="auto", stats="auto"):
-    """(the view of a set's classes, how it resizes, its statistics), in training and in eval.py. auto: `own`, as trained;
-    but a run that squashes (the CC3M trainer's recipe) sees the classes of other sets than `trained_on` as that trainer
-    does: cropped, with ImageNet's or CIFAR's statistics."""
+    """(the view of a set's classes, how it resizes, its statistics), in training and in eval.py. auto: `own`, as
+    trained; but a run that squashes (the CC3M trainer's recipe) sees the classes of other sets than `trained_on` as
+    that trainer does: cropped, with ImageNet's or CIFAR's statistics."""
     usual = "own", "own"
     if transform.resize == "squash" and name != trained_on:
         usual = "crop", "cifar" if name.startswith("cifar") else "imagenet"

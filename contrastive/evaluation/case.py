@@ -5,7 +5,7 @@ from pathlib import Path
 
 from contrastive.data import data_options, load_data, splits_of
 from contrastive.data.long_tail import labelled_splits
-from contrastive.encoders.base import CLIP_VIP
+from contrastive.encoders.base import clip_width
 from contrastive.encoders.models import build_model, load_model, untrained
 from contrastive.encoders.texts import Tokenizer, build_tokenizer
 from contrastive.engine.processes import UserError, opening, read_json, say, slug
@@ -21,7 +21,7 @@ ALTER_TRAINING = "unfold_captions", "caption_noise", "extra_captions", "extra_pa
 QUEUE = 16_384  # stand-ins that are drawn from a train split
 SCRIPTS = "temperature_schedules", "mmts", "ncl", "mama", "temo"
 SAID = ("normalize", "queue_size", "iterations", "text_length", "frames", "knn_features", "eval_resize", "image_stats",
-        "hold_out_val", "image_column", "caption_column", "label_column")  # flags of a run, where they differ from its own
+        "hold_out_val", "image_column", "caption_column", "label_column")  # flags that are compared with the run's own
 
 
 class Subject:
@@ -150,7 +150,7 @@ def open_model(args):
                 raise UserError(f"--text-length {args.text_length}: the run's text encoder has {trained} positions")
         return model, tokenizer, transform, read_json(Path(args.checkpoint) / "args.json")
     image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
-    width, tokenizer = _clip_width(image), build_tokenizer(text, args.text_length or 77)
+    width, tokenizer = clip_width(image), build_tokenizer(text, args.text_length or 77)
     spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,
                 text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop",
                 frames=args.frames or 12)
@@ -158,18 +158,7 @@ def open_model(args):
     model, transform = build_model(spec, tokenizer, True, args.init_from)
     transform.bicubic = bool(width)                                        # a CLIP, as its own processor
     projections = {"vision.projection.weight", "text.projection.weight"}
-    if not projections <= model.from_file and (not width or _clip_width(text) != width):
+    if not projections <= model.from_file and (not width or clip_width(text) != width):
         args.knn_features, tokenizer = args.knn_features or "backbone", None
         say("the projections of this pair are random: only its image features (knn, probe) are meaningful")
     return model.eval(), tokenizer, transform, {}
-
-
-def _clip_width(name):
-    """projection_dim of a CLIP by name (or clip_vip:NAME), else 0."""
-    name = name.removeprefix(CLIP_VIP)
-    if "/" not in name and not Path(name).is_dir():
-        return 0
-    import transformers
-    with opening(name):
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    return config.projection_dim if config.model_type == "clip" else 0     # of one tower alone, hub_encoder has none

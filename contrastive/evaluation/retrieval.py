@@ -32,7 +32,8 @@ import torch
 
 TASKS = "retrieval", "mir", "zero-shot", "knn", "probe", "gap", "qa"
 BY_CAPTION, LEARNT, BY_CLASS = {"retrieval", "gap", "mir"}, {"knn", "probe"}, {"knn", "probe", "zero-shot"}
-COUNTS = "clips", "images", "captions", "questions", "captions_cut", "unreadable", "without_class"  # in a table's first line
+# in a table's first line
+COUNTS = "clips", "images", "captions", "questions", "captions_cut", "unreadable", "without_class"
 FEW_QUERIES = 50  # with fewer, a single query moves the numbers
 
 
