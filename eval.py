@@ -81,6 +81,7 @@ def parse_args(argv=None):
     g.add_argument("--frames", type=whole, default=0, help="frames of a clip; 0 = as in training, 12 for one by name")
     g.add_argument("--text-length", type=whole, default=0, help="most tokens of a text; 0 = as trained, 77 by name")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
+    g.add_argument("--class-names", choices=["wordnet", "clip"], default="", help="ImageNet's; empty = wordnet")
     g.add_argument("--hold-out-val", action="store_true", help="as in training")
     g.add_argument("--max-captions", type=whole, default=0,
                    help="of an image; 5 = COCO's usual 25,000 captions; 0 = all, or as many as the set's protocol has")

@@ -73,7 +73,8 @@ class Subject:
 
         Raises: UserError for a val split whose images the run trained on."""
         own, args, mine = self.own, self.args, name == self.own.get("dataset")
-        options = data_options(argparse.Namespace(**own), name, folder)
+        names = {"class_names": args.class_names} if args.class_names else {}
+        options = data_options(argparse.Namespace(**own | names), name, folder)
         options |= data_options(argparse.Namespace(**vars(args) | {"dataset": ""}))
         options |= {"image_size": self.towers[2].size} | dict.fromkeys(ALTER_TRAINING, 0)
         held_out = args.hold_out_val and "val" not in splits_of(name)
