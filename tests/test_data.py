@@ -269,6 +269,7 @@ def test_more_or_less_of_train_is_val(fraction, tmp_path, capsys):
     assert ("fewer than 20 rows, --val-fraction holds out more" in other["val"].note) == (fraction < 0.02)
     for flags, holds in ((["--dataset", "x.csv"], True), ([], False)):
         asked = [*flags, "--val-fraction", "0.1"]
+        capsys.readouterr()
         said = "" if holds else refused(temo.parse_args, asked, capsys)
         assert temo.parse_args(asked).val_fraction == 0.1 if holds else "for own data" in said
 

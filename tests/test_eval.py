@@ -308,8 +308,8 @@ def test_random_projections_are_said_and_those_of_a_file_are_not(tmp_path, tiny,
 
 
 def test_train_is_evaluated_without_the_run_s_noise(tmp_path):
-    folder = train(tmp_path / "r", *"--clips 40 8 8 --frames 2 --caption-noise 0.5 --loss infonce".split(),
-                   "--weighting", "none", script=mama)[0]
+    flags = "--clips 40 8 8 --frames 2 --caption-noise 0.5 --loss infonce"
+    folder = train(tmp_path / "r", *flags.split(), script=mama)[0]
     with pytest.MonkeyPatch.context() as patch:
         seen, measure = [], eval_py.measure
         patch.setattr(eval_py, "measure", lambda *args: seen.append(args[1]) or measure(*args))

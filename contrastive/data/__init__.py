@@ -136,11 +136,12 @@ def _named(name, split, hold_out_val=False, val_fraction=HELD_OUT, **options):
 
 
 @functools.lru_cache(maxsize=8)
-def _own(name, val_fraction=HELD_OUT, **options):
+def _own(name, **options):
     """{split: Data} of the user's own data."""
     if not Path(name).expanduser().exists() and name.count("/") != 1:
         raise UserError(f"--dataset {name}: no such file or folder, no hub id (org/name), and no known set: "
                         + ", ".join(MODULES))
+    val_fraction = options.pop("val_fraction", HELD_OUT)
     return hold_out(own_data(name, options), val_fraction)
 
 
