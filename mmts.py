@@ -237,18 +237,18 @@ TAU_LIMITS = 0.01, 1.0                                                    # of a
 WORDS = {"infonce": "tau", "max-margin": "margin"}                        # the quantity with schedule and shifts
 
 
-def ranges_of(dataset, loss):
-    """(alpha, sh-, sh+, their source) of a data set and a loss."""
-    return RANGES.get((dataset, loss)) or RANGES["own", loss]
+def ranges_of(recipe, loss):
+    """(alpha, sh-, sh+, their source) of a recipe and a loss."""
+    return RANGES.get((recipe, loss)) or RANGES["own", loss]
 
 
 def loss_defaults(chosen):
-    """Defaults for --dataset and --loss together; chosen: these flags. Only InfoNCE has label smoothing."""
-    recipe = RECIPES.get(chosen.dataset, OWN)
+    """Defaults for --recipe and --loss together; chosen: these flags. Only InfoNCE has label smoothing."""
+    recipe = RECIPES[chosen.recipe]
     loss = chosen.loss or recipe["loss"]
     if loss not in ("infonce", "max-margin"):
         return {}                                                          # argparse refuses it
-    alpha, low, high, _ = ranges_of(chosen.dataset, loss)
+    alpha, low, high, _ = ranges_of(chosen.recipe, loss)
     smoothing = recipe.get("label_smoothing", 0.0) if loss == "infonce" else 0.0
     return dict(alpha=alpha, shift_min=low, shift_max=high, label_smoothing=smoothing)
 
@@ -442,7 +442,7 @@ def banner_lines(clusters, steps, period, args):
             (False, True): "shifts alone (ICS)", (False, False): "fixed (the baseline)"}[args.schedule, args.shifts]
     low, high = range_of(args, steps, period)
     name, values = WORDS[args.loss], "temperature" if args.loss == "infonce" else "margin"
-    alpha, sh_min, sh_max, source = ranges_of(args.dataset, args.loss)
+    alpha, sh_min, sh_max, source = ranges_of(args.recipe, args.loss)
     same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
     words = f"{name} {low:g} .. {high:g} over the run, period {period:g} steps ({source if same else 'by flags'})"
     if args.learnable_tau:

@@ -265,14 +265,14 @@ RECIPES = {
 
 
 def loss_defaults(chosen):
-    """Defaults of --loss and of precomputed features; chosen: the flags dataset, loss and image_encoder."""
+    """Defaults of --loss and of precomputed features; chosen: the flags recipe, loss and image_encoder."""
     defaults = {} if chosen.loss == "ncl" else dict(normalize="none")      # baselines are reported as they are
     if chosen.loss == "max-margin":
         defaults |= dict(learnable_tau=False)
     if "clip" not in (chosen.image_encoder or "clip").lower():             # of a recipe with another encoder
         defaults |= dict(freeze="none")
     if chosen.image_encoder in FEATURES:                                   # SSB, or towers after it (App. C)
-        defaults |= feature_recipe(chosen, RECIPES.get(chosen.dataset, OWN)["pretrained"])
+        defaults |= feature_recipe(chosen, RECIPES[chosen.recipe]["pretrained"])
     return defaults
 
 
@@ -402,7 +402,7 @@ def main(args):
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if rank() == 0:
         queues = {kind: own[kind].get() for kind in ("texts", "videos")}
-        queues["gamma"] = torch.tensor([gamma_now(own, args)])
+        queues["gamma"] = torch.tensor([gamma_now(own, args)], dtype=torch.float64)
         write_tensors(run.folder / "queues.safetensors", queues)
     return run.finish(lambda run: draw(run, retrieval_biases))
 

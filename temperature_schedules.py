@@ -280,7 +280,7 @@ SDCLR = {"cifar10-lt": dict(tau_min=0.2, prune=0.9), "cifar100-lt": dict(tau_min
 
 def chosen_defaults(chosen):
     """By --loss, --schedule (fixed: the baseline's 0.2; cos and others: the recipe's) and --stop-at-phase."""
-    own = SDCLR.get(chosen.dataset, {}) if chosen.loss == "sdclr" else {}
+    own = SDCLR.get(chosen.recipe, {}) if chosen.loss == "sdclr" else {}
     found = {"tau_min": 0.2} | own | {"schedule": chosen.schedule or ("fixed" if own else "cos")}
     if found["schedule"] != "fixed":
         del found["tau_min"]

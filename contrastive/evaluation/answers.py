@@ -38,7 +38,7 @@ def untrained(model, by_features=False):
 # ======================================================= flags =======================================================
 def add_flags(p):
     """The flags of mama.py's models that answer questions."""
-    g = p.group("with --task qa-open or qa-choice", lambda a: a.task != "retrieval")
+    g = p.group("with --task qa-open or qa-choice", task=("qa-open", "qa-choice"))
     g.add_argument("--qa-model", choices=["fusion", "dual", "vgt"], default="fusion",
                    help="one transformer of frames and words; cosines with 'question choice' (qa-choice); VGT's graph")
     g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
