@@ -96,7 +96,6 @@ def parse_args(argv=None):
     g.add_argument("--iterations", type=whole, default=0, help="of Sinkhorn-Knopp; 0 = the checkpoint's own, else 4")
     g = p.add_argument_group("run")
     g.add_argument("--output-dir", default="", help="empty = RUN_DIR/eval, or runs/eval/NAME of a model by name")
-    g.add_argument("--figures", choices=["png", "pdf"], default="png", help="format of the pictures; pdf for papers")
     g.add_argument("--workers", type=whole, default=4, help="loader processes")
     g.add_argument("--cpu", action=argparse.BooleanOptionalAction, default=False, help="stay on the CPU")
     args = p.parse_args(argv)

@@ -304,6 +304,8 @@ def parse_args(argv=None):
                    help="of tau over the epochs; fixed = --tau-min throughout")
     g.add_argument("--tau-min", type=positive, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
     g.add_argument("--tau-max", type=positive, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
+    g = p.group("with --schedule fixed", schedule="fixed")
+    g.add_argument("--learnable-tau", action=yesno, default=False, help="learn it, from --tau-min on; not of the paper")
     g = p.group("with --loss moco", loss="moco")
     g.add_argument("--queue-size", type=count, help="K, keys in MoCo's queue; paper 10,000")
     g.add_argument("--momentum", type=part, default=0.99, help="of MoCo's key encoder; ours")
@@ -396,6 +398,7 @@ def main(args):
     moco, sdclr = args.loss == "moco", args.loss == "sdclr"
     tower = Contrastive(encoder, args.embed_dim, args.head_norm, linear=moco, pruned=sdclr).to(run.device)
     own = nn.ModuleDict()                                                  # outside DDP, saved in every checkpoint
+    own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau_min))} if args.learnable_tau else {})
     if moco:
         own["key"] = copy.deepcopy(tower).requires_grad_(False)
         own["queue"] = Queue(args.queue_size, args.embed_dim, args.seed)
@@ -447,7 +450,7 @@ def main(args):
     for batch in batches:
         epoch = run.step // run.per_epoch
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
-        tau = tau_of(epoch)                                                # float
+        tau = own["tau"]["log_tau"].exp() if args.learnable_tau else tau_of(epoch)         # () or float
         if args.tau_head:                                                  # coarse supervision replaces the schedule
             tau = coarse_temperature(labels[batch["rows"]], head_classes, args.tau_head, args.tau_tail)
             tau = to_device(tau, run.device)                               # (B,)
@@ -472,6 +475,8 @@ def main(args):
             run.accelerator.clip_grad_norm_([*tower.parameters(), *own.parameters()], args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
+        if args.learnable_tau:
+            own["tau"]["log_tau"].data.clamp_(min=math.log(0.01))          # as CLIP's
         if moco:
             update_momentum(own["key"], tower, args.momentum)
             own["queue"].push(keys)
@@ -533,6 +538,8 @@ def banner_lines(run, sizes, head_classes, tau_of):
     last_epoch = max(0, run.last - 1) // run.per_epoch
     tau = (f"{args.schedule}, {args.tau_min:g} .. {highest:g}, period {args.period:g} epochs; "
            f"first {tau_of(0):.3f}, last {tau_of(last_epoch):.3f}")
+    if args.learnable_tau:
+        tau = f"learnt, from {args.tau_min:g} on"
     if args.tau_head:
         tau = f"coarse: {args.tau_head:g} for {len(head_classes)} head classes, {args.tau_tail:g} for the others"
     if run.last < run.total:

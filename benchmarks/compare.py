@@ -44,7 +44,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 KEPT = ("commit", "steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a summary
-TUNING_SEED = 1000
+TUNING_SEED = 1000  # the first of those that no pair has
 NARROW = 1.5  # points: an interval that holds 0 and has at most this half width counts as "no difference"
 LESS_IS_BETTER = {"MdR", "MnR", "modality_gap", "error"}
 
@@ -119,6 +119,12 @@ class Arm(NamedTuple):
     read: str
     scale: float = 1
     also: dict = {}  # {title: metric}, reported beside
+    tuning: int = 1  # seeds that choose the trial: the mean over those with which all trials have run
+
+
+def seeds_of(arm):
+    """The seeds that tune an arm; none of a single trial."""
+    return range(TUNING_SEED, TUNING_SEED + arm.tuning * (len(arm.trials) > 1))
 
 
 def number(record, split, metric):
@@ -136,7 +142,6 @@ class Runs:
     vary: str = "seed"  # the flag whose values are the pairs
     jobs: int = 0  # runs side by side, each with one thread; 0: one run with all threads
     by_source: bool = False  # a run of a script that was edited since does not count
-    places: dict = dataclasses.field(default_factory=dict)  # {name: path} for braces in flags
 
     def words(self, trial, seed):
         """The command of a trial with a seed."""
@@ -153,9 +158,13 @@ class Runs:
         return read_json(self.file(self.words(trial, seed)), {}) or None
 
     def tuned(self, arm):
-        """{flags of a trial: its val metric on the tuning seed, None before it has run}; empty if there is one."""
-        records = {" ".join(t): self.record(t, TUNING_SEED) for t in arm.trials if len(arm.trials) > 1}
-        return {flags: record and number(record, "val", arm.metric) for flags, record in records.items()}
+        """{flags of a trial: its mean val metric over tuning seeds}, None before all have run; empty of one trial."""
+        found = {" ".join(trial): None for trial in arm.trials if len(arm.trials) > 1}
+        runs = [[self.record(trial, seed) for trial in arm.trials] for seed in seeds_of(arm)]
+        runs = [records for records in runs if all(records)]                 # of each seed, of each trial
+        for flags, records in zip(found, zip(*runs)):
+            found[flags] = statistics.mean(number(record, "val", arm.metric) for record in records)
+        return found
 
     def best(self, arm):
         """The trial with the best val metric, or the only one; None before all have run."""
@@ -167,7 +176,7 @@ class Runs:
     def left(self, arms, pairs):
         """(commands without a file that can run now, number of those that follow once their arms are tuned)."""
         best = [self.best(arm) for arm in arms]
-        now = [self.words(trial, TUNING_SEED) for arm in arms if len(arm.trials) > 1 for trial in arm.trials]
+        now = [self.words(trial, seed) for arm in arms for seed in seeds_of(arm) for trial in arm.trials]
         now += [self.words(trial, seed) for seed in pairs for trial in best if trial]
         files = {self.file(words): words for words in now}                   # arms may share trials
         return [words for file, words in files.items() if not file.exists()], len(pairs) * best.count(None)
@@ -179,10 +188,13 @@ class Runs:
         if not records:
             return None
         tests = {k: flatten(next(iter(r["test"].values()))) for k, r in records.items()}
+        trivial = [{name: flatten(of) for name, of in next(iter(r["chance"].values()), {}).get("trivial", {}).items()}
+                   for r in records.values()]
         return {"flags": " ".join(trial), "tuning": self.tuned(arm), "metric": arm.read,
                 "test": {k: arm.scale * number(r, "test", arm.read) for k, r in records.items()},
                 "also": {title: {k: of[metric] for k, of in tests.items()} for title, metric in arm.also.items()
                          if all(metric in of for of in tests.values())},
+                "trivial": {name: of[arm.metric] for name, of in next(iter(trivial), {}).items() if arm.metric in of},
                 "steps": next(iter(records.values()))["steps"], "wall_s": [r["wall_s"] for r in records.values()],
                 **{f"{what}s": sorted({r[what] for r in records.values()}) for what in ("commit", "machine")}}
 
@@ -190,9 +202,8 @@ class Runs:
         """Runs a command and keeps what it measured. Returns its seconds, None if it failed."""
         paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}  # for forks elsewhere
         threads = {"OMP_NUM_THREADS": "1"} if self.jobs else {}
-        flags = [word.format(**self.places) if self.places else word for word in words[1:]]
         with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run([sys.executable, words[0], *flags, "--output-dir", folder, "--run-name", "r"],
+            done = subprocess.run([sys.executable, *words, "--output-dir", folder, "--run-name", "r"],
                                   capture_output=True, text=True, env=os.environ | paths | threads)
             summary = read_json(Path(folder) / "r" / "summary.json", {})
         if done.returncode or not summary:

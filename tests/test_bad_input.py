@@ -166,7 +166,7 @@ def test_too_many_bad_samples_stop_the_run(finished, tmp_path):
 def test_captions_of_pictures_that_are_elsewhere(tmp_path):
     path = helpers.write_rows(tmp_path / "a.csv", ["image", "caption"], [(f"{i}.png", "words") for i in range(30)])
     message = stopped(path, tmp_path)
-    assert re.search(r"none of .* can be read, first \d+.png", message)
+    assert re.search(r"100 samples in a row cannot be read, the first: \d+.png", message)
 
 
 def test_too_many_bad_samples_stop_both_processes(finished, tmp_path):

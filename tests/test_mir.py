@@ -166,18 +166,21 @@ def write_annotations(root, split, uid=False, clips=CLIPS, sentences=SENTENCES):
 
 @pytest.fixture(scope="module")
 def kitchen(tmp_path_factory):
-    """A replica: P01_01 of 45 s at 5 frames a second, P02_03 of 6 s."""
+    """A replica: P01_01 of 45 s at 5 frames a second, whole and in chunks of 15 s, P02_03 of 6 s."""
     root = tmp_path_factory.mktemp("epic")
     for split in ("train", "test"):
         write_annotations(root, split)
     write_rows(root / "EPIC_100_verb_classes.csv", ["id", "key"], [[0, "take"], [1, "put"]])
-    write_video(root / "videos" / "P02" / "videos" / "P02_03.MP4", range(30), fps=5)
-    write_video(root / "videos" / "P01" / "videos" / "P01_01.MP4", range(225), fps=5)
+    for kind in ("whole", "chunks"):
+        write_video(root / kind / "P02" / "videos" / "P02_03.MP4", range(30), fps=5)
+    write_video(root / "whole" / "P01" / "videos" / "P01_01.MP4", range(225), fps=5)
+    for k in range(3):
+        write_video(root / "chunks" / "P01" / "P01_01.MP4" / f"{15 * k}.MP4", range(75 * k, 75 * k + 75), fps=5)
     return root
 
 
-def kitchens(root, split="test", **options):
-    usual = {"video_dir": str(root / "videos"), "frames": 8, "frame_sampling": "random"}
+def kitchens(root, split="test", videos="chunks", **options):
+    usual = {"video_dir": str(root / videos), "frames": 8, "frame_sampling": "random"}
     return common.load_data("epic-kitchens-100", split, data_dir=str(root), **(usual | options))
 
 
@@ -185,18 +188,22 @@ def shown(clip):
     return [frame_number(x) for x in clip.permute(0, 2, 3, 1).numpy()]
 
 
-def test_clips_are_the_middles_of_their_parts(kitchen, tmp_path):
-    data = kitchens(kitchen)
-    assert list(data.keys()) == list(CLIPS)[:6]
+def test_clips_of_whole_videos_and_of_chunks_are_the_middles_of_their_parts(kitchen, tmp_path):
+    whole, chunks = (kitchens(kitchen, videos=v) for v in ("whole", "chunks"))
+    assert list(whole.keys()) == list(chunks.keys()) == list(CLIPS)[:6]
     for i, (_, start, end, *_) in enumerate(list(CLIPS.values())[:6]):
-        assert shown(data.read(i)) == [int(5 * (start + (k + 0.5) / 8 * (end - start)) + 1e-6) for k in range(8)], i
+        want = [int(5 * (start + (k + 0.5) / 8 * (end - start)) + 1e-6) for k in range(8)]
+        assert shown(chunks.read(i)) == shown(whole.read(i)) == want, i
     draws = np.linspace(0, 0.99, 8)
-    assert shown(data.read(1, draws)) == [int(5 * (13 + (k + u) / 2) + 1e-6) for k, u in enumerate(draws)]
-    assert shown(data.read(1, draws)) != shown(data.read(1)) == shown(data.read(1))
-    late = data.clip(str(kitchen / "videos" / "P01" / "videos" / "P01_01.MP4"), 43, 60)  # the video ends after 45 s
+    assert shown(chunks.read(1, draws)) == [int(5 * (13 + (k + u) / 2) + 1e-6) for k, u in enumerate(draws)]
+    assert shown(chunks.read(1, draws)) != shown(chunks.read(1)) == shown(chunks.read(1))
+    assert shown(kitchens(kitchen, frames=16).read(2))[-1] > 215  # the last of three chunks
+    ends = kitchens(kitchen, frames=5, frame_sampling="uniform")
+    assert shown(ends.read(1)) == [65, 70, 75, 80, 85]  # of seconds 13 to 17
+    late = chunks.clip(str(kitchen / "chunks" / "P01" / "P01_01.MP4"), 43, 60)  # the video ends after 45 seconds
     assert shown(late) == [int(5 * (43 + (k + 0.5) / 4) + 1e-6) for k in range(8)]
     cached = kitchens(kitchen, frame_cache=str(tmp_path))
-    assert [shown(cached.read(i)) for i in (1, 2, 1)] == [shown(data.read(i)) for i in (1, 2, 1)]
+    assert [shown(cached.read(i)) for i in (1, 2, 1)] == [shown(chunks.read(i)) for i in (1, 2, 1)]
     assert len(list(tmp_path.rglob("*.jpg"))) == 2
 
 
@@ -204,7 +211,7 @@ def test_clips_are_the_middles_of_their_parts(kitchen, tmp_path):
 def test_the_table_of_a_split(uid, kitchen, tmp_path):
     write_annotations(tmp_path, "test", uid)
     write_rows(tmp_path / "EPIC_100_verb_classes.csv", ["id", "key"], [[0, "take"], [1, "put"]])
-    data = kitchens(tmp_path, video_dir=str(kitchen / "videos"))
+    data = kitchens(tmp_path, video_dir=str(kitchen / "chunks"))
     assert data.column("verb").tolist() == [0, 1, 0, 10, 0, 11] and data.names("verb")[:3] == ["take", "put", "2"]
     assert data.column("noun").tolist() == [2, 2, 2, 94, 2, 2] and data.column("nouns")[2] == [2, 13]
     assert data.captions(2) == ["take plate and cup"] and data.groups[0] == data.groups[4] != data.groups[1]
@@ -225,7 +232,7 @@ def test_relevancies_are_the_published_ones_else_those_of_the_classes(kitchen, t
     file = write_annotations(tmp_path, "test") / "relevancy" / "caption_relevancy_EPIC_100_retrieval_test.pkl"
     file.parent.mkdir()
     file.write_bytes(pickle.dumps(matrix + 0.25))
-    data = kitchens(tmp_path, video_dir=str(kitchen / "videos"))
+    data = kitchens(tmp_path, video_dir=str(kitchen / "chunks"))
     assert file.name in data.note and np.allclose(data.sentences.relevancy(np.arange(6)), matrix[:6] + 0.25)
 
 
@@ -293,7 +300,7 @@ def test_annotations_that_are_not_right(change, words, kitchen, tmp_path):
     write_annotations(tmp_path, "test")
     change(tmp_path)
     with pytest.raises(UserError, match=words):
-        kitchens(tmp_path, video_dir=str(kitchen / "videos"))
+        kitchens(tmp_path, video_dir=str(kitchen / "whole"))
 
 
 def test_what_epic_kitchens_refuses(kitchen, tmp_path):
@@ -303,8 +310,7 @@ def test_what_epic_kitchens_refuses(kitchen, tmp_path):
     for words, ask in [
             ("needs --data-dir", lambda: common.load_data("epic-kitchens-100", "train")),
             ("has no val split; it has: train, test", lambda: kitchens(kitchen, "val")),
-            ("none of 3 videos is below .*for P01_01", lambda: kitchens(
-                kitchen, video_dir=str(kitchen / "retrieval_annotations"))),
+            ("none of 3 videos is below .*for P01_01", lambda: kitchens(kitchen, videos="retrieval_annotations")),
             ("several windows", lambda: kitchens(kitchen, feature_dir=(str(tmp_path / "features"),))),
             ("--caption-relevancy: draws sentences", lambda: kitchens(
                 kitchen, "train", caption_relevancy=0.1, extra_captions=str(kitchen / "EPIC_100_verb_classes.csv"))),
@@ -312,6 +318,12 @@ def test_what_epic_kitchens_refuses(kitchen, tmp_path):
                 temo.parse_args([*flags, "--caption-relevancy", "0.1"])))]:
         with pytest.raises(UserError, match=words):
             ask()
+    chunks = tmp_path / "cut" / "P01" / "P01_01.MP4"
+    chunks.mkdir(parents=True)
+    for k, there in ((0, 0), (30, 30), (45, 30)):  # 15.MP4 is not there
+        (chunks / f"{k}.MP4").symlink_to(kitchen / "chunks" / "P01" / "P01_01.MP4" / f"{there}.MP4")
+    with pytest.raises(ValueError, match="no chunk of .*P01_01.MP4 has second 16"):
+        kitchens(kitchen, video_dir=str(tmp_path / "cut")).read(1)
 
 
 # ---- Something-Something v2, long tail ----
@@ -348,7 +360,7 @@ def test_ssv2_lt(tmp_path):
 def test_a_run_and_eval_report_the_same_numbers(kitchen, tmp_path, capsys, monkeypatch):
     """Any script, any checkpoint: MIR of EPIC-KITCHENS from its sentences."""
     monkeypatch.setattr(temo, "draw", lambda run: None)
-    flags = ["--dataset", "epic-kitchens-100", "--data-dir", kitchen, "--video-dir", kitchen / "videos", "--cpu",
+    flags = ["--dataset", "epic-kitchens-100", "--data-dir", kitchen, "--video-dir", kitchen / "chunks", "--cpu",
              "--frames", 2, "--frame-sampling", "random", "--image-size", 16, "--text-length", 8, "--batch-size", 3,
              "--max-steps", 2, "--workers", 0, "--output-dir", tmp_path, "--run-name", "r"]
     summary = temo.main(temo.parse_args([str(f) for f in flags]))

@@ -420,15 +420,17 @@ def flags_of(root, *names):
 
 
 def test_imagenet100_list_files(lists):
-    def open_sets(*names):
-        return long_tail.labelled_sets("imagenet100-lt", data_dir=str(lists), **flags_of(lists, *names))
+    def open_sets(*names, **options):
+        return long_tail.labelled_sets("imagenet100-lt", data_dir=str(lists), **flags_of(lists, *names), **options)
 
     def listed(name):
         return [line.split()[0] for line in (lists / f"{name}.txt").read_text().splitlines()]
     sets = open_sets()
     assert set(sets) == {"train", "test"} and keys_of(sets["train"]) == listed("LT")  # nothing is held out
     assert np.bincount(sets["train"].labels).tolist() == [48, 30, 6] and keys_of(sets["test"]) == listed("test")
-    sets = open_sets("val", "few_shot")
+    with pytest.raises(UserError, match="--hold-out-val: nothing is held out of imagenet100-lt; --val-file names"):
+        open_sets(hold_out_val=True)
+    sets = open_sets("val", "few_shot", hold_out_val=True)
     assert keys_of(sets["val"]) == listed("val") and keys_of(sets["few-shot"]) == listed("few")
 
 

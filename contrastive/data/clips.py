@@ -21,22 +21,23 @@ REGION_CLIP = 4  # F of VGT: frames of a clip, in which region r is the same thi
 
 class Clips:
     """How a video becomes (T, 3, H, W) uint8: frames T, sampling, short side in pixels, a cache folder ('' = none);
-    at_rest: how random frames are placed in evaluation. The cache holds one JPEG per clip (4:4:4), its frames one below
-    the other (at most 65,500 rows), until the video changes; of random frames three candidates each."""
+    at_rest: how random frames are placed in evaluation; read: as read_frames. The cache holds one JPEG per clip (4:4:4),
+    its frames one below the other (at most 65,500 rows), until the video changes; of random frames three each."""
 
-    def __init__(self, frames=12, sampling="uniform", short=256, cache="", at_rest="uniform"):
+    def __init__(self, frames=12, sampling="uniform", short=256, cache="", at_rest="uniform", read=read_frames):
         self.frames, self.sampling, self.short, self.cache, self.at_rest = frames, sampling, short, cache, at_rest
+        self.read = read
 
     def __call__(self, source, start=None, end=None, draws=None):
         """(T, 3, H, W) uint8. draws (T,) in 0..1 place random frames; None = evaluation."""
         sampling = self.at_rest if self.sampling == "random" and draws is None else self.sampling
         if not self.cache:
-            frames = read_frames(source, self.frames, start, end, sampling, draws, self.short)
+            frames = self.read(source, self.frames, start, end, sampling, draws, self.short)
             return torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2)
         keep, spread = (3 * self.frames, "middle") if sampling == "random" else (self.frames, sampling)
         file = self._file(source, f"{start} {end} {keep} {spread} {self.short}")
         if not file.exists():
-            self._fill(file, read_frames(source, keep, start, end, spread, short=self.short))
+            self._fill(file, self.read(source, keep, start, end, spread, short=self.short))
         x = decode(file).unflatten(1, (keep, -1)).transpose(0, 1)  # (3, keep * H, W) -> (keep, 3, H, W)
         if sampling != "random":
             return x
@@ -87,7 +88,7 @@ def clip_options(options):
         return Features(options["feature_dir"], frames)
     short = round((options.get("image_size") or 224) * 8 / 7)
     return Clips(frames, options.get("frame_sampling") or "uniform", short, options.get("frame_cache") or "",
-                 options.get("at_rest") or "uniform")
+                 options.get("at_rest") or "uniform", options.get("read") or read_frames)
 
 
 class Regions:

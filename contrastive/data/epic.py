@@ -1,14 +1,18 @@
 """EPIC-KITCHENS-100, multi-instance retrieval: clips of cooking, narrated in a few words, with verb and noun classes.
 
-A clip is a window of a video, P01_01.MP4. Like AVION it shows the middle frames of T equal segments of the window, in
+A clip is a window of a video, P01_01.MP4, a file or a folder of chunks, each named by its first second: 0.MP4, 15.MP4,
+... (AVION's). Like AVION it shows the middle frames of T equal segments of the window, in
 training with --frame-sampling random a random one of each. The relevancy of a sentence to a clip, 1/2 [same verb +
 |N ^ N'| / |N u N'|] with N the set of all noun classes, is that of relevancy/caption_relevancy_*.pkl for the test clips
 if that file exists, else computed from the classes.
 """
 
 import ast
+import os
+from pathlib import Path
 
-from contrastive.data.annotations import clips_of, files_of
+from contrastive.data.annotations import Videos, clips_of, files_of, video_folder
+from contrastive.data.frames import read_frames
 from contrastive.data.table import with_note
 from contrastive.engine.processes import opening
 from contrastive.engine.ranges import part
@@ -18,6 +22,7 @@ import numpy as np
 import torch
 
 VERBS, NOUNS = 97, 300
+SECONDS = 15  # of a chunk; the last may be longer
 SETS = {"epic-kitchens-100": {
     "splits": {"train": 67_217, "test": 9_668}, "licence": "CC BY-NC 4.0, research only; test = the papers' test",
     "options": {"--caption-relevancy": dict(
@@ -34,7 +39,9 @@ def load(name, split, options):
         clips = read_clips(files, split)
         sentences = Sentences(files, split, clips)
         classes = {"verb": class_names(files, "verb", VERBS), "noun": class_names(files, "noun", NOUNS)}
-        data = clips_of(name, split, clips, options | {"at_rest": "middle"}, classes, sentences=sentences)
+        index, options = Videos(video_folder(options)), options | {"at_rest": "middle", "read": read_chunks}
+        videos = {c["video"]: place_of(index, c["video"]) for c in clips}
+        data = clips_of(name, split, clips, options, classes, videos=videos, sentences=sentences)
         there = {*data.keys()}
         sentences.clips = np.array([i for i, c in enumerate(clips) if c["key"] in there])
     return with_note(data, sentences.note)
@@ -104,3 +111,44 @@ class Sentences:
         relevancy = self.by_classes([self.clips[row]], torch.float64)[0]  # (C,); in float64, 0.1 is not above 0.1
         good = (relevancy > above).nonzero()[:, 0]
         return self.texts[good[int(u * len(good))]] if len(good) else None
+
+
+# ---- videos, whole or in chunks ----
+def place_of(videos, name):
+    """The path of a video, or of the folder of its chunks, or None."""
+    first = videos.index.get(f"{name}.MP4/0.MP4")
+    return os.path.dirname(first) if first else videos[name]
+
+
+def read_chunks(source, n, start, end, sampling, draws=None, short=0):
+    """As read_frames, also from a folder of chunks; a window past the last ends there. Raises: ValueError if one of
+    the chunks is missing."""
+    if not os.path.isdir(source):
+        return read_frames(source, n, start, end, sampling, draws, short)
+    chunks = {int(file.stem): file for file in Path(source).glob("*.MP4")}  # {first second: path}
+    firsts = np.array(sorted(chunks))
+    last = firsts[-1]
+    if end > last:
+        end = max(start, min(end, last + length(chunks[last])))
+    if sampling == "uniform":
+        at = np.linspace(start, end, n)  # (n,) seconds of the whole video
+    else:
+        part = 0.5 if sampling == "middle" else np.asarray(draws)[:n]
+        at = start + (np.arange(n) + part) / n * (end - start)  # (n,)
+    own = firsts[np.searchsorted(firsts, at, side="right") - 1]  # (n,) the first second of the chunk of each
+    frames = []
+    for first in np.unique(own):
+        inside = at[own == first] - first  # seconds of the chunk
+        if inside[-1] > SECONDS + 0.5 and first != last:
+            raise ValueError(f"no chunk of {source} has second {first + inside[-1]:g}")
+        # start a second early: the frame shown at a given time began before it
+        frames.append(read_frames(chunks[first], len(inside), max(0.0, inside[0] - 1), None, "at", inside, short))
+    return np.concatenate(frames)
+
+
+def length(path):
+    """Seconds of a video, as it announces them."""
+    import av
+    with av.open(path) as container:
+        stream = container.streams.video[0]
+        return float(stream.duration * stream.time_base)

@@ -320,7 +320,7 @@ class Run:
 
     # ---------------------------------------- the end -----------------------------------------------------------------
     def finish(self, draw, **extra):
-        """Saves the encoders, evaluates them on test, writes summary.json, draws, prints. Collective.
+        """Saves the encoders, evaluates them on test, writes summary.json, prints, draws. Collective.
 
         Args: draw: function(run) for the pictures.   extra: further entries of the summary, which is returned."""
         self.in_loop = False
@@ -340,8 +340,9 @@ class Run:
             "versions": versions(args.cpu).splitlines(), **extra}
         if rank() == 0:
             write_json(self.folder / "summary.json", summary)
-            draw(self)
         say(report(summary, self.folder))
+        if rank() == 0:
+            draw(self)
         barrier()
         self.accelerator.end_training()  # trackers and the process group are closed
         return summary

@@ -122,7 +122,7 @@ class Subject:
 
     def picture(self, kind, name):
         """Path of a picture of a set."""
-        return self.folder / f"{kind}_{slug(name)}.{self.args.figures}"
+        return self.folder / f"{kind}_{slug(name)}.png"
 
 
 def _gamma(own, run):

@@ -23,6 +23,9 @@ def draw_classes(run, sizes, tau_of, path):
     if args.tau_head:
         taus, title = [args.tau_tail, args.tau_head], "temperature (coarse: tail and head classes)"
         right.hlines(taus, 0, epochs, color="tab:orange")
+    elif args.learnable_tau:
+        (steps, taus), title = run.log.column("tau"), "temperature (learnt)"
+        right.plot(np.array(steps) / run.per_epoch, taus, color="tab:orange")
     else:
         right.stairs(taus, baseline=None, color="tab:orange")
     right.set(title=f"{title} and coverage of the sphere", xlabel="epoch", ylim=(0, 1.1 * max(taus)))
