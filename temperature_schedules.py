@@ -445,7 +445,6 @@ def main(args):
 
     seen = padded_and_flipped(train, args.seed) if args.train_features == "augmented" else train
     evaluator = Evaluator(encoder, None, transform, run.evals, seen, run.device, args, few=sets.get("few-shot"))
-    run.negatives = negatives(args)                                        # for the banner
     run.begin(evaluator, random_guess(run), banner_lines(run, sizes, head_classes, tau_of), after_val)
     for batch in batches:
         epoch = run.step // run.per_epoch
@@ -521,13 +520,10 @@ def numbers_of(loss, z, run):
     return common.mean_over_processes({"L_c": loss}, run.device) | health
 
 
-def negatives(args):
-    """Number of negatives of an anchor: the other views, or MoCo's queue."""
-    return args.queue_size if args.loss == "moco" else 2 * args.batch_size - 2
-
-
 def random_guess(run):
-    """The loss at the start and the end if all cosines are equal; None in a fork whose loss has another."""
+    """Tells the banner the negatives of an anchor, the other views or MoCo's queue. Returns: the loss at the start and
+    the end if all cosines are equal; None in a fork whose loss has another."""
+    run.negatives = run.args.queue_size if run.args.loss == "moco" else 2 * run.args.batch_size - 2
     return 2 * [math.log(1 + run.negatives)]
 
 
