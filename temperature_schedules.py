@@ -19,12 +19,11 @@ Equations, s_ij = cosine (t = epoch from 0, constant inside an epoch):
 
 Commands:
     accelerate launch temperature_schedules.py                                   # emoji, long-tailed, on two CPU cores
-    accelerate launch temperature_schedules.py --schedule fixed --tau-min 0.2             # the baseline
+    accelerate launch temperature_schedules.py --schedule fixed                  # the baseline, tau = 0.2
+    accelerate launch temperature_schedules.py --dataset cifar10-lt --loss moco  # or sdclr; the epoch by val (App. A.2)
     accelerate launch temperature_schedules.py --dataset cifar10-lt --stop-at-phase 0.7   # the paper's advice
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --eval-every 420 --eval-epoch auto    # App. A.2
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --loss moco           # or sdclr, Table 3's baseline
     accelerate launch temperature_schedules.py --dataset cifar10-lt --index-file split1_D_i.npy  # the authors' split
-    python -m tools.figures phase RUN RUN ...                                    # Fig. 4 over several runs
+    python -m tools.figures phase RUN RUN ...                     # Fig. 4 over runs; tails: Figs. 3 and 5
     accelerate launch temperature_schedules.py --dataset folder/ --imbalance-ratio 100    # own data: class folders
 
 A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
@@ -33,41 +32,35 @@ Differences from the paper and from the authors' code:
  1. Eq. 1 is printed as a sum over the batch; the code takes the mean, and so do we.
  2. The authors' flag t_max is HALF the period: their 200 is --period 400 here. Their epochs count from 1, ours from 0.
  3. Log-sum-exp throughout: the authors' plain exp overflows below tau = 0.012.
- 4. Gradients: the authors gather without gradient and multiply the loss by W, which is right only with DDP's mean; ours
-    are exact for any optimiser.
+ 4. The authors gather without gradient and multiply the loss by W, right only with DDP's mean; our gradient is exact.
  5. MoCo's code is not released. Ours: one linear head, momentum 0.99, SimCLR's batch of 512, a queue that starts with
-    random keys (He et al.). With BatchNorm a query could recognise its key by the batch statistics. The keys are
-    therefore encoded in a random order and in 8 groups of the global batch, so that no key shares its
-    query's statistics. The default towers have no BatchNorm and nothing to leak.
+    random keys (He et al.). With BatchNorm a query could recognise its key by the batch statistics: keys are encoded in
+    a random order and in 8 groups of the global batch. The default towers have no BatchNorm.
  6. SDCLR, as in its authors' code: the second view goes through the pruned network, without the smallest `prune` of all
     weights of the encoder's convolutions and linear layers together; masks are refreshed every epoch. It has its own
-    BatchNorms (weights and statistics), in the head too. Both branches receive the gradient. Theirs encodes the pruned
-    view twice per step, so that its running statistics, which nothing reads, are updated twice.
+    BatchNorms (weights and statistics), in the head too. Both branches receive the gradient.
  7. Colour operations have a fixed order and one blur radius. Crops are bilinear and antialiased (common.Augment); the
     authors' are bicubic. The last, short batch of an epoch is left out; theirs is kept.
  8. Weight decay and initialisation of the ResNets: --decay-all (biases and norms too) and --no-zero-init (timm starts
     the last BatchNorm of each block at 0) follow the authors' code. The paper's recipes and fashion-mnist-lt set both.
     The 3x3 stem of resnet18-cifar has torch's default initialisation, theirs He's normal one.
- 9. App. A.2 chooses the tested epoch on val but names no measure: --eval-epoch auto takes the mean of kNN@1, kNN@10 and
-    both probes, each a mean over the classes; a tie keeps the earlier epoch. It prints the epoch N, to be used on the
-    other splits. Default: the end of the run.
-10. Fig. 1 does not say which representation's coverage it shows, nor Fig. 2 whose cosines. Both are of z here, which
-    the loss sees and spreads (features after a ReLU have no negative cosines). Fig. 3 shows features, as its kNN uses,
-    of the largest and the smallest class, not of two similar ones. Figs. 3 and 5 show one run, not several tau side by
-    side; the mean over the classes is in the title.
+ 9. App. A.2 names no measure for the choice of an epoch on val: --eval-epoch auto, the default on CIFAR, takes the mean
+    of kNN@1, kNN@10 and both probes, each a mean over the classes, and prints the command for the other splits.
+10. Figs. 1 and 2 do not say whose coverage and cosines they show; here those of z, which the loss sees and spreads.
+    Fig. 3 shows features, as its kNN uses, of the largest and the smallest class, not of two similar ones.
 11. Table 10's uniform set is read as all images outside val, 4,500 per class (--imbalance-ratio 1), not the 1,116 of
-    SDCLR's split1_D_b.npy. The few-shot and the all-images probe then learn from the same images; the paper's differ by
-    2.5 points without a reason given. Its MoCo + TS on CIFAR10-LT is Table 4's cell of 0.1 and 0.5, not of 1.0.
+    SDCLR's split1_D_b.npy. The few-shot and the all-images probe then learn from the same images; the paper's differ.
 12. Val of CIFAR is a tenth of each class, outside --index-file; SDCLR's own is --val-file valIdxList.npy.
-    ImageNet100-LT has none (App. A.2); its batch is the paper's 512, not the README's 256. Its few-shot images are
-    SDCLR's list, as in the authors' notebook (--few-shot-file: 12 per class, mostly outside the long tail), or else
-    drawn from the long tail, as the paper says.
+    ImageNet100-LT has none (App. A.2); its batch is the paper's 512, not the README's 256. Its few-shot images are of
+    the long tail, as the paper says, or SDCLR's list, as in the authors' notebook (--few-shot-file: 12 per class).
 """
 
 import argparse
 import copy
 import functools
 import math
+import shlex
+import sys
 
 import common
 
@@ -251,8 +244,7 @@ def update_momentum(encoder, online, momentum):
 
 
 # ======================================================= flags =======================================================
-# Defaults by data set, one line per group. 'ours': tuned on val. Other data sets use 'own'. SDCLR has its own fixed tau
-# and prune on the paper's sets, from its scripts; on others the schedule, unless --schedule fixed is given.
+# Defaults by data set, one line per group. 'ours': tuned on val. Other data sets use 'own'.
 CIFAR = dict(
     recipe="paper; optimiser and views from the authors' code",
     image_encoder="resnet18-cifar", pretrained=False, embed_dim=128, head_norm="batch",
@@ -262,10 +254,10 @@ CIFAR = dict(
     lr_schedule="cosine", beta2=0.999, eps=1e-8, mixed_precision="no", frames=12, frame_sampling="uniform",
     tau_min=0.1, tau_max=1.0, period=400.0, queue_size=10_000,
     crop_min=0.1, flip=0.5, jitter_p=0.8, jitter=0.4, hue=0.1, grey=0.2, blur=0.0,
-    imbalance_ratio=100.0, train_features="augmented", save_every=1000, eval_every=0, log_every=50)
+    imbalance_ratio=100.0, train_features="augmented", save_every=1000, eval_every=0, eval_epoch="auto", log_every=50)
 IMAGENET100 = CIFAR | dict(
     image_encoder="resnet50", image_size=224, epochs=800.0, crop_min=0.08, blur=0.5,
-    imbalance_ratio=0.0, train_features="clean", eval_crop=0.875, shot_limits=[100, 20])
+    imbalance_ratio=0.0, eval_epoch="", train_features="clean", eval_crop=0.875, shot_limits=[100, 20])
 FASHION = CIFAR | dict(recipe="ours; as cifar10-lt", epochs=500.0, period=100.0, jitter_p=0.0, grey=0.0)
 EMOJI = CIFAR | dict(
     recipe="ours",
@@ -273,7 +265,7 @@ EMOJI = CIFAR | dict(
     epochs=30.0, batch_size=256, optimizer="adamw", lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.05,
     decay_all=False, zero_init=True, period=12.0, queue_size=1024,
     crop_min=0.3, hue=0.02,  # small, since hue tells classes apart
-    imbalance_ratio=0.0, train_features="clean", save_every=100, eval_every=50, log_every=5)
+    imbalance_ratio=0.0, train_features="clean", save_every=100, eval_every=50, eval_epoch="", log_every=5)
 MOVING = EMOJI | dict(recipe="ours; as emoji, classes = verbs", frames=4, flip=0.0, crop_min=0.6)
 SCENES = EMOJI | dict(
     recipe="ours", image_size=32, epochs=60.0, crop_min=0.3, hue=0.5, imbalance_ratio=100.0, eval_every=0,
@@ -282,9 +274,17 @@ OWN = EMOJI | dict(
     recipe="ours; small tower from scratch", image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cifar10-lt": CIFAR, "cifar100-lt": CIFAR, "imagenet100-lt": IMAGENET100,
            "fashion-mnist-lt": FASHION, "moving-emoji": MOVING, "emoji-scenes": SCENES, "own": OWN}
-SDCLR = {"cifar10-lt": dict(schedule="fixed", tau_min=0.2, prune=0.9),
-         "cifar100-lt": dict(schedule="fixed", tau_min=0.2, prune=0.9),
-         "imagenet100-lt": dict(schedule="fixed", tau_min=0.3, prune=0.3)}
+SDCLR = {"cifar10-lt": dict(tau_min=0.2, prune=0.9), "cifar100-lt": dict(tau_min=0.2, prune=0.9),
+         "imagenet100-lt": dict(tau_min=0.3, prune=0.3)}                   # with a fixed tau, from its scripts
+
+
+def chosen_defaults(chosen):
+    """By --loss, --schedule (fixed: the baseline's 0.2; cos and others: the recipe's) and --stop-at-phase."""
+    own = SDCLR.get(chosen.dataset, {}) if chosen.loss == "sdclr" else {}
+    found = {"tau_min": 0.2} | own | {"schedule": chosen.schedule or ("fixed" if own else "cos")}
+    if found["schedule"] != "fixed":
+        del found["tau_min"]
+    return found | ({"eval_epoch": ""} if chosen.stop_at_phase else {})
 
 
 def parse_args(argv=None):
@@ -300,7 +300,7 @@ def parse_args(argv=None):
     g.add_argument("--decay-all", action=yesno, help="weight decay of biases and norms (authors' code)")
     g.add_argument("--zero-init", action=yesno, help="a timm ResNet's last BatchNorms start at 0 (authors': at 1)")
     g = p.group("without --tau-head and --tau-tail", tau_head=False)
-    g.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"], default="cos",
+    g.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"], default=None,
                    help="of tau over the epochs; fixed = --tau-min throughout")
     g.add_argument("--tau-min", type=positive, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
     g.add_argument("--tau-max", type=positive, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
@@ -325,8 +325,7 @@ def parse_args(argv=None):
                                           "labelled folder, parquet or hub id (org/name)")
     g.add_argument("--imbalance-ratio", type=nonnegative,
                    help="largest class over smallest; paper 50, 100, 150; 1 = balanced; 0 = as the data are")
-    g.add_argument("--split-seed", type=whole, default=0,
-                   help="of the classes' order and the drawn images; the paper's three splits: 0, 1, 2")
+    g.add_argument("--split-seed", type=whole, default=0, help="of the classes' order and images; paper: 0, 1, 2")
     g.add_argument("--index-file", default="", metavar="FILE",
                    help="training images: .npy of torchvision's indices (SDCLR's splits of CIFAR), or lines "
                         "'path class' (imagenet100-lt)")
@@ -343,14 +342,14 @@ def parse_args(argv=None):
                         "0 0 = thirds of the classes")
     g.add_argument("--eval-crop", type=between(0.1, 1), default=1.0,
                    help="share of the short side kept by --eval-resize crop; ImageNet 0.875")
-    g.add_argument("--eval-epoch", default="", metavar="auto|N",
-                   help="the weights to test: the last; auto = the best on val after step 0 (App. A.2); N = stop after "
-                        "epoch N of the same schedules")
+    g.add_argument("--eval-epoch", metavar="auto|N",
+                   help="the weights to test: empty = the last; auto = the best on val after step 0 (App. A.2), of "
+                        "every 20 epochs without --eval-every; N = stop after epoch N of the same schedules")
     g = p.group("without --eval-epoch", eval_epoch=False)
     g.add_argument("--stop-at-phase", type=part, default=0.0,
                    help="end at epoch (floor(epochs / T) - 1 + phase) T of the same schedules; paper about 0.7 "
                         "(1,880 of 2,000); 0 = the end")
-    args = p.parse(argv, RECIPES, lambda chosen: SDCLR.get(chosen.dataset, {}) if chosen.loss == "sdclr" else {})
+    args = p.parse(argv, RECIPES, chosen_defaults, choosers=("--schedule", "--stop-at-phase"))
     epoch, auto = args.eval_epoch, args.eval_epoch == "auto"
     number = float(epoch) if epoch.replace(".", "", 1).isdecimal() else 0.0
     last = math.inf if args.max_steps else args.epochs
@@ -368,7 +367,6 @@ def parse_args(argv=None):
               f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full --period {args.period:g}")
     p.require(not epoch or auto or 0 < number <= last,
               f"--eval-epoch {epoch}: must be auto, or > 0 and at most --epochs {args.epochs:g}")
-    p.require(not auto or args.eval_every, "--eval-epoch auto: needs evaluations to choose from, by --eval-every")
     p.require(args.loss != "moco" or not args.chunk_size, "--chunk-size: not with --loss moco; lower --batch-size")
     return args
 
@@ -384,6 +382,9 @@ def main(args):
                         "--hold-out-val takes one out of train")
     run = Run(__file__, args, train, evals, RECIPES)
     run.last = last_step(run)                                              # the schedules still span run.total
+    if args.eval_epoch == "auto" and not args.eval_every:
+        args.eval_every = 20 * run.per_epoch
+    args.command = getattr(args, "command", "") or shlex.join(sys.argv)    # a resumed run keeps the first
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) training images of each
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
     head_classes = set(order[:round(len(order) / 2)].tolist())             # paper: 5 of 10
@@ -429,7 +430,6 @@ def main(args):
     labels = torch.from_numpy(np.asarray(train.labels))                    # (M,), for coarse supervision
 
     # ------------------------------------------- loop ----------------------------------------------------------------
-    # epoch -> tau, for the loss, the log, the banner and the pictures
     tau_of = functools.partial(temperature, schedule=args.schedule, tau_min=args.tau_min, tau_max=args.tau_max,
                                period=args.period, seed=args.seed)
 
@@ -484,11 +484,12 @@ def main(args):
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     chosen = chosen_row(run.log.rows, args)
-    if "best" in own:
-        tower.load_state_dict(own.pop("best").state_dict())
     run.val, epoch, mean = chosen["eval"], chosen["step"] / run.per_epoch, chosen.get("val_mean")
     val = "no val accuracy" if mean is None else f"mean of the four val accuracies {mean:.1f} %"
     say(f"tested: the weights of epoch {epoch:g}, {val}")
+    if "best" in own:
+        tower.load_state_dict(own.pop("best").state_dict())
+        say(f"another split: python {args.command} --split-seed {args.split_seed + 1} --eval-epoch {epoch:g}")
     def sphere(features):                                                  # (M, width) -> (M, D), unit rows
         return normalize(project(tower.head, features)).cpu()
     return run.finish(lambda run: draw(run, sizes, tau_of, sphere), eval_epoch=epoch, eval_epoch_val=mean)

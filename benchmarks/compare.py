@@ -2,13 +2,15 @@
 
     python -m benchmarks.compare "temo.py --loss infonce" temo.py mine.py --dataset captions.csv --seeds 3
     python -m benchmarks.compare "ncl.py --loss infonce" ncl.py --tune tau=0.05,0.1,0.2 --dataset moving-emoji
-    python -m benchmarks.compare temo.py mine.py --vary split-seed --metric image_to_text/R@1 --dataset photos
+    python -m benchmarks.compare "temperature_schedules.py --schedule fixed" temperature_schedules.py \
+        --vary split-seed --metric few-shot/mean_per_class --also knn@1 knn@10 few-shot all   # TS, Table 7
 
 Each positional argument is one quoted command; every flag that is not listed here is appended to each. All run with
 the seeds 0, 1, ... (--vary: with these values of another flag), so differences are taken pair by pair. With --tune each
 command first runs with each of the values, on a seed that no pair has; val chooses, test is compared. An interval is
 Student's t over all pairs; where several commands are compared, Holm's correction decides. Pairs whose differences are
 all alike show no spread and decide nothing. "Could show": the smallest effect that these pairs show 80 % of the time.
+--also: a second table, of further metrics or whole groups of them, mean ± standard deviation over a command's runs.
 
 A finished run is one small file below OUT/runs, so that the same words go on where they stopped; an edited script is
 run again. Writes OUT/comparison.json, .md and .png.
@@ -272,6 +274,19 @@ def draw(lines, title, unit, path):
     save_figure(fig, path)
 
 
+def spread(values):
+    """'mean ± standard deviation' (of a sample; of one value there is none)."""
+    values = list(values)
+    return f"{statistics.mean(values):.2f}" + f" ± {statistics.stdev(values):.2f}" * (len(values) > 1)
+
+
+def beside(tests, names):
+    """Rows of the table of --also: {command: [test metrics of each run]}; a group's name stands for all below it."""
+    of_first = next(iter(tests.values()))[0]
+    wanted = [metric for name in names for metric in of_first if metric == name or metric.startswith(f"{name}/")]
+    return [[metric, *(spread(run[metric] for run in runs) for runs in tests.values())] for metric in wanted]
+
+
 def write(stem, results, arms, lines):
     """STEM.json, and STEM.md of these lines and the commits and machines of measured arms."""
     commits, machines = (sorted({x for arm in arms for x in arm[k]}) for k in ("commits", "machines"))
@@ -289,6 +304,7 @@ def parse_args(argv=None):
     p.add_argument("--tune", action="append", default=[], metavar="FLAG=A,B", help="values tried on val for all alike")
     p.add_argument("--vary", default="seed", metavar="FLAG", help="pairs have the values 0, 1, ... of this flag")
     p.add_argument("--metric", default="text_to_image/R@1", help="of the first data set; it chooses trials and decides")
+    p.add_argument("--also", nargs="+", default=[], metavar="NAME", help="metrics, or groups of them, reported beside")
     p.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of files and runs")
     args, args.shared = p.parse_known_args(argv)
     grid = [(flag, values.split(",")) for flag, _, values in (tune.partition("=") for tune in args.tune)]
@@ -316,9 +332,13 @@ def main(argv=None):
     first, *others = args.commands
     lines = {c: paired(measured[c]["test"], measured[first]["test"], sign) for c in others}
     decide(lines.values(), NARROW if sign > 0 else 0)                        # points; other metrics have other units
-    rows = [[f"`{arm['flags']}`", f"{statistics.mean(arm['test'].values()):.2f}",
+    rows = [[f"`{arm['flags']}`", spread(arm["test"].values()),
              *(cells(lines[c], 2) if c in lines else [""] * 4)] for c, arm in measured.items()]
     table, stem = markdown(["command", f"{args.metric} on test", *LINE], rows), args.out / "comparison"
+    if args.also:
+        kept = {c: [runs.record(runs.best(arm), k) for k in measured[c]["test"]] for c, arm in arms.items()}
+        tests = {c: [flatten(next(iter(r["test"].values()))) for r in records] for c, records in kept.items()}
+        table += ["", *markdown(["metric on test", *(f"`{c}`" for c in tests)], beside(tests, args.also))]
     write(stem, {"metric": args.metric, "arms": measured, "against": {first: lines}}, measured.values(), table)
     draw(lines, f"difference to {first}", args.metric, stem.with_suffix(".png"))
     print("", *table, "", f"{stem}.md, .json, .png", sep="\n")

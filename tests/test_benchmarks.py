@@ -131,6 +131,16 @@ def test_compare_tunes_on_val_on_a_seed_of_its_own(fork):
     assert arm["flags"] == "mine.py --tau=0.1" and len(arm["tuning"]) == 3
 
 
+def test_splits_have_a_mean_and_a_standard_deviation_of_every_metric(fork, capsys):
+    compare.main(["mine.py", "mine.py --worse", "--vary", "split-seed", "--also", "text_to_image"])
+    table = capsys.readouterr().out
+    assert "| `mine.py` | 51.00 ± 1.00 |" in table and "| `mine.py --worse` | 31.10 ± 1.10 |" in table
+    assert "| text_to_image/R@1 | 51.00 ± 1.00 | 31.10 ± 1.10 |" in table
+    assert "| text_to_image/MdR | 49.00 ± 1.00 | 68.90 ± 1.10 |" in Path("runs/compare/comparison.md").read_text()
+    compare.main(["mine.py", "--out", "one"])                              # a command alone
+    assert "| `mine.py` | 51.00 ± 1.00 |" in capsys.readouterr().out
+
+
 def test_less_of_a_rank_is_better(fork):
     compare.main(["mine.py", "mine.py --worse", "--metric", "text_to_image/MdR", "--seeds", "2"])
     line = json.loads(Path("runs/compare/comparison.json").read_text())["against"]["mine.py"]["mine.py --worse"]

@@ -207,7 +207,8 @@ def test_ddp_sends_no_statistics_that_are_the_same_on_all_processes(cpu, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     handler, flags = Namespace(), Namespace(seed=0, chunk_size=0, compile=False, cpu=cpu)
     accelerator = Namespace(ddp_handler=handler, prepare=lambda *prepared: prepared)
-    Run.wrap(Namespace(args=flags, accelerator=accelerator), torch.nn.Sequential(torch.nn.BatchNorm2d(3)), None, None)
+    norms, own = torch.nn.Sequential(torch.nn.BatchNorm2d(3)), torch.nn.ModuleDict()
+    Run.wrap(Namespace(args=flags, accelerator=accelerator), norms, own, None)
     assert handler.broadcast_buffers == cpu
 
 

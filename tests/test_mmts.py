@@ -3,6 +3,8 @@
 import functools
 import json
 import math
+import re
+import shutil
 from types import SimpleNamespace
 
 import common
@@ -33,6 +35,7 @@ from helpers import (
     write_rows,
     write_video,
 )
+from tools import figures as several
 
 N, D = 7, 5
 DRAWS = True  # main below says which runs do
@@ -565,7 +568,7 @@ def test_tau_is_that_of_the_caption_that_was_encoded(tmp_path, monkeypatch):
         assert shift.tolist() == pytest.approx([0.08 + 0.04 * (k - low) / (high - low) for k in sizes])
 
 
-def test_streams_cluster_their_first_captions(tmp_path):
+def test_streams_cluster_their_first_captions(tmp_path, capsys):
     for k in range(2):
         samples = helpers.tar_samples(range(20 * k, 20 * k + 20), "png", "txt")
         helpers.write_tar(tmp_path / "set" / f"train-{k}.tar", samples)
@@ -573,6 +576,7 @@ def test_streams_cluster_their_first_captions(tmp_path):
     main(tmp_path / "a", "--dataset", tmp_path / "set", "--streaming", "--batch-size", 8, "--max-steps", 2,
          "--workers", 0, "--eval-datasets", val)
     assert sum(json.loads((tmp_path / "a" / "clusters.json").read_text())["sizes"]) == 40  # of the shard not held out
+    assert "clusters: of the 40 captions of the stream's first 20,000 samples; " in capsys.readouterr().out
     with pytest.raises(UserError, match="--clusters noun: a stream has only captions"):
         main(tmp_path / "b", "--dataset", tmp_path / "set", "--streaming", "--clusters", "noun")
 
@@ -598,6 +602,16 @@ def test_youcook2_with_real_clips(tmp_path, capsys):
     assert "tau 0.03 .. 0.12 over the run" in words and "(paper: VAST" in words
     assert summary["test"]["youcook2"]["images"] == 4 and summary["bad_samples"] == 0
     assert json.loads((tmp_path / "run" / "clusters.json").read_text())["sizes"] == [4, 2, 2]
+
+    shutil.rmtree(tmp_path / "videos")                                     # clusters need only the words
+    several.main(["clusters", "mmts.py", "--dataset", "youcook2", "--data-dir", str(tmp_path), "--output-dir",
+                  str(tmp_path), "--run-name", "words", "--cpu", *few.split()])
+    found = {p.name: p.read_bytes() for p in (tmp_path / "words").iterdir()}
+    pictures = {f"{name}.png" for name in ("temperatures", "distribution", "tsne", "clusters")}
+    assert {*found} == pictures | {"clusters.json", "clusters.safetensors"}
+    assert found["clusters.safetensors"] == (tmp_path / "run" / "clusters.safetensors").read_bytes()
+    words = capsys.readouterr().out
+    assert re.search("^#1 of 3, 4: .*; .*\n#2 of 3, 2: .*\n#3 of 3, 2: ", words, re.M)
 
 
 def test_epic_kitchens_with_real_clips(tmp_path, capsys, monkeypatch):

@@ -23,8 +23,9 @@ import mmts
 import ncl
 import temo
 import temperature_schedules
-from benchmarks import report
+from benchmarks import compare, report
 from helpers import write_video
+from tools import figures as several
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"temo.py": temo, "temperature_schedules.py": temperature_schedules, "ncl.py": ncl,
@@ -72,7 +73,7 @@ def place(tmp_path_factory):
         rows += [f"{i}.mp4,clip {k} of video {i},{k},{k + 1},{split}" for k in range(20)]
     (folder / "clips.csv").write_text("\n".join(rows))
     (folder / "p.jsonl").write_text("")
-    for name in ("ANNOTATIONS", "MOTION", "APPEARANCE"):
+    for name in ("ANNOTATIONS", "MOTION", "APPEARANCE", "VIDEOS", "FEATURES", "IMAGENET", "WEIGHTS"):
         (folder / name).mkdir()
     return folder
 
@@ -159,6 +160,47 @@ def test_commands_of_the_pages_parse(place, monkeypatch):
     assert len(of_eval) >= 7
     programs = [c.split()[2] for c in ELSEWHERE if c.startswith("python -m")]
     assert len(programs) >= 8 and all(map(importlib.util.find_spec, programs))
+
+
+def test_every_table_and_figure_has_its_command(place, monkeypatch):
+    """One line of docs/methods.md each, whose commands parse; a tool's own parser has the last word."""
+    monkeypatch.chdir(place)
+    for name in SCRIPTS:
+        Path(name).touch()                                                 # benchmarks.compare looks for its scripts
+    text = PAGES[ROOT / "docs" / "methods.md"].partition("## Every table and figure")[2]
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    named, paper = {}, ""
+    for item, command, printed, _ in ([cell.strip() for cell in line] for line in lines):
+        if command == "command":
+            paper = item
+            continue
+        for kind, numbers in re.findall(r"(Table|Fig)s?\.? (\d[\d, to]*)", item):
+            for span in numbers.replace(" ", "").strip(",").split(","):
+                first, _, last = span.partition("to")
+                named.setdefault((paper, kind), set()).update(range(int(first), int(last or first) + 1))
+        found = re.findall(r"`(python [^`]*)`", command)
+        assert printed and (found or command == "none"), item
+        for words in map(shlex.split, found):
+            of_tool = words[2] if words[1] == "-m" else ""
+            if words[1] in SCRIPTS:
+                SCRIPTS[words[1]].parse_args(words[2:])
+            elif words[1] == "eval.py":
+                eval_py.parse_args(words[2:])
+            elif of_tool == "benchmarks.compare":
+                asked = compare.parse_args(words[3:])
+                for script, *flags in (shlex.split(c) + asked.shared for c in asked.commands):
+                    SCRIPTS[script].parse_args([*flags, f"--{asked.vary}", "0"])
+            elif words[3:5] == ["clusters", "mmts.py"]:
+                mmts.parse_args(words[5:])
+            elif of_tool == "tools.figures":
+                assert words[3] in several.FIGURES | several.SEVERAL and len(words) > 4, words
+            else:
+                assert importlib.util.find_spec(of_tool).name in ("tools.caption", "tools.paraphrase")
+                source = Path(importlib.util.find_spec(of_tool).origin).read_text()
+                assert all(f'"{flag}"' in source for flag in words if flag.startswith("--")), words
+    last = {("TeMo", "Table"): 10, ("TeMo", "Fig"): 7, ("TS", "Table"): 10, ("TS", "Fig"): 5, ("MM-TS", "Table"): 12,
+            ("MM-TS", "Fig"): 11, ("NCL", "Table"): 5, ("NCL", "Fig"): 8, ("MAMA", "Table"): 10, ("MAMA", "Fig"): 6}
+    assert named == {key: {*range(1, n + 1)} for key, n in last.items()}
 
 
 @pytest.mark.parametrize("name", sorted(SCRIPTS))

@@ -176,7 +176,9 @@ def test_sdclr_s_recipes():
         return args.schedule, args.tau_min, args.prune
     assert flags("--dataset imagenet100-lt --loss sdclr") == ("fixed", 0.3, 0.3)
     assert flags("--dataset cifar10-lt --loss sdclr") == ("fixed", 0.2, 0.9)
-    assert flags("--dataset cifar10-lt --loss sdclr --schedule cos --tau-min 0.1") == ("cos", 0.1, 0.9)
+    assert flags("--dataset cifar10-lt --loss sdclr --schedule cos") == ("cos", 0.1, 0.9)
+    assert flags("--dataset cifar10-lt --schedule fixed") == ("fixed", 0.2, 0.9)
+    assert flags("--schedule fixed --tau-min 0.5") == ("fixed", 0.5, 0.9)
     assert flags("--dataset imagenet100-lt") == ("cos", 0.1, 0.9) and flags("--loss sdclr") == ("cos", 0.1, 0.9)
 
 
@@ -584,6 +586,24 @@ def test_decay_and_start_of_the_authors(folders, tmp_path):
         assert (args.decay_all, args.zero_init) == ((True, False) if name.endswith("-lt") else (False, True))
 
 
+def test_recipes_that_end_at_their_worst_phase_choose_the_epoch_on_val(folders, tmp_path, monkeypatch, capsys):
+    chosen = {name: ts.parse_args(["--dataset", name]).eval_epoch for name in ts.RECIPES}
+    assert {name for name, epoch in chosen.items() if epoch == "auto"} == {"cifar10-lt", "cifar100-lt",
+                                                                           "fashion-mnist-lt"}
+    assert ts.parse_args("--dataset cifar10-lt --stop-at-phase 0.7".split()).eval_epoch == ""
+    monkeypatch.setattr("sys.argv", ["temperature_schedules.py", "--lr", "0.1"])
+    summary = main(tmp_path / "auto", *SMALL, "--dataset", str(folders), *"--epochs 21 --batch-size 16".split(),
+                   *"--image-size 8 --eval-epoch auto".split())
+    per_epoch = summary["steps"] // 21
+    assert [r["step"] for r in rows(tmp_path / "auto") if "eval" in r] == [0, 20 * per_epoch, 21 * per_epoch]
+    said = f"python temperature_schedules.py --lr 0.1 --split-seed 1 --eval-epoch {summary['eval_epoch']:g}"
+    assert f"another split: {said}\n" in capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as patch:                            # a resumed run was started by the first one
+        patch.setattr("sys.argv", ["temperature_schedules.py", "--resume", "x"])
+        ts.main(ts.parse_args(["--resume", str(tmp_path / "auto")]))
+    assert said in capsys.readouterr().out
+
+
 def test_stop_at_phase_keeps_the_schedules(tmp_path):
     args = ts.parse_args("--dataset cifar10-lt --stop-at-phase 0.7".split())  # the paper's: 1,880 of 2,000 epochs
     assert ts.last_step(SimpleNamespace(args=args, per_epoch=21, total=2000 * 21)) == 1880 * 21
@@ -790,7 +810,7 @@ def test_gradients_and_queue_on_several_processes(tmp_path):
     ("--tau-max 0.05", "must be at least --tau-min"), ("--tau-head 1", "give both"), ("--tau-tail 1", "give both"),
     ("--stop-at-phase 0.7 --period 99", "hold no full --period"),
     ("--loss moco --chunk-size 8", "not with --loss moco"),
-    ("--eval-epoch auto --eval-every 0", "needs evaluations"), ("--eval-epoch 31", "at most --epochs 30"),
+    ("--eval-epoch 31", "at most --epochs 30"),
     ("--eval-epoch 0", "must be auto, or > 0"), ("--eval-epoch last", "must be auto"),
     ("--eval-epoch 3 --stop-at-phase 0.7", "only without --eval-epoch"),
     ("--shot-limits 20 100", "TAIL must be from 1 to HEAD + 1"), ("--shot-limits 5 0", "or both 0")])

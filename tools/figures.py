@@ -3,6 +3,7 @@
     python -m tools.figures phase runs/T200 runs/T400 runs/T1000           # TS, Fig. 4
     python -m tools.figures margins runs/mu0 runs/mu1 runs/mu2             # MAMA, Fig. 4, left and middle
     python -m tools.figures concepts runs/infonce runs/mama --out c.pdf    # MAMA, Fig. 5
+    python -m tools.figures clusters mmts.py --dataset youcook2 --data-dir ANNOTATIONS    # MM-TS, Figs. 3 to 11
 
 phase: mean and deviation of the few-shot probe on val over each run's last full period, of runs of
 temperature_schedules.py with --eval-every > 0 that differ only in seeds and periods (paper: T = 200, 400, 1000, 2000).
@@ -18,26 +19,41 @@ class (label or verb) of the clip that a caption describes, or the answer to a q
 the training rows. (The paper's Figs. 2 and 5a count topics of a topic model, LDA, which is not here.) The test split is
 evaluated again with the encoders of both runs. The gain is a difference in points, since the paper's relative gain is
 undefined where the first run gets nothing right.
+
+Over any runs, the first the baseline: temperatures, gap, similarities, false-positives (TeMo, Figs. 2, 3, 4 and 5, 6);
+errors, queries, modalities (NCL, Figs. 2, 6, 7 and 8); tails (TS, Figs. 3 and 5, runs at several temperatures).
+
+clusters: with the flags of mmts.py, its clusters and their pictures, without training and without videos, into
+--output-dir; Tables 10 to 12 are printed.
 """
 
 import argparse
+import functools
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
 import common
-from contrastive.data import open_data
+from contrastive.data import data_options, load_data, open_data
 from contrastive.engine.flags import OneLine
-from contrastive.engine.processes import UserError, clean_exit, flatten, opening, read_json, say
+from contrastive.engine.processes import UserError, clean_exit, flatten, opening, read_json, say, slug
 from contrastive.evaluation import answers
+from contrastive.evaluation.clusters import check_source, open_clusters
 from contrastive.evaluation.metrics import retrieval_metrics
+from contrastive.figures import several
 from contrastive.figures.base import figure, legend_above, line_style, save_figure
+from contrastive.figures.mmts import draw_figures
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
+
+import mmts
+import ncl
 
 ASIDE = {"output_dir", "run_name", "resume", "cpu", "workers", "save_every", "eval_every", "log_every", "tracker",
-         "changed", "hub"}  # what does not change what is learnt
+         "changed", "hub", "command"}  # what does not change what is learnt
 PERIODS = {"period", "epochs", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
            "split_seed"}
 MARGINS = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
@@ -205,20 +221,95 @@ def draw_concepts(folders):
                         for name, high, low, gain in parts]
 
 
+# ---- TS, TeMo, NCL: several.py ----
+def log_of(folder):
+    """The rows of a run's log."""
+    with opening(folder):
+        return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def results_of(folder):
+    """{set: test metrics} of a run."""
+    with opening(folder):
+        return read_json(Path(folder) / "summary.json")["test"]
+
+
+def pieces_of(folder):
+    """What an evaluation keeps of a run's first evaluation set (test, else val), which is encoded again."""
+    with opening(folder):
+        args = argparse.Namespace(**read_json(Path(folder) / "args.json") | {"eval_every": 0, "extra_pairs": []})
+        tail = hasattr(args, "imbalance_ratio")                            # temperature_schedules.py
+        sets = common.labelled_splits(args) if tail else {}
+        train, evals = (sets["train"], {args.dataset: sets}) if tail else open_data(args)
+        if tail and args.train_features == "augmented":
+            train = common.padded_and_flipped(train, args.seed)            # as the run's own probes
+        model = common.load_model(folder)
+        queues = Path(folder) / "queues.safetensors"                       # of ncl.py
+        queues = load_file(queues) if queues.is_file() else {}
+    name, split = next(iter(evals)), "test" if "test" in next(iter(evals.values())) else "val"
+    tests = {name: {"test": evals[name][split]}}
+    pieces = common.Evaluator(*model, tests, train, torch.device("cpu"), args)("test")[2][name]
+    pieces |= {"bias": 0.0, "gamma": queues["gamma"].item() if queues else getattr(args, "tau", 0.01)}
+    if tail:
+        pieces["sizes"] = np.bincount(train.labels, minlength=len(train.label_names))
+    elif queues and args.loss == "ncl" and len(queues["texts"]):
+        pieces["bias"] = ncl.retrieval_biases(pieces["image"], queues["texts"], pieces["gamma"], args.iterations)
+    return pieces
+
+
+# {figure: (what is read of each run, what draws {run: it})}
+SEVERAL = {"temperatures": (log_of, several.draw_temperatures), "gap": (results_of, several.draw_gap),
+           "errors": (results_of, several.draw_errors), "similarities": (pieces_of, several.draw_similarities),
+           "false-positives": (pieces_of, several.draw_false_positives), "queries": (pieces_of, several.draw_queries),
+           "modalities": (pieces_of, several.draw_modalities), "tails": (pieces_of, several.draw_tails)}
+
+
+# ---- MM-TS, Figs. 3 to 11, Tables 10 to 12 ----
+def clusters_of(argv):
+    """Makes the clusters of mmts.py with these flags, draws them, prints captions of the largest and smallest ones."""
+    args = mmts.parse_args(argv)
+    folder = Path(args.output_dir) / (args.run_name or f"clusters__{slug(args.dataset)}__s{args.seed}")
+    train = load_data(args.dataset, "train", **data_options(args, without_videos=args.clusters != "vision"))
+    check_source(train, args.clusters)
+    with opening(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    clusters = open_clusters(folder, args, train, torch.device("cpu"),
+                             functools.partial(mmts.cluster_captions, seed=args.seed))
+    if clusters is None:
+        raise UserError("--clusters none: there is nothing to draw")
+    total = args.max_steps or max(1, round(args.epochs * (train.examples // args.batch_size)))
+    period = total / args.periods
+    draw_figures(lambda name, function, *of, **more: function(*of, folder / name, **more), args, total, train, clusters,
+                 mmts.shifts_of(clusters, args), period,
+                 functools.partial(mmts.sample_temperature, period=period, alpha=mmts.swing_of(args)))
+    for e in clusters.meta["examples"]:
+        say(f"#{e['cluster'] + 1} of {len(clusters.sizes)}, {e['size']:,}: {'; '.join(e['captions'][:4])}")
+    say(f"written to {folder}")
+
+
 FIGURES = {"phase": draw_phase, "margins": draw_margins, "concepts": draw_concepts}
 
 
 def main(argv=None):
     """The command line. Raises: UserError."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:2] == ["clusters", "mmts.py"]:
+        return clusters_of(words[2:])
     p = OneLine("python -m tools.figures", __doc__.splitlines()[0])
-    p.add_argument("figure", choices=list(FIGURES), help="see docs/methods.md")
+    p.add_argument("figure", choices=[*FIGURES, *SEVERAL], help="see docs/methods.md")
     p.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs; concepts: two, the baseline first")
     p.add_argument("--out", default="", metavar="FILE", help="picture, .png or .pdf; empty = FIGURE.png")
     args = p.parse_args(argv)
     p.require(args.figure != "concepts" or len(args.runs) == 2, "concepts: give two runs, the baseline first")
-    fig, said = FIGURES[args.figure](args.runs)
     out = args.out or f"{args.figure}.png"
-    save_figure(fig, out)
+    if args.figure in SEVERAL:
+        read, draw = SEVERAL[args.figure]
+        names = [Path(run).name for run in args.runs]
+        p.require(len({*names}) == len(names), f"{' '.join(names)}: give the runs different names")
+        said = draw({name: read(run) for name, run in zip(names, args.runs)}, out)
+    else:
+        fig, said = FIGURES[args.figure](args.runs)
+        save_figure(fig, out)
     say("\n".join([*said, f"written to {out}"]))
 
 

@@ -122,6 +122,13 @@ def video_folder(options, root=None):
     return Path(folders[0]).expanduser()
 
 
+class Named(dict):
+    """In place of Videos: each name stands for itself, for words and classes without any file of a video."""
+
+    def __missing__(self, name):
+        return name
+
+
 # ---- Data of them ----
 def clips_of(name, split, rows, options, classes=None, clip=None, videos=None, **attributes):
     """Data of rows; those without a caption or a video are left out and counted, and those of one (video, start, end,
@@ -130,7 +137,8 @@ def clips_of(name, split, rows, options, classes=None, clip=None, videos=None, *
     Args: classes: {column: names} if not those of the rows; clip, videos ({name: path or None}): if not the folder's.
     """
     folder = video_folder(options)
-    videos = Videos(folder) if videos is None else videos
+    if videos is None:
+        videos = Named() if options.get("without_videos") else Videos(folder)
     kept, paths, labels, silent, lost = {}, {}, set(), 0, 0
     for row in rows:
         said = row["captions"] if isinstance(row["captions"], list) else [row["captions"]]

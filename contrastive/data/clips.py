@@ -21,7 +21,7 @@ REGION_CLIP = 4  # F of VGT: frames of a clip, in which region r is the same thi
 
 class Clips:
     """How a video becomes (T, 3, H, W) uint8: frames T, sampling, short side in pixels, a cache folder ('' = none);
-    at_rest: how random frames are placed in evaluation; read: as read_frames. The cache holds one JPEG per clip (4:4:4),
+    at_rest: how random frames are placed in evaluation; read: as read_frames. The cache holds one JPEG (4:4:4) a clip,
     its frames one below the other (at most 65,500 rows), until the video changes; of random frames three each."""
 
     def __init__(self, frames=12, sampling="uniform", short=256, cache="", at_rest="uniform", read=read_frames):

@@ -11,7 +11,7 @@ from contrastive.data.views import key_hash
 from contrastive.encoders.base import TwoTower
 from contrastive.encoders.models import EvalTransform, VisionEncoder
 from contrastive.encoders.sentences import SentenceEncoder
-from contrastive.engine.processes import UserError, on_main, opening, read_json, write_json, write_tensors
+from contrastive.engine.processes import UserError, on_main, opening, read_json, say, write_json, write_tensors
 from contrastive.evaluation.by_class import recall_by_frequency
 from contrastive.evaluation.embed import encode_images, on_card
 from contrastive.evaluation.metrics import normalize, retrieval_metrics
@@ -134,7 +134,8 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
         tensors |= {"centroids": centroids(embeddings, labels, counts), "sample": embeddings[some],
                     "sample_labels": labels[some]}
     examples = []
-    for c in sorted({0, len(sizes) // 2, len(sizes) - 1}):
+    K = len(sizes)
+    for c in sorted({*range(min(5, K)), K // 2, *range(max(0, K - 5), K)}):  # Tables 10 to 12, Fig. 6
         inside = np.random.default_rng([args.seed, c]).permutation((labels == c).nonzero().flatten().numpy())[:5]
         texts = [entries[j] if by == "caption" else train.captions(rows[j])[0] for j in inside]
         examples.append({"cluster": c, "size": sizes[c].item(), "captions": texts, "rows": [rows[j] for j in inside]})
@@ -153,6 +154,8 @@ def distinct_captions(train):
     """Three lists: the distinct captions, the first row of each, and how often each occurs."""
     if train.streamed:
         pairs = [(-1, text) for text in train.first_captions(STREAMED)]
+        say(f"clusters: of the {len(pairs):,} captions of the stream's first {STREAMED:,} samples; another one gets "
+            "the nearest centroid's; without --streaming all are clustered")
     else:
         pairs = [(i, text) for i in range(len(train)) for text in train.captions(i)]
     counts = collections.Counter(text for _, text in pairs)

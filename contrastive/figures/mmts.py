@@ -66,15 +66,9 @@ def draw_clusters(data, examples, path, title, unit="captions"):
 
 
 def draw(run, clusters, shifts, period, curve):
-    """The pictures of a run: curves, retrieval, and the paper's Figures 3 to 11 from its own clusters.
-
-    shifts (K + 1,) or (1,): one per cluster, or one for all. curve: the script's own function, (step, shifts) ->
-    temperatures or margins."""
+    """The pictures of a run: curves, retrieval, and those of its clusters; arguments as in draw_figures."""
     args = run.args
     word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
-    points = min(run.total, max(1000, round(20 * run.total / period)))     # 20 per period, if the run has so many steps
-    steps = np.unique(np.linspace(0, run.total, points + 1).round())       # (S,)
-    values = np.array([curve(t, shifts).numpy() for t in steps])           # (S, K + 1) or (S, 1)
     run.picture("curves.png", draw_curves, run, [
         ("loss, which moves with its schedule", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
         (f"{long_word} of the batch", f"{word}, logged steps", {k: f"{word}_{k}" for k in ("max", "mean", "min")}),
@@ -90,20 +84,32 @@ def draw(run, clusters, shifts, period, curve):
             ("modality gap, val", "distance of the means", {"gap": f"eval/{name}/modality_gap"})])
     for _, suffix, pieces in base.by_set(run.test_pieces):
         run.picture(f"retrieval{suffix}.png", base.draw_retrieval, pieces)
-    if clusters is None:
-        return
+    if clusters is not None:
+        draw_figures(run.picture, args, run.total, run.train, clusters, shifts, period, curve)
+
+
+def draw_figures(picture, args, total, train, clusters, shifts, period, curve):
+    """The paper's Figures 3 to 11, from clusters.
+
+    Args: picture: function(name, function, *its arguments, **more) that draws into a folder; total: steps; shifts
+        (K + 1,) or (1,): one per cluster, or one for all; curve: the script's own function, (step, shifts) ->
+        temperatures or margins."""
+    word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
+    points = min(total, max(1000, round(20 * total / period)))             # 20 per period, if the run has so many steps
+    steps = np.unique(np.linspace(0, total, points + 1).round())           # (S,)
+    values = np.array([curve(t, shifts).numpy() for t in steps])           # (S, K + 1) or (S, 1)
     source = f"{args.dataset}, {args.clusters}"
     if not args.learnable_tau:                                             # a learnable tau ignores the clusters
         sizes = clusters.sizes.numpy()
         values = values[:, :-1] if args.shifts else values.repeat(len(sizes), 1)                 # (S, K)
-        run.picture("temperatures.png", draw_cluster_curves, steps, values, sizes,
-                    title=f"{long_word} of clusters over the run (Fig. 3): {source}", label=word)
-        run.picture("distribution.png", draw_distribution, sizes, values,
-                    title=f"{source}: {len(sizes)} clusters (Figs. 5, 8 to 11)", label=word)
+        picture("temperatures.png", draw_cluster_curves, steps, values, sizes,
+                title=f"{long_word} of clusters over the run (Fig. 3): {source}", label=word)
+        picture("distribution.png", draw_distribution, sizes, values,
+                title=f"{source}: {len(sizes)} clusters (Figs. 5, 8 to 11)", label=word)
     if "sample" in clusters.tensors:
-        run.picture("tsne.png", draw_map, clusters.tensors["sample"].numpy(),
-                    clusters.tensors["sample_labels"].numpy(), title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")
-    if not run.train.streamed:
+        picture("tsne.png", draw_map, clusters.tensors["sample"].numpy(),
+                clusters.tensors["sample_labels"].numpy(), title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")
+    if not train.streamed:
         unit = "captions" if clusters.by in ("caption", "both") else "examples"
-        run.picture("clusters.png", draw_clusters, run.train, clusters.meta["examples"],
-                    title=f"{source} (Fig. 6)", unit=unit)
+        picture("clusters.png", draw_clusters, train, clusters.meta["examples"],
+                title=f"{source} (Fig. 6)", unit=unit)

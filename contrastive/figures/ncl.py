@@ -118,24 +118,32 @@ def draw_modalities(before, pieces, path):
     """Figs. 7 and 8: both modalities in the plane, and mean cosines within and between them, before and after training.
 
     before: {text (n, D), image (k, D)} before training, or empty.   pieces: after training."""
-    stages = ({"before": before} if before else {}) | {"after": first_captions(pieces)}
+    stages = ({"before training": before} if before else {}) | {"after training": first_captions(pieces)}
+    draw_stages(stages, base.kind_of(pieces), f"{pieces['data'].name} ({pieces['data'].split})", path)
+
+
+def draw_stages(stages, it, title, path):
+    """Figs. 7 and 8 of stages or runs, {name: {text (n, D), image (k, D)}}; it: image or video.   Returns: the mean
+    cosines as lines."""
     fig, axes = figure(len(stages) + 1)
-    it = base.kind_of(pieces)
-    for (stage, e), ax, shift in zip(stages.items(), axes, (-0.2, 0.2)):
+    said, width, kinds = [], 0.8 / len(stages), ["text-text", f"{it}-{it}", f"text-{it}"]
+    for k, ((stage, e), ax) in enumerate(zip(stages.items(), axes)):
         text, image = normalize(e["text"]), normalize(e["image"])                        # (n, D), (k, D)
         both = torch.cat([text, image])                                    # (n + k, D)
         both = both - both.mean(0)
         plane = both @ torch.linalg.svd(both, full_matrices=False)[2][:2].T             # (n + k, 2)
         ax.scatter(*plane[:len(text)].T.numpy(), s=5, label="texts")
         ax.scatter(*plane[len(text):].T.numpy(), s=5, label=f"{it}s")
-        ax.set(title=f"{stage} training (Fig. 7, PCA)", xlabel="first direction", ylabel="second")
+        ax.set(title=f"{stage} (Fig. 7, PCA)", xlabel="first direction", ylabel="second")
         cosines = [*(pair_cosines(x @ x.T)["neg_cos"] for x in (text, image)), (text @ image.T).mean().item()]
-        axes[-1].bar(np.arange(3) + shift * (len(stages) - 1), cosines, 0.4, label=stage)
-    axes[-1].set(title="mean cosine (Fig. 8)", xticks=range(3), xticklabels=["text-text", f"{it}-{it}", f"text-{it}"])
+        axes[-1].bar(np.arange(3) + (k - (len(stages) - 1) / 2) * width, cosines, width, label=stage)
+        said.append(f"{stage}: " + ", ".join(f"{kind} {cos:.3f}" for kind, cos in zip(kinds, cosines)))
+    axes[-1].set(title="mean cosine (Fig. 8)", xticks=range(3), xticklabels=kinds)
     for ax in axes:
         base.legend_above(ax)
-    fig.suptitle(f"{pieces['data'].name} ({pieces['data'].split})")
+    fig.suptitle(title)
     save_figure(fig, path)
+    return said
 
 
 def draw(run, retrieval_biases):

@@ -54,24 +54,30 @@ def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
     axes[0].yaxis.set(major_formatter="{x:g}", minor_formatter="")
     draw_shares(axes[1:4], z, run.args)
 
-    present = [c for c in order if (truth == c).any()]
-    centred = normalize(features).numpy()
-    centred = centred - centred.mean(0)
-    space = centred @ np.linalg.svd(centred, full_matrices=False)[2][:3].T                        # (M, 3)
-    solid = fig.add_subplot(axes[4].get_subplotspec(), projection="3d")
-    axes[4].remove()
-    solid.scatter(*space.T, s=4, color="lightgrey", alpha=0.3)
-    for c, colour, name in ((present[0], "tab:red", "head"), (present[-1], "tab:blue", "tail")):
-        label = f"{name}: {pieces['names'][c]} ({sizes[c]}), kNN@1 {known.get(int(c), 0):.0f} %"
-        solid.scatter(*space[truth == c].T, s=14, color=colour, label=label)
-    solid.legend(loc="upper center", bbox_to_anchor=(0.5, 0.1)).set_in_layout(False)              # wider than the axes
-    solid.set(title=f"PCA, a head and a tail class (Fig. 3)\nkNN@1, {mean}", xticklabels=(),
-              yticklabels=(), zticklabels=())
-
+    draw_space(axes[4], features, truth, sizes, pieces["names"], known,
+               f"PCA, a head and a tail class (Fig. 3)\nkNN@1, {mean}")
     draw_phase(axes[5], run, tau_of)
     axes[6].bar(range(len(order)), [known.get(int(c), 0) for c in order], width=1.0)
     axes[6].set(title=f"kNN@1 per class, {mean} (Fig. 5)", xlabel="class, largest first", ylabel="test accuracy, %")
     save_figure(fig, path)
+
+
+def draw_space(place, features, truth, sizes, names, known, title):
+    """Fig. 3, in the place of these axes: the largest and the smallest class among features (M, width), by PCA.
+
+    Args: truth (M,): labels; sizes (classes,); names: of the classes; known: {class: kNN@1}."""
+    present = [c for c in np.argsort(-sizes, kind="stable") if (truth == c).any()]
+    centred = normalize(features).numpy()
+    centred = centred - centred.mean(0)
+    space = centred @ np.linalg.svd(centred, full_matrices=False)[2][:3].T                        # (M, 3)
+    solid = place.figure.add_subplot(place.get_subplotspec(), projection="3d")
+    place.remove()
+    solid.scatter(*space.T, s=4, color="lightgrey", alpha=0.3)
+    for c, colour, name in ((present[0], "tab:red", "head"), (present[-1], "tab:blue", "tail")):
+        label = f"{name}: {names[c]} ({sizes[c]}), kNN@1 {known.get(int(c), 0):.0f} %"
+        solid.scatter(*space[truth == c].T, s=14, color=colour, label=label)
+    solid.legend(loc="upper center", bbox_to_anchor=(0.5, 0.1)).set_in_layout(False)              # wider than the axes
+    solid.set(title=title, xticklabels=(), yticklabels=(), zticklabels=())
 
 
 def shade(step, run):

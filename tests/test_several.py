@@ -1,0 +1,114 @@
+"""Figures over runs: their numbers are those of the runs' own results, and of their embeddings, by hand."""
+
+import re
+
+import common
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import eval as eval_py
+import ncl
+import temo
+import temperature_schedules
+from helpers import rows, run_script
+from tools import figures as several
+
+SMALL = "--cpu --batch-size 32 --image-size 16 --embed-dim 16 --log-every 1 --eval-every 0 --workers 0".split()
+CLIPS = "--dataset moving-emoji --clips 64 24 24 --max-steps 4 --lr 0.01".split()
+WORDS = {"temo/infonce": (temo, [*CLIPS, "--loss", "infonce"]), "temo/temo": (temo, CLIPS),
+         "ncl/infonce": (ncl, [*CLIPS, "--loss", "infonce"]), "ncl/ncl": (ncl, CLIPS),
+         "ts/0.1": (temperature_schedules, "--dataset emoji --imbalance-ratio 50 --max-steps 2 --schedule fixed "
+                                           "--tau-min 0.1".split()),
+         "ts/1.0": (temperature_schedules, "--dataset emoji --imbalance-ratio 50 --max-steps 2 --schedule fixed "
+                                           "--tau-min 1.0 --train-features augmented".split())}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """{name: (folder, summary)} of two runs each of three scripts."""
+    place = tmp_path_factory.mktemp("runs")
+    for name in WORDS:
+        (place / name).parent.mkdir(exist_ok=True)
+    return {name: (place / name, run_script(script, place / name, *flags, base=SMALL))
+            for name, (script, flags) in WORDS.items()}
+
+
+def draw(runs, figure, names, tmp_path, capsys):
+    """The lines that a figure prints."""
+    out = tmp_path / f"{figure}.png"
+    several.main([figure, *(str(runs[name][0]) for name in names), "--out", str(out)])
+    assert out.stat().st_size > 5000
+    return capsys.readouterr().out.splitlines()
+
+
+TEMO, NCL, TS = ["temo/infonce", "temo/temo"], ["ncl/infonce", "ncl/ncl"], ["ts/0.1", "ts/1.0"]
+
+
+def test_results_and_logs_are_those_of_the_runs(runs, tmp_path, capsys):
+    tests = {name: next(iter(summary["test"].values())) for name, (_, summary) in runs.items()}
+    said = draw(runs, "gap", TEMO, tmp_path, capsys)
+    assert f"modality gap (Fig. 3), moving-emoji, temo: {tests['temo/temo']['modality_gap']:.3f}" in said
+    assert f"mean per class, % (Fig. 3), moving-emoji kNN@1, infonce: " \
+           f"{tests['temo/infonce']['knn@1']['mean_per_class']:.3f}" in said
+    said = draw(runs, "errors", NCL, tmp_path, capsys)
+    error = tests["ncl/ncl"]["normalize"]["queue"]["error"]["text_to_image"]
+    assert f"normalisation error (Fig. 2), moving-emoji text to image, queue, ncl: {error:.3f}" in said
+    said, logged = draw(runs, "temperatures", TEMO, tmp_path, capsys), rows(runs["temo/temo"][0])
+    first, *_, last = (row["tau_neg"] for row in logged if "loss" in row)
+    assert f"negative pairs (Fig. 2), temo: {first:.4f} first, {last:.4f} last" in said and len(said) == 5
+
+
+def test_pairs_queries_and_modalities_by_hand(runs, tmp_path, capsys):
+    pieces = {name: several.pieces_of(runs[name][0]) for name in (*TEMO, *NCL)}
+    cosines = {name: F.cosine_similarity(p["text"], p["image"][p["owner"]]) for name, p in pieces.items()}
+    said = draw(runs, "false-positives", TEMO, tmp_path, capsys)
+    worst = int((cosines["temo/infonce"] - cosines["temo/temo"]).argmax())
+    expected = ", ".join(f"{name.partition('/')[2]} {cosines[name][worst]:.2f}" for name in TEMO)
+    assert said[0] == f"{expected}: {pieces['temo/temo']['texts'][worst]}" and len(said) == 6
+    said = draw(runs, "similarities", TEMO, tmp_path, capsys)
+    assert [line.split(":")[0] for line in said[:2]] == ["infonce", "temo"]
+
+    said = draw(runs, "queries", NCL, tmp_path, capsys)
+    for line, name in zip(said, NCL):
+        p = pieces[name]
+        sim = F.normalize(p["text"], dim=1) @ F.normalize(p["image"], dim=1).T + p["bias"]
+        total = F.softmax(sim / p["gamma"], 1).sum(0) * sim.shape[1] / sim.shape[0]
+        fair = 100 * ((total > 0.5) & (total < 1.5)).float().mean()
+        assert line.startswith(f"{name.partition('/')[2]}: {fair:.1f} %")
+    assert torch.is_tensor(pieces["ncl/ncl"]["bias"]) and pieces["ncl/infonce"]["bias"] == 0.0
+    said = draw(runs, "modalities", NCL, tmp_path, capsys)
+    x = F.normalize(pieces["ncl/ncl"]["text"][::3], dim=1)                 # the first caption of each clip
+    within = (x @ x.T)[~torch.eye(len(x), dtype=torch.bool)].mean()
+    assert said[1].startswith(f"ncl: text-text {within:.3f}, ")
+
+
+def test_classes_by_temperature(runs, tmp_path, capsys):
+    said = draw(runs, "tails", TS, tmp_path, capsys)
+    for line, name in zip(said, TS):
+        of_class = runs[name][1]["test"]["emoji"]["knn@1"]["mean_per_class"]
+        assert line.startswith(f"{name[3:]}: MAA {of_class:.1f} %; by class, largest first: ")
+        assert len(re.findall(r"\d+\.\d", line.partition("first: ")[2])) == len(common.load_data(
+            "emoji", "test", by_class=True).label_names)
+
+
+def test_eval_s_probes_have_head_mid_and_tail(runs, tmp_path):
+    folder, summary = runs["ts/0.1"]
+    words = ["--checkpoint", str(folder), "--output-dir", str(tmp_path), *"--tasks probe --cpu --workers 0".split()]
+    result = eval_py.main(eval_py.parse_args(words))
+    found, of_run = result["datasets"]["emoji"]["metrics"], summary["test"]["emoji"]
+    assert {"head", "mid", "tail"} <= found["few-shot"].keys() & found["all"].keys()
+    assert (found["few-shot"], found["all"]) == (of_run["few-shot"], of_run["all"])
+
+
+def test_other_captions_and_equal_names_are_refused(runs, tmp_path, capsys):
+    other = tmp_path / "other"
+    run_script(temo, other, *CLIPS[:2], *"--clips 64 24 20 --max-steps 1".split(), base=SMALL)
+    with pytest.raises(common.UserError, match="other: its test captions are not those of temo"):
+        several.main(["similarities", str(runs["temo/temo"][0]), str(other)])
+    with pytest.raises(SystemExit):
+        several.main(["gap", str(other), str(other)])
+    assert "give the runs different names" in capsys.readouterr().err
+
+
