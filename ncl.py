@@ -42,7 +42,7 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
  4. a cancels in text -> video and b in video -> text, since a softmax does not see a constant: each direction needs one
     bias only.
  5. The paper does not say whether a gradient flows through the biases. By default none does (at convergence it is
-    zero, Eq. 28); with --no-detach-biases it does.
+    zero, Eq. 28); with detach=False of ncl_loss it does.
  6. Adam: torch's AdamW with CLIP4Clip's beta2, epsilon and weight decay; its BertAdam has no bias correction and clips
     each tensor as well. Norms, biases and the logit scale are not decayed (CLIP4Clip decays CLIP's norms by an accident
     of names).
@@ -297,8 +297,6 @@ def parse_args(argv=None):
     g.add_argument("--learnable-tau", action=yesno, help="learn gamma from --tau on, as CLIP's logit scale")
     g = p.group("with --captioning-weight", captioning_weight=True)
     g.add_argument("--support-tau", type=positive, default=0.1, help="T, divides the cosines of its support set")
-    g = p.group("with --loss ncl", loss="ncl")
-    g.add_argument("--detach-biases", action=yesno, default=True, help="no gradient through the biases")
     g = p.group("with --loss max-margin", loss="max-margin")
     g.add_argument("--margin", type=between(0, 2), default=0.2, help="cosine units; SSB 0.2")
     g = p.group("views")
@@ -359,9 +357,7 @@ def main(args):
     rounds = args.iterations if args.loss == "ncl" else 0                  # 0: plain InfoNCE
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(evaluate_normalized, own=own, args=args))
-    guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
-    guess += args.captioning_weight * math.log(len(tokenizer.tokenizer))   # a word of the vocabulary
-    run.begin(evaluator, (guess, guess), banner_lines(train, own, args))
+    run.begin(evaluator, random_guess(tokenizer, args), banner_lines(train, own, args))
     if run.step == 0 and rank() == 0:                                      # Figs. 7 and 8 compare with the start
         start = {f"{name}/{k}": x for name, p in run.val_pieces.items() for k, x in first_captions(p).items()}
         write_tensors(run.folder / "embeddings_before.safetensors", start)
@@ -376,7 +372,7 @@ def main(args):
         if args.loss == "max-margin":
             loss = args.loss_scale * max_margin_loss(text, video, args.margin)
         else:
-            loss = args.loss_scale * ncl_loss(text, video, gamma, rounds, args.detach_biases)
+            loss = args.loss_scale * ncl_loss(text, video, gamma, rounds)
         more = {}
         if args.captioning_weight:                                         # SSB's second loss
             video_id = to_device(torch.tensor([*map(common.key_hash, batch["keys"])]), run.device)      # (B,)
@@ -431,6 +427,14 @@ def gamma_now(own, args):
     """gamma_of as a float: for the banner, the saved queues and the biases at test time."""
     gamma = gamma_of(own, args)
     return gamma.item() if torch.is_tensor(gamma) else gamma
+
+
+def random_guess(tokenizer, args):
+    """The loss at the start and the end if all similarities are equal; None in a fork whose loss has another."""
+    guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
+    if args.captioning_weight:
+        guess += args.captioning_weight * math.log(len(tokenizer.tokenizer))        # a word of the vocabulary
+    return guess, guess
 
 
 def banner_lines(train, own, args):

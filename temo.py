@@ -479,9 +479,7 @@ def main(args):
     words = "T is the caption"
     if augmented:
         words = text_words(train, paraphrases, args.paraphrase_anchor, RECIPES[args.recipe]["recipe"])
-    of_views = math.log(2 * args.batch_size - 1) if args.loss == "slip" else 0
-    guess = [sum(weights_of(args, t).values()) * math.log(args.batch_size) + of_views for t in (0, 1)]   # equal cosines
-    run.begin(evaluator, guess, banner_lines(args, tau_of) | {"texts": words})
+    run.begin(evaluator, random_guess(args), banner_lines(args, tau_of) | {"texts": words})
     for batch in batches:
         progress = run.step / run.total                                    # t of Eq. 8
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
@@ -527,6 +525,12 @@ def main(args):
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     return run.finish(draw)
+
+
+def random_guess(args):
+    """The loss at the start and the end if all cosines are equal; None in a fork whose loss has another."""
+    of_views = math.log(2 * args.batch_size - 1) if args.loss == "slip" else 0
+    return [sum(weights_of(args, t).values()) * math.log(args.batch_size) + of_views for t in (0, 1)]
 
 
 def banner_lines(args, tau_of):

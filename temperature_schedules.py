@@ -445,9 +445,7 @@ def main(args):
 
     seen = padded_and_flipped(train, args.seed) if args.train_features == "augmented" else train
     evaluator = Evaluator(encoder, None, transform, run.evals, seen, run.device, args, few=sets.get("few-shot"))
-    run.negatives = negatives(args)                                        # for the banner
-    guess = math.log(1 + run.negatives)
-    run.begin(evaluator, (guess, guess), banner_lines(run, sizes, head_classes, tau_of), after_val)
+    run.begin(evaluator, random_guess(run), banner_lines(run, sizes, head_classes, tau_of), after_val)
     for batch in batches:
         epoch = run.step // run.per_epoch
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
@@ -523,9 +521,11 @@ def numbers_of(loss, z, run):
     return common.mean_over_processes({"L_c": loss}, run.device) | health
 
 
-def negatives(args):
-    """Number of negatives of an anchor: the other views, or MoCo's queue."""
-    return args.queue_size if args.loss == "moco" else 2 * args.batch_size - 2
+def random_guess(run):
+    """Tells the banner the negatives of an anchor, the other views or MoCo's queue. Returns: the loss at the start and
+    the end if all cosines are equal; None in a fork whose loss has another."""
+    run.negatives = run.args.queue_size if run.args.loss == "moco" else 2 * run.args.batch_size - 2
+    return 2 * [math.log(1 + run.negatives)]
 
 
 def banner_lines(run, sizes, head_classes, tau_of):

@@ -407,7 +407,6 @@ def test_weights_that_do_not_fit(good, tmp_path):
     (mmts, "--no-schedule --periods 3", "--periods: only with --schedule"),
     (mmts, "--clusters noun --num-clusters 9", "--num-clusters: only with --clusters captions or vision"),
     (ncl, "--margin 0.1", "--margin: only with --loss max-margin"),
-    (ncl, "--loss infonce --no-detach-biases", "--no-detach-biases: only with --loss ncl"),
     (temperature_schedules, "--prune 0.9", "--prune: only with --loss sdclr"),
     (temperature_schedules, "--queue-size 9", "--queue-size: only with --loss moco"),
     (temperature_schedules, "--loss moco --head-norm none", "--head-norm: only with --loss simclr or sdclr")])

@@ -155,6 +155,17 @@ def test_an_encoder_that_is_not_used_is_frozen_or_named(tmp_path):
             run_script(own, tmp_path / f"without {chunk}", *TINY, "--dataset", "moving-emoji", "--chunk-size", chunk)
 
 
+@pytest.mark.parametrize("script", [ts, mmts, ncl, mama, temo])
+def test_a_fork_whose_loss_has_no_random_guess_says_none(script, tmp_path, capsys):
+    """What a script says of its loss comes from random_guess and banner_lines: without them nothing is said."""
+    own = fork(script, tmp_path, "\nif __name__ ==", "\nrandom_guess = lambda *_: None\nif __name__ ==")
+    flags = [*TINY, "--dataset", "moving-emoji", "--max-steps", 1]
+    more = {mmts: ["--num-clusters", 4], mama: ["--meta-batch-size", 2, "--meta-size", 4]}
+    run_script(own, tmp_path / "a", *flags, *more.get(script, []))
+    said = capsys.readouterr().out
+    assert "batch  " in said and "negatives" not in said and "random guess" not in said
+
+
 def test_an_error_of_one_s_own_evaluation_ends_the_run_at_once(tmp_path):
     own = fork(ncl, tmp_path, "    queues = ()\n", "    queues = torch.zeros(2) @ torch.zeros(3)\n")
     with pytest.raises(RuntimeError, match="inconsistent tensor size"):
@@ -192,7 +203,7 @@ def test_a_schedule_is_what_is_said_drawn_and_refused(tmp_path, monkeypatch, cap
     assert all(row["tau_max"] - swing <= 0.12 + 1e-6 for row, swing in zip(steps(tmp_path / "a"), swings))
     with pytest.raises(SystemExit):
         own.parse_args([*TINY, "--periods", "2", "--alpha", "0.08"])
-    assert "the lowest temperature of the run, -0.04, must be above 0" in capsys.readouterr().err
+    assert "the temperatures of the run, -0.04 .. 0.16, must be above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("loss, word", [("max-margin", "margin"), ("infonce", "tau")])
@@ -221,6 +232,7 @@ def test_a_legend_covers_nothing_that_is_drawn(tmp_path, name, lines):
     figures.base.save_figure(fig, tmp_path / "a.png")
     for ax in axes:
         legend, top = ax.get_legend().get_window_extent(), ax.transData.transform((0, 9))[1]
+        assert max(ax.get_yticks()) <= 1.05 * (lines + 8)                  # no numbers beside the legend, such as 150 %
         assert top < legend.y0 + 3 and legend.width < ax.bbox.width + 3       # in pixels
 
 

@@ -81,7 +81,31 @@ def place(tmp_path_factory):
 def test_there_are_commands():
     assert len(COMMANDS) >= 6 and COMMANDS[0].startswith(("accelerate launch temo.py", "python", "torchrun"))
     install = "pip install -r requirements.txt && "
-    assert LINES[:2] == [install + "accelerate launch temo.py", install + "pytest"]
+    assert LINES[0] == install + "accelerate launch temo.py" and LINES[2] == install + "pytest"
+    assert LINES[1].startswith("python -m benchmarks.compare ")            # the second thing to try
+
+
+def test_papers_are_the_same_in_readme_citation_and_bibtex():
+    cited = (ROOT / "CITATION.cff").read_text(encoding="utf8").split("references:")[1]
+    bibtex = re.findall(r"@\w+\{(.*?)\}\}\n", PAGES[ROOT / "docs" / "methods.md"].replace('{\\"o}', "ö"), re.S)
+    papers = cited.split("  - type: ")[1:]
+    assert len(papers) == len(bibtex) == 5
+    for paper, entry in zip(papers, bibtex):
+        title, *names = re.findall(r'(?:title|family-names|name): "([^"]+)"', paper)
+        plain = re.sub(r"[{}]", "", entry)
+        assert f"title = {title}," in plain and title in README
+        for name in [name for name in names if not name[-1].isdigit()]:
+            assert name in plain and name in README
+        year = re.findall(r"year: (\d+)", paper)
+        assert year == re.findall(r"year = (\d+)", plain.replace("{", "")) and (not year or year[0] in README)
+        assert all(address in README for address in re.findall(r'url: "([^"]+)"', paper))
+
+
+def test_numbers_of_the_shop_window_are_those_of_the_results():
+    """Each difference with its interval at the top of the README stands in the tables of docs/results.md."""
+    window, page = README.split("## Your data")[0], PAGES[report.PAGE]
+    numbers = re.findall(r"[+-][\d.]+ ± [\d.]+", window)
+    assert len(numbers) >= 7 and all(f"| {number} |" in page for number in numbers), numbers
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))
@@ -260,7 +284,7 @@ def test_ci_runs_the_two_commands_in_one_copy(failing, tmp_path):
     done = subprocess.run([checkout / ".ci" / "run"], env=os.environ | own | {"FAILING": failing}, capture_output=True,
                           text=True)
     calls, files, folders = zip(*(line.split("|") for line in log.read_text().splitlines()))
-    first, second = (line.split(" && ") for line in LINES[:2])
+    first, second = (LINES[k].split(" && ") for k in (0, 2))
     expected = [c.replace("install", "install -q") for c in first + second]
     assert list(calls) == (expected[:2] if failing == "accelerate" else expected), done.stderr
     assert len({*folders}) == 1 and str(place) in folders[0]

@@ -408,6 +408,9 @@ def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch, picture
         lines = {line.get_label(): list(line.get_ydata()) for line in panel(drawn, "(Fig. 2)").lines}
         assert lines == {"positive pairs": log["tau_pos"], "negative pairs": log["tau_neg"]}
         found[name] = log
+    titles = [ax.get_title() for fig, _ in drawn for ax in fig.axes]
+    assert "their weighted sum" in " ".join(titles) and "weighted sum" not in titles[0]
+    assert "retrieval, val" in titles[:2]                                      # with the chance of the table
     assert list(panel(drawn, "mine").lines[0].get_ydata()) == [7, 7]           # a column of its own has a panel
     assert all(found["fork"][k] == pytest.approx([0.15, 0.15], abs=1e-6) for k in ("tau_pos", "tau_neg"))
     assert all(0.05 <= tau < 0.149 for k in ("tau_pos", "tau_neg") for tau in found["ours"][k])

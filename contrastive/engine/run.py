@@ -175,7 +175,7 @@ class Run:
 
         Args:
             evaluator: of evaluation/retrieval.py.   lines: {word: text}, the script's own lines of the banner.
-            guess: the loss of a random guess at the start and at the end of the run.
+            guess: the loss of a random guess at the start and at the end of the run; None = not said, as in a fork.
             after_val: function(row, pieces) that adds to each row of a val evaluation.
         """
         from tqdm import tqdm
@@ -208,8 +208,9 @@ class Run:
         sizes = [f"{name}: " + ", ".join(f"{len(d):,} {d.split}" + f" ({d.note})" * (d.note not in ("", train.note))
                                          for d in of.values()) for name, of in self.evals.items()]
         towers = ", ".join([args.image_encoder] + ([args.text_encoder] if tower.text else []))
+        said = guess is not None and None not in guess                 # by a fork that has another loss
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" * bool(args.chunk_size)
-        start, end = f"{guess[0]:.3f}", f"{guess[1]:.3f}"
+        start, end = (f"{value:.3f}" for value in (guess if said else (0, 0)))
         words = {
             "recipe": recipe,
             "data": f"{train.examples:,} training examples" + f"; {train.note}" * bool(train.note),
@@ -219,11 +220,14 @@ class Run:
                         published_weights(tower.vision) if self.start[0] else "from scratch"),
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
                          f"{args.mixed_precision}, {self.data.workers} workers each",
-            "batch": f"{args.batch_size} = {world()} x {local}{chunks}; {self.negatives:,} negatives per anchor",
+            "batch": f"{args.batch_size} = {world()} x {local}{chunks}"
+                     + f"; {self.negatives:,} negatives per anchor" * said,
             "random guess": f"{self.loss_word} {start}" + f" at the start, {end} at the end" * (start != end),
             "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
                      f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}{self.fitted}",
             **lines, "run": self.folder}
+        if not said:
+            del words["random guess"]
         say("\n".join([f"{self.script}.py"] + [f"  {k:<12} {v}" for k, v in words.items()]))
 
     # ---------------------------------------- in the loop -------------------------------------------------------------

@@ -81,6 +81,7 @@ def legend_above(ax):
               borderaxespad=0)
     row = 1.7 * LETTERS / 72 * ax.figure.dpi / ax.bbox.height    # as a part of the panel, which the layout makes lower
     low, high = ax.get_ylim()
+    ax.set_yticks([tick for tick in ax.get_yticks() if low <= tick <= high])     # none in the legend's room: no 150 %
     ax.set_ylim(low, low + (high - low) / (1 - min(0.6, row * math.ceil(len(names) / columns))))
 
 
@@ -107,6 +108,13 @@ BATCH = [("learning rate", "lr", {"lr": "lr"}),  # panels of all methods that tr
          ("speed", "samples per second", {"all processes": "samples_per_s"}),
          ("time of a step", "seconds", {"whole": "step_s", "waiting for data": "data_s"})]
 POSITION = {"step", "epoch", "samples_seen", "tau"}  # columns that need no panel: tau is in those of its method
+
+
+def recalls(run, name=""):
+    """{legend: column} of R@1 and R@10 both ways on val, of the set `name`, or of the first."""
+    name = name or next(iter(run.val_pieces), "")
+    ways = {"text -> item": "text_to_image", "item -> text": "image_to_text"}
+    return {f"{k}, {label}": f"eval/{name}/{way}/{k}" for label, way in ways.items() for k in ("R@1", "R@10")}
 
 
 def draw_curves(run, panels, path, x="step", rest=False):

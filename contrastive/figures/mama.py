@@ -46,7 +46,7 @@ def draw(run):
         kind, function = "answers", base.draw_answers
     run.picture("curves.png", base.draw_curves, run, [
         ("loss", "nats", {"weighted, Eq. 8": "loss", "L_i, all pairs": "L", "L_i, matched": "L_matched",
-                          "L_i, mismatched": "L_mismatched"}),
+                          "L_i, mismatched (stays high)": "L_mismatched"}),
         ("margin", "mu, radians", {"mu": "mu"}),
         ("weights", "mean over the batch", {"all": "w", "matched": "w_matched", "mismatched": "w_mismatched"}),
         *base.BATCH, (scored, "%", scores)], rest=True)

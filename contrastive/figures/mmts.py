@@ -35,7 +35,7 @@ def draw_distribution(sizes, values, path, title, label):
     right.step(x, (low + high) / 2, where="mid", color="C1", label="middle")
     right.set(title=f"{label} of each", xlabel="cluster, largest first", ylabel=label)
     right.set_ylim(bottom=min(0, values.min()))
-    right.legend()
+    base.legend_above(right)
     for ax in (left, right):
         whole_ticks(ax)
     fig.suptitle(title)
@@ -70,16 +70,15 @@ def draw(run, clusters, shifts, period, curve):
     args = run.args
     word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
     run.picture("curves.png", draw_curves, run, [
-        ("loss", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
+        ("loss, which moves with its schedule", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
         (f"{long_word} of the batch", f"{word}, logged steps", {k: f"{word}_{k}" for k in ("max", "mean", "min")}),
-        *base.BATCH], rest=True)
+        ("retrieval, val", "%", base.recalls(run)), *base.BATCH,
+        ("captions that are in no cluster", "of the batch", {"captions": "not_in_clusters"})], rest=True)
     for name, suffix, pieces in base.by_set(run.val_pieces):
         it = base.kind_of(pieces)
-        ways = {f"to {it}": "text_to_image", "to text": "image_to_text"}
-        recalls = {f"{k}, {way}": f"eval/{name}/{key}/{k}" for way, key in ways.items() for k in ("R@1", "R@10")}
         thirds = {part_of: f"eval/{name}/by_cluster_size/{part_of}/R@1" for part_of in ("head", "mid", "tail")}
         run.picture(f"evaluation{suffix}.png", draw_curves, run, [
-            ("retrieval, val", "%", recalls),
+            ("retrieval, val", "%", base.recalls(run, name)),
             ("multi-instance retrieval, val", "%", {k: f"eval/{name}/mir/{k}" for k in ("mAP", "nDCG")}),
             ("by the size of the query's cluster, val", f"R@1, text -> {it}, %", thirds),
             ("modality gap, val", "distance of the means", {"gap": f"eval/{name}/modality_gap"})])

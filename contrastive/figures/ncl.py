@@ -35,8 +35,9 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
         axes[3].plot(np.sort(share.numpy())[::-1], label=mode, **line_style(k, len(biases)))
     for ax, title in ((axes[1], "false negatives (Fig. 3)"), (axes[2], "false positives (Fig. 3)")):
         ax.set(title=title, xlabel=f"summed probability of one {it}", ylabel="% of the queries", xticks=range(8))
-        ax.set_xticklabels(["<.25", "-.5", "-.75", "-1.25", "-1.5", "-2", "-3", ">3"], rotation=45)
-    axes[3].set(yscale="log", title=f"what each {it} collects", xlabel=f"{it}, most first",
+        ax.set_xticklabels(["< .25", "< .5", "< .75", "< 1.25", "< 1.5", "< 2", "< 3", "> 3"], rotation=45)
+    axes[3].set_yscale("log", base=2)
+    axes[3].set(title=f"what each {it} collects", xlabel=f"{it}, most first",
                 ylabel="sum of probabilities, 1 = fair")
     axes[3].yaxis.set(major_formatter="{x:g}", minor_formatter="")
     if panels == 5:
@@ -44,7 +45,8 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
     for ax in axes:
         ax.legend() if ax is axes[3] else base.legend_above(ax)
     data = pieces["data"]
-    fig.suptitle(f"{data.name} ({data.split}): {len(image)} items, {len(text)} texts, gamma {gamma:.3g}")
+    fig.suptitle(f"{data.name} ({data.split}): {len(image)} items, {len(text)} texts, gamma {gamma:.3g}. Biases from: "
+                 "queue = training queries, which help if test is like training; oracle = the test queries, a bound")
     save_figure(fig, path)
 
 
@@ -95,9 +97,13 @@ def draw_before_after(pieces, gamma, mode, path, queries=3):
     some = base.some_queries(pieces, 200)
     first, second = (s[some].argmax(1) for s in stages.values())           # (q,) each
     rows = [some[k] for k in (first == second).int().sort(stable=True).indices[:queries]]
-    hits = [(stage or pieces["texts"][row], set(pieces["positives"][row].tolist()), s[row],
-             [f"{cosine:.2f}, sum {sum_of:.2f}" for cosine, sum_of in zip(sim[row], share)])
-            for row in rows for (stage, s), share in zip(stages.items(), shares)]
+    hits = []
+    for row in rows:
+        right = set(pieces["positives"][row].tolist())
+        for (stage, s), share in zip(stages.items(), shares):
+            found = "hit" if int(s[row].argmax()) in right else "miss"
+            hits.append((f"{found}: {stage or pieces['texts'][row]}", right, s[row],
+                         [f"{cosine:.2f}, sum {sum_of:.2f}" for cosine, sum_of in zip(sim[row], share)]))
     base.draw_hits(pieces, hits, path, f"without and with biases ({mode}, Fig. 6); below: cosine, and what each "
                                        "collects of all queries (1 = fair)")
 

@@ -12,18 +12,18 @@ def draw(run):
     names = "L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T", "L_I2I", "L_T2T", "L_E-image", "L_E-text"
     run.picture("curves.png", draw_curves, run, [
         ("terms of the loss, without their weights", "loss", {name: name for name in names if name in logged}),
-        ("the run's loss: weights may change along it", "loss", {"loss": "loss"}),
-        ("temperature (Fig. 2)", "mean over the batch", tau), *base.BATCH], rest=True)
+        ("retrieval, val", "%", base.recalls(run)),
+        ("temperature (Fig. 2)", "mean over the batch", tau), *base.BATCH,
+        ("their weighted sum (Eq. 8), whose weights grow along the run", "loss", {"loss": "loss"})], rest=True)
     before = read_json(run.folder / "similarity_before.json", {})
     for name, suffix, pieces in base.by_set(run.val_pieces or run.test_pieces):
         it = base.kind_of(pieces)
-        ways = (("text_to_image", f"to {it}"), ("image_to_text", "to text"))
-        recalls = {f"{k} {label}": f"eval/{name}/{way}/{k}" for way, label in ways for k in ("R@1", "R@10")}
         knn = {"top-1": f"eval/{name}/knn@1/top1", "mean per class": f"eval/{name}/knn@1/mean_per_class"}
         zero_shot = {f"top-{k}": f"eval/{name}/zero-shot/top{k}" for k in (1, 3, 5)}
         if run.val_pieces:
             run.picture(f"evaluation{suffix}.png", draw_curves, run, [
-                ("retrieval, val", "%", recalls), ("zero-shot by prompts, val (Fig. 7)", "%", zero_shot),
+                ("retrieval, val", "%", base.recalls(run, name)),
+                ("zero-shot by prompts, val (Fig. 7)", "%", zero_shot),
                 ("modality gap, val (Fig. 3)", "distance of the means", {"gap": f"eval/{name}/modality_gap"}),
                 (f"kNN@1 of {it}s, val (Fig. 3)", "%", knn)], x="samples_seen")
         stages = {"before training": before[name]} if name in before else {}

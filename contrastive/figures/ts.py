@@ -133,7 +133,8 @@ def draw(run, sizes, tau_of, sphere):
     sizes (classes,). The script's own functions: tau_of: epoch -> tau; sphere: features (M, width) -> (M, D)."""
     of_val = f"eval/{run.args.dataset}/knn@1"
     run.picture("curves.png", draw_curves, run, [
-        ("loss", "L_c", {"L_c": "loss"}), ("temperature", "tau", {"tau": "tau"}), *BATCH,
+        ("loss, which moves with its temperature", "loss", {"the run's loss": "loss", "L_c": "L_c"}),
+        ("temperature", "tau", {"tau": "tau"}), *BATCH,
         ("kNN@1, val", "%", {"top-1": f"{of_val}/top1", "tail": f"{of_val}/tail"})], rest=True)
     run.picture("classes.png", draw_classes, run, sizes, tau_of)
     if run.args.dataset in run.test_pieces:

@@ -19,5 +19,5 @@ CHANGES = [  # of the script's text: old, new
     ("\n# ======================================================= flags ===", LOSS),
     ("    own.to(run.device)\n", """    own["margin"] = nn.ParameterDict({"margin": torch.tensor(0.1)})
     own.to(run.device)\n"""),
-    ("ncl_loss(text, video, gamma, rounds, args.detach_biases)",
+    ("ncl_loss(text, video, gamma, rounds)",
      """margin_loss(text, video, gamma, own["margin"]["margin"])""")]
