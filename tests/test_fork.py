@@ -68,9 +68,9 @@ LEARNT = {  # a learnt temperature of the loss, a parameter in own
     own.to(run.device)\n"""), ("        if args.tau_head: ", """        tau = own["tau"]["log_tau"].exp()
         if args.tau_head: """)],
     mama: [("    own.to(run.device)\n", """    own.log_tau = nn.Parameter(torch.tensor(-1.0))
-    own.to(run.device)\n"""), ("contrast(video, text, args.tau, mu)",
+    own.to(run.device)\n"""), ("args.contrastive_weight * contrast(video, text, tau, mu)",
                                 "contrast(video, text, own.log_tau.exp(), mu)"),
-           ("run.done(batch, loss, args.tau, ", "run.done(batch, loss, own.log_tau.exp(), ")]}
+           ("run.done(batch, loss, tau, ", "run.done(batch, loss, own.log_tau.exp(), ")]}
 
 
 @pytest.mark.parametrize("script", LEARNT)

@@ -242,12 +242,12 @@ def test_a_run_resumed_at_its_end_is_evaluated_in_float32(tmp_path, monkeypatch)
     monkeypatch.setattr(common.TextEncoder, "forward", watch)
     write_folder(tmp_path / "set", 120)
     flags = [*FLAGS, "--dataset", str(tmp_path / "set"), "--max-steps", "3", "--mixed-precision", "bf16", "--row", "e"]
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.run.Run, "wall", lambda run: 1000.0)
-        before = temo.main(temo.parse_args([*flags, "--output-dir", str(tmp_path), "--run-name", "run"]))
+    before = temo.main(temo.parse_args([*flags, "--output-dir", str(tmp_path), "--run-name", "run"]))
     assert halves == [(False, True)] + [(True, True)] * 3 + [(False, False)] * 2  # val, three steps, val and test
     halves.clear()
     (tmp_path / "run" / "summary.json").unlink()
+    saved = tmp_path / "run" / "checkpoints" / "step_3.pt"
+    torch.save(torch.load(saved, weights_only=True) | {"wall_s": 1000.0}, saved)
     after = temo.main(temo.parse_args(["--resume", str(tmp_path / "run")]))
     assert halves == [(False, False)] * 2 and 1000 < after["wall_s"] < 2000
     assert after["val"] == before["val"] and after["test"] == before["test"] and after["steps"] == 3

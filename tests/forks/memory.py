@@ -21,5 +21,5 @@ CHANGES = [  # of the script's text: old, new
     ("\n# ======================================================= flags ===", LOSS),
     ("    own.to(run.device)\n", """    own["memory"] = Memory(32, args.embed_dim)
     own.to(run.device)\n"""),
-    ("sample = contrast(video, text, args.tau, mu)                       # (B,)",
-     """sample = own["memory"](video, text, args.tau)                      # (B,)""")]
+    ("sample = args.contrastive_weight * contrast(video, text, tau, mu)  # (B,)",
+     """sample = own["memory"](video, text, tau)                           # (B,)""")]
