@@ -42,7 +42,7 @@ from contrastive.encoders.texts import (  # tokenizers; T and T~ (TeMo)
     text_words,
     train_wordpiece,
 )
-from contrastive.encoders.towers import set_dropout
+from contrastive.encoders.towers import freeze_as_clip4clip, set_dropout
 
 # ---- contrastive/engine: a run and its processes ----
 from contrastive.engine.flags import OneLine, Parser  # argparse with recipes

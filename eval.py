@@ -1,6 +1,6 @@
 """Evaluate a checkpoint of any script, or any CLIP or pair of image and text encoders by name, on any data set.
 
-    python eval.py --checkpoint runs/NAME                                # retrieval, kNN and the gap on its own data
+    python eval.py --checkpoint runs/NAME                                # what the run printed at its end
     python eval.py --checkpoint runs/NAME --datasets coco flickr30k      # the papers' retrieval tables
     python eval.py --checkpoint runs/NAME --datasets cifar10 cifar100 --tasks zero-shot knn probe
     python eval.py --checkpoint runs/NAME --datasets temo-17             # zero-shot on the 17 sets of TeMo's Table 7
@@ -21,8 +21,9 @@ Tasks
     probe       LinearSVC (C = 1) on unit features before the projection: few-shot (the smallest class's size) and all
     qa          accuracy of the answers, by question type, of a model that mama.py trained on questions
     gap         modality gap; alignment, uniformity and mean cosines of images and their first captions; their densities
-Images are read as in training, with one exception: if a run squashes them (the CC3M trainer's recipe), zero-shot, knn
-and probe on other sets resize and crop the centre, with the statistics of ImageNet or CIFAR, as that trainer does.
+All is measured as in training, and each value that a flag changes is printed. Here and there, if a run squashes images
+(the CC3M trainer's recipe), zero-shot, knn and probe on other sets resize and crop the centre, with the statistics of
+ImageNet or CIFAR, as that trainer does.
 The result is a table, eval.json (metrics and chance as in a run's summary.json), and pictures in --output-dir.
 """
 
@@ -39,10 +40,11 @@ from contrastive.data.images import TEMO_17
 from contrastive.data.table import EmptySplit
 from contrastive.engine.flags import OneLine
 from contrastive.engine.log import versions
-from contrastive.engine.processes import UserError, clean_exit, join, rank, say, world, write_json
+from contrastive.engine.processes import UserError, clean_exit, join, rank, read_json, say, world, write_json
 from contrastive.engine.ranges import count, nonnegative, whole
 from contrastive.evaluation.case import Subject
-from contrastive.evaluation.retrieval import LEARNT, TASKS, lacks, measure, retrieval_both_ways, table
+from contrastive.evaluation.clusters import head_mid_tail
+from contrastive.evaluation.retrieval import LEARNT, TASKS, lacks, measure, retrieval_both_ways, table, usual_tasks
 from contrastive.figures.base import draw_answers, draw_histograms, draw_retrieval, similarity_histograms
 from contrastive.figures.ncl import draw_normalization
 
@@ -77,22 +79,26 @@ def parse_args(argv=None):
     for flag in "--image-column --caption-column --label-column --video-dir --frame-cache --region-dir".split():
         g.add_argument(flag, default="", help="as in training")
     g.add_argument("--frames", type=whole, default=0, help="frames of a clip; 0 = as in training, 12 for one by name")
+    g.add_argument("--text-length", type=whole, default=0, help="most tokens of a text; 0 = as trained, 77 by name")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
+    g.add_argument("--class-names", choices=["wordnet", "clip"], default="", help="ImageNet's; empty = wordnet")
     g.add_argument("--hold-out-val", action="store_true", help="as in training")
     g.add_argument("--max-captions", type=whole, default=0,
                    help="of an image; 5 = COCO's usual 25,000 captions; 0 = all, or as many as the set's protocol has")
     g = p.add_argument_group("tasks")
     g.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
-                   help="those that a set does not support are left out, with the reason; none = retrieval, knn and "
-                        "gap; zero-shot for temo-17; qa for a model that answers questions")
+                   help="those that a set does not support are left out, with the reason; none = those of training, "
+                        "zero-shot for temo-17")
     g.add_argument("--knn-features", choices=["projected", "backbone"], default="",
                    help="after the projection (TeMo's code) or before it; empty = as the run, else projected (a pair "
                         "by name: backbone, its projection is random)")
-    g.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="none",
-                   help="NCL's biases, by training queries (the run's queue, else its train split) or by the test "
+    g.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="",
+                   help="empty = as the run, else none; NCL's biases, by training queries (the run's queue, else its "
+                        "train split) or by the test "
                         "queries (no fair result); dsl: CLIP-ViP's dual softmax over all test queries (nor is this)")
-    g.add_argument("--queue-size", type=count, default=16_384, help="latest training queries of each kind that count")
-    g.add_argument("--gamma", type=nonnegative, default=0.0, help="divides the cosine; 0 = the checkpoint's own")
+    g.add_argument("--queue-size", type=count, default=0,
+                   help="latest training queries of each kind that count; 0 = the run's whole queue, else 16,384")
+    g.add_argument("--gamma", type=nonnegative, default=0.0, help="divides the cosine; 0 = the run's own, dsl: 0.01")
     g.add_argument("--iterations", type=whole, default=0, help="of Sinkhorn-Knopp; 0 = the checkpoint's own, else 4")
     g = p.add_argument_group("run")
     g.add_argument("--output-dir", default="", help="empty = RUN_DIR/eval, or runs/eval/NAME of a model by name")
@@ -106,6 +112,10 @@ def parse_args(argv=None):
     p.require(args.normalize != "queue" or args.split != "train",
               "--split train: the queue holds its own queries; that is --normalize oracle")
     a_run = (Path(args.checkpoint or "none") / "args.json").is_file()
+    args.as_trained = not args.normalize
+    if args.as_trained:
+        own = read_json(Path(args.checkpoint) / "args.json") if a_run and args.split != "train" else {}
+        args.normalize = own.get("normalize", "none")
     p.only(not args.checkpoint, "without --checkpoint", "--image-encoder", "--text-encoder", "--text-pooling")
     p.only(not a_run, "with a model by name: a run has its own weights", "--init-from", "--image-size")
     p.only(args.normalize != "none", "with --normalize queue, oracle or dsl", "--gamma")
@@ -138,16 +148,18 @@ class Case:
     """One data set: data, training images, the tasks that can be done on it, and why others are left out."""
 
     def __init__(self, subject, name, folder, tasks):
-        args = subject.args
+        args, names = subject.args, not tasks                              # class names are captions, as in training
         self.subject, self.name, self.split_of = subject, name, subject.open(name, folder)
         data = self.split_of(args.split)
         if data.streamed:
             raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val or test")
         self.data, self.train = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions), None
-        if LEARNT & {*tasks} and data.labels is not None and args.split != "train":  # there each would find itself
+        if (not tasks or LEARNT & {*tasks}) and data.labels is not None and args.split != "train":
+            # in train each would find itself
             with contextlib.suppress(EmptySplit):
                 self.train = self.split_of("train")
-        self.left_out = {t: why for t in tasks if (why := lacks(t, self.data, subject.towers, self.train))}
+        tasks = tasks or usual_tasks(*subject.towers[:2], data)
+        self.left_out = {t: why for t in tasks if (why := lacks(t, self.data, subject.towers, self.train, names))}
         self.tasks = [task for task in tasks if task not in self.left_out]
 
     def evaluate(self):
@@ -166,8 +178,10 @@ class Case:
                     (*subject.towers[:2], view), self.data, subject.device, tasks, self.train,
                     self.split_of("few-shot"), limits, subject.knn_features, args.workers, by_class, subject.untrained)
                 metrics, chance = metrics | found, chance | by_chance
-            if "retrieval" in tasks and args.normalize != "none":
+            if "retrieval" in tasks and (args.normalize != "none" or args.as_trained and subject.queues):
                 metrics |= self.normalize(metrics, pieces, view)
+            if "retrieval" in tasks:
+                metrics |= head_mid_tail(pieces, subject.clusters)
             if tasks and rank() == 0:
                 self.draw(tasks, pieces)
         say(table(f"\n{name} ({args.split})", metrics, chance) + f"\n  {words}" * bool(words))
@@ -190,8 +204,8 @@ class Case:
                 queues = {"texts": [] if texts is None else texts, "videos": videos}
                 path = subject.picture("normalization", self.name)
                 draw_normalization(pieces, *how, queues, retrieval_biases, path)
-        reported = {k: v for k, v in results[args.normalize].items() if k != "error"}
-        return reported | {"normalize": results, "normalized_by": args.normalize}
+        mode = args.normalize if args.normalize in results else "none"     # another set than the run's has no queue
+        return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}
 
     def draw(self, tasks, pieces):
         """The pictures of these tasks."""
@@ -212,10 +226,9 @@ def main(args):
     for module in args.modules:
         importlib.import_module(module)
     subject = Subject(args, join(args.cpu))
-    tasks = ["qa"] if hasattr(subject.towers[0], "answers") else ["retrieval", "knn", "gap"]
-    tasks = ["zero-shot"] if any(parted(word, "=")[0] == SEVENTEEN for word in args.datasets) else tasks
-    tasks = args.tasks or tasks
-    if args.normalize != "none" and "retrieval" not in tasks:
+    seventeen = any(parted(word, "=")[0] == SEVENTEEN for word in args.datasets)
+    tasks = args.tasks or ["zero-shot"] * seventeen
+    if not args.as_trained and args.normalize != "none" and tasks and "retrieval" not in tasks:
         raise UserError(f"--normalize {args.normalize} is for the task retrieval; the tasks are {' '.join(tasks)}")
     cases = [Case(subject, name, folder, tasks)
              for name, folder in wanted_sets(args, subject.own).items()]   # all are opened before the first is encoded

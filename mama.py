@@ -43,6 +43,7 @@ Commands:
     accelerate launch mama.py --task qa-open                     # questions about moving emoji; qa-choice: five choices
     accelerate launch mama.py --dataset msrvtt-qa --data-dir ANNOTATIONS --video-dir VIDEOS    # msvd-qa, nextqa, ...
     accelerate launch mama.py --dataset nextqa --qa-model vgt --data-dir ANNOTATIONS --region-dir FEATURES
+    accelerate launch mama.py --task qa-open --contrastive-weight 0    # the answers' loss alone: rows VIOLET and VGT
     accelerate launch mama.py --dataset clips.csv --video-dir VIDEOS    # own data: columns video, caption[, start, end]
 
 A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
@@ -51,46 +52,40 @@ Differences from the paper and from the authors' code, which has neither schedul
 is 0) and whose meta step for question answering changes nothing (it joins the letters of a name, not its parts):
  1. The recipes encode with CLIP (ViT-B/16) and the mean of its frames. CLIP-ViP, which the paper starts from (no size
     is said, the authors' script runs base_32): --image-encoder clip_vip:openai/clip-vit-base-patch16 --init-from
-    pretrain_clipvip_base_16.pt, its batch and first tau (learnt there), --batch-size 128 --tau 0.01, and another margin
-    (--a0). Its evaluation ranks and selects by the dual softmax: eval.py --normalize dsl --gamma 0.01.
+    pretrain_clipvip_base_16.pt, its batch and tau, --batch-size 128 --tau 0.01 --learnable-tau, and another margin
+    (--a0). Its evaluation ranks and selects by the dual softmax: eval.py --normalize dsl.
  2. Batch 4 at tau = 1 is what the paper prints (3 negatives, at least 0.34 nats a direction). At a small tau the margin
     weighs much more: mu / tau = 18 at 0.01, where hardly a pair has a gradient left. Tune them together.
  3. Section 4.1 prints a0 = 0.2 and a2 = -0.1, a margin that falls from 0.018 to 0; Section 4.3 prints a0 = 2 and
     a2 = 0.1, which grows to the best margin of Fig. 4. We follow 4.3.
- 4. As printed the margin ends at lambda = pi / 2 with a jump of the logit by sin(mu) / tau: kept. Towers from scratch
-    start with most pairs beyond it.
+ 4. As printed the margin ends at lambda = pi / 2 with a jump of the logit by sin(mu) / tau: kept.
  5. Eq. 8 as printed lets a gradient flow through w; as MW-Net (Shu et al. 2019), whose algorithm this is, we do not.
     Eq. 10 prints a plain step, and eta for beta; for theta we take AdamW as the authors' code does.
  6. The virtual step is plain gradient descent, as in Eq. 9, whatever --optimizer does.
- 7. beta for retrieval is not said; the recipe takes alpha, as for question answering.
+ 7. beta for retrieval is not said (here alpha, as of questions); how the weight network starts is ours (WeightNet).
  8. The meta-data are said to be small, clean and balanced. Here: training examples by a hash of their names, which stay
-    in train; or of val, which leave every evaluation on val (--meta-set val); or a file of names. Clean: without the
-    swapped captions of moving-emoji and the rows of --extra-pairs; nobody has checked other sets. Balanced: in turn
-    verbs of moving-emoji, MSR-VTT's 20 categories, answers or types of questions; where there are none (DiDeMo,
-    ActivityNet, MSVD, YouCook2, HowTo100M) --meta-balance captions takes 50 clusters of captions in turn.
- 9. Focal loss, self-paced learning and L2RW are not specified: focal with (1 - p)^2, p the mean (geometric) of both
-    directions' probabilities of the pair; SPL keeps the easiest part of the batch, which grows linearly to all of it;
-    L2RW as published, times B, since Eq. 8 divides by B; few pairs carry most of it. Questions' loss lowers p as well.
-10. How the weight network starts is ours (WeightNet). With torch's own numbers it is nearly a straight line over the
-    losses that occur, and cannot lower the highest without those in the middle.
+    in train; or of val, which leave its evaluation (--meta-set val); or a file of names. Clean: without swapped
+    captions and --extra-pairs; nobody has checked other sets. Balanced: in turn verbs of moving-emoji, MSR-VTT's
+    categories, answers or types of questions; elsewhere --meta-balance captions takes 50 clusters of captions.
+ 9. Not specified: focal has (1 - p)^2, p the geometric mean of both directions' probabilities of the pair; SPL keeps
+    the easiest part of the batch, which grows linearly to all of it; L2RW is times B, since Eq. 8 divides by B.
+10. Read or chosen by us: MSR-VTT's 5 epochs are of its 180,000 pairs, "30 words" of a question 30 tokens; frames are
+    random in training; the warm-up of 1 % and the cosine of questions (the authors' code: linear, 10 %).
 11. Captions of a vision-language model (Section 3.3) are further captions of training clips (--extra-captions), of
-    which each epoch draws one, or pairs (--extra-pairs); Table 5's first row has neither. With questions, too: all rows
-    of a video have its caption in Eq. 1 and their question in Eq. 2, and a row without a question has eta = 0.
+    which each epoch draws one, or pairs (--extra-pairs; eta = 0 beside questions); Table 5's first row has neither.
 12. Questions are answered by a model in VIOLET's way (common.QuestionAnswerer), from published towers but with a new
-    fusion of two layers, not from VIOLET's own pre-training. The cosine of Eq. 1 is that of video and text before
-    the fusion, so that B + B embeddings give all pairs. The paper's comes from a layer on [CLS], after it, and is no
-    cosine as such; --qa-similarity fused sends all pairs through it, and takes the cosine of two tokens there. The text
-    is a caption of the row; the published sets have none but those of --extra-captions, else the question itself.
-13. Its Video Swin-B has torchvision's weights of Kinetics-400, the paper's of Kinetics-600; each token of it is a time,
-    the mean over the picture. Any other --image-encoder gives one token a frame.
+    fusion of two layers, not from VIOLET's pre-training. The cosine of Eq. 1 is that of video and text before the
+    fusion; the paper's comes from a layer on [CLS], after it, and is no cosine as such; --qa-similarity fused sends all
+    pairs through it. The text is a caption of the row (--extra-captions), else the question itself.
+13. Video Swin-B has weights of Kinetics-400, the paper's of 600; each token of it is a time, the mean over the picture.
 14. An answer outside --answers has no loss in training and is wrong in evaluation, whose upper bound is printed, as in
     the authors' code, which tests the best epoch; here it is the last. Table 2's accuracies by type: docs/methods.md.
 15. --qa-model vgt is the base of Table 2's best rows. It reads features of regions (--region-dir DIR), and
     encoders/vgt.py lists its differences. The paper takes "BERT-Base embeddings" and 32 random frames; here it is all
-    of BERT and the 32 frames of VGT's files, as in VGT's code. The base's number on NExT-QA (61.8) is neither in VGT's
-    repository nor in its successor's. --qa-model dual scores "question choice" texts by their cosine with the video.
+    of BERT and the 32 frames of VGT's files, as in VGT's code. --qa-model dual: cosines of "question choice" texts.
 """
 
+import argparse
 import copy
 import math
 import os
@@ -319,7 +314,6 @@ WEIGHTINGS = {
 # code; 'ours': ncl.py's towers and optimiser, tau and margin tuned on val of moving-emoji. Other sets take 'own'.
 MSRVTT = dict(
     recipe="paper; schedule and betas from the authors' code",
-    # which CLIP is not said
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16", pretrained=True,
     embed_dim=512, image_size=224, image_stats="encoder", eval_resize="crop", frames=12, frame_sampling="random",
     text_length=70, text_pooling="cls", clean_captions=False, join_captions=False, unfold_captions=False,
@@ -364,7 +358,13 @@ VGT["nextqa"]["regions"] = 5                                               # of 
 VGT["moving-emoji"] = ASKED["moving-emoji"] | dict(
     recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0,
     lr=5e-4)                                                               # benchmarks/results/vgt_moving_emoji.md
-LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
+TAU_LIMITS = 0.005, 1.0                                                    # of a learnable tau; CLIP-ViP's
+
+
+def loss_defaults(chosen):
+    """Neither margin nor weights: --loss infonce, and the answers' loss alone (--contrastive-weight 0)."""
+    plain = chosen.loss == "infonce" or not chosen.contrastive_weight
+    return dict(margin_schedule="none", weighting="none") if plain else {}
 
 
 def looks_ahead(args):
@@ -379,8 +379,12 @@ def parse_args(argv=None):
     g.add_argument("--loss", choices=["mama", "infonce"], default="mama", help="infonce: neither margin nor weights")
     g.add_argument("--task", choices=["retrieval", "qa-open", "qa-choice"], default="retrieval",
                    help="pairs; or questions, with a vocabulary of answers or with choices")
+    g.add_argument("--contrastive-weight", type=nonnegative, default=1.0,
+                   help="of Eq. 1 beside the answers' loss; 0 = the rows VIOLET and VGT of Tables 1 and 2")
+    g = p.group("with --contrastive-weight above 0", contrastive_weight=True)
     g.add_argument("--tau", type=positive, help="temperature, divides the cosine, > 0; paper 1")
-    g = p.group("with --loss mama", loss="mama")
+    g.add_argument("--learnable-tau", action=argparse.BooleanOptionalAction, default=False, help="from --tau on")
+    g = p.group("with --loss mama and --contrastive-weight above 0", loss="mama", contrastive_weight=True)
     g.add_argument("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
                    help="of Eq. 6; its limit a0 / a1 throughout; or none")
     g.add_argument("--weighting", choices=[*WEIGHTINGS, "l2rw"], default="meta",
@@ -416,10 +420,11 @@ def parse_args(argv=None):
     g.add_argument("--crop-min", type=part, help="least area of the crop of a clip; 1 = none")
     g.add_argument("--flip", type=part, help="share of mirror images")
     g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
-    args = p.parse(argv, recipes_of, LOSSES, ("--task", "--qa-model"),
+    args = p.parse(argv, recipes_of, loss_defaults, ("--task", "--qa-model", "--contrastive-weight"),
                    lambda a: {"has_meta": looks_ahead(a) or a.meta_set == "val"})
     p.require(args.a0 / args.a1 <= math.pi / 2,
               f"--a0 {args.a0:g} --a1 {args.a1:g}: the margin a0 / a1 must be at most pi / 2")
+    p.require(not args.learnable_tau or TAU_LIMITS[0] <= args.tau <= TAU_LIMITS[1], f"--tau: if learnt in {TAU_LIMITS}")
     p.require(not (looks_ahead(args) and args.chunk_size),
               f"--chunk-size: --weighting {args.weighting} encodes the whole batch in its passes; use a smaller "
               "--batch-size, or another --weighting")
@@ -457,6 +462,7 @@ def main(args):
     contrast = fused_margin_loss if args.qa_similarity == "fused" else angular_margin_loss
     tower.by_rows = by_rows                                                # of the pairs that a fusion sees
     own, weight_net = nn.ModuleDict(), WeightNet(args.weight_hidden)       # outside DDP
+    own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
     if args.weighting in ("meta", "joint"):
         own["weight_net"] = weight_net
     own.to(run.device)
@@ -500,12 +506,13 @@ def main(args):
     run.begin(evaluator, guesses, banner_lines(args, meta, margins) | about)
     for batch in batches:
         progress, mu = run.step / run.total, margin_at(run.step, args)
+        tau = own["tau"]["log_tau"].exp() if args.learnable_tau else args.tau               # () or a float
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         inputs = inputs_of(batch, tokenizer, run.device, train, questions)
         due = args.weighting == "meta" and run.step % args.meta_every == 0
         if due or args.weighting == "l2rw":
             meta_inputs = inputs_of(next(meta_batches), tokenizer, run.device, meta, questions)
-            losses = losses_of(plain, args.tau, mu, run.device, args.eta, contrast)
+            losses = losses_of(plain, tau, mu, run.device, args.eta, contrast, args.contrastive_weight)
             theta = {k: p for k, p in plain.named_parameters() if p.requires_grad}
             look_ahead = losses, theta, inputs, meta_inputs
         if args.weighting == "l2rw":
@@ -518,7 +525,7 @@ def main(args):
             meta_optimizer.zero_grad()
 
         video, text, *scores = chunks.encode(inputs)                       # (B, D) each, (B, A) of questions
-        sample = contrast(video, text, args.tau, mu)                       # (B,)
+        sample = args.contrastive_weight * contrast(video, text, tau, mu)  # (B,)
         if questions:
             answered = answer_loss(*scores, inputs["answers"])             # (B,)
             sample = sample + args.eta * answered                          # Eq. 3
@@ -529,13 +536,16 @@ def main(args):
         weight = weight.detach() if args.weighting == "meta" else weight   # (B,); its network learns by Eq. 10 alone
         loss = (weight * sample).mean()                                    # (); Eq. 8
 
-        run.check_finite(loss, args.tau, (video, text), batch, "--virtual-lr or --lr" if args.virtual_lr else "--lr")
+        run.check_finite(loss, tau, (video, text), batch, "--virtual-lr or --lr" if args.virtual_lr else "--lr")
         chunks.backward(loss)                                              # the full batch's gradient
         common.average_gradients(own.parameters())
         if args.grad_clip:
             run.accelerator.clip_grad_norm_([*tower.parameters(), *own.parameters()], args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
+        if args.learnable_tau:
+            own["tau"]["log_tau"].data.clamp_(*map(math.log, TAU_LIMITS))
+            tau = own["tau"]["log_tau"].detach().exp()
 
         numbers = {}
         if run.logs_now():
@@ -544,7 +554,7 @@ def main(args):
             numbers = {"mu": mu} | numbers_of(sample, weight, swapped, (video, text), args, run, weight_net)
             if questions:
                 numbers |= answers.numbers(*scores, inputs["answers"], answered, batch["rows"], train, run.device)
-        run.done(batch, loss, args.tau, numbers)
+        run.done(batch, loss, tau, numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if rank() == 0:
@@ -565,13 +575,17 @@ def random_guess(mu, args, answer=0.0):
     """The unweighted loss where every angle is pi / 2, so that the margin makes each pair's cosine sin(mu); and of
     answers that are all alike (nats)."""
     pair = angular_cosine(torch.zeros((), dtype=torch.float64), mu).item()              # sin(mu)
-    return 2 * math.log1p((args.batch_size - 1) * math.exp(-pair / args.tau)) + args.eta * answer
+    way = math.log1p((args.batch_size - 1) * math.exp(-pair / args.tau))
+    return 2 * args.contrastive_weight * way + args.eta * answer
 
 
 def banner_lines(args, meta, margins):
     """What the banner says of the method."""
+    if not args.contrastive_weight:
+        return {"loss": "that of the answers alone (--contrastive-weight 0)"}
+    tau = f"tau {args.tau:g}{', learnt' * args.learnable_tau}"
     lines = {"loss": f"{args.loss}: weights {args.weighting}, margin {args.margin_schedule}",
-             "temperature": f"tau {args.tau:g}; mu {margins[0]:.3g} .. {margins[1]:.3g} rad"}
+             "temperature": f"{tau}; mu {margins[0]:.3g} .. {margins[1]:.3g} rad"}
     return lines | ({"meta-data": meta.note} if meta else {})
 
 
@@ -593,7 +607,7 @@ def encode(model, pixels, tokens, question=None, choices=None, answers=None):
     return model(pixels, tokens, question, choices)
 
 
-def losses_of(tower, tau, mu, device, eta=1.0, contrast=angular_margin_loss):
+def losses_of(tower, tau, mu, device, eta=1.0, contrast=angular_margin_loss, contrastive_weight=1.0):
     """The function (parameters, inputs) -> (B,) of weightnet_gradient: the towers with other weights, in float32, with
     the dropout in each call that a step begun now has; neither weights nor statistics of the towers change."""
     cards = [device] if device.type == "cuda" else []
@@ -604,7 +618,7 @@ def losses_of(tower, tau, mu, device, eta=1.0, contrast=angular_margin_loss):
         with torch.random.fork_rng(cards):                                 # afterwards as before
             common.set_random_state(random, device)
             video, text, *scores = encode(lambda *x: functional_call(tower, state, x), **inputs)
-        sample = contrast(video, text, tau, mu)                     # (B,)
+        sample = contrastive_weight * contrast(video, text, tau, mu)       # (B,)
         return sample + eta * answer_loss(*scores, inputs["answers"]) if scores else sample
     return losses
 

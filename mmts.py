@@ -52,9 +52,10 @@ Differences from the paper and from the authors' code (released only for EPIC-KI
     ViT-B/16 with VAST's fine-tuning values. VAST learns InfoNCE's temperature, starting at 0.07: its baseline is
     --no-schedule --no-shifts --learnable-tau (AVION's is frozen). "SentenceBERT" does not name a model; we chose
     all-MiniLM-L6-v2. SSv2-LT's temperatures are those of a cell of Table 8 with Table 7's R@1; two more cells have it.
-    Its epochs and batch, which nobody says, are YouCook2's.
+    Its epochs and batch, which nobody says, are YouCook2's; both towers learn at VAST's 3e-5 (VAST's vision: 5e-7).
 10. CC3M's batch, epochs, optimiser and text tower are not stated. Our guess is the CC3M trainer's (iSogCLR,
-    DistilBERT). The learning rate's cosine is by step. Table 1's "Avg." is the mean of both R@1, beside R-Mean.
+    DistilBERT), in bf16 for its fp16; warm-ups start near 0 (AVION: at 1e-6, the CC3M trainer: at 1e-5). The learning
+    rate's cosine is by step. Table 1's "Avg." is the mean of both R@1, beside R-Mean.
 11. Misprints: "text-to-image retrieval improving by 3.4 %" is image -> text (Table 1, TR@1); Table 5's nDCG of nouns,
     65.3, is 65.8 in Tables 2 and 4. In Table 9 the authors' own baseline with refinement (53.1, R@1) is no worse than
     MM-TS (53.0). Section 4.6's gain of 4.3 % mAP (TS, CLIP loss) is 5.3 in Table 4.
@@ -236,18 +237,18 @@ TAU_LIMITS = 0.01, 1.0                                                    # of a
 WORDS = {"infonce": "tau", "max-margin": "margin"}                        # the quantity with schedule and shifts
 
 
-def ranges_of(dataset, loss):
-    """(alpha, sh-, sh+, their source) of a data set and a loss."""
-    return RANGES.get((dataset, loss)) or RANGES["own", loss]
+def ranges_of(recipe, loss):
+    """(alpha, sh-, sh+, their source) of a recipe and a loss."""
+    return RANGES.get((recipe, loss)) or RANGES["own", loss]
 
 
 def loss_defaults(chosen):
-    """Defaults for --dataset and --loss together; chosen: these flags. Only InfoNCE has label smoothing."""
-    recipe = RECIPES.get(chosen.dataset, OWN)
+    """Defaults for --recipe and --loss together; chosen: these flags. Only InfoNCE has label smoothing."""
+    recipe = RECIPES[chosen.recipe]
     loss = chosen.loss or recipe["loss"]
     if loss not in ("infonce", "max-margin"):
         return {}                                                          # argparse refuses it
-    alpha, low, high, _ = ranges_of(chosen.dataset, loss)
+    alpha, low, high, _ = ranges_of(chosen.recipe, loss)
     smoothing = recipe.get("label_smoothing", 0.0) if loss == "infonce" else 0.0
     return dict(alpha=alpha, shift_min=low, shift_max=high, label_smoothing=smoothing)
 
@@ -441,7 +442,7 @@ def banner_lines(clusters, steps, period, args):
             (False, True): "shifts alone (ICS)", (False, False): "fixed (the baseline)"}[args.schedule, args.shifts]
     low, high = range_of(args, steps, period)
     name, values = WORDS[args.loss], "temperature" if args.loss == "infonce" else "margin"
-    alpha, sh_min, sh_max, source = ranges_of(args.dataset, args.loss)
+    alpha, sh_min, sh_max, source = ranges_of(args.recipe, args.loss)
     same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
     words = f"{name} {low:g} .. {high:g} over the run, period {period:g} steps ({source if same else 'by flags'})"
     if args.learnable_tau:

@@ -74,9 +74,9 @@ import common
 
 from common import (  # isort: skip
     Captioner, Evaluator, FEATURES, Parser, Run, below_one, between, by_rows, captioning_loss, clean_exit, count,
-    feature_recipe, feature_words, fp32, gather, nonnegative, normalize, on_card, one_number, open_data, part,
-    per_anchor, positive, positive_index, rank, retrieval_both_ways, set_dropout, support_summary, to_device,
-    write_tensors)
+    feature_recipe, feature_words, fp32, freeze_as_clip4clip, gather, nonnegative, normalize, on_card, one_number,
+    open_data, part, per_anchor, positive, positive_index, rank, retrieval_both_ways, set_dropout, support_summary,
+    to_device, write_tensors)
 
 import torch
 import torch.nn as nn
@@ -237,18 +237,19 @@ CLIP4CLIP = dict(
     image_encoder="openai/clip-vit-base-patch32", text_encoder="openai/clip-vit-base-patch32", pretrained=True,
     embed_dim=512, image_size=224, image_stats="encoder", eval_resize="crop", frames=12, frame_sampling="uniform",
     text_length=32, text_pooling="cls", clean_captions=False, unfold_captions=True, join_captions=False,
+    freeze="clip4clip",
     epochs=5.0, batch_size=128, chunk_size=32, optimizer="adamw", lr=1e-7, lr_end=0.0, lr_schedule="cosine",
-    warmup_epochs=0.5, weight_decay=0.2, beta1=0.9, beta2=0.98, eps=1e-6, grad_clip=1.0,
+    warmup_epochs=0.0, warmup_fraction=0.1, weight_decay=0.2, beta1=0.9, beta2=0.98, eps=1e-6, grad_clip=1.0,
     tau=0.01, learnable_tau=True, loss_scale=1.0, queue_size=16_384, crop_min=1.0, flip=0.0, jitter=0.0,
     mixed_precision="no", log_every=50, save_every=500, eval_every=0)
 PARAGRAPHS = CLIP4CLIP | dict(
-    epochs=10.0, chunk_size=8, warmup_epochs=1.0, text_length=64, frames=64, unfold_captions=False)
+    epochs=10.0, chunk_size=8, text_length=64, frames=64, unfold_captions=False)
 IMAGES = CLIP4CLIP | dict(recipe="ours; as msrvtt, on images", chunk_size=0, unfold_captions=False)
 MOVING = CLIP4CLIP | dict(
     recipe="ours",
-    image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
+    image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128, freeze="none",
     image_size=32, image_stats="encoder", frames=4, text_length=24, text_pooling="mean", unfold_captions=False,
-    epochs=24.0, chunk_size=0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, eps=1e-8,
+    epochs=24.0, chunk_size=0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, warmup_fraction=0.0, weight_decay=0.1, eps=1e-8,
     tau=0.1, learnable_tau=False, queue_size=2000,
     crop_min=0.8, jitter=0.2, log_every=10, save_every=120, eval_every=120)
 EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
@@ -256,20 +257,22 @@ OWN = MOVING | dict(
     recipe="ours; small towers from scratch", image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
 RECIPES = {
     "moving-emoji": MOVING, "emoji": EMOJI,
-    "msrvtt": CLIP4CLIP, "msvd": CLIP4CLIP | dict(epochs=3.0, warmup_epochs=0.0), "activitynet": PARAGRAPHS,
+    "msrvtt": CLIP4CLIP, "msvd": CLIP4CLIP | dict(epochs=3.0, warmup_fraction=0.0), "activitynet": PARAGRAPHS,
     "didemo": PARAGRAPHS | dict(recipe="ours; as activitynet, which is as long"),
     "youcook2": CLIP4CLIP | dict(recipe="ours; as msrvtt"),
-    "howto100m": CLIP4CLIP | dict(recipe="ours; as msrvtt", epochs=1.0, warmup_epochs=0.1, unfold_captions=False),
+    "howto100m": CLIP4CLIP | dict(recipe="ours; as msrvtt", epochs=1.0, unfold_captions=False),
     "coco": IMAGES, "flickr30k": IMAGES, "cc3m": IMAGES, "cc12m": IMAGES, "own": OWN}
 
 
 def loss_defaults(chosen):
-    """Defaults of --loss and of precomputed features; chosen: the flags dataset, loss and image_encoder."""
+    """Defaults of --loss and of precomputed features; chosen: the flags recipe, loss and image_encoder."""
     defaults = {} if chosen.loss == "ncl" else dict(normalize="none")      # baselines are reported as they are
     if chosen.loss == "max-margin":
         defaults |= dict(learnable_tau=False)
+    if "clip" not in (chosen.image_encoder or "clip").lower():             # of a recipe with another encoder
+        defaults |= dict(freeze="none")
     if chosen.image_encoder in FEATURES:                                   # SSB, or towers after it (App. C)
-        defaults |= feature_recipe(chosen, RECIPES.get(chosen.dataset, OWN)["pretrained"])
+        defaults |= feature_recipe(chosen, RECIPES[chosen.recipe]["pretrained"])
     return defaults
 
 
@@ -288,6 +291,8 @@ def parse_args(argv=None):
     g.add_argument("--queue-size", type=count, help="K, training queries kept of each kind; paper 16,384")
     g.add_argument("--captioning-weight", type=nonnegative, default=0.0,
                    help="of SSB's captioning loss, which needs a T5 as --text-encoder; SSB 10; 0 = off")
+    g.add_argument("--freeze", choices=["clip4clip", "none"],
+                   help="of a CLIP its embeddings and first norm, as CLIP4Clip's scripts do; or nothing")
     g = p.group("with --loss ncl or infonce", loss=("ncl", "infonce"))
     g.add_argument("--learnable-tau", action=yesno, help="learn gamma from --tau on, as CLIP's logit scale")
     g = p.group("with --captioning-weight", captioning_weight=True)
@@ -321,6 +326,8 @@ def main(args):
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
     set_dropout(tower, args.dropout, args.text_dropout)
+    if args.freeze == "clip4clip":
+        freeze_as_clip4clip(tower)
     own = nn.ModuleDict()                                                  # gamma and the queues stay outside DDP
     own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
     own["texts"] = QueryQueue(args.queue_size, args.embed_dim)
@@ -391,7 +398,7 @@ def main(args):
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if rank() == 0:
         queues = {kind: own[kind].get() for kind in ("texts", "videos")}
-        queues["gamma"] = torch.tensor([gamma_now(own, args)])
+        queues["gamma"] = torch.tensor([gamma_now(own, args)], dtype=torch.float64)
         write_tensors(run.folder / "queues.safetensors", queues)
     return run.finish(lambda run: draw(run, retrieval_biases))
 
@@ -437,7 +444,7 @@ def banner_lines(train, own, args):
     factor = f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""
     factor += f", + {args.captioning_weight:g} x captioning (T {args.support_tau:g})" if args.captioning_weight else ""
     queues = f"queues of {args.queue_size:,} texts and clips ({epochs:.1f} epochs)"
-    lines = {"loss": f"{args.loss}{rounds}{factor}",
+    lines = {"loss": f"{args.loss}{rounds}{factor}", "frozen": args.freeze,
              "temperature": f"gamma {gamma_now(own, args):g}" + ", learnt" * args.learnable_tau,
              "test time": f"--normalize {args.normalize}, {queues} of {args.dataset}; other sets without biases"}
     return lines | (feature_words(args) if args.image_encoder in FEATURES else {})

@@ -329,19 +329,19 @@ ROWS = {  # Table 3: which terms the loss has, and their weights
 
 
 def defaults_of(chosen):
-    """Defaults that follow from what was chosen first: loss, row, experts, data set and image encoder."""
+    """Defaults that follow from what was chosen first: loss, row, experts, recipe and image encoder."""
     row = "" if chosen.image_expert or chosen.text_expert or chosen.loss != "temo" else chosen.row
     found = {"row": row, "detach_tau": False, "similarity": "shifted"} | ROWS.get(row, ROWS["a"])  # experts: L_MM alone
     if chosen.loss == "slip":
         found |= dict(tau=0.07, learnable_tau=True, tau_clamp=[0.01, 1.0])  # paper, Section 4; clamp of SLIP's code
-    if chosen.dataset not in ("cc3m", "cc12m"):
+    if chosen.recipe not in ("cc3m", "cc12m"):
         return found
     dystress, unimodal = chosen.loss.startswith("dystress"), row in ("c", "f", "g")
     if chosen.loss == "cwcl":
         found["tau"] = 0.05                                                # Table 1
     if dystress or row == "b":
         found["tau_alpha"] = 0.03 if dystress else 0.05
-    if chosen.dataset == "cc3m":
+    if chosen.recipe == "cc3m":
         found["lr"] = 2e-4 if dystress or unimodal else 8e-4
         return found | ({"image_size": 224} if chosen.image_encoder.startswith("vit") else {})
     slip = chosen.loss == "slip" or row not in ("", "a")                   # SLIP's values, else those of its CLIP
@@ -364,7 +364,7 @@ def parts_of(args):
 
 
 def parse_args(argv=None):
-    """Flags; the recipe of --dataset and what defaults_of says give the defaults."""
+    """Flags; the recipe of --dataset or --recipe and what defaults_of says give the defaults."""
     p = Parser(__file__, "TeMo: per-pair temperature, multimodal and unimodal.")
     yesno = argparse.BooleanOptionalAction
     g = p.group("method")
@@ -478,7 +478,7 @@ def main(args):
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args)
     words = "T is the caption"
     if augmented:
-        words = text_words(train, paraphrases, args.paraphrase_anchor, RECIPES.get(args.dataset, OWN)["recipe"])
+        words = text_words(train, paraphrases, args.paraphrase_anchor, RECIPES[args.recipe]["recipe"])
     run.begin(evaluator, random_guess(args), banner_lines(args, tau_of) | {"texts": words})
     for batch in batches:
         progress = run.step / run.total                                    # t of Eq. 8

@@ -39,8 +39,8 @@ Differences from the paper and from the authors' code:
  6. SDCLR, as in its authors' code: the second view goes through the pruned network, without the smallest `prune` of all
     weights of the encoder's convolutions and linear layers together; masks are refreshed every epoch. It has its own
     BatchNorms (weights and statistics), in the head too. Both branches receive the gradient.
- 7. Colour operations have a fixed order and one blur radius. Crops are bilinear and antialiased (common.Augment); the
-    authors' are bicubic. The last, short batch of an epoch is left out; theirs is kept.
+ 7. Colour operations have a fixed order and one blur radius; ImageNet100's blur is in the code alone. Crops are
+    bilinear and antialiased (common.Augment), the authors' bicubic. An epoch's last, short batch is left out.
  8. Weight decay and initialisation of the ResNets: --decay-all (biases and norms too) and --no-zero-init (timm starts
     the last BatchNorm of each block at 0) follow the authors' code. The paper's recipes and fashion-mnist-lt set both.
     The 3x3 stem of resnet18-cifar has torch's default initialisation, theirs He's normal one.
@@ -280,7 +280,7 @@ SDCLR = {"cifar10-lt": dict(tau_min=0.2, prune=0.9), "cifar100-lt": dict(tau_min
 
 def chosen_defaults(chosen):
     """By --loss, --schedule (fixed: the baseline's 0.2; cos and others: the recipe's) and --stop-at-phase."""
-    own = SDCLR.get(chosen.dataset, {}) if chosen.loss == "sdclr" else {}
+    own = SDCLR.get(chosen.recipe, {}) if chosen.loss == "sdclr" else {}
     found = {"tau_min": 0.2} | own | {"schedule": chosen.schedule or ("fixed" if own else "cos")}
     if found["schedule"] != "fixed":
         del found["tau_min"]

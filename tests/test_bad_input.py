@@ -270,10 +270,28 @@ def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
     out = capsys.readouterr().out
     assert summary["batch"] == 23 and "; --batch-size 256 -> 23, which fits the data" in out
     assert "batch        23 = 1 x 23; 22 negatives per anchor" in out
+    said = f"recipe       own, but --image-size by flag; {good} has none of its own: --recipe emoji|cc3m|cc12m|"
+    assert out.startswith(f"temo.py\n  {said}")
     assert "FEW QUERIES: of " in out and " images one is worth " in out
     args = temo.parse_args(["--resume", str(tmp_path / "r")])
     assert args.batch_size == 23 and json.loads((tmp_path / "r" / "args.json").read_text())["batch_size"] == 23
     assert not temo.parse_args([]).fit_batch and not temo.parse_args(["--dataset", "x.csv", "--batch-size=8"]).fit_batch
+
+
+def test_a_paper_s_recipe_wants_a_card_or_to_be_told(good, tmp_path, monkeypatch):
+    """One line with torch's own reason; ours trains on the CPU without a word."""
+    def no_card():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", no_card)
+    for script, recipe in ((temo, "cc3m"), (ncl, "msrvtt")):
+        flags = ["--dataset", str(good), "--recipe", recipe, "--output-dir", str(tmp_path)]
+        with pytest.raises(UserError) as error:
+            script.main(script.parse_args([*flags, "--eval-datasets", str(good)]))
+        assert str(error.value) == (f"recipe {recipe} without a card is for --cpu; torch: The NVIDIA driver on your "
+                                    "system is too old (found version 11040).")
+    for remark, flags in (("ours; tuned", []), ("paper", ["--cpu"]), ("the paper's", ["--cpu"]), ("", [])):
+        engine.run.refuse_without_card(temo.parse_args(flags), remark)
 
 
 def test_few_queries():

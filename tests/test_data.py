@@ -42,6 +42,7 @@ from helpers import (
     open_splits,
     picture,
     png16,
+    refused,
     tar_samples,
     write_captions,
     write_images,
@@ -254,6 +255,23 @@ def test_layout(layout, tmp_path):
     else:
         expected = held_out(sorted(sum(keys.values(), [])))
         assert {s: sorted(k) for s, k in keys.items()} == {s: k for s, k in expected.items() if k}
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.3])
+def test_more_or_less_of_train_is_val(fraction, tmp_path, capsys):
+    """The bands of one hash: test stays, val holds what a smaller one held, and few rows are said."""
+    write_rows(tmp_path / "t.csv", ["image", "caption"], [(f"{i}.png", caption(i)) for i in range(1000)])
+    usual, other = (open_splits(tmp_path / "t.csv", **more) for more in ({}, {"val_fraction": fraction}))
+    before, after = ({split: {*data.keys()} for split, data in of.items()} for of in (usual, other))
+    assert after["test"] == before["test"] and len(set.union(*after.values())) == 1000 == sum(map(len, after.values()))
+    assert len(after["val"]) == pytest.approx(1000 * fraction, rel=0.5)
+    assert after["val"] < before["val"] or after["val"] > before["val"]
+    assert ("fewer than 20 rows, --val-fraction holds out more" in other["val"].note) == (fraction < 0.02)
+    for flags, holds in ((["--dataset", "x.csv"], True), ([], False)):
+        asked = [*flags, "--val-fraction", "0.1"]
+        capsys.readouterr()
+        said = "" if holds else refused(temo.parse_args, asked, capsys)
+        assert temo.parse_args(asked).val_fraction == 0.1 if holds else "for own data" in said
 
 
 def test_held_out_splits_are_a_twentieth_each_and_the_same_every_time(tmp_path):

@@ -147,6 +147,31 @@ def test_classes_of_imagenet_have_the_first_of_their_names(tmp_path):
     data = common.load_data("imagenet", "test", data_dir=str(tmp_path))
     assert [n.strip() for n in data.label_names] == ["tench", "crane", "great white shark", "crane"]
     assert data.captions(2) == ["great white shark"] and data.labels.tolist() == [0, 1, 2, 3] * 2
+    assert data.prompts == hub_sets.IMAGENET_PROMPTS
+    with pytest.raises(UserError, match="--class-names clip: CLIP's names come with the tars of imagenet1k alone"):
+        common.load_data("imagenet", "test", data_dir=str(tmp_path), class_names="clip")
+
+
+def test_imagenet_has_clip_s_prompts_and_the_names_that_are_asked_for(tmp_path):
+    """The tars have CLIP's names and perhaps other prompts beside them; WordNet's first names are the default."""
+    prompts = hub_sets.IMAGENET_PROMPTS
+    some = ["a photo of a {c}.", "itap of my {c}.", "the {c} in a video game.", "a jpeg corrupted photo of the {c}.",
+            "the plushie {c}.", "graffiti of a {c}.", "a photo of the hard to see {c}.", "a photo of many {c}."]
+    assert len(set(prompts)) == 80 == len(prompts) and {*some} < {*prompts}
+    assert all(p.count("{c}") == 1 and "  " not in p for p in prompts)
+    samples = {f"s{i}": {"cls": str(i).encode(), "png": encode(picture(i % 100))} for i in (0, 134, 517)}
+    write_tar(tmp_path / "test" / "0.tar", samples)
+    (tmp_path / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n")
+    of, where = {}, {"data_dir": str(tmp_path)}
+    with pytest.raises(UserError, match="--class-names clip: no classnames.txt in "):
+        common.load_data("imagenet1k", "test", class_names="clip", **where)
+    (tmp_path / "classnames.txt").write_text("\n".join(f"name {i}" for i in range(1000)))
+    for names in ("wordnet", "clip"):
+        data = common.load_data("imagenet1k", "test", class_names=names, **where)
+        of[names] = [data.captions(k)[0].strip() for k in range(3)]
+        assert data.prompts == prompts and len(set(data.label_names)) == 1000
+    assert of == {"wordnet": ["tench", "crane bird", "crane"], "clip": ["name 0", "name 134", "name 517"]}
+    assert common.load_data("imagenet1k", "test", **where).captions(0) == ["tench"]
 
 
 def test_cc3m_streams_or_is_indexed(hub):

@@ -158,6 +158,36 @@ def test_gain_by_category_of_msrvtt(tmp_path, capsys):
     assert "   75.00 %" in said and "  music" in said and (tmp_path / "c.png").stat().st_size > 5000
 
 
+def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, capsys):
+    """Rows of --unfold-captions: kNN encodes each clip once. Figs. 2 and 5a: an LDA of the captions of a clip together,
+    known words decide a query's topic, a query without one is left out."""
+    files = msrvtt(tmp_path)
+    flags = [*files, "--meta-size", "4", "--unfold-captions"]
+    seen, encode = [], evaluation.by_class.encode_images
+    monkeypatch.setattr(evaluation.by_class, "encode_images", lambda model, data, *more, **k: (
+        seen.append(list(data.keys())), encode(model, data, *more, **k))[1])
+    run_script(mama, tmp_path / "mama", *flags)
+    assert seen and all(len(keys) == len(set(keys)) for keys in seen)
+    table = common.make_table([["cats purr", "a cat purrs"], ["cats meow purr"], ["cars drive", "cars race"],
+                               ["cars drive race"]] * 5, [f"v{k}" for k in range(20)])
+    data = common.Data("x", "train", table).unfold()
+    clips, queries, names = several.topics_of(data, ["the cats purr", "cars race", "unheard of"], 2)
+    assert len(clips) == 20 and len(set(clips[:2])) == len(set(clips[2:4])) == 1 and clips[0] != clips[2]
+    assert queries.tolist() == [clips[0], clips[2], -1]
+    assert "cats" in names[clips[0]] and "cars" in names[clips[2]]
+    run_script(mama, tmp_path / "infonce", *files[:-4], "--loss", "infonce", "--unfold-captions")
+    folders = [str(tmp_path / "infonce"), str(tmp_path / "mama")]
+    with pytest.raises(UserError, match="none of its 4 queries has a topic"):
+        several.main(["concepts", *folders, "--topics", "2", "--out", str(tmp_path / "t.png")])
+    sentences = tmp_path / "MSRVTT_JSFUSION_test.csv"
+    sentences.write_text(sentences.read_text().replace("clip number", "words").replace("words 15", "clip 15"))
+    data_sets._named.cache_clear()
+    several.main(["concepts", *folders, "--topics", "2", "--out", str(tmp_path / "t.png")])
+    said = capsys.readouterr().out
+    assert "1 of 4 queries have no topic and are left out" in said and "% of the training rows, gain" in said
+    assert (tmp_path / "t.png").stat().st_size > 5000
+
+
 def test_meta_data_of_unfolded_rows_are_of_as_many_clips():
     """With --unfold-captions the rows of a clip share its name; they would follow each other."""
     captions = [[f"clip {i} take {k}" for k in range(5)] for i in range(60)]

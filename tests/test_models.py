@@ -5,6 +5,7 @@ Configs are built here: no hub."""
 import copy
 import json
 import shutil
+import types
 
 import common
 from contrastive import encoders, engine, evaluation
@@ -50,6 +51,27 @@ def data(tmp_path_factory):
 
 
 # ---------------------------------------------------- towers by name ------------------------------------------------
+def test_a_clip_as_image_encoder_is_the_text_encoder_too(tiny):
+    """With the width of its projections; what a flag names is kept, and any other encoder leaves the recipe's."""
+    folder, clip = tiny("clip")
+    other = temo.parse_args([]).text_encoder
+    for flags, expected in (([], (folder, clip.config.projection_dim)), (["--embed-dim", "8"], (folder, 8)),
+                            (["--text-encoder", "small"], (other, 128))):
+        args = temo.parse_args(["--image-encoder", folder, *flags])
+        engine.run.clip_sets_both(args)
+        assert (args.text_encoder, args.embed_dim) == expected
+    args = temo.parse_args(["--image-encoder", "resnet18"])
+    engine.run.clip_sets_both(args)
+    assert args.text_encoder == other
+
+
+def test_the_banner_names_the_weights_of_timm():
+    body = encoders.towers.timm_encoder("resnet18", False, 32).body
+    assert engine.run.published_weights(types.SimpleNamespace(body=body)).startswith("published weights (resnet18.")
+    other = types.SimpleNamespace(body=torch.nn.Identity())
+    assert engine.run.published_weights(other) == "published weights, where there are some"
+
+
 @pytest.mark.parametrize("name", ["small", "resnet18-cifar", "resnet10t", "vit_tiny_patch16_224", "mixer_s32_224",
                                   "swin_s3_tiny_224", "mobilenetv3_small_050", "hgnetv2_b0"])
 def test_image_encoders_and_frames(name):

@@ -794,10 +794,11 @@ def test_bad_data(features, tmp_path):
 def test_recipes_of_the_paper():
     """App. B: epochs 5, 3 and 10, warm-up over a tenth except on MSVD, 32 or 64 tokens, 12 or 64 frames, a queue of
     16,384; Sec. 3.2: 4 rounds; images: CC3M's tars by an index."""
-    facts = {"msrvtt": (5, 0.5, 32, 12), "msvd": (3, 0, 32, 12), "activitynet": (10, 1, 64, 64)}
+    facts = {"msrvtt": (5, 0.1, 32, 12), "msvd": (3, 0, 32, 12), "activitynet": (10, 0.1, 64, 64)}
     for name, expected in facts.items():
         args = ncl.parse_args(["--dataset", name])
-        assert (args.epochs, args.warmup_epochs, args.text_length, args.frames) == expected
+        assert (args.epochs, args.warmup_fraction, args.text_length, args.frames) == expected
+        assert args.warmup_epochs == 0
         assert (args.lr, args.batch_size, args.queue_size, args.iterations) == (1e-7, 128, 16_384, 4)
         assert (args.tau, args.learnable_tau, args.normalize, args.dropout) == (0.01, True, "queue", 0)
         assert args.unfold_captions == (name != "activitynet")
@@ -862,3 +863,41 @@ def test_the_same_queries_before_and_after(tmp_path, monkeypatch):
                                                                              f"text {query}")
 
 
+def test_the_warm_up_is_a_part_of_the_run(tmp_path, capsys):
+    """CLIP4Clip's 10 %, however many epochs; either flag replaces the recipe's, both are refused."""
+    def of(*flags):
+        args = ncl.parse_args([*map(str, flags)])
+        return args.warmup_epochs, args.warmup_fraction
+    assert of("--dataset", "msrvtt", "--epochs", 20) == (0, 0.1) and of("--warmup-fraction", 0.2) == (0, 0.2)
+    assert of("--dataset", "msrvtt", "--warmup-epochs", 1) == (1, 0) and of() == (2, 0)
+    for name in ("ssb", "features"):
+        assert of("--dataset", "msrvtt", "--image-encoder", name, "--feature-dir", tmp_path)[1] == 0.1 * (name != "ssb")
+    assert "give one of them" in refused(ncl.parse_args, ["--warmup-fraction", ".1", "--warmup-epochs", "1"], capsys)
+    main(tmp_path / "r", "--max-steps", 8, "--warmup-fraction", 0.5)
+    rates = [row["lr"] for row in steps(tmp_path / "r")]
+    assert rates[:4] == pytest.approx([2e-3 * k / 4 for k in (1, 2, 3, 4)]) and rates[7] < rates[4] <= 2e-3
+
+
+def test_clip4clip_freezes_embeddings_and_first_norms(tiny, tmp_path, capsys):
+    """As its scripts do (--freeze_layer_num 0): these stay as they were, all else learns; others are refused."""
+    name, model = tiny("clip")
+    clip = ["--image-encoder", name, "--text-encoder", name, "--pretrained", "--image-size", 32, "--text-length", 12,
+            "--embed-dim", 16, "--max-steps", 2, "--lr", 0.01, "--weight-decay", 0.2]
+    main(tmp_path / "r", *clip, "--freeze", "clip4clip")
+    assert "clip4clip" in next(line for line in capsys.readouterr().out.splitlines() if "  frozen" in line)
+    main(tmp_path / "all", *clip)
+    frozen, free = (load_file(tmp_path / run / "model.safetensors") for run in ("r", "all"))
+    still = set()
+    for key, value in model.state_dict().items():
+        half, _, rest = key.partition("_model.")
+        found = f"{half}.body.{rest}"
+        if found in frozen and value.is_floating_point():
+            assert not torch.equal(free[found], value), found
+            still |= {rest} if torch.equal(frozen[found], value) else set()
+    assert still == {"embeddings.class_embedding", "embeddings.patch_embedding.weight", "pre_layrnorm.weight",
+                     "embeddings.position_embedding.weight", "embeddings.token_embedding.weight", "pre_layrnorm.bias"}
+    with pytest.raises(UserError, match="--freeze clip4clip: is for a CLIP as both encoders"):
+        main(tmp_path / "small", "--freeze", "clip4clip")
+    freezes = [ncl.parse_args(["--dataset", "msrvtt", *more]).freeze for more in (
+        [], ["--image-encoder", "resnet18"], ["--image-encoder", "openai/clip-vit-base-patch16"])]
+    assert freezes == ["clip4clip", "none", "clip4clip"] and ncl.parse_args([]).freeze == "none"

@@ -502,3 +502,41 @@ def test_recipes_are_the_paper_s():
         assert mama.RECIPES[name]["recipe"].startswith("paper")
     assert mama.parse_args([]).task == "retrieval" and mama.parse_args([]).caption_noise == 0.3
     assert mama.parse_args(["--task", "qa-open"]).caption_noise == 0
+
+
+def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path, capsys):
+    """--contrastive-weight 0: the loss is that of the answers, and what belongs to Eq. 1 is refused; between 0 and 1 it
+    weighs Eq. 1."""
+    alone = "--task", "qa-open", "--contrastive-weight", "0"
+    args = mama.parse_args([*alone])
+    assert (args.weighting, args.margin_schedule) == ("none", "none")
+    main(tmp_path / "alone", *alone)
+    said = capsys.readouterr().out
+    assert "that of the answers alone" in said and "mu 0" not in said
+    assert [row["loss"] for row in logged(tmp_path / "alone")] == pytest.approx([r["CE"] for r in
+                                                                                 logged(tmp_path / "alone")])
+    main(tmp_path / "half", "--task", "qa-open", "--contrastive-weight", "0.5", "--weighting", "none", "--tau", "1",
+         "--margin-schedule", "none")
+    row, said = logged(tmp_path / "half")[0], capsys.readouterr().out
+    assert math.log(16) - 2 < row["loss"] - row["CE"] < math.log(16) + 2 and "contrastive weight 0.5" in said
+    capsys.readouterr()
+    assert mama.random_guess(0.0, mama.parse_args(["--batch-size", "16", "--contrastive-weight", "0.5"])) == \
+        pytest.approx(math.log(16))
+    for flags in (["--tau", "1"], ["--learnable-tau"], ["--margin-schedule", "none"], ["--a0", "1"], ["--loss", "mama"],
+                  ["--weighting", "focal"], ["--meta-size", "9"], ["--meta-lr", "1"], ["--qa-similarity", "fused"]):
+        assert flags[0] in refused(mama.parse_args, [*alone, *flags], capsys)
+    assert "no loss is left" in refused(mama.parse_args, ["--contrastive-weight", "0"], capsys)
+    assert "no loss is left" in refused(mama.parse_args, [*alone, "--eta", "0"], capsys)
+
+
+@pytest.mark.parametrize("weight", ["0.5", "2"])
+def test_the_look_ahead_has_the_contrastive_weight(weight):
+    """losses_of gives the same (B,) as a step."""
+    model, generator = model_of(["yes", "no"]).double(), torch.Generator().manual_seed(5)
+    batch = {"pixels": torch.randn(4, 3, 16, 16, generator=generator, dtype=torch.float64), "tokens": words(4, 6),
+             "question": words(4, 5), "answers": torch.tensor([0, 1, -1, 1])}
+    parameters = dict(model.named_parameters())
+    whole, alone = (mama.losses_of(model, 0.5, 0.2, CPU, eta, contrastive_weight=w)(parameters, batch)
+                    for eta, w in ((1.0, float(weight)), (1.0, 0.0)))
+    pair = mama.losses_of(model, 0.5, 0.2, CPU, eta=0.0)(parameters, batch)
+    assert torch.allclose(whole, alone + float(weight) * pair)

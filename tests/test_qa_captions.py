@@ -6,6 +6,7 @@ import shutil
 
 import common
 from contrastive import data as data_sets
+from contrastive.data.table import with_column
 from contrastive.encoders.texts import Tokenizer
 from contrastive.engine.processes import UserError
 from contrastive.evaluation import answers
@@ -58,6 +59,19 @@ def opened(files, name="msrvtt-qa", more=()):
 def flags_of(files, name="nextqa"):
     return [str(x) for x in ("--dataset", name, "--data-dir", files, "--video-dir", files / "videos", *HOW,
                              "--batch-size", "10", "--meta-batch-size", "4", "--meta-size", "8")]
+
+
+@pytest.mark.parametrize("more", [[], ["--extra-captions", "own.csv"]])
+def test_questions_are_not_ranked_as_captions(files, more, tmp_path):
+    """--task retrieval: they are the captions of these rows, of all or of those without a caption of their own."""
+    more = [str(files / word) if word.endswith("csv") else word for word in more]
+    train, _ = opened(files, "msrvtt-qa", more)
+    if more:                                                               # a row that nobody has described
+        train = with_column(train, "captions", [[q] if k == 3 else c for k, (q, c) in
+                                                enumerate(zip(train.column("question"), train.column("captions")))])
+    with pytest.raises(UserError, match="--task retrieval: msrvtt-qa has questions in place of captions"):
+        mama.answers.questions_of(train, mama.parse_args([*flags_of(files, "msrvtt-qa"), "--task", "retrieval"]))
+
 
 
 def extra(files, *names):

@@ -114,6 +114,25 @@ def test_the_value_of_a_flag_stands_in_one_place(monkeypatch):
     assert not {k for k in shared if defaults["temo.py"][k] is not None}
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_any_recipe_for_any_data(name, capsys):
+    """The values of the set that --recipe names, but for that set's own flags; its place among the evaluation sets is
+    that of the data; and what follows from the recipe (mmts.py's ranges, temo.py's rates) follows it."""
+    module = importlib.import_module(name)
+    for recipe in module.RECIPES:
+        known = recipe if recipe != "own" else "other.csv"
+        theirs, ours = (vars(module.parse_args(["--dataset", data, "--recipe", recipe])) for data in (known, "my.csv"))
+        assert ours["recipe"] == recipe and ours["dataset"] == "my.csv" and not ours["changed"]
+        assert ours.get("eval_datasets") == theirs.get("eval_datasets") or "my.csv" in ours["eval_datasets"]
+        assert recipe not in ours.get("eval_datasets", ())
+        other = {k for k in ours if ours[k] != theirs[k]}
+        assert other <= {"dataset", "eval_datasets"}, (recipe, other)
+    assert module.parse_args(["--dataset", "my.csv"]).recipe == "own"
+    assert module.parse_args([]).recipe == module.parse_args([]).dataset == next(iter(module.RECIPES))
+    said = refused(module.parse_args, ["--dataset", "my.csv", "--recipe", "cc4m"], capsys)
+    assert said.startswith(f"error: --recipe cc4m: there are {next(iter(module.RECIPES))}, ")
+
+
 def test_a_recipe_without_a_value_is_refused(monkeypatch, capsys):
     monkeypatch.setitem(ncl.RECIPES, "own", {k: v for k, v in ncl.OWN.items() if k not in ("tau", "lr_end")})
     with pytest.raises(SystemExit):

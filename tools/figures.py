@@ -2,7 +2,7 @@
 
     python -m tools.figures phase runs/T200 runs/T400 runs/T1000           # TS, Fig. 4
     python -m tools.figures margins runs/mu0 runs/mu1 runs/mu2             # MAMA, Fig. 4, left and middle
-    python -m tools.figures concepts runs/infonce runs/mama --out c.pdf    # MAMA, Fig. 5
+    python -m tools.figures concepts runs/infonce runs/mama --topics 10    # MAMA, Figs. 2 and 5
     python -m tools.figures clusters mmts.py --dataset youcook2 --data-dir ANNOTATIONS    # MM-TS, Figs. 3 to 11
 
 phase: mean and deviation of the few-shot probe on val over each run's last full period, of runs of
@@ -14,11 +14,11 @@ margins: accuracy on val against the margin a0 / a1 and a2 of Eq. 6, of runs of 
 caption puts a0 in the middle panel, which would repeat the left one (a1 = 10 throughout); its text says a2, which is
 drawn here. (Right panel: weights.png of each run.)
 
-concepts: what the second run gains over the first for each concept, against the concept's frequency. A concept is the
-class (label or verb) of the clip that a caption describes, or the answer to a question; its frequency is its share of
-the training rows. (The paper's Figs. 2 and 5a count topics of a topic model, LDA, which is not here.) The test split is
-evaluated again with the encoders of both runs. The gain is a difference in points, since the paper's relative gain is
-undefined where the first run gets nothing right.
+concepts: what the second run gains over the first for each concept, in percent of the first's R@1 or accuracy (Fig. 5),
+against the concept's share of the training rows (Fig. 2). Where the first gets nothing right there is no such gain:
+"-". A concept is the answer to a question, or of retrieval the class (label or verb) of the clip that a caption
+describes; with --topics K the likeliest of K topics that an LDA finds in the captions of the training clips, a clip's
+together (the paper does not say its K). The test split is evaluated again with the encoders of both runs.
 
 Over any runs, the first the baseline: temperatures, gap, similarities, false-positives (TeMo, Figs. 2, 3, 4 and 5, 6);
 errors, queries, modalities (NCL, Figs. 2, 6, 7 and 8); tails (TS, Figs. 3 and 5, runs at several temperatures).
@@ -38,9 +38,11 @@ import common
 from contrastive.data import data_options, load_data, open_data
 from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import UserError, clean_exit, flatten, opening, read_json, say, slug
+from contrastive.engine.ranges import whole
 from contrastive.evaluation import answers
 from contrastive.evaluation.clusters import check_source, open_clusters
 from contrastive.evaluation.metrics import retrieval_metrics
+from contrastive.evaluation.retrieval import measure
 from contrastive.figures import several
 from contrastive.figures.base import figure, legend_above, line_style, save_figure
 from contrastive.figures.mmts import draw_figures
@@ -149,7 +151,22 @@ def draw_margins(folders):
 
 
 # ---- MAMA, Fig. 5 ----
-def hits(folder):
+def topics_of(train, queries, k):
+    """(topic of each training clip (M,), of each query (Q,), names): the likeliest of k topics of an LDA, -1 for a text
+    without a word that it knows."""
+    from sklearn.decomposition import LatentDirichletAllocation
+    from sklearn.feature_extraction.text import CountVectorizer
+    words, train = CountVectorizer(stop_words="english"), train.folded()
+    counts = words.fit_transform([" ".join(train.captions(i)) for i in range(len(train))])                # (M, words)
+    model, names = LatentDirichletAllocation(k, random_state=0).fit(counts), words.get_feature_names_out()
+
+    def likeliest(counts):
+        return np.where(counts.sum(1).A1 > 0, model.transform(counts).argmax(1), -1)
+    named = [" ".join(names[np.argsort(-topic)[:3]]) for topic in model.components_]
+    return likeliest(counts), likeliest(words.transform(queries)), named
+
+
+def hits(folder, topics=0):
     """(concepts (Q,), hits (Q,) 0 or 1, {concept: share of the training rows}, keys (Q,)) of a run's queries."""
     with opening(folder):
         args = argparse.Namespace(**read_json(Path(folder) / "args.json") | {"eval_every": 0, "extra_pairs": []})
@@ -157,11 +174,12 @@ def hits(folder):
         test = evals[args.dataset]["test"]
         model = common.load_model(folder)
     test = answers.shuffled(test) if args.shuffle_video else test          # the control has its own task
-    _, _, pieces = common.Evaluator(*model, {args.dataset: {"test": test}}, train, torch.device("cpu"), args)("test")
-    pieces = pieces[args.dataset]
+    task = "retrieval" if args.task == "retrieval" else "qa"
+    _, _, pieces = measure(model, test, torch.device("cpu"), [task], workers=args.workers)
     columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(args.task, ["label", "verb"])
     column = next((c for c in columns if train.column(c) is not None), None)
-    if column is None:
+    topics = topics if args.task == "retrieval" else 0
+    if column is None and not topics:
         raise UserError(f"{folder}: {args.dataset} has no column {' or '.join(columns)} to take concepts from")
     rows = np.asarray(pieces["index"])
     if args.task == "retrieval":
@@ -169,55 +187,74 @@ def hits(folder):
         right = retrieval_metrics(pieces["text"], pieces["image"], pieces["positives"], ranks=True) == 1
     else:
         right = np.asarray(pieces["hits"]) > 0
-    names, known = test.names(column), test.column(column)
-    has = np.array([names is None or known[i] >= 0 for i in rows])         # (Q,) -1: without a class
+    if topics:
+        column, (seen, found, names) = "topic", topics_of(train, pieces["texts"], topics)                 # (Q,) found
+    else:
+        names, known, seen = test.names(column), test.column(column), train.column(column)
+        found = [known[i] for i in rows]                                   # (Q,)
+    has = np.array([names is None or c >= 0 for c in found])               # (Q,) -1: without a class
+    if not has.any():
+        raise UserError(f"{folder}: none of its {len(has):,} queries has a {column}")
     if not has.all():
         say(f"{folder}: {(~has).sum():,} of {len(has):,} queries have no {column} and are left out")
     said = names.__getitem__ if names else str
-    share = {said(c): n / len(train) for c, n in Counter(train.column(column)).items() if not names or c >= 0}
-    rows = rows[has]
-    return np.array([said(known[i]) for i in rows]), right[has].astype(float), share, [test.key(i) for i in rows]
+    share = {said(c): n / len(seen) for c, n in Counter(seen).items() if not names or c >= 0}
+    concepts = np.array([said(c) for c, there in zip(found, has) if there])
+    return concepts, right[has].astype(float), share, [test.key(i) for i in rows[has]]
 
 
 def gains(concepts, base, other, share):
-    """[(share of the training rows, gain in points, queries, concept)] from hits (Q,), the most frequent first."""
-    found = [(share.get(c, 0.0), 100 * float((other - base)[concepts == c].mean()), int((concepts == c).sum()), c)
-             for c in np.unique(concepts)]
-    return sorted(found, key=lambda g: (-g[0], g[3]))
+    """[(share of the training rows, hits of the first run, of the second, queries, concept)] from hits (Q,), the most
+    frequent first."""
+    found = [(share.get(c, 0.0), *(int(right[concepts == c].sum()) for right in (base, other)),
+              int((concepts == c).sum()), c) for c in np.unique(concepts)]
+    return sorted(found, key=lambda g: (-g[0], g[4]))
+
+
+def relative(before, after):
+    """Gain in percent of the hits before (Fig. 5); nan if there were none."""
+    return 100 * (after - before) / before if before else np.nan
 
 
 def thirds(found):
-    """[(name, from, to, gain)] of the thirds of the queries, sorted by the frequency of their concepts. A concept is
-    not divided: it belongs to the third in which its middle query falls."""
-    frequency, gain, queries = (np.array(column) for column in list(zip(*found))[:3])
+    """[(name, from, to, relative gain)] of the thirds of the queries, sorted by the frequency of their concepts. A
+    concept is not divided: it belongs to the third in which its middle query falls."""
+    frequency, before, after, queries = (np.array(column) for column in list(zip(*found))[:4])
     where = np.minimum(3 * (queries.cumsum() - queries / 2) // queries.sum(), 2)
     parts = [(name, where == k) for k, name in enumerate(("frequent", "middle", "rare"))]
-    return [(name, frequency[of][0], frequency[of][-1], np.average(gain[of], weights=queries[of]).round(9))
+    return [(name, frequency[of][0], frequency[of][-1], relative(before[of].sum(), after[of].sum()))
             for name, of in parts if of.any()]
 
 
-def draw_concepts(folders):
+def draw_concepts(folders, topics=0):
     """(figure, numbers as lines): the gain of the second run over the first by the frequency of concepts."""
-    (concepts, base, share, keys), (theirs, other, _, others) = map(hits, folders)
+    (concepts, base, share, keys), (theirs, other, _, others) = (hits(folder, topics) for folder in folders)
     if (keys, concepts.tolist()) != (others, theirs.tolist()):
         raise UserError(f"{folders[1]}: its test queries and their concepts are not those of {folders[0]}")
     found = gains(concepts, base, other, share)
     parts = thirds(found)
-    fig, (left, right) = figure(2)
-    x, y, size = (np.array(column) for column in list(zip(*found))[:3])
+    fig, (left, right, *first) = figure(3 if topics else 2)
+    for ax in first:
+        ax.barh([*share][::-1], [100 * s for s in share.values()][::-1])
+        ax.set(title="topics (Fig. 2)", xlabel="part of the training clips, %")
+    x, size = np.array([f for f, *_ in found]), np.array([n for *_, n, _ in found])
+    y = np.array([relative(before, after) for _, before, after, *_ in found])
     left.scatter(100 * x, y, s=8 + 60 * size / size.max(), alpha=0.6)
     left.set(title="gain by concept (Fig. 5)", xlabel="part of the training rows, %; size: queries",
-             ylabel="gain, points")
+             ylabel="gain, % of the first run's")
     if x.min() > 0:
         left.set_xscale("log")
         left.xaxis.set(major_formatter="{x:g}", minor_formatter="")
     right.bar([name for name, *_ in parts], [gain for *_, gain in parts])
-    right.set(title="by thirds of the queries", xlabel="how frequent in training", ylabel="gain, points")
+    right.set(title="by thirds of the queries", xlabel="how frequent in training",
+              ylabel="gain, % of the first run's")
     for ax in (left, right):
         ax.axhline(0, color="grey", lw=0.8)
     fig.suptitle(f"test hits: {100 * base.mean():.1f} -> {100 * other.mean():.1f} %")
-    said = [f"{100 * f:8.2f} % {g:+8.1f} {n:6d}  {c}" for f, g, n, c in found]
-    return fig, said + [f"{name}: {100 * low:.2f} to {100 * high:.2f} % of the training rows, gain {gain:+.2f}"
+    said = [f"{100 * f:8.2f} % {gain:+8.1f} % {100 * (b - a) / n:+8.1f} {n:6d}  {c}".replace("+nan %", "   - %")
+            for (f, a, b, n, c), gain in zip(found, y)]
+    said = ["   share   gain, %   points queries  concept", *said]
+    return fig, said + [f"{name}: {100 * low:.2f} to {100 * high:.2f} % of the training rows, gain {gain:+.2f} %"
                         for name, high, low, gain in parts]
 
 
@@ -299,7 +336,9 @@ def main(argv=None):
     p.add_argument("figure", choices=[*FIGURES, *SEVERAL], help="see docs/methods.md")
     p.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs; concepts: two, the baseline first")
     p.add_argument("--out", default="", metavar="FILE", help="picture, .png or .pdf; empty = FIGURE.png")
+    p.add_argument("--topics", type=whole, default=0, metavar="K", help="of an LDA, for retrieval; 0 = its classes")
     args = p.parse_args(argv)
+    p.only(args.figure == "concepts", "for concepts", "--topics")
     p.require(args.figure != "concepts" or len(args.runs) == 2, "concepts: give two runs, the baseline first")
     out = args.out or f"{args.figure}.png"
     if args.figure in SEVERAL:
@@ -308,7 +347,7 @@ def main(argv=None):
         p.require(len({*names}) == len(names), f"{' '.join(names)}: give the runs different names")
         said = draw({name: read(run) for name, run in zip(names, args.runs)}, out)
     else:
-        fig, said = FIGURES[args.figure](args.runs)
+        fig, said = FIGURES[args.figure](args.runs, **{"topics": args.topics} if args.topics else {})
         save_figure(fig, out)
     say("\n".join([*said, f"written to {out}"]))
 

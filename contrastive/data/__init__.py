@@ -36,7 +36,8 @@ _FAMILIES = {
     "images": "cc3m cc12m coco flickr30k cifar10 cifar100 fashion-mnist imagenet imagenet1k country211 dtd eurosat "
               "gtsrb fgvc-aircraft imagenet-sketch imagenet-a imagenet-r imagenet-o flowers pets pcam mnist food101"}
 MODULES = {name: f"contrastive.data.{file}" for file, names in _FAMILIES.items() for name in names.split()}
-HELD_OUT = 0.05  # part of the images held out for val, and as much for test, if the data lack these splits
+HELD_OUT = 0.05  # part of the images held out for test, and without --val-fraction for val, if data lack these splits
+FEW_ROWS = 20  # with fewer in val, a single one moves its numbers by 5 points
 MOST_HELD_OUT = 5000  # at most so many of them are evaluated
 
 
@@ -119,7 +120,7 @@ def load_data(name, split, **options):
 
 
 @functools.lru_cache(maxsize=32)
-def _named(name, split, hold_out_val=False, **options):
+def _named(name, split, hold_out_val=False, val_fraction=HELD_OUT, **options):
     """One split of a set by name, None if it has no such split; with hold_out_val a part of train becomes val."""
     facts = facts_of(name)
     if split not in splits_of(name, hold_out_val):
@@ -131,7 +132,7 @@ def _named(name, split, hold_out_val=False, **options):
     if counts and not data.streamed and "drawn" not in facts and all(abs(len(data) - n) > part * n for n in counts):
         data = with_note(data, f"WARNING: {len(data):,} examples, {expected:,} expected: the numbers are not "
                                "comparable with the papers'")
-    return hold_out({"train": data, "test": ()})[split] if held else data
+    return hold_out({"train": data, "test": ()}, val_fraction)[split] if held else data
 
 
 @functools.lru_cache(maxsize=8)
@@ -140,7 +141,8 @@ def _own(name, **options):
     if not Path(name).expanduser().exists() and name.count("/") != 1:
         raise UserError(f"--dataset {name}: no such file or folder, no hub id (org/name), and no known set: "
                         + ", ".join(MODULES))
-    return hold_out(own_data(name, options))
+    val_fraction = options.pop("val_fraction", HELD_OUT)
+    return hold_out(own_data(name, options), val_fraction)
 
 
 # ---- splits that data lack ----
@@ -150,27 +152,34 @@ def held_out_place(key):
     return key_hash(f"held out {video}") / 2**63
 
 
-def hold_out(splits):
-    """Takes missing val and test splits out of train, HELD_OUT of it each, at most MOST_HELD_OUT, by held_out_place."""
+def hold_out(splits, val_fraction=HELD_OUT):
+    """Takes missing val and test splits out of train, by held_out_place: val_fraction of it and HELD_OUT, each at most
+    MOST_HELD_OUT. Test is the same for any val_fraction: more of val lies beyond it."""
     train, missing = splits.get("train"), [s for s in ("val", "test") if s not in splits]
     if train is None or train.streamed or not missing:
         return splits
     names = train.column("video") or train.keys()  # of sets whose rows share videos under names of their own
     place = np.array([*map(held_out_place, names)])  # (M,)
-    band = (place / HELD_OUT).astype(int)  # (M,) 0: the first of `missing`, 1: the second, others: train
-    rest = np.flatnonzero(band >= len(missing))
+    number = (place / HELD_OUT).astype(int)  # (M,) of bands as wide as test, which is the last of `missing`
+    test = (number == len(missing) - 1) & ("test" in missing)  # (M,) bool
+    place_of_val = np.where(number >= len(missing), place - HELD_OUT * ("test" in missing), place)  # (M,) without test
+    val = ~test & (place_of_val < val_fraction) & ("val" in missing)  # (M,) bool
+    rest, of = np.flatnonzero(~val & ~test), {"val": val, "test": test}
     lost = f"{len(train) - len(rest):,} of {len(train):,} held out for {' and '.join(missing)}, by a hash of the name"
     out = splits | {"train": with_note(train.select(rest, "train"), lost)}
-    for k, s in enumerate(missing):
-        rows = np.flatnonzero(band == k)
+    for s in missing:
+        rows = np.flatnonzero(of[s])
         used = np.sort(rows[np.argsort(place[rows], kind="stable")[:MOST_HELD_OUT]])
-        out[s] = with_note(train.select(used, s), f"held out of {len(train):,}")
+        few = f"WARNING: fewer than {FEW_ROWS} rows, --val-fraction holds out more" if s == "val" else ""
+        note = few if len(used) < FEW_ROWS else ""
+        out[s] = with_note(train.select(used, s), f"held out of {len(train):,}", note)
     return out
 
 
 # ---- the data of a run ----
 # The flags of a script that load_data takes as options: of any set, of own data as well, and of the training set alone.
-SET_FLAGS = ("frames", "frame_sampling", "frame_cache", "image_size", "hold_out_val", "regions", "video_dir")
+SET_FLAGS = ("frames", "frame_sampling", "frame_cache", "image_size", "hold_out_val", "val_fraction", "regions",
+             "video_dir")
 OWN_FLAGS = ("join_captions", "image_column", "caption_column", "label_column")
 RUN_FLAGS = ("data_dir", "feature_dir", "region_dir", "unfold_captions", "streaming", "extra_captions",
              "caption_relevancy", "revision")

@@ -39,8 +39,9 @@ def load(name, split, options):
         clips = read_clips(files, split)
         sentences = Sentences(files, split, clips)
         classes = {"verb": class_names(files, "verb", VERBS), "noun": class_names(files, "noun", NOUNS)}
-        index, options = Videos(video_folder(options)), options | {"at_rest": "middle", "read": read_chunks}
-        videos = {c["video"]: place_of(index, c["video"]) for c in clips}
+        found, options = Videos(video_folder(options)), options | {"at_rest": "middle", "read": read_chunks}
+        first = {c["video"]: found.index.get(f"{c['video']}.MP4/0.MP4", "") for c in clips}  # chunk, "" = there is none
+        videos = {video: os.path.dirname(chunk) or found[video] for video, chunk in first.items()}
         data = clips_of(name, split, clips, options, classes, videos=videos, sentences=sentences)
         there = {*data.keys()}
         sentences.clips = np.array([i for i, c in enumerate(clips) if c["key"] in there])
@@ -114,12 +115,6 @@ class Sentences:
 
 
 # ---- videos, whole or in chunks ----
-def place_of(videos, name):
-    """The path of a video, or of the folder of its chunks, or None."""
-    first = videos.index.get(f"{name}.MP4/0.MP4")
-    return os.path.dirname(first) if first else videos[name]
-
-
 def read_chunks(source, n, start, end, sampling, draws=None, short=0):
     """As read_frames, also from a folder of chunks; a window past the last ends there. Raises: ValueError if one of
     the chunks is missing."""
@@ -129,7 +124,10 @@ def read_chunks(source, n, start, end, sampling, draws=None, short=0):
     firsts = np.array(sorted(chunks))
     last = firsts[-1]
     if end > last:
-        end = max(start, min(end, last + length(chunks[last])))
+        import av
+        with av.open(chunks[last]) as container:
+            stream = container.streams.video[0]
+            end = max(start, min(end, last + float(stream.duration * stream.time_base)))
     if sampling == "uniform":
         at = np.linspace(start, end, n)  # (n,) seconds of the whole video
     else:
@@ -144,11 +142,3 @@ def read_chunks(source, n, start, end, sampling, draws=None, short=0):
         # start a second early: the frame shown at a given time began before it
         frames.append(read_frames(chunks[first], len(inside), max(0.0, inside[0] - 1), None, "at", inside, short))
     return np.concatenate(frames)
-
-
-def length(path):
-    """Seconds of a video, as it announces them."""
-    import av
-    with av.open(path) as container:
-        stream = container.streams.video[0]
-        return float(stream.duration * stream.time_base)

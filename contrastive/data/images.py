@@ -19,6 +19,22 @@ _KINDS = ("", "blurry ", "black and white ", "low contrast ", "high contrast ", 
 CIFAR_PROMPTS = tuple(f"a {kind}photo of {article} {{c}}." for article in ("a", "the") for kind in _KINDS) + (
     "a photo of a small {c}.", "a photo of a big {c}.",
     "a photo of the small {c}.", "a photo of the big {c}.")  # CLIP's eighteen for CIFAR
+_BOTH = "a", "the"
+_OF_A, _AS_A = "sculpture rendering tattoo drawing painting doodle sketch rendition".split(), (
+    "embroidered plastic cartoon origami toy plushie".split())
+_SHOT = ("", "bad ", "good ", "cropped ", "bright ", "dark ", "blurry ", "close-up ", "pixelated ", "low resolution ",
+         "black and white ", "jpeg corrupted ")
+_SEEN = "hard to see", "clean", "dirty", "cool", "large", "small", "nice", "weird"
+IMAGENET_PROMPTS = (  # CLIP's eighty
+    *(f"a {thing} of {article} {{c}}." for thing in _OF_A for article in _BOTH),
+    *(f"{thing} of {article} {{c}}." for thing in ("graffiti", "art", "itap") for article in _BOTH),
+    *(f"{article} {kind} {{c}}." for kind in _AS_A for article in _BOTH),
+    *(f"a {kind}photo of {article} {{c}}." for kind in _SHOT for article in _BOTH),
+    *(f"a photo of {article} {how} {{c}}." for how in _SEEN for article in _BOTH),
+    *(f"{article} {{c}} in a video game." for article in _BOTH),
+    *(f"a photo of {whose} {{c}}." for whose in ("many", "my", "one")), "itap of my {c}.")
+PROMPTS = {"cifar10": CIFAR_PROMPTS, "cifar100": CIFAR_PROMPTS, "imagenet": IMAGENET_PROMPTS,
+           "imagenet1k": IMAGENET_PROMPTS}
 CIFAR_STATS = {  # mean and std with which the CC3M trainer evaluates; CIFAR-10's own std is .2470 .2435 .2616
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))}
@@ -37,6 +53,8 @@ def _tars(repo, train=0, test=0, licence="see the data set's own page", about=0.
             "files": {s: f"{s}/*.tar" for s in splits}}
 
 
+CLASS_NAMES = {"--class-names": dict(choices=["wordnet", "clip"], default="wordnet",
+                                     help="ImageNet's: the first of WordNet's, or CLIP's, of the tars of imagenet1k")}
 # splits: {split: expected number of examples}.   about: the part by which a count may be off (web pages that vanished).
 # also: {split: another paper's count}: MM-TS trained on 3.3 M samples of cc3m, TeMo on 2.9 M.
 # files: {split: pattern of its tars}.
@@ -53,9 +71,9 @@ SETS = {
     "cifar10": _table("uoft-cs/cifar10", 50_000, 10_000, "research use, cite Krizhevsky 2009"),
     "cifar100": _table("uoft-cs/cifar100", 50_000, 10_000, "research use, cite Krizhevsky 2009"),
     "fashion-mnist": _table("zalando-datasets/fashion_mnist", 60_000, 10_000, "MIT"),
-    "imagenet": _table("ILSVRC/imagenet-1k", 1_281_167, 50_000, "research only, gated"),
-    # ungated validation images with CLIP's class names: TeMo's IN1k column
-    "imagenet1k": _tars("imagenet1k", 0, 50_000, "research only"),
+    "imagenet": _table("ILSVRC/imagenet-1k", 1_281_167, 50_000, "research only, gated") | {"options": CLASS_NAMES},
+    # its validation images, ungated: TeMo's IN1k column
+    "imagenet1k": _tars("imagenet1k", 0, 50_000, "research only") | {"options": CLASS_NAMES},
     "country211": _tars("country211", 31_650, 21_100),
     "dtd": _tars("vtab-dtd", 1_880, 1_880),
     "eurosat": _tars("vtab-eurosat", 16_200, 5_400),
@@ -88,8 +106,10 @@ def from_table(name, split, folder, options):
     word = "val" if name == "imagenet" and split == "test" else split  # the papers' test is its validation split
     data = tables[word]
     if name == "imagenet":  # the first of WordNet's synonyms
+        if options.get("class_names") == "clip":
+            raise UserError("--class-names clip: CLIP's names come with the tars of imagenet1k alone")
         data = _with_names(data, [n.split(",")[0].strip() for n in data.label_names])
-    return dataclasses.replace(data, split=split, prompts=CIFAR_PROMPTS if name.startswith("cifar") else None)
+    return dataclasses.replace(data, split=split, prompts=PROMPTS.get(name))
 
 
 def fashion_json(folder, split):
@@ -127,8 +147,15 @@ def from_tars(name, split, folder, options):
     if streaming:
         return Stream(name, tars, options, SETS[name]["splits"]["train"])
     data = index(name, split, tars, options)
-    data = dataclasses.replace(data, prompts=_lines(folder / "zeroshot_classification_templates.txt"))
+    prompts = PROMPTS.get(name) or _lines(folder / "zeroshot_classification_templates.txt")
+    data = dataclasses.replace(data, prompts=prompts)
     names = _lines(folder / "classnames.txt")
+    if name == "imagenet1k":
+        if options.get("class_names", "wordnet") == "wordnet":
+            from torchvision.models import ResNet50_Weights
+            names = ResNet50_Weights.IMAGENET1K_V1.meta["categories"]  # the first of WordNet's; TeMo's code
+        elif not names:
+            raise UserError(f"--class-names clip: no classnames.txt in {folder}")
     return _with_names(data, names) if names and data.labels is not None else data
 
 

@@ -142,6 +142,12 @@ class Data:
         rows, which = np.repeat(np.arange(len(self)), of_row), np.concatenate([np.arange(n) for n in of_row])
         return dataclasses.replace(self.select(rows), which=which)
 
+    def folded(self):
+        """One row for each image or clip, what unfold() makes several of."""
+        if self.which is None:
+            return self
+        return dataclasses.replace(self.select(np.flatnonzero(self.which == 0)), which=None)
+
     def in_memory(self, limit=96):
         """The same examples, with pixels in one uint8 tensor if they are small and all of one size; else unchanged."""
         try:

@@ -2,6 +2,7 @@
 
 import functools
 import typing
+from pathlib import Path
 
 from contrastive.data.table import note_commit
 from contrastive.engine.processes import UserError, opening, say, world
@@ -163,6 +164,17 @@ class TwoTower(nn.Module):
     def forward(self, pixels=None, tokens=None):
         features, image = self.vision(pixels) if pixels is not None else (None, None)
         return image, self.text(**tokens) if tokens is not None else None, features
+
+
+def clip_width(name):
+    """projection_dim of a CLIP by name (or clip_vip:NAME), else 0."""
+    name = name.removeprefix(CLIP_VIP)
+    if "/" not in name and not Path(name).is_dir():
+        return 0
+    import transformers
+    with opening(name):
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    return config.projection_dim if config.model_type == "clip" else 0     # of one tower alone, hub_encoder has none
 
 
 def hub_encoder(name, half, pretrained, config):

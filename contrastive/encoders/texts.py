@@ -34,6 +34,12 @@ class Tokenizer:
         pads = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0}
         return {k: to_device(F.pad(out[k], (0, more), value=pad), self.device) for k, pad in pads.items()}
 
+    def cut(self, texts):
+        """How many of these texts have more than `length` tokens, of which the rest is cut."""
+        texts = [clean_caption(t) if self.clean else t for t in texts]
+        found = self.tokenizer(texts, truncation=True, max_length=self.length).encodings
+        return sum(bool(encoding.overflowing) for encoding in found)
+
     def plain(self):
         """The same, for texts that are not captions: the CC3M trainer does not clean class names and prompts."""
         other = copy.copy(self)

@@ -167,6 +167,16 @@ def freeze_unused(model, tokenizer, spec):
     model.train()
 
 
+def freeze_as_clip4clip(model):
+    """Freezes of two CLIP towers what CLIP4Clip's own setting (--freeze_layer_num 0) does: the embeddings of patches,
+    class, tokens and positions, and the norm before the first layer.   Raises: UserError for other towers."""
+    first = {name: p for name, p in model.named_parameters() if ".embeddings." in name or ".pre_layrnorm." in name}
+    if not (model.text.is_clip and any("pre_layrnorm" in name for name in first)):
+        raise UserError("--freeze clip4clip: is for a CLIP as both encoders; use --freeze none")
+    for p in first.values():
+        p.requires_grad_(False)
+
+
 def refuse_blind(text):
     """Raises: UserError if the first token, which is the text's embedding, cannot see the others (a language model)."""
     if text and text.name != "small" and text.pooling == "cls" and not text.is_clip:

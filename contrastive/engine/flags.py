@@ -71,8 +71,8 @@ CHANGEABLE = {"--resume", "--cpu", "--compile", "--save-every", "--eval-every", 
 class Parser(OneLine):
     """The flags of a script: its own groups, then those that all scripts share; plain argparse inside.
 
-    `parse` works in two stages: --dataset, --loss, --resume and a script's own choosers set the defaults, and the other
-    flags override them. The data sets that are named add flags of their own (their SETS says which).
+    `parse` works in two stages: --dataset, --recipe, --loss, --resume and a script's own choosers set the defaults, and
+    the other flags override them. The data sets that are named add flags of their own (their SETS says which).
 
     Args: file: the script's __file__, which names it.   texts: whether the script trains on captions.
     """
@@ -91,17 +91,19 @@ class Parser(OneLine):
     def parse(self, argv, recipes, losses=None, choosers=(), parts=None):
         """Parsed flags.
 
-        Args: recipes: {dataset: {flag: default}}; the first is the default set, 'own' is for any other; the entry
-            'recipe' is a remark; or a function of the choosing flags -> recipes.   losses: {loss: {flag: default}}, or
-            a function of the choosing flags -> defaults.   choosers: further flags of the script that choose defaults,
-            as --dataset and --loss do.   parts: function of the parsed flags -> {name: value}, for a group's `when`.
+        Args: recipes: {dataset: {flag: default}}; the first is the default set, 'own' is for any other; --recipe names
+            another one; the entry 'recipe' is a remark; or a function of the choosing flags -> recipes.   losses:
+            {loss: {flag: default}}, or a function of the choosing flags -> defaults.   choosers: further flags of the
+            script that choose defaults, as --dataset and --loss do.   parts: function of the parsed flags -> {name:
+            value}, for a group's `when`.
         """
         self._add_shared()
         chooser = OneLine(self.prog, "", add_help=False)
-        first = {"--dataset": None, "--loss": self.get_default("loss"), "--resume": "", "--image-encoder": ""}
+        first = dict.fromkeys(("--recipe", "--resume", "--image-encoder"), "")
+        first |= {"--dataset": None, "--loss": self.get_default("loss")}
         first |= {flag: self.get_default(flag[2:].replace("-", "_")) for flag in choosers}
         for flag, default in first.items():
-            chooser.add_argument(flag, default=default)
+            chooser.add_argument(flag, default=default, type=self._option_string_actions[flag].type)
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
         chosen, _ = chooser.parse_known_args(argv)
         saved = read_json(folder_of(chosen.resume) / "args.json") if chosen.resume else {}
@@ -109,20 +111,35 @@ class Parser(OneLine):
         self.require(of == Path(self.prog).stem, f"--resume {chosen.resume}: a run of {of}.py, not of {self.prog}")
         recipes = recipes(chosen) if callable(recipes) else recipes
         chosen.dataset, revision = parted(chosen.dataset or saved.get("dataset") or next(iter(recipes)), "@")
+        usual = chosen.dataset if chosen.dataset in recipes else "own"
+        chosen.recipe = chosen.recipe or saved.pop("recipe", "") or usual
+        self.require(chosen.recipe in recipes, f"--recipe {chosen.recipe}: there are {', '.join(recipes)}")
         self._add_flags_of_sets([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
         own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
-        recipe = recipes.get(chosen.dataset, recipes["own"])
+        known = {a.dest for a in self._actions}  # another set's recipe may have flags of that set alone
+        recipe = {k: v for k, v in recipes[chosen.recipe].items() if k in known and k != "recipe"}
+        if "eval_datasets" in recipe:  # the set that the recipe was made for is the one that is named now
+            sets = [chosen.dataset if name == chosen.recipe else name for name in recipe["eval_datasets"]]
+            recipe |= {"eval_datasets": sets}
         if chosen.image_encoder not in ("", recipe["image_encoder"]):  # its chunks fit the recipe's encoder
             recipe = {k: v for k, v in recipe.items() if k != "chunk_size"}
         defaults = recipe | {"dataset": chosen.dataset} | own | saved
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume")})
         args = self.parse_args(argv)
         args.dataset, args.revision = chosen.dataset, revision or saved.get("revision", "")
+        warmups = {"--warmup-epochs", "--warmup-fraction"}
+        self.require(not warmups <= self.given, "--warmup-fraction: not beside --warmup-epochs; give one of them")
+        for flag in warmups - self.given if warmups & self.given else ():  # the recipe's way gives way
+            setattr(args, flag[2:].replace("-", "_"), 0.0)
+        args.recipe = chosen.recipe
         if {"--epochs", "--max-steps"} & self.given == {"--epochs"}:
             args.max_steps = 0  # a saved number of steps would win
-        unknown_set = chosen.dataset not in recipes and not saved  # then Run fits these two to the data
+        unknown_set = chosen.recipe == "own" and not saved  # then Run fits these two to the data
         args.fit_batch = unknown_set and "--batch-size" not in self.given
         args.fit_epochs = unknown_set and not {"--epochs", "--max-steps"} & self.given
+        given = {flag: flag in self.given for flag in ("--image-encoder", "--text-encoder", "--embed-dim")}
+        args.one_encoder = self.texts and given["--image-encoder"] and not given["--text-encoder"]  # a CLIP is for both
+        args.own_width = given["--embed-dim"]
         args.changed = [f"--{k.replace('_', '-')}" for k, v in (recipe | own).items() if getattr(args, k, v) != v]
         lacking = [f"--{k.replace('_', '-')}" for k, v in vars(args).items() if v is None]
         self.require(not lacking, f"{'/'.join(lacking)}: no default; give one in parse_args or in every recipe")
@@ -137,6 +154,8 @@ class Parser(OneLine):
                 value = bool(facts[name]) if isinstance(wanted, bool) else facts[name]
                 holds = value in wanted if isinstance(wanted, tuple) else value == wanted
                 self.only(holds, g.title, *(a.option_strings[0] for a in g._group_actions))
+        held_out = args.hold_out_val or not facts_of(chosen.dataset)
+        self.only(held_out, "for own data, or with --hold-out-val", "--val-fraction")
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
         for name in ("data_dir", "video_dir", "region_dir", "feature_dir", "init_from", "extra_captions"):
@@ -159,6 +178,7 @@ class Parser(OneLine):
         yesno = argparse.BooleanOptionalAction
         add = self.add_argument_group("data").add_argument
         add("--dataset", help="name of a set; or a folder, csv, jsonl, parquet, tar or hub id (org/name, NAME@COMMIT)")
+        add("--recipe", metavar="NAME", help="defaults of this set, for any data; empty = the set's own, else 'own'")
         add("--data-dir", default="", help="where relative paths start, and where annotation files lie")
         add("--video-dir", default="", help="folder of the videos, by path, name or stem; empty = --data-dir")
         add("--image-column", default="", help="column (or tar extension) of the pictures")
@@ -175,7 +195,8 @@ class Parser(OneLine):
                 help="NAME[=DIR] of sets whose pairs join training: howto100m=DIR, captions.csv=DIR")
             add("--streaming", action=yesno, default=False, help="read tars in order, without an index")
         add = self.add_argument_group("evaluation").add_argument
-        add("--hold-out-val", action=yesno, default=False, help="a set without val: 5%% of its train")
+        add("--hold-out-val", action=yesno, default=False, help="a set without val: a part of its train")
+        add("--val-fraction", type=between(0.001, 0.9), default=0.05, help="of train, held out where there is no val")
         if self.texts:
             add("--knn-features", choices=["projected", "backbone"], default="projected",
                 help="of nearest neighbours: after the projection (TeMo's code), or before")
@@ -213,6 +234,7 @@ class Parser(OneLine):
         add("--lr-end", type=rate, help="last learning rate of cosine and linear")
         add("--lr-schedule", choices=["cosine", "linear", "constant"], help="after the warm-up")
         add("--warmup-epochs", type=nonnegative, help="linear warm-up; at most a tenth of the run")
+        add("--warmup-fraction", type=part, default=0.0, help="in place of --warmup-epochs: part of the run's steps")
         add("--weight-decay", type=rate, help="not of biases, norms and scalars")
         add("--beta1", type=below_one, help="Adam's first moment")
         add("--beta2", type=below_one, help="Adam's second moment")

@@ -12,7 +12,9 @@ from pathlib import Path
 from contrastive.data.batches import Batches
 from contrastive.data.clips import feature_shape
 from contrastive.data.table import COMMITS, frames_of, has_clips
-from contrastive.encoders.base import FROM_FILES, VIDEO, channels_last, own_statistics, sync_batchnorm
+
+from contrastive.encoders.base import (  # isort: skip
+    CLIP_VIP, FROM_FILES, VIDEO, channels_last, clip_width, own_statistics, sync_batchnorm)
 from contrastive.encoders.models import build_model, spec_of, untrained
 from contrastive.encoders.texts import build_tokenizer
 from contrastive.engine import checkpoints
@@ -30,6 +32,27 @@ import torch.distributed as dist
 ENOUGH_STEPS = 500  # of own data without --epochs and --max-steps
 
 
+def refuse_without_card(args, remark):
+    """Raises: UserError with torch's reason (an old driver), if a paper's recipe has no card and no --cpu."""
+    if remark.startswith(("paper", "the paper")) and not (args.cpu or torch.cuda.is_available()):
+        with opening(f"recipe {args.recipe} without a card is for --cpu; torch"):
+            torch.cuda.init()
+
+
+def clip_sets_both(args):
+    """A CLIP as --image-encoder without --text-encoder is the text encoder, too, with the width of its projections."""
+    if args.one_encoder and (width := clip_width(args.image_encoder)):
+        args.text_encoder = args.image_encoder.removeprefix(CLIP_VIP)
+        args.embed_dim = args.embed_dim if args.own_width else width
+
+
+def published_weights(vision):
+    """The banner's word on the weights that an encoder starts from: a timm name without a tag has one all the same."""
+    known = getattr(getattr(vision.body, "vit", vision.body), "pretrained_cfg", {})
+    of_timm = f"{known['architecture']}.{known['tag']}" if known.get("tag") else ""
+    return f"published weights{f' ({of_timm})' * bool(of_timm)}, where there are some"
+
+
 class Run:
     """The book-keeping of a run. It never runs a forward, a loss, a backward or an optimiser step: the script does.
 
@@ -44,10 +67,14 @@ class Run:
     def __init__(self, file, args, train, evals, recipes=None):
         self.started, self.script = time.time(), Path(file).stem  # a resume moves the start back by the time before
         self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
+        self.remark = self.recipes.get(args.recipe, {}).get("recipe", "")
+        refuse_without_card(args, self.remark)
+        clip_sets_both(args)
         self.fitted = self._fit()
         self.per_epoch = train.examples // args.batch_size
         self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
         self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
+        self.warmup = round(args.warmup_fraction * self.total) or self.warmup
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
         self.fused = True if self.device.type == "cuda" else None  # Adam in one kernel; None: torch chooses
@@ -173,7 +200,11 @@ class Run:
     def banner(self, guess, lines):
         """Prints once, before training, what the flags amount to."""
         args, train, tower = self.args, self.train, self.tower
-        recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
+        recipe = f"{args.recipe} ({self.remark})"
+        if args.changed:
+            recipe = f"{args.recipe}, but {', '.join(args.changed)} by flag"
+        if args.recipe == "own" and args.dataset != "own":
+            recipe += f"; {args.dataset} has none of its own: --recipe {'|'.join(self.recipes)}"
         sizes = [f"{name}: " + ", ".join(f"{len(d):,} {d.split}" + f" ({d.note})" * (d.note not in ("", train.note))
                                          for d in of.values()) for name, of in self.evals.items()]
         towers = ", ".join([args.image_encoder] + ([args.text_encoder] if tower.text else []))
@@ -181,12 +212,12 @@ class Run:
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" * bool(args.chunk_size)
         start, end = (f"{value:.3f}" for value in (guess if said else (0, 0)))
         words = {
-            "recipe": f"{args.dataset} ({recipe})" + f", but {' '.join(args.changed)}" * bool(args.changed),
+            "recipe": recipe,
             "data": f"{train.examples:,} training examples" + f"; {train.note}" * bool(train.note),
             "evaluation": "; ".join(sizes),
             "model": f"{towers}: {self.parameters / 1e6:.1f} M parameters; "
                      + (f"weights of {self.start[1]}" if self.start[1] else
-                        "published weights where there are some" if self.start[0] else "from scratch"),
+                        published_weights(tower.vision) if self.start[0] else "from scratch"),
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
                          f"{args.mixed_precision}, {self.data.workers} workers each",
             "batch": f"{args.batch_size} = {world()} x {local}{chunks}"

@@ -38,7 +38,7 @@ def untrained(model, by_features=False):
 # ======================================================= flags =======================================================
 def add_flags(p):
     """The flags of mama.py's models that answer questions."""
-    g = p.group("with --task qa-open or qa-choice", lambda a: a.task != "retrieval")
+    g = p.group("with --task qa-open or qa-choice", task=("qa-open", "qa-choice"))
     g.add_argument("--qa-model", choices=["fusion", "dual", "vgt"], default="fusion",
                    help="one transformer of frames and words; cosines with 'question choice' (qa-choice); VGT's graph")
     g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
@@ -60,6 +60,9 @@ def add_flags(p):
 def check_flags(p, args):
     """Refuses flags of questions that do not go together."""
     vgt, fused, files = args.qa_model == "vgt", args.qa_similarity == "fused", bool(args.region_dir)
+    p.require(args.contrastive_weight or args.task != "retrieval" and args.eta,
+              "--contrastive-weight 0: without questions (--task qa-open or qa-choice, --eta above 0) no loss is left")
+    p.only(args.contrastive_weight, "with --contrastive-weight above 0", "--loss", "--qa-similarity")
     p.require(args.qa_model != "dual" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
     p.require(not fused or args.qa_model == "fusion", "--qa-similarity fused: only with --qa-model fusion")
     p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at once")
@@ -143,6 +146,9 @@ def questions_of(train, args):
 
     Raises: UserError if the rows do not have such questions."""
     if args.task == "retrieval":
+        if any(train.captions(i) == [q] for i, q in enumerate(train.column("question") or ())):
+            raise UserError(f"--task retrieval: {train.name} has questions in place of captions; use --task qa-open or "
+                            "qa-choice, or msrvtt, msvd, ...")
         return None
     choices = args.task == "qa-choice"
     if why := lacking(train, choices):
@@ -172,6 +178,7 @@ def question_lines(questions, train, args):
     """The banner's lines about a run's questions and the texts that are paired with the videos: {word: text}."""
     some, rows = asked(train), len(train)
     words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
+    words += f", contrastive weight {args.contrastive_weight:g}"
     if questions["answers"]:
         known = set(questions["answers"])
         wrong = sum(a not in known for a in some.column("answer"))

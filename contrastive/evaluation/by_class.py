@@ -2,7 +2,10 @@
 
 import dataclasses
 
+from contrastive.data.images import CIFAR_STATS
 from contrastive.data.views import uniforms
+from contrastive.encoders.base import STATS
+from contrastive.encoders.models import EvalTransform
 from contrastive.engine.processes import UserError
 from contrastive.evaluation.embed import encode_images, encode_texts, on_card
 from contrastive.evaluation.metrics import (
@@ -46,6 +49,21 @@ def with_class(labels, *features):
     """The rows of features (M, width) that have a class, and these classes; labels (M,) numpy, -1: none."""
     rows = labels >= 0
     return *(x[torch.from_numpy(rows)] for x in features), labels[rows]
+
+
+def view_of(transform, name, trained_on, resize="auto", stats="auto"):
+    """(the view of a set's classes, how it resizes, its statistics), in training and in eval.py. auto: `own`, as
+    trained; but a run that squashes (the CC3M trainer's recipe) sees the classes of other sets than `trained_on` as
+    that trainer does: cropped, with ImageNet's or CIFAR's statistics."""
+    usual = "own", "own"
+    if transform.resize == "squash" and name != trained_on:
+        usual = "crop", "cifar" if name.startswith("cifar") else "imagenet"
+    resize, stats = (auto if asked == "auto" else asked for asked, auto in zip((resize, stats), usual))
+    cifar = CIFAR_STATS["cifar100" if name.startswith("cifar100") else "cifar10"]
+    known = STATS | {"own": (transform.mean, transform.std), "cifar": cifar}
+    view = EvalTransform(transform.size, *known[stats], transform.resize if resize == "own" else resize,
+                         transform.size / transform.short, transform.bicubic)
+    return view, resize, stats
 
 
 def labelled(model, data, transform, device, workers, projected):

@@ -4,13 +4,13 @@ import argparse
 from pathlib import Path
 
 from contrastive.data import data_options, load_data, splits_of
-from contrastive.data.images import CIFAR_STATS
 from contrastive.data.long_tail import labelled_splits
-from contrastive.encoders.base import CLIP_VIP, STATS
-from contrastive.encoders.models import EvalTransform, build_model, load_model, untrained
-from contrastive.encoders.texts import build_tokenizer
+from contrastive.encoders.base import clip_width
+from contrastive.encoders.models import build_model, load_model, untrained
+from contrastive.encoders.texts import Tokenizer, build_tokenizer
 from contrastive.engine.processes import UserError, opening, read_json, say, slug
-from contrastive.evaluation.by_class import padded_and_flipped
+from contrastive.evaluation.by_class import padded_and_flipped, view_of
+from contrastive.evaluation.clusters import Clusters
 from contrastive.evaluation.embed import encode_images, encode_texts
 
 import numpy as np
@@ -18,7 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 ALTER_TRAINING = "unfold_captions", "caption_noise", "extra_captions", "extra_pairs"  # flags: only a run's training set
+QUEUE = 16_384  # stand-ins that are drawn from a train split
 SCRIPTS = "temperature_schedules", "mmts", "ncl", "mama", "temo"
+SAID = ("normalize", "queue_size", "iterations", "text_length", "frames", "knn_features", "eval_resize", "image_stats",
+        "hold_out_val", "image_column", "caption_column", "label_column")  # flags that are compared with the run's own
 
 
 class Subject:
@@ -34,9 +37,18 @@ class Subject:
         with opening(queues):
             self.queues = load_file(queues) if self.own and queues.is_file() else {}
         self.gamma = args.gamma
-        if args.normalize != "none" and not args.gamma:
+        self.clusters = None                                               # of an MM-TS run
+        if self.own and (run / "clusters.json").is_file():
+            self.clusters = Clusters(run, device)
+        if args.normalize == "dsl":  # CLIP-ViP's; a run's own, such as MAMA's 1, may do nothing
+            self.gamma = args.gamma or 0.01
+        elif (args.normalize != "none" or self.queues) and not args.gamma:
             self.gamma = self.queues["gamma"].item() if self.queues else _gamma(self.own, run)
         self.meta_data = read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt weights from these
+        for name in SAID:
+            value, trained = getattr(args, name), self.own.get(name)
+            if trained is not None and value not in ("", 0, "auto", "own", trained):
+                say(f"--{name.replace('_', '-')} {value}: {trained} in training")
         by_name = Path("runs/eval") / slug(args.checkpoint or args.image_encoder)
         self.folder = Path(args.output_dir or (run / "eval" if self.own else by_name))
         with opening(self.folder):
@@ -48,24 +60,14 @@ class Subject:
         return {"untrained": untrained(spec, self.own["seed"])} if spec else {}
 
     def views(self, name):
-        """(transform of a set's images, that of the tasks by class or None if it is the same, words on both). A run
-        that squashes (the CC3M trainer's recipe) sees the classes of other sets as that trainer does: cropped, with
-        ImageNet's or CIFAR's statistics."""
-        args, own, cifar = self.args, self.towers[2], "cifar100" if name.startswith("cifar100") else "cifar10"
-        known = STATS | {"own": (own.mean, own.std), "cifar": CIFAR_STATS[cifar]}
-        asked = {k: v for k, v in (("resize", args.eval_resize), ("stats", args.image_stats)) if v != "auto"}
-        usual = {"resize": "own", "stats": "own"} | asked
-        by_class = usual
-        if own.resize == "squash" and name != self.own.get("dataset"):
-            by_class = {"resize": "crop", "stats": "cifar" if name.startswith("cifar") else "imagenet"} | asked
-
-        def view(resize, stats):
-            resize = own.resize if resize == "own" else resize
-            return EvalTransform(own.size, *known[stats], resize, own.size / own.short, own.bicubic)
+        """(transform of a set's images, that of the tasks by class or None if it is the same, words on both)."""
+        asked = self.towers[2], name
+        flags = self.args.eval_resize, self.args.image_stats
+        view, *usual = view_of(*asked, name, *flags)
+        of_classes, *by_class = view_of(*asked, self.own.get("dataset"), *flags)
         of_whom = "" if by_class == usual else "of the tasks by class "
-        words = f"images {of_whom}seen as {by_class['resize']}, statistics {by_class['stats']}"
-        words = "" if {*by_class.values()} == {"own"} else words
-        return view(**usual), view(**by_class) if of_whom else None, words
+        words = f"images {of_whom}seen as {by_class[0]}, statistics {by_class[1]}"
+        return view, of_classes if of_whom else None, "" if by_class == ["own", "own"] else words
 
     def open(self, name, folder):
         """A function split -> Data as the run read it: with its long tail, without its meta-data and what else only its
@@ -73,7 +75,8 @@ class Subject:
 
         Raises: UserError for a val split whose images the run trained on."""
         own, args, mine = self.own, self.args, name == self.own.get("dataset")
-        options = data_options(argparse.Namespace(**own), name, folder)
+        names = {"class_names": args.class_names} if args.class_names else {}
+        options = data_options(argparse.Namespace(**own | names), name, folder)
         options |= data_options(argparse.Namespace(**vars(args) | {"dataset": ""}))
         options |= {"image_size": self.towers[2].size} | dict.fromkeys(ALTER_TRAINING, 0)
         held_out = args.hold_out_val and "val" not in splits_of(name)
@@ -100,14 +103,16 @@ class Subject:
         if self.own.get("script", "ncl") not in SCRIPTS:
             say(f"WARNING: --normalize: by ncl.py's functions; those of {self.own['script']}.py may differ")
         of_run = queues and name == self.own.get("dataset")
+        if args.as_trained and not of_run:                                 # as its training evaluates other sets
+            return None, None
         if args.normalize == "dsl" or args.normalize == "oracle" and not of_run:
             say(f"{how} all test queries, so no fair result; gamma {self.gamma:.3g}")
             return None, None
         if of_run:
-            texts, videos = queues["texts"][-args.queue_size:], queues["videos"][-args.queue_size:]
+            texts, videos = (queues[kind][-args.queue_size:] for kind in ("texts", "videos"))   # 0: all
         else:
             def some(n):
-                return np.random.default_rng(42).permutation(n)[:args.queue_size]
+                return np.random.default_rng(42).permutation(n)[:args.queue_size or QUEUE]
             train, (model, tokenizer, _) = split_of("train"), self.towers
             if train.streamed:
                 raise UserError(f"{how} the checkpoint's queue, which it lacks: its training set is a stream")
@@ -140,9 +145,15 @@ def _gamma(own, run):
 def open_model(args):
     """(model, tokenizer, transform, flags of its run): of a run folder, a CLIP by name, or a pair of encoders."""
     if args.checkpoint and (Path(args.checkpoint) / "args.json").is_file():
-        return *load_model(args.checkpoint), read_json(Path(args.checkpoint) / "args.json")
+        model, tokenizer, transform = load_model(args.checkpoint)
+        if args.text_length and tokenizer:
+            trained = tokenizer.length
+            tokenizer = Tokenizer(tokenizer.tokenizer, args.text_length, tokenizer.clean)
+            if model.text.name == "small" and tokenizer.length > trained:
+                raise UserError(f"--text-length {args.text_length}: the run's text encoder has {trained} positions")
+        return model, tokenizer, transform, read_json(Path(args.checkpoint) / "args.json")
     image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
-    width, tokenizer = _clip_width(image), build_tokenizer(text, 77)
+    width, tokenizer = clip_width(image), build_tokenizer(text, args.text_length or 77)
     spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,
                 text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop",
                 frames=args.frames or 12)
@@ -150,18 +161,7 @@ def open_model(args):
     model, transform = build_model(spec, tokenizer, True, args.init_from)
     transform.bicubic = bool(width)                                        # a CLIP, as its own processor
     projections = {"vision.projection.weight", "text.projection.weight"}
-    if not projections <= model.from_file and (not width or _clip_width(text) != width):
+    if not projections <= model.from_file and (not width or clip_width(text) != width):
         args.knn_features, tokenizer = args.knn_features or "backbone", None
         say("the projections of this pair are random: only its image features (knn, probe) are meaningful")
     return model.eval(), tokenizer, transform, {}
-
-
-def _clip_width(name):
-    """projection_dim of a CLIP by name (or clip_vip:NAME), else 0."""
-    name = name.removeprefix(CLIP_VIP)
-    if "/" not in name and not Path(name).is_dir():
-        return 0
-    import transformers
-    with opening(name):
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    return config.projection_dim if config.model_type == "clip" else 0     # of one tower alone, hub_encoder has none

@@ -11,7 +11,7 @@ Scripts use its Evaluator, eval.py `measure` itself; by_class.py has the parts b
 from contrastive.data.table import has_clips
 from contrastive.engine.processes import UserError, flatten
 from contrastive.evaluation import answers
-from contrastive.evaluation.by_class import class_metrics, labelled, with_class, zero_shot
+from contrastive.evaluation.by_class import class_metrics, labelled, view_of, with_class, zero_shot
 from contrastive.evaluation.embed import encode_images, encode_texts, on_card
 from contrastive.evaluation.metrics import (
     class_relevancy,
@@ -32,7 +32,8 @@ import torch
 
 TASKS = "retrieval", "mir", "zero-shot", "knn", "probe", "gap", "qa"
 BY_CAPTION, LEARNT, BY_CLASS = {"retrieval", "gap", "mir"}, {"knn", "probe"}, {"knn", "probe", "zero-shot"}
-COUNTS = "clips", "images", "captions", "questions", "unreadable", "without_class"  # in a table's first line
+# in a table's first line
+COUNTS = "clips", "images", "captions", "questions", "captions_cut", "unreadable", "without_class"
 FEW_QUERIES = 50  # with fewer, a single query moves the numbers
 
 
@@ -57,7 +58,7 @@ def retrieval_pieces(model, tokenizer, data, index, image, device):
     groups = (data.groups if data.has_captions or data.labels is None else data.labels)[index]  # (M,)
     text = encode_texts(model, tokenizer, texts, device)
     return {"image": image, "text": text, "owner": owner, "texts": texts, "index": index, "data": data,
-            "device": device, "positives": positives_table(groups[owner], groups),
+            "cut": tokenizer.cut(texts), "device": device, "positives": positives_table(groups[owner], groups),
             "positives_of_image": positives_table(groups, groups[owner])}
 
 
@@ -122,6 +123,14 @@ def gap_of(pieces):
 
 
 # ======================================================= a split =====================================================
+def usual_tasks(model, tokenizer, data):
+    """The tasks of a split where none are named, in training and in eval.py; `lacks` says which of them it supports."""
+    if hasattr(model, "answers"):
+        return ("qa",)
+    by_name = () if data.has_captions else ("zero-shot",)                  # TeMo, Fig. 7
+    return ("retrieval", "gap", "mir", "knn", *by_name) if tokenizer else ("knn", "probe")
+
+
 def lacks(task, data, towers, train=None, names=False):
     """Why a task cannot be done on these data with this model, in words; "" if it can.
 
@@ -163,6 +172,7 @@ def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_
     if BY_CAPTION & {*tasks}:
         pieces = retrieval_pieces(model, tokenizer, data, index, image, device)
         counts["captions"] = len(pieces["text"])
+        counts |= {"captions_cut": pieces["cut"]} if pieces["cut"] else {}
     if "retrieval" in tasks:
         found.append(retrieval_both_ways(pieces))
     if "gap" in tasks:
@@ -204,17 +214,15 @@ class Evaluator:
     """All evaluation sets of a run: evaluator('val') -> metrics, chance and picture pieces, each by data set.
 
     Args: sets: {name: {val, test}}; train: for knn and probe; also: function of the pieces -> a method's own metrics;
-        few: Data from which the few-shot probe learns. Without a text encoder it does knn and probe
-        (temperature_schedules.py), of a model that answers questions qa, else all other tasks that a set supports.
+        few: Data from which the few-shot probe learns. It does those of the usual_tasks that a set supports.
     Raises: UserError if a split supports none of the tasks. Collective: every process calls it."""
 
     def __init__(self, model, tokenizer, transform, sets, train, device, args, also=None, few=None):
+        train = train if train.streamed else train.folded()                # neighbours are clips, not their captions
         self.towers, self.sets, self.train, self.device = (model, tokenizer, transform), sets, train, device
         self.args, self.also, self.few, self.tasks = args, also, few, {}
-        usual = ("retrieval", "gap", "mir", "knn") if tokenizer else ("knn", "probe")
         for name, split, data in ((name, *of) for name, splits in sets.items() for of in splits.items()):
-            by_name = ("zero-shot",) if tokenizer and not data.has_captions else ()    # TeMo, Fig. 7
-            tasks, known = ("qa",) if hasattr(model, "answers") else usual + by_name, train.name == data.name
+            tasks, known = usual_tasks(model, tokenizer, data), train.name == data.name
             why = {task: lacks(task, data, self.towers, train if known else None, names=True) for task in tasks}
             if all(why.values()):
                 raise UserError(f"--eval-datasets {name}: its {split} split: {why[tasks[0]]}")
@@ -225,8 +233,10 @@ class Evaluator:
         limits, knn_features = getattr(args, "shot_limits", None), getattr(args, "knn_features", "projected")
         for name, splits in self.sets.items():
             if split in splits:
+                view, *how = view_of(self.towers[2], name, args.dataset)
+                seen = None if how == ["own", "own"] else view
                 found[name] = measure(self.towers, splits[split], self.device, self.tasks[name, split], self.train,
-                                      self.few, limits, knn_features, args.workers, trivial=trivial)
+                                      self.few, limits, knn_features, args.workers, seen, trivial)
                 found[name][0].update(self.also(found[name][2]) if self.also else {})
             elif not self.towers[1]:                                       # TS measures and draws the training images
                 known = labelled(self.towers[0], self.train, self.towers[2], self.device, args.workers, True)
