@@ -208,7 +208,7 @@ class Run:
         sizes = [f"{name}: " + ", ".join(f"{len(d):,} {d.split}" + f" ({d.note})" * (d.note not in ("", train.note))
                                          for d in of.values()) for name, of in self.evals.items()]
         towers = ", ".join([args.image_encoder] + ([args.text_encoder] if tower.text else []))
-        size, chunks = args.batch_size, f" in chunks of {args.chunk_size}" * bool(args.chunk_size)
+        size, parts = args.batch_size, f" in chunks of {args.chunk_size}" * bool(args.chunk_size)
         start, end = ("" if value is None else f"{value:.3f}" for value in guess or (None, None))  # "": of a fork
         words = {
             "recipe": recipe,
@@ -219,7 +219,7 @@ class Run:
                         published_weights(tower.vision) if self.start[0] else "from scratch"),
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
                          f"{args.mixed_precision}, {self.data.workers} workers each",
-            "batch": f"{size} = {world()} x {size // world()}{chunks}" + f"; {self.negatives:,} negatives" * bool(start),
+            "batch": f"{size} = {world()} x {size // world()}{parts}" + bool(start) * f"; {self.negatives:,} negatives",
             "random guess": start and f"{self.loss_word} {start}" + f" at the start, {end} at the end" * (start != end),
             "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
                      f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}{self.fitted}",
