@@ -269,7 +269,7 @@ def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
     summary = temo.main(temo.parse_args(list(map(str, flags))))
     out = capsys.readouterr().out
     assert summary["batch"] == 23 and "; --batch-size 256 -> 23, which fits the data" in out
-    assert "batch        23 = 1 x 23; 22 negatives per anchor" in out
+    assert "batch        23 = 1 x 23; 22 negatives" in out
     said = f"recipe       own, but --image-size by flag; {good} has none of its own: --recipe emoji|cc3m|cc12m|"
     assert out.startswith(f"temo.py\n  {said}")
     assert "FEW QUERIES: of " in out and " images one is worth " in out

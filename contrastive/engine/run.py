@@ -208,9 +208,8 @@ class Run:
         sizes = [f"{name}: " + ", ".join(f"{len(d):,} {d.split}" + f" ({d.note})" * (d.note not in ("", train.note))
                                          for d in of.values()) for name, of in self.evals.items()]
         towers = ", ".join([args.image_encoder] + ([args.text_encoder] if tower.text else []))
-        said = guess is not None and None not in guess                 # by a fork that has another loss
-        local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" * bool(args.chunk_size)
-        start, end = (f"{value:.3f}" for value in (guess if said else (0, 0)))
+        size, parts = args.batch_size, f" in chunks of {args.chunk_size}" * bool(args.chunk_size)
+        start, end = ("" if value is None else f"{value:.3f}" for value in guess or (None, None))  # "": of a fork
         words = {
             "recipe": recipe,
             "data": f"{train.examples:,} training examples" + f"; {train.note}" * bool(train.note),
@@ -220,15 +219,12 @@ class Run:
                         published_weights(tower.vision) if self.start[0] else "from scratch"),
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
                          f"{args.mixed_precision}, {self.data.workers} workers each",
-            "batch": f"{args.batch_size} = {world()} x {local}{chunks}"
-                     + f"; {self.negatives:,} negatives per anchor" * said,
-            "random guess": f"{self.loss_word} {start}" + f" at the start, {end} at the end" * (start != end),
+            "batch": f"{size} = {world()} x {size // world()}{parts}" + bool(start) * f"; {self.negatives:,} negatives",
+            "random guess": start and f"{self.loss_word} {start}" + f" at the start, {end} at the end" * (start != end),
             "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
                      f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}{self.fitted}",
             **lines, "run": self.folder}
-        if not said:
-            del words["random guess"]
-        say("\n".join([f"{self.script}.py"] + [f"  {k:<12} {v}" for k, v in words.items()]))
+        say("\n".join([f"{self.script}.py"] + [f"  {k:<12} {v}" for k, v in words.items() if v]))
 
     # ---------------------------------------- in the loop -------------------------------------------------------------
     def set_lr(self, lr):
