@@ -178,7 +178,8 @@ class Case:
                     (*subject.towers[:2], view), self.data, subject.device, tasks, self.train,
                     self.split_of("few-shot"), limits, subject.knn_features, args.workers, by_class, subject.untrained)
                 metrics, chance = metrics | found, chance | by_chance
-            if "retrieval" in tasks and (args.normalize != "none" or args.as_trained and subject.queues):
+            queued = args.as_trained and subject.queues and args.split != "train"  # whose queries the queue holds
+            if "retrieval" in tasks and (args.normalize != "none" or queued):
                 metrics |= self.normalize(metrics, pieces, view)
             if "retrieval" in tasks:
                 metrics |= head_mid_tail(pieces, subject.clusters)

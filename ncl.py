@@ -74,9 +74,9 @@ import common
 
 from common import (  # isort: skip
     Captioner, Evaluator, FEATURES, Parser, Run, below_one, between, by_rows, captioning_loss, clean_exit, count,
-    feature_recipe, feature_words, fp32, freeze_as_clip4clip, gather, nonnegative, normalize, on_card, one_number,
-    open_data, part, per_anchor, positive, positive_index, rank, retrieval_both_ways, set_dropout, support_summary,
-    to_device, write_tensors)
+    feature_recipe, feature_words, fp32, freeze_as_clip4clip, gather, is_clip, nonnegative, normalize, on_card,
+    one_number, open_data, part, per_anchor, positive, positive_index, rank, retrieval_both_ways, set_dropout,
+    support_summary, to_device, write_tensors)
 
 import torch
 import torch.nn as nn
@@ -269,7 +269,7 @@ def loss_defaults(chosen):
     defaults = {} if chosen.loss == "ncl" else dict(normalize="none")      # baselines are reported as they are
     if chosen.loss == "max-margin":
         defaults |= dict(learnable_tau=False)
-    if "clip" not in (chosen.image_encoder or "clip").lower():             # of a recipe with another encoder
+    if chosen.image_encoder and not is_clip(chosen.image_encoder):         # of a recipe with another encoder
         defaults |= dict(freeze="none")
     if chosen.image_encoder in FEATURES:                                   # SSB, or towers after it (App. C)
         defaults |= feature_recipe(chosen, RECIPES[chosen.recipe]["pretrained"])

@@ -177,6 +177,12 @@ def clip_width(name):
     return config.projection_dim if config.model_type == "clip" else 0     # of one tower alone, hub_encoder has none
 
 
+def is_clip(name):
+    """Whether a name is a CLIP's: of a folder by its config, of a hub id by its name, without the hub; timm's are not.
+    """
+    return clip_width(name) > 0 if Path(name).is_dir() else "/" in name and "clip" in name.lower()
+
+
 def hub_encoder(name, half, pretrained, config):
     """The Tower of a transformers model by id or folder; of a CLIP the 'vision' or 'text' half, with its projection.
 
