@@ -139,7 +139,8 @@ CLAIMS = {
     "ts-range": on_long_tail("a wider range of temperatures is better on a long tail", "TS, Table 4", {
         "0.07 to 1.0": [f"{TS_PY} --tau-min 0.07 --tau-max 1.0"], "0.1 to 0.3": [f"{TS_PY} --tau-max 0.3"]}),
     "ts-switching": on_long_tail("the cosine is the best way to switch, and any is better than none", "TS, Table 5", {
-        "cosine": COSINE, **{kind: [f"{c} --schedule {kind}" for c in COSINE] for kind in SWITCHES}, "fixed": FIXED}),
+        "cosine": COSINE, **{kind: [f"{c} --schedule {kind}" for c in COSINE] for kind in SWITCHES}, "fixed": FIXED,
+        "learnt tau": LEARNT_TS}),
     "ts-uniform": on_long_tail(
         "a cosine temperature beats a fixed one on classes of one size; the paper sees no gain", "TS, Table 10",
         {arm: [f"{t} --imbalance-ratio 1 --scenes 110 10 25" for t in trials] for arm, trials in
@@ -276,6 +277,7 @@ def rows_of(name, result):
         if line:
             names = [f"{arm} {mean(result['arms'][arm]['test'][k] for k in line['seeds']):.1f}" for arm in names]
             also = [f"{title} {at:+.1f} ± {half:.1f}" for title, (at, half) in line["also"].items()]
+            also += [f"{name} {value:.1f}" for name, value in result["arms"][baseline]["trivial"].items()]
         yield [*words, *names, *(cells(line) if line else ["", "", "", "not run"])], [name, *names, "; ".join(also)]
         words = ["", ""]
 
