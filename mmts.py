@@ -203,7 +203,7 @@ AVION = CC3M | dict(
 VAST = AVION | dict(
     recipe="paper; CLIP's towers with VAST's fine-tuning values",
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16", embed_dim=512,
-    eval_resize="squash", frames=8,  # random in their segments, in evaluation their middles (sets/videos.py, ssv2.py)
+    eval_resize="squash", frames=8,  # random in their segments, in evaluation their middles (data/videos.py)
     # 3e-5 in VAST's script for YouCook2, 2e-5 for its other sets
     epochs=30.0, batch_size=64, lr=3e-5, lr_end=0.0, lr_schedule="linear", warmup_epochs=3.0, beta2=0.98, grad_clip=2.0,
     loss="infonce", label_smoothing=0.1, clusters="captions", crop_min=1.0)

@@ -370,12 +370,14 @@ def test_bad_flags(flags, message, capsys):
 
 def test_a_temperature_that_a_run_does_not_have_is_not_made_up(tmp_path):
     gamma = evaluation.case._gamma
-    for own in ({"loss": "max-margin"}, {"loss": "ts"}, {"loss": "infonce", "shifts": False, "schedule": True}):
+    row_b = {"loss": "temo", **temo.ROWS["b"]}  # no term at --tau
+    for own in ({"loss": "max-margin"}, {"loss": "ts"}, {"loss": "infonce", "shifts": False, "schedule": True}, row_b):
         with pytest.raises(UserError, match="no single temperature"):
             gamma(own | {"tau": 0.07}, tmp_path)
     with pytest.raises(UserError, match="own.safetensors: No such file"):  # the learnt one
         gamma({"loss": "infonce", "tau": 0.07, "learnable_tau": True}, tmp_path)
-    assert gamma({"loss": "infonce", "tau": 0.07}, tmp_path) == 0.07
+    for own in ({"loss": "infonce"}, {"loss": "temo", **temo.ROWS["c"]}):
+        assert gamma(own | {"tau": 0.07}, tmp_path) == 0.07
 
 
 def test_nothing_measured_is_an_error(run, tmp_path):

@@ -14,7 +14,7 @@ FILES = TOP + sorted(f for folder in ("contrastive", *(f"contrastive/{room}" for
                      for f in (ROOT / folder).glob("*.py"))
 # lines of a file, and of a loop; all else: 400
 SIZES = {"common": 700, "temo": 610, "ncl": 470, "mmts": 480, "temperature_schedules": 560, "mama": 650, "eval": 260}
-OTHERS, BENCHMARKS, ENGINE, LOOP, LOOP_OF_MAMA = 400, 400, 1110, 45, 60
+OTHERS, BENCHMARKS, ENGINE, LOOP, LOOP_OF_MAMA = 400, 400, 1100, 45, 60
 
 
 def module(path):

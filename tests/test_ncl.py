@@ -681,8 +681,8 @@ def features(tmp_path_factory):
     """40 clips as SSB has them, and a csv: motion (time, 6) and appearance (time, 4) of one file each, other times."""
     root = tmp_path_factory.mktemp("features")
     helpers.write_features(root)
-    captions = [(f"clip{i}", f"{w} number {i}") for i in range(40) for w in ("one", "another")]
-    return root, write_rows(root / "clips.csv", ["video", "caption"], captions)
+    captions = [(f"clip{i}", f"{w} number {i}", f"c{i % 2}") for i in range(40) for w in ("one", "another")]
+    return root, write_rows(root / "clips.csv", ["video", "caption", "label"], captions)
 
 
 def test_features_end_to_end(features, tmp_path):
@@ -694,6 +694,7 @@ def test_features_end_to_end(features, tmp_path):
     assert summary["steps"] == 3 and summary["bad_samples"] == 0
     assert losses(tmp_path / "r")[0] == pytest.approx(15 * math.log(8), rel=0.2)
     assert {"normalization.png", "retrieval.png"} <= {p.name for p in (tmp_path / "r").iterdir()}
+    assert summary["chance"][str(csv)]["trivial"].keys() == {"untrained"}  # features have no pixels and no colours
     got = evaluate(tmp_path / "r", tmp_path / "eval", "--normalize", "queue")
     assert same_numbers(got["normalize"], summary["test"][str(csv)]["normalize"])
 

@@ -65,7 +65,7 @@ class Clips:
 class Features:
     """Precomputed features in place of frames: of each folder (motion, appearance, ...) T rows of the video's VIDEO.npy
     (time, width), side by side."""
-    sampling = "uniform"
+    sampling, has_pixels = "uniform", False
 
     def __init__(self, folders, frames):
         self.folders, self.frames = folders, frames
@@ -100,7 +100,7 @@ class Regions:
     `app_feat_{split}.h5` (ids, resnet_features (V, 8, 4, W)) or one VIDEO.npy per video for the frames. The first R of
     n boxes are used. T = 4 K frames are K whole clips, evenly spaced. sizes {video: (width, height)}: of the pictures
     that boxes are measured in, else 320 x 240.   Raises: UserError if one of the two kinds of file is missing."""
-    sampling = "uniform"
+    sampling, has_pixels = "uniform", False
 
     def __init__(self, folder, split, regions, frames):
         self.folder, self.regions, self.frames, self.sizes = Path(folder), regions, frames, {}

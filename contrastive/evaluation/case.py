@@ -133,7 +133,7 @@ class Subject:
 def _gamma(own, run):
     """The temperature of a run: the learnt one, or its --tau. Raises: UserError if it has no single one."""
     of_pairs = own.get("shifts") or own.get("loss") in ("ts", "dystress", "dystress-shifted", "max-margin")
-    of_pairs = of_pairs or own.get("loss") == "temo" and not own.get("base")  # Table 3, row b
+    of_pairs = of_pairs or own.get("loss") == "temo" and not own.get("base") and own.get("unimodal") != "plain"
     if of_pairs or own.get("schedule") is True:                            # mmts.py's
         raise UserError("--normalize: the run has no single temperature (none, or its own change over time or pairs); "
                         "give --gamma, such as the middle of them")

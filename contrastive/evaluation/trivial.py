@@ -48,7 +48,7 @@ def trivial_accuracy(train, test, few, transform, device, workers, projected, ta
     parts = {"train": _some(train, TRAIN), "test": _some(test, TEST)} | ({"few": few} if few else {})
     features = {}                                                          # {name: {part: as of `labelled`}}
     for part, data in parts.items():
-        found = {} if hasattr(data.clip, "width") else trivial_features(data, transform, device, workers)
+        found = trivial_features(data, transform, device, workers) if getattr(data.clip, "has_pixels", True) else {}
         found |= {k: labelled(model, data, transform, device, workers, projected) for k, model in models.items()}
         for name, of in found.items():
             features.setdefault(name, {})[part] = of
