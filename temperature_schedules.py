@@ -378,8 +378,7 @@ def main(args):
     sets = labelled_splits(args)
     train, evals = sets["train"], {args.dataset: {s: sets[s] for s in ("val", "test") if s in sets}}
     if args.eval_epoch == "auto" and "val" not in sets:
-        raise UserError(f"--eval-epoch auto: {args.dataset} has no val split; --val-file names one, or "
-                        "--hold-out-val takes one out of train")
+        raise UserError(f"--eval-epoch auto: {args.dataset} has no val split; see --val-file and --hold-out-val")
     run = Run(__file__, args, train, evals, RECIPES)
     run.last = last_step(run)                                              # the schedules still span run.total
     if args.eval_epoch == "auto" and not args.eval_every:
@@ -489,7 +488,8 @@ def main(args):
     say(f"tested: the weights of epoch {epoch:g}, {val}")
     if "best" in own:
         tower.load_state_dict(own.pop("best").state_dict())
-        say(f"another split: python {args.command} --split-seed {args.split_seed + 1} --eval-epoch {epoch:g}")
+        other = "--index-file OTHER" if args.index_file else f"--split-seed {args.split_seed + 1}"
+        say(f"another split: python {args.command} {other} --eval-epoch {epoch:g}")
     def sphere(features):                                                  # (M, width) -> (M, D), unit rows
         return normalize(project(tower.head, features)).cpu()
     return run.finish(lambda run: draw(run, sizes, tau_of, sphere), eval_epoch=epoch, eval_epoch_val=mean)

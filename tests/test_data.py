@@ -267,7 +267,7 @@ def test_more_or_less_of_train_is_val(fraction, tmp_path, capsys):
     assert len(after["val"]) == pytest.approx(1000 * fraction, rel=0.5)
     assert after["val"] < before["val"] or after["val"] > before["val"]
     assert ("fewer than 20 rows, --val-fraction holds out more" in other["val"].note) == (fraction < 0.02)
-    for flags, holds in ((["--dataset", "x.csv"], True), ([], False)):
+    for flags, holds in ((["--dataset", "x.csv"], True), ([], False), (["--hold-out-val"], False)):  # emoji has a val
         asked = [*flags, "--val-fraction", "0.1"]
         capsys.readouterr()
         said = "" if holds else refused(temo.parse_args, asked, capsys)

@@ -453,7 +453,7 @@ def test_imagenet100_runs_without_val(lists, tmp_path, monkeypatch):
     few = summary["test"]["imagenet100-lt"]["few-shot"]
     assert {"top1", "head", "mid", "tail"} <= few.keys()
     assert len(probed[-1][0]) == len((lists / "few.txt").read_text().splitlines()) == 6  # the images of the list
-    with pytest.raises(UserError, match="imagenet100-lt has no val split; --val-file"):
+    with pytest.raises(UserError, match="imagenet100-lt has no val split; see --val-file"):
         main(tmp_path / "auto", *flags, *"--eval-epoch auto --eval-every 1".split())
 
 

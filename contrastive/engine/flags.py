@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from contrastive import CORES
-from contrastive.data import facts_of, parted
+from contrastive.data import facts_of, parted, splits_of
 from contrastive.engine.checkpoints import folder_of
 from contrastive.engine.processes import read_json
 from contrastive.engine.ranges import below_one, between, count, nonnegative, part, positive, rate, whole
@@ -154,8 +154,8 @@ class Parser(OneLine):
                 value = bool(facts[name]) if isinstance(wanted, bool) else facts[name]
                 holds = value in wanted if isinstance(wanted, tuple) else value == wanted
                 self.only(holds, g.title, *(a.option_strings[0] for a in g._group_actions))
-        held_out = args.hold_out_val or not facts_of(chosen.dataset)
-        self.only(held_out, "for own data, or with --hold-out-val", "--val-fraction")
+        held_out = not facts_of(chosen.dataset) or args.hold_out_val and "val" not in splits_of(chosen.dataset)
+        self.only(held_out, "for own data, or with --hold-out-val of a set without val", "--val-fraction")
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
         for name in ("data_dir", "video_dir", "region_dir", "feature_dir", "init_from", "extra_captions"):
