@@ -615,7 +615,7 @@ def losses_of(tower, tau, mu, device, eta=1.0, contrast=angular_margin_loss, con
 
     def losses(parameters, inputs):
         state = dict(parameters) | {k: b.clone() for k, b in tower.named_buffers()}
-        with torch.random.fork_rng(cards):                                 # afterwards as before
+        with torch.random.fork_rng(cards), common.nothing_recomputed(tower):                   # afterwards as before
             common.set_random_state(random, device)
             video, text, *scores = encode(lambda *x: functional_call(tower, state, x), **inputs)
         sample = contrastive_weight * contrast(video, text, tau, mu)       # (B,)

@@ -211,7 +211,9 @@ class Contrastive(nn.Module):
         other = {f"tower.{name}": self.tower.get_parameter(name) * mask for name, mask in masks.items()}
         for (name, _), norm in zip(self.dense_norms(), self.norms, strict=True):
             other |= {f"{name}.{k}": x for k, x in (*norm.named_parameters(), *norm.named_buffers())}
-        return torch.cat([self(pixels[:half]), functional_call(self, other, (pixels[half:],))])
+        dense = self(pixels[:half])                                        # (B, D)
+        with common.nothing_recomputed(self):
+            return torch.cat([dense, functional_call(self, other, (pixels[half:],))])
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ class OneLine(argparse.ArgumentParser):
 # Flags that a resumed run may change: none of them changes what a step computes, but for --max-steps and --epochs.
 CHANGEABLE = {"--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
               "--data-dir", "--video-dir", "--frame-cache", "--max-bad-fraction", "--workers", "--eval-datasets",
-              "--max-steps", "--epochs", "--chunk-size", "--mixed-precision", "--lr"}
+              "--max-steps", "--epochs", "--chunk-size", "--grad-checkpointing", "--mixed-precision", "--lr"}
 
 
 class Parser(OneLine):
@@ -222,6 +222,8 @@ class Parser(OneLine):
         add("--pretrained", action=yesno, help="start from published weights, or from scratch")
         add("--init-from", default="", help="first weights: a .safetensors, .pt or .bin file, or a run")
         add("--embed-dim", type=between(2, 10**6, int), help="D, width of the space of the loss")
+        add("--grad-checkpointing", action=yesno, default=False,
+            help="layers run again on the way back: less memory, the same gradient (timm, transformers)")
         add = self.add_argument_group("optimisation").add_argument
         add("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
         add("--epochs", type=positive, help="passes over the training set")
