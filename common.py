@@ -23,14 +23,7 @@ from contrastive.data.table import Data, make_table
 from contrastive.data.views import Augment, key_hash, pick, uniforms  # image views and captions from numbers by key
 
 # ---- contrastive/encoders: towers by name ----
-from contrastive.encoders.base import (
-    FEATURES,
-    TwoTower,
-    has_batchnorm,
-    is_clip,
-    nothing_recomputed,  # around functional_call
-    statistics_stay,
-)
+from contrastive.encoders.base import FEATURES, TwoTower, functional_call, has_batchnorm, is_clip, statistics_stay
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
 from contrastive.encoders.models import EvalTransform, TextEncoder, VisionEncoder, build_model, load_model
 from contrastive.encoders.questions import QuestionAnswerer
