@@ -50,20 +50,21 @@ def sync_batchnorm(model, args):
     return model
 
 
-def recompute(tower):
+def recompute(tower, asked):
     """--grad-checkpointing: layers of timm's and transformers' encoders keep their inputs alone, and run again on the
-    way back.   Returns: names of these encoders.   Raises: UserError if there is none."""
+    way back; says of which.   Raises: UserError if there is none."""
     found = []
-    for encoder in filter(None, (tower.vision, tower.text)):
+    for encoder in filter(None, (tower.vision, tower.text) if asked else ()):
         for switch in ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable"):
             if hasattr(encoder.body, switch):  # timm's, transformers', and that of transformers before 5.22
                 with opening(encoder.name):
                     getattr(encoder.body, switch)()
                 found.append(encoder.name)
                 break
-    if not found:
+    if asked and not found:
         raise UserError("--grad-checkpointing: neither encoder is one of timm or transformers that offers it")
-    return found
+    if found:
+        say(f"--grad-checkpointing: of {', '.join(found)}")
 
 
 def functional_call(model, tensors, inputs):

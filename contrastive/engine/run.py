@@ -132,7 +132,7 @@ class Run:
         again = args.resume and checkpoints.checkpoints_of(self.folder)  # its weights are in the checkpoint
         self.start = (False, "") if again else (args.pretrained, args.init_from)
         self.tower, transform = build_model(self.spec, tokenizer, *self.start)
-        self.recomputed = recompute(self.tower) if args.grad_checkpointing else []
+        recompute(self.tower, args.grad_checkpointing)
         self.tower.to(self.device)
         if self.device.type == "cuda":
             channels_last(self.tower.vision)
@@ -217,8 +217,7 @@ class Run:
             "evaluation": "; ".join(sizes),
             "model": f"{towers}: {self.parameters / 1e6:.1f} M parameters; "
                      + (f"weights of {self.start[1]}" if self.start[1] else
-                        published_weights(tower.vision) if self.start[0] else "from scratch")
-                     + "; layers run again on the way back: " * bool(self.recomputed) + ", ".join(self.recomputed),
+                        published_weights(tower.vision) if self.start[0] else "from scratch"),
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
                          f"{args.mixed_precision}, {self.data.workers} workers each",
             "batch": f"{size} = {world()} x {size // world()}{parts}" + bool(start) * f"; {self.negatives:,} negatives",
