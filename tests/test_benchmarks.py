@@ -323,11 +323,13 @@ def test_what_a_step_keeps_and_computes_is_counted_without_a_card():
     assert largest in (x, y) and x + y + out <= kept <= x + y + out + log_sum + 16    # two random states
     assert flops == 2 * 3 * 10 * 4 * 8 + 2 * 2 * 3 * 10 * 10 * 8
     half, *_ = recipes.forward_of(Toy().layers, lambda: {"input": torch.zeros(3, 10, 4)}, "bf16")
-    assert half == 2 * (3 * 10 * 4 + 4 * 8 + 3 * 10 * 8)                    # input and weights in half precision
+    assert half == 2 * (3 * 10 * 4 + 3 * 10 * 8)
 
 
 def test_a_recipe_needs_less_in_chunks_and_with_layers_that_run_again():
     line = "temo.py --dataset moving-emoji --frames 2 --image-size 32 --batch-size 64 --image-encoder test_vit"
-    whole, chunks, again = (recipes.estimate(line + more, 1) for more in ("", " --chunk-size 16", " --grad-checkpointing"))
-    assert math.isclose(whole["GB kept"], 4 * chunks["GB kept"], rel_tol=0.01) and again["GB kept"] < whole["GB kept"] / 2
-    assert whole["GB"] > recipes.estimate(line, 8)["GB"] and chunks["GFLOP of a sample"] > whole["GFLOP of a sample"]
+    whole, chunks, again = (recipes.estimate(f"{line} {more}", 1) for more in (
+        "", "--chunk-size 16", "--grad-checkpointing"))
+    assert math.isclose(whole["GB kept"], 4 * chunks["GB kept"], rel_tol=0.01)
+    assert again["GB kept"] < 0.8 * whole["GB kept"] and whole["GB"] > recipes.estimate(line, 8)["GB"]
+    assert chunks["GFLOP of a sample"] == again["GFLOP of a sample"] > whole["GFLOP of a sample"]

@@ -55,6 +55,7 @@ def feature_recipe(chosen, published):
     text = dict(text_encoder="t5-base", text_pooling="mean", lr=1e-4) if published else {}           # the rate is ours
     scale = 1.0 if chosen.loss == "max-margin" else 15.0                   # NCL; that infonce has it too is ours
     return text | dict(tau=0.07, learnable_tau=False, loss_scale=scale,    # NCL
+                       mixed_precision="no",
                        dropout=0.1 if chosen.recipe in ("msvd", "msrvtt") else 0.0)                 # NCL
 
 
