@@ -127,9 +127,12 @@ def views_of(script, args):
 
 
 def estimate(line, cards):
-    """What a recipe needs on so many cards: {column: number}; hours None where the size of the set is not known."""
+    """What a recipe needs on so many cards: {column: number}; hours None where the size of the set is not known, {} if
+    the batch does not part among the cards."""
     script, *flags = line.split()
     args, measured = SCRIPTS[script].parse_args(flags), read_json(RESULTS / "speed.json")
+    if args.batch_size % cards:
+        return {}
     clips = str(common.SETS.get(args.dataset)).rpartition(".")[2] in OF_CLIPS
     views, texts, more = views_of(script, args)
     local, shape = args.batch_size // cards, (args.frames,) * clips + (3, args.image_size, args.image_size)
@@ -171,11 +174,11 @@ def main(lines):
     for line in lines:
         one, eight = (estimate(line, cards) for cards in (1, 8))
         results[line] = one | {
-            "GB of 8 cards": eight["GB"], "command": f'python -m benchmarks.speed memory "{line}"', "commit": commit(),
+            "GB of 8 cards": eight.get("GB"), "command": f'python -m benchmarks.speed memory "{line}"', "commit": commit(),
             "machine": machine(), "torch": torch.__version__}
         print(line, results[line], flush=True)
         write_json(path, results)
     columns = ["GB", "GB of 8 cards", "chunk", "GFLOP of a sample", "samples/s", "hours", "cores"]
-    rows = [[f"`{line}`", *(f"{r[c] or 0:,.3g}" for c in columns)] for line, r in results.items()]
+    rows = [[f"`{line}`", *("-" if r[c] is None else f"{r[c]:,.3g}" for c in columns)] for line, r in results.items()]
     path.with_suffix(".md").write_text("\n".join([*__doc__.splitlines()[:1], "", *markdown(["recipe", *columns], rows),
                                                   ""]))
