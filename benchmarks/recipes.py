@@ -174,8 +174,8 @@ def main(lines):
     for line in lines:
         one, eight = (estimate(line, cards) for cards in (1, 8))
         results[line] = one | {
-            "GB of 8 cards": eight.get("GB"), "command": f'python -m benchmarks.speed memory "{line}"', "commit": commit(),
-            "machine": machine(), "torch": torch.__version__}
+            "GB of 8 cards": eight.get("GB"), "command": f'python -m benchmarks.speed memory "{line}"',
+            "commit": commit(), "machine": machine(), "torch": torch.__version__}
         print(line, results[line], flush=True)
         write_json(path, results)
     columns = ["GB", "GB of 8 cards", "chunk", "GFLOP of a sample", "samples/s", "hours", "cores"]
