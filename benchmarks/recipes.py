@@ -161,10 +161,12 @@ def estimate(line, cards):
     a_second = PEAK[precision] * BUSY / (passes * flops / chunk)
     a_core = measured["decode_clips"]["file_clips_per_s"] if clips else measured["cc3m_views"]["ours_samples_per_s"]
     captions = CAPTIONS.get(args.dataset, 1) if getattr(args, "unfold_captions", False) else 1
-    rows = facts_of(args.dataset).get("splits", {}).get("train")
+    facts = facts_of(args.dataset)
+    rows = facts.get("splits", {}).get("train")
     return {"GB": need / 1e9, "GB kept": kept / 1e9, "M parameters": every / 1e6, "chunk": chunk,
             "GFLOP of a sample": passes * flops / chunk / 1e9, "samples/s": a_second,
-            "hours": args.epochs * rows * captions / a_second / 3600 if rows else None, "cores": a_second / a_core}
+            "hours": args.epochs * rows * captions / a_second / 3600 if rows else None,
+            "cores": None if "base" in facts else a_second / a_core}  # cut from a set that lies in memory
 
 
 def main(lines):
