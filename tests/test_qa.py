@@ -1,5 +1,5 @@
-"""Answers to questions: the loss and the model by hand, scores and their accuracy, runs of both tasks and of the dual
-model, their gradients, chunks and processes, what is refused."""
+"""Answers to questions: the loss and the model by hand, scores and their accuracy, runs of both tasks, their gradients,
+chunks and processes, what is refused."""
 
 import json
 import math
@@ -86,15 +86,12 @@ def test_open_scores_look_at_question_and_frames_but_not_at_padding():
     assert not torch.allclose(model(clips.flip(1), None, question)[2], scores, atol=1e-3)  # the order of time
     plain = model(clips, question)  # without a question: two towers
     assert torch.allclose(plain[0], video, atol=1e-6) and plain[2].shape == (2, 128)
-    with pytest.raises(UserError, match="4 frames per clip, but this model was made for at most 3"):
-        model(torch.zeros(1, 4, 3, 32, 32), None, words(1, 4))
 
 
-@pytest.mark.parametrize("kind", ["fusion", "dual"])
 @torch.no_grad()
-def test_scores_of_choices(kind):
+def test_scores_of_choices():
     """Each choice by itself gives the score that it has among others; absent ones are -inf."""
-    model, clips = model_of(model=kind), clips_of(2)
+    model, clips = model_of(), clips_of(2)
     choices = words(2, 4, 6) | {"there": torch.tensor([[True] * 4, [True, True, False, False]])}
     scores = model(clips, words(2, 5), words(2, 5), choices)[2]
     assert scores.shape == (2, 4) and scores.isneginf().tolist() == (~choices["there"]).tolist()
@@ -102,10 +99,6 @@ def test_scores_of_choices(kind):
         alone = {k: choices[k][b:b + 1, c:c + 1] for k in ("input_ids", "attention_mask")}
         single = model(clips[b:b + 1], None, words(1, 5), alone)[2]
         assert torch.allclose(single[0, 0], scores[b, c], atol=1e-4)
-    if kind == "dual":
-        text = model.text(**{k: choices[k][0] for k in ("input_ids", "attention_mask")})
-        cosine = common.normalize(text) @ common.normalize(model.vision(clips)[1][0])
-        assert torch.allclose(scores[0], cosine / 0.07, atol=1e-4)
 
 
 @torch.no_grad()
@@ -341,7 +334,7 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     assert score.short_captions(some, "label") == ["an ox", ""]  # a row without a class has no name of one
 
 
-OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task", "qa-open", "--eta", "0"],
+OTHER = {"eta": ["--task", "qa-open", "--eta", "0"],
          "answers": ["--task", "qa-open", "--answers", "3"], "layers": ["--task", "qa-open", "--fusion-layers", "3"],
          "control": ["--task", "qa-open", "--shuffle-video"],
          "fused": ["--task", "qa-choice", "--qa-similarity", "fused"]}
@@ -357,8 +350,6 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
     if name == "answers":
         assert 0 < summary["test"]["moving-emoji"]["upper_bound"] < 50
         assert len(common.load_model(tmp_path / "other")[0].answers) == 3
-    if name == "dual":
-        assert common.load_model(tmp_path / "other")[0].model == "dual"
     if name == "control":  # eval.py asks with the right videos, and says that it does
         assert {data.split for data in asked} == {"val", "test"}
         for data in asked:
@@ -481,11 +472,10 @@ def test_what_cannot_be_asked():
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--qa-model", "dual", "--task", "qa-open"], "--qa-model dual: only for --task qa-choice"),
     (["--shuffle-video"], "--shuffle-video: only with --task qa-open or qa-choice"),
     (["--task", "qa-choice", "--chunk-size", "4"], "--chunk-size: --weighting meta encodes the whole batch"),
     (["--qa-similarity", "fused"], "--qa-similarity: only with --task qa-open or qa-choice"),
-    (["--task", "qa-choice", "--qa-model", "dual", "--qa-similarity", "fused"], "with --qa-model fusion"),
+    (["--task", "qa-choice", "--qa-model", "vgt", "--qa-similarity", "fused"], "with --qa-model fusion"),
     (["--task", "qa-open", "--qa-similarity", "fused", "--weighting", "none", "--chunk-size", "4"],
      "--chunk-size: --qa-similarity fused needs all videos and texts at once")])
 def test_bad_flags(flags, words, capsys):

@@ -180,7 +180,7 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, run, tmp_path):
         return result["metrics"]
     got, own = evaluate(), summary["test"][str(root / "clips.csv")]["normalize"]["none"]
     assert got["text_to_image"] == own["text_to_image"]
-    with pytest.raises(UserError, match="features of width 6, in training 10"):
+    with pytest.raises(RuntimeError, match="Expected 10, got 6"):
         evaluate("--feature-dir", root / "motion")
 
 

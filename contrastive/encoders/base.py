@@ -23,15 +23,9 @@ CLIP_VIP = "clip_vip:"  # prefix of a CLIP's transformers id or folder: the same
 FULL = {"dtype": torch.float32, "trust_remote_code": False}  # of transformers; some are saved in half precision
 
 
-def has_batchnorm(model):
-    """Whether any layer keeps batch statistics."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-
-
-def own_statistics(model):
-    """Whether a layer has batch statistics of this process alone; those of SyncBatchNorm are the same on all."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
-               for m in model.modules())
+def has_batchnorm(model, but=()):
+    """Whether any layer keeps batch statistics; but: a kind of layer that does not count."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, but) for m in model.modules())
 
 
 def sync_batchnorm(model, args):
@@ -189,21 +183,16 @@ def hub_encoder(name, half, pretrained, config):
     config: of a model that is rebuilt, as a dict; else None."""
     import transformers
     with opening(name):
-        if config:
-            config = transformers.AutoConfig.for_model(**config)
-        else:
-            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        of = transformers.AutoConfig
+        config = of.for_model(**config) if config else of.from_pretrained(name, trust_remote_code=False)
         encoder_alone = half == "text" and config.model_type == "t5"
         kind = transformers.AutoModelForTextEncoding if encoder_alone else transformers.AutoModel
-        if hasattr(config, "mask_ratio"):
-            config.mask_ratio = 0.0  # of ViT-MAE, which would drop patches in evaluation, too
         body = published(kind, name, config) if pretrained else kind.from_config(config, **FULL)
         if config.model_type != "clip":
             width = getattr(config, "hidden_size", 0) or config.hidden_sizes[-1]
             return Tower(body, width, config=config.to_dict())
-        projection = body.visual_projection if half == "vision" else body.text_projection
-        body = body.vision_model if half == "vision" else body.text_model
-        return Tower(body, body.config.hidden_size, projection, config.to_dict())
+        parts = {"vision": (body.vision_model, body.visual_projection), "text": (body.text_model, body.text_projection)}
+        return Tower(parts[half][0], parts[half][0].config.hidden_size, parts[half][1], config.to_dict())
 
 
 def published(kind, name, config):

@@ -102,8 +102,6 @@ class VideoTower(_Pooling):
         self.gru = nn.GRU(features, width // 2, batch_first=True, bidirectional=True)
 
     def forward(self, x):
-        if x.shape[2] != self.gru.input_size:
-            raise UserError(f"--feature-dir: features of width {x.shape[2]}, in training {self.gru.input_size}")
         keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # (B, T)
         return self.pool(self.gru(x)[0], keep)
 
@@ -124,8 +122,7 @@ class Captioner(nn.Module):
             self.t5 = (published(T5ForConditionalGeneration, text.name, config) if pretrained else
                        T5ForConditionalGeneration(config))
         del self.t5.encoder, self.t5.shared                                # keep the decoder and its output
-        if not config.scale_decoder_outputs:                               # T5 1.1, which has output weights of its own
-            self.t5.lm_head.weight = nn.Parameter(self.t5.lm_head.weight.detach().clone())           # (V, d_model)
+        self.t5.lm_head.weight = nn.Parameter(self.t5.lm_head.weight.detach().clone())               # (V, d_model)
         self.start = text.config.get("decoder_start_token_id") or 0        # T5: its padding
         self.bridge = nn.Linear(dim, config.d_model)
 

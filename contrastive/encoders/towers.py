@@ -45,7 +45,8 @@ def image_tower(name, pretrained, image_size, config=None, features=(0, 0), fram
     tower = timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
     if not name.startswith(VIDEO):
         return tower
-    return tower._replace(body=VideoViT(tower.body, frames), whole_clips=True)
+    with opening(name):  # of timm's, it takes ViTs
+        return tower._replace(body=VideoViT(tower.body, frames), whole_clips=True)
 
 
 def hub_stats(name, otherwise):
@@ -78,18 +79,13 @@ def timm_encoder(name, pretrained, image_size):
 
 
 def read_hub(encoder, pixels):
-    """Pooled features of a transformers model, or its class token if it has none, or a pooler with a layer of its own,
-    which many published weights lack (ViT, DeiT); I-JEPA: the mean of the patches.
-
-    Returns: (B * T, width)."""
+    """Pooled features (B * T, width) of a transformers model; or its class token, if its pooler has a layer of its own,
+    which many published weights lack (ViT, DeiT)."""
     frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
     found = encoder.body(pixel_values=frames)
-    pooled = getattr(found, "pooler_output", None)
-    if encoder.config["model_type"] == "ijepa":  # it has neither
-        return found.last_hidden_state.mean(1)
-    if pooled is None or hasattr(getattr(encoder.body, "pooler", None), "dense"):
+    if hasattr(getattr(encoder.body, "pooler", None), "dense"):
         return found.last_hidden_state[:, 0]
-    return pooled.flatten(1)  # a ResNet's is (B * T, width, 1, 1)
+    return found.pooler_output.flatten(1)  # a ResNet's is (B * T, width, 1, 1)
 
 
 def video_swin(name, pretrained):
@@ -130,10 +126,6 @@ class VideoViT(nn.Module):
 
     def __init__(self, vit, frames):
         super().__init__()
-        if getattr(vit, "num_prefix_tokens", 0) != 1 or getattr(vit, "global_pool", "") != "token":
-            raise UserError(f"--image-encoder: after {VIDEO} give a timm ViT that reads its class token")
-        if not frames:
-            raise UserError(f"--image-encoder {VIDEO}...: it is for clips, but this data set has images")
         self.vit, self.temporal = vit, nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
         for norm in (m for m in vit.modules() if isinstance(m, nn.LayerNorm)):
             norm.eps = 1e-6  # AVION's; CLIP has 1e-5
@@ -160,7 +152,6 @@ def freeze_unused(model, tokenizer, spec):
             tokens = tokenizer(["a"]) if tokenizer else None
             out = model(torch.zeros(1, *shape), tokens, *([tokens] if spec.get("questions") else []))  # (1, D) each
             sum(x.sum() for x in out if x is not None).backward()
-            refuse_blind(model.text)
     for p in model.parameters():
         p.requires_grad_(p.requires_grad and p.grad is not None)
     model.zero_grad(set_to_none=True)
@@ -175,15 +166,6 @@ def freeze_as_clip4clip(model):
         raise UserError("--freeze clip4clip: is for a CLIP as both encoders; use --freeze none")
     for p in first.values():
         p.requires_grad_(False)
-
-
-def refuse_blind(text):
-    """Raises: UserError if the first token, which is the text's embedding, cannot see the others (a language model)."""
-    if text and text.name != "small" and text.pooling == "cls" and not text.is_clip:
-        ids = torch.tensor([[1, 2], [1, 3]])
-        first = text.words(ids, torch.ones_like(ids))[0][:, 0]                                # (2, width)
-        if torch.equal(*first):
-            raise UserError(f"{text.name}: its first token sees only itself; --text-pooling mean")
 
 
 def set_dropout(model, features, text=True):

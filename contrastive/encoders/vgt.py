@@ -41,7 +41,6 @@ import math
 
 from contrastive.data.clips import REGION_CLIP, box_numbers
 from contrastive.encoders.base import GroupNorm, TwoTower, masked_mean
-from contrastive.engine.processes import UserError
 
 import torch
 import torch.nn as nn
@@ -219,14 +218,8 @@ class VGT(TwoTower):
     def look(self, pixels, boxes=None):
         """Features of frames (B, T, features) and of regions (B, T, R, features), and boxes (B, T, R, 5). Without boxes
         each region is the whole frame."""
-        given = self.vision.name == "regions"
-        if given != (pixels.ndim == 3):
-            raise UserError("this model reads features of regions, which come with --region-dir" if given else
-                            "this model reads pixels, and --region-dir gives it features of regions")
         T, R = 1 if pixels.ndim == 4 else pixels.shape[1], self.regions
-        if T > 1 and T % FRAMES:
-            raise UserError(f"--frames {T}: VGT has clips of {FRAMES} frames; use a multiple of {FRAMES}")
-        if given:
+        if self.vision.name == "regions":
             x = pixels.unflatten(2, (1 + R, -1))                                         # (B, T, 1 + R, features + 5)
             return x[:, :, 0, :-5], x[:, :, 1:, :-5], x[:, :, 1:, -5:]
         B, side = len(pixels), pixels.shape[-1]

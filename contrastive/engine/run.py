@@ -14,7 +14,7 @@ from contrastive.data.clips import feature_shape
 from contrastive.data.table import COMMITS, frames_of, has_clips
 
 from contrastive.encoders.base import (  # isort: skip
-    CLIP_VIP, FROM_FILES, VIDEO, channels_last, clip_width, own_statistics, sync_batchnorm)
+    CLIP_VIP, FROM_FILES, VIDEO, channels_last, clip_width, has_batchnorm, sync_batchnorm)
 from contrastive.encoders.models import build_model, spec_of, untrained
 from contrastive.encoders.texts import build_tokenizer
 from contrastive.engine import checkpoints
@@ -151,7 +151,7 @@ class Run:
         self.parameters = sum(p.numel() for p in (*self.trained.parameters(), *learnt))
         torch.manual_seed(self.args.seed + rank())  # the weights are the same on all processes; dropout should not be
         # DDP sends all buffers in each forward; only statistics of one process differ from those of the others
-        self.accelerator.ddp_handler.broadcast_buffers = own_statistics(self.trained)
+        self.accelerator.ddp_handler.broadcast_buffers = has_batchnorm(self.trained, torch.nn.SyncBatchNorm)
         model = torch.compile(self.trained) if self.args.compile else self.trained
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         return self.model, self.optimizer

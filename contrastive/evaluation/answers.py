@@ -2,13 +2,12 @@
 
 The model is a small VIOLET (Fu et al. 2021). [CLS], one token per frame and the words of the question go through one
 transformer, and a linear layer on [CLS] scores the answers. An open question has one score per answer of a vocabulary.
-A question with choices has one score per text "question choice", fused in the same way. The model `dual` has no fusion:
-its scores are cosines of the video with these texts. Below the fusion there are always two towers, and by default their
-embeddings give the cosine of a video and a text. With `similarity` fused, every video goes through the fusion with
-every text, after one token for the video and one for the text in place of [CLS]; the cosine is that of their outputs.
-The model `vgt` is in encoders/vgt.py.
+A question with choices has one score per text "question choice", fused in the same way. Below the fusion there are two
+towers, and by default their embeddings give the cosine of a video and a text. With `similarity` fused, every video goes
+through the fusion with every text, after one token for the video and one for the text in place of [CLS]; the cosine is
+that of their outputs. The model is common.QuestionAnswerer; `vgt` is in encoders/vgt.py.
 
-The other models are common.QuestionAnswerer. This file has the flags, prepares the input and scores the output.
+This file has the flags, prepares the input and scores the output.
 """
 
 import argparse
@@ -39,8 +38,8 @@ def untrained(model, by_features=False):
 def add_flags(p):
     """The flags of mama.py's models that answer questions."""
     g = p.group("with --task qa-open or qa-choice", task=("qa-open", "qa-choice"))
-    g.add_argument("--qa-model", choices=["fusion", "dual", "vgt"], default="fusion",
-                   help="one transformer of frames and words; cosines with 'question choice' (qa-choice); VGT's graph")
+    g.add_argument("--qa-model", choices=["fusion", "vgt"], default="fusion",
+                   help="one transformer of frames and words, as VIOLET's; or VGT's graph")
     g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
                    help="s_ij of Eq. 1: before the fusion; or in it, which all B x N pairs go through")
     g.add_argument("--shuffle-video", action=argparse.BooleanOptionalAction, default=False,
@@ -63,7 +62,6 @@ def check_flags(p, args):
     p.require(args.contrastive_weight or args.task != "retrieval" and args.eta,
               "--contrastive-weight 0: without questions (--task qa-open or qa-choice, --eta above 0) no loss is left")
     p.only(args.contrastive_weight, "with --contrastive-weight above 0", "--loss", "--qa-similarity")
-    p.require(args.qa_model != "dual" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
     p.require(not fused or args.qa_model == "fusion", "--qa-similarity fused: only with --qa-model fusion")
     p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at once")
     p.require(files == (args.image_encoder == "regions"),
