@@ -16,8 +16,7 @@ STATS = {  # mean and standard deviation of the pixels, named after the weights 
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5,) * 3, (0.5,) * 3),
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
-FEATURES = ("features", "ssb")  # towers over precomputed features of a clip, of ncl.py
-FROM_FILES = (*FEATURES, "regions")  # and VGT's, of mama.py: all that read no pixels
+FROM_FILES = ("ssb", "regions")  # SSB's tower and VGT's read features of a clip, no pixels
 VIDEO = "video_"  # prefix of a timm ViT's name: one transformer over the patches of all frames
 CLIP_VIP = "clip_vip:"  # prefix of a CLIP's transformers id or folder: the same with proxy tokens, encoders/clip_vip.py
 FULL = {"dtype": torch.float32, "trust_remote_code": False}  # of transformers; some are saved in half precision

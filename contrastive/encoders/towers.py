@@ -4,7 +4,7 @@ import functools
 from pathlib import Path
 
 from contrastive.data.table import note_commit
-from contrastive.encoders.base import CLIP_VIP, FEATURES, STATS, VIDEO, SmallText, Tower, hub_encoder
+from contrastive.encoders.base import CLIP_VIP, STATS, VIDEO, Tower, hub_encoder
 from contrastive.encoders.clip_vip import ClipViP
 from contrastive.engine.processes import UserError, opening, read_json
 
@@ -17,17 +17,13 @@ VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-40
 def image_tower(name, pretrained, image_size, config=None, features=(0, 0), frames=0):
     """The Tower of a name:
 
-    'features' (clips as (B, T, F)); 'regions' (VGT's features as they are); 'resnet18-cifar' (3x3 stem, no max-pool);
-    any timm name; 'video_' and a timm ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of
-    torchvision, Kinetics-400; also _t, _s); a transformers id or folder with a '/' (of a CLIP its vision tower, with
-    its own projection if D agrees; of others pooled features or the class token); 'clip_vip:' and a CLIP (CLIP-ViP's
-    tower, no mean over frames).
+    'regions' (VGT's features as they are); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_' and a timm
+    ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of torchvision, Kinetics-400; also
+    _t, _s); a transformers id or folder with a '/' (of a CLIP its vision tower, with its own projection if D agrees; of
+    others pooled features or the class token); 'clip_vip:' and a CLIP (CLIP-ViP's tower, no mean over frames).
 
-    Args: image_size: pixels of a side.   config: of a transformers model that is rebuilt.   features: (F, T) of
-        'features'.   frames: T, for a tower over whole clips."""
-    if name == "features":
-        body = FeatureEncoder(features[1], features[0])
-        return Tower(body, body.width)
+    Args: image_size: pixels of a side.   config: of a transformers model that is rebuilt.   features: (T, F) of
+        'regions'.   frames: T, for a tower over whole clips."""
     if name == "regions":
         return Tower(nn.Identity(), features[1])
     if name in VIDEO_SWIN:
@@ -105,17 +101,6 @@ def read_swin(encoder, pixels):
     return features.transpose(1, 2).flatten(0, 1)
 
 
-class FeatureEncoder(SmallText):
-    """Precomputed features of a clip -> projection, one transformer layer, mean over time: (B, T, F) -> (B, width)."""
-
-    def __init__(self, features, length, width=256):
-        super().__init__(1, length, width)
-        self.token = nn.Linear(features, width)
-
-    def forward(self, x):
-        return super().forward(x, torch.ones(x.shape[:2], dtype=torch.long, device=x.device))[1]
-
-
 class VideoViT(nn.Module):
     """A timm ViT over the patches of all frames at once, after AVION: clips (B, T, 3, S, S) -> (B, width).
 
@@ -169,14 +154,13 @@ def freeze_as_clip4clip(model):
 
 
 def set_dropout(model, features, text=True):
-    """Sets the dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features and in SSB's
-    text head, after the first layer, the attention and the MLP. text False: none in a transformers text encoder, which
-    otherwise keeps its own."""
+    """Sets the dropout of a TwoTower in training: `features` (0..1) in SSB's tower and text head. text False: none in a
+    transformers text encoder, which otherwise keeps its own."""
     for module in model.text.modules() if not text else ():
         for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
             if isinstance(value, float) and ("dropout" in name or name == "p" and isinstance(module, nn.Dropout)):
                 setattr(module, name, 0.0)
-    if model.vision.name in FEATURES:
+    if model.vision.name == "ssb":
         model.vision.body.blocks.dropout = features
     if getattr(model.text, "head", None):
         model.text.head.blocks.dropout = features
