@@ -240,8 +240,7 @@ def test_adam_in_one_kernel_is_the_same_adam(tmp_path, monkeypatch):
 
 
 def test_experts_of_a_card_run_in_half_precision(monkeypatch):
-    tower = base.Tower(torch.nn.Linear(2, 2), 2, config={})
-    monkeypatch.setattr("contrastive.encoders.frozen.hub_encoder", lambda *_: tower)
+    monkeypatch.setattr("contrastive.encoders.frozen.TextEncoder", lambda *_, **__: torch.nn.Linear(2, 2))
     monkeypatch.setattr("contrastive.encoders.frozen.build_tokenizer", lambda *_: None)
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: module)
     monkeypatch.setattr(Expert, "_features", lambda self, inputs: torch.zeros(1, 2))

@@ -1063,7 +1063,7 @@ def test_write_paraphrases(pegasus, tmp_path):
     path.write_text(done + lines[1] + lines[2][:len(lines[2]) // 2], encoding="utf8")  # a kill in the third line
     paraphrase.main([*flags, str(path)])
     assert path.read_text(encoding="utf8").splitlines(keepends=True) == [done, lines[1], lines[2], lines[3]]
-    assert len(Paraphrases(path)) == 4 and Paraphrases(path).get(["a cat"]) == [["kept"] * 5]
+    assert len(Paraphrases(path).hashes) == 4 and Paraphrases(path).get(["a cat"]) == [["kept"] * 5]
     with pytest.raises(UserError, match="^--out [^ ]*: has 5 paraphrases of a caption by .*name another file$"):
         paraphrase.main([*flags, str(path), "--per-caption", "2"])
     own = (tmp_path / "own.csv").read_text()                               # somebody's data
@@ -1078,7 +1078,7 @@ def test_paraphrases_of_the_captions_of_videos(pegasus, tmp_path):
     write_rows(tmp_path / "train.csv", ["video_id", "caption"], [(str(i), "a cat sat") for i in range(4)])
     paraphrase.main([*f"--dataset {tmp_path}/train.csv --video-dir {tmp_path}/videos --out {tmp_path}/p.jsonl".split(),
                      *f"--model {pegasus} --per-caption 1 --cpu".split()])
-    assert len(Paraphrases(tmp_path / "p.jsonl")) == 1
+    assert len(Paraphrases(tmp_path / "p.jsonl").hashes) == 1
 
 
 # ---------------------------------------------------- the house ------------------------------------------------------

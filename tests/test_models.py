@@ -283,7 +283,7 @@ def test_init_from(tmp_path, tiny, tokenizer, capsys):
         assert equal(one.state_dict(), fresh.state_dict())
     longer = common.build_model(SPEC | dict(text_length=20), tokenizer, False)[0]
     init_from(longer, tmp_path / "b.pt")
-    assert "the others keep their usual start, first text.body.position (23, 128)" in capsys.readouterr().out
+    assert "the others keep their usual start, first text.body.position" in capsys.readouterr().out
     body = one.vision.body.state_dict()
     torch.save({str(k): v for k, v in enumerate(body.values())} | {"head": torch.zeros(3)}, tmp_path / "c.pt")
     init_from(other, tmp_path / "c.pt")
@@ -292,7 +292,8 @@ def test_init_from(tmp_path, tiny, tokenizer, capsys):
     published.save_pretrained(tmp_path / "published")
     text = common.TextEncoder(tiny("bert")[0], 4)
     init_from(common.TwoTower(common.VisionEncoder("small", 4), text), tmp_path / "published")
-    assert "as text.body.* by name" in capsys.readouterr().out and equal(text.body.state_dict(), published.state_dict())
+    assert "by name, first text.body." in capsys.readouterr().out
+    assert equal(text.body.state_dict(), published.state_dict())
 
 
 def test_files_that_fit_nowhere_or_hold_code_are_refused(tmp_path, tokenizer):
@@ -332,7 +333,7 @@ def test_a_file_of_the_text_encoder_leaves_no_image_encoder_at_random(tmp_path, 
 
 
 def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
-    """A small text encoder of another run knows that run's vocabulary, and no other; that of a BERT is none for it."""
+    """A small text encoder of another run knows that run's vocabulary, and no other."""
     def words(name, captions, start=""):
         common.build_tokenizer("small", 16, lambda: captions, tmp_path / name / "tokenizer", start=start)
         return (tmp_path / name / "tokenizer" / "tokenizer.json").read_text()
@@ -348,8 +349,6 @@ def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
     for path, warned in ((tmp_path / "a", False), (tmp_path / "alone.safetensors", True)):
         init_from(model, path)
         assert ("WARNING: --init-from" in capsys.readouterr().out) == warned
-    engine.processes.write_json(tmp_path / "a" / "model.json", {"text_encoder": "some/bert"})
-    assert words("e", ["green pear"] * 9, str(tmp_path / "a")) == other
 
 
 # ---------------------------------------------------- experts -------------------------------------------------------

@@ -42,13 +42,11 @@ class EvalTransform:
         """(..., 3, H, W) uint8 -> (..., 3, size, size) uint8; features stay as they are."""
         if image.is_floating_point():
             return image
-        from torchvision.transforms.v2 import InterpolationMode
-        from torchvision.transforms.v2 import functional as V
-        how = InterpolationMode.BICUBIC if self.bicubic else InterpolationMode.BILINEAR
-        resize = functools.partial(V.resize, interpolation=how, antialias=True)
-        if self.resize == "squash":
-            return resize(image, [self.size, self.size])
-        return V.center_crop(resize(image, [self.short]), [self.size, self.size])
+        from torchvision.transforms import v2
+        how = v2.InterpolationMode.BICUBIC if self.bicubic else v2.InterpolationMode.BILINEAR
+        side = [self.size, self.size] if self.resize == "squash" else [self.short]
+        resized = v2.functional.resize(image, side, interpolation=how, antialias=True)
+        return v2.functional.center_crop(resized, [self.size, self.size])
 
     def normalise(self, x):
         """(..., 3, S, S) float in 0..1 -> normalised."""

@@ -108,7 +108,8 @@ class Captioner(nn.Module):
             self.t5 = (published(T5ForConditionalGeneration, text.name, config) if pretrained else
                        T5ForConditionalGeneration(config))
         del self.t5.encoder, self.t5.shared                                # keep the decoder and its output
-        self.t5.lm_head.weight = nn.Parameter(self.t5.lm_head.weight.detach().clone())               # (V, d_model)
+        if not config.scale_decoder_outputs:                               # T5 1.1, which has output weights of its own
+            self.t5.lm_head.weight = nn.Parameter(self.t5.lm_head.weight.detach().clone())           # (V, d_model)
         self.start = text.config.get("decoder_start_token_id") or 0        # T5: its padding
         self.bridge = nn.Linear(dim, config.d_model)
 

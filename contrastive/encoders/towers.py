@@ -11,8 +11,6 @@ from contrastive.engine.processes import UserError, opening, read_json
 import torch
 import torch.nn as nn
 
-VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
-
 
 def image_tower(name, pretrained, image_size, config=None, features=(0, 0), frames=0):
     """The Tower of a name:
@@ -26,7 +24,7 @@ def image_tower(name, pretrained, image_size, config=None, features=(0, 0), fram
         'regions'.   frames: T, for a tower over whole clips."""
     if name == "regions":
         return Tower(nn.Identity(), features[1])
-    if name in VIDEO_SWIN:
+    if name.startswith("swin3d_"):
         return video_swin(name, pretrained)
     if name.startswith(CLIP_VIP):
         tower = hub_encoder(name.removeprefix(CLIP_VIP), "vision", pretrained, config)
@@ -130,8 +128,7 @@ def freeze_unused(model, tokenizer, spec):
     """Tries one example and freezes what gets no gradient (a mask token, a pooler): DDP would wait for it."""
     model.eval()
     shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
-    whole = model.vision.whole_clips and spec["image_encoder"].startswith(VIDEO)
-    shape = (spec["frames"], *shape) if whole else shape
+    shape = (spec["frames"], *shape) if spec.get("frames") else shape
     with opening(f"{spec['image_encoder']} at --image-size {spec['image_size']}, {spec['text_encoder'] or 'no texts'}"):
         with torch.enable_grad():
             tokens = tokenizer(["a"]) if tokenizer else None

@@ -383,7 +383,7 @@ class Run:
             write_tensors(self.folder / "own.safetensors", own)
         write_json(self.folder / "model.json", self.spec)
         if self.tokenizer:
-            self.tokenizer.save(self.folder / "tokenizer")
+            self.tokenizer.tokenizer.save_pretrained(self.folder / "tokenizer")
 
     def picture(self, name, function, *args, **options):
         """Draws one picture into the run folder: function(*args, path, **options)."""
