@@ -1,21 +1,17 @@
-"""Evaluate a checkpoint of any script, or any CLIP or pair of image and text encoders by name, on any data set.
+"""Evaluate a checkpoint of any script, or any CLIP by name, on any data set.
 
     python eval.py --checkpoint runs/NAME                                # what the run printed at its end
     python eval.py --checkpoint runs/NAME --datasets coco flickr30k      # the papers' retrieval tables
     python eval.py --checkpoint runs/NAME --datasets cifar10 cifar100 --tasks zero-shot knn probe
     python eval.py --checkpoint runs/NAME --datasets temo-17             # zero-shot on the 17 sets of TeMo's Table 7
     python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco msrvtt=ANNOTATIONS --video-dir VIDEOS
-    python eval.py --image-encoder tf_efficientnet_lite0 --text-encoder FOLDER ... # any pair: knn and probe only, its
-                                                                                   # projections are random
+    python eval.py --checkpoint clip_vip:openai/clip-vit-base-patch32 --init-from pretrain_clipvip_base_32.pt ...
     python eval.py --checkpoint runs/NAME --normalize queue              # NCL's test-time normalisation, of any script
     accelerate launch eval.py ... / torchrun --nproc_per_node 2 eval.py ... --cpu  # the same numbers on any number
 
 Tasks
-    retrieval   R@1/5/10/50, MdR, MnR both ways; every caption is a query; R-Mean = mean of R@1/5/10 both ways (TeMo,
-                Table 4); --normalize adds NCL's biases, of training queries (queue) or of the test queries (oracle), or
-                uses the dual softmax (dsl)
-    mir         multi-instance retrieval, for sets with relevancies (EPIC-KITCHENS, moving-emoji): mAP as the EPIC
-                code computes it, the textbook's binary one, and nDCG; both ways and their mean
+    retrieval   R@1/5/10/50, MdR, MnR both ways; every caption is a query; R-Mean: of R@1/5/10 both ways (TeMo, Table 4)
+    mir         multi-instance retrieval by relevancies: mAP as the EPIC code and as textbooks have it, nDCG; both ways
     zero-shot   top-1/3/5 of the mean of normalised prompt embeddings, and of the class names alone (names_top1, ...)
     knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail
     probe       LinearSVC (C = 1) on unit features before the projection: few-shot (the smallest class's size) and all
@@ -35,7 +31,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from contrastive.data import parted, splits_of
+from contrastive.data import parted
 from contrastive.data.images import TEMO_17
 from contrastive.data.table import EmptySplit
 from contrastive.engine.flags import OneLine
@@ -57,14 +53,10 @@ def parse_args(argv=None):
     """Flags; see the module docstring for the tasks."""
     p = OneLine("eval.py", "Evaluate any checkpoint.")
     g = p.add_argument_group("model")
-    g.add_argument("--checkpoint", default="", help="run folder, or a CLIP by transformers id or folder")
-    g.add_argument("--image-encoder", default="", help="without --checkpoint: image encoder by name")
-    g.add_argument("--text-encoder", default="", help="without --checkpoint: text encoder by name")
+    g.add_argument("--checkpoint", required=True, help="run folder, or a CLIP by transformers id or folder")
     g.add_argument("--import", nargs="+", default=[], metavar="MODULE", dest="modules",
                    help="your modules, imported first: their backbones and data sets (docs/forking.md)")
-    g.add_argument("--init-from", default="", help="weights loaded into that pair: .safetensors, .pt or .bin")
-    g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls", help="of that text encoder")
-    g.add_argument("--image-size", type=whole, default=0, help="pixels of a side, of a model by name; 0 = 224")
+    g.add_argument("--init-from", default="", help="weights loaded into that CLIP: .safetensors, .pt or .bin")
     g.add_argument("--eval-resize", choices=["auto", "own", "crop", "squash"], default="auto",
                    help="crop = short side and centre crop, squash = both sides, own = as trained; auto = own, but "
                         "crop for the classes of other sets if the run squashes (CC3M trainer)")
@@ -90,12 +82,10 @@ def parse_args(argv=None):
                    help="those that a set does not support are left out, with the reason; none = those of training, "
                         "zero-shot for temo-17")
     g.add_argument("--knn-features", choices=["projected", "backbone"], default="",
-                   help="after the projection (TeMo's code) or before it; empty = as the run, else projected (a pair "
-                        "by name: backbone, its projection is random)")
+                   help="after the projection (TeMo's code) or before it; empty = as the run, else projected")
     g.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="",
                    help="empty = as the run, else none; NCL's biases, by training queries (the run's queue, else its "
-                        "train split) or by the test "
-                        "queries (no fair result); dsl: CLIP-ViP's dual softmax over all test queries (nor is this)")
+                        "train split) or by the test queries (not fair); dsl: CLIP-ViP's dual softmax (nor is this)")
     g.add_argument("--queue-size", type=count, default=0,
                    help="latest training queries of each kind that count; 0 = the run's whole queue, else 16,384")
     g.add_argument("--gamma", type=nonnegative, default=0.0, help="divides the cosine; 0 = the run's own, dsl: 0.01")
@@ -105,19 +95,16 @@ def parse_args(argv=None):
     g.add_argument("--workers", type=whole, default=4, help="loader processes")
     g.add_argument("--cpu", action=argparse.BooleanOptionalAction, default=False, help="stay on the CPU")
     args = p.parse_args(argv)
-    p.require(args.checkpoint or (args.image_encoder and args.text_encoder),
-              "give what to evaluate: --checkpoint RUN_DIR, or --image-encoder and --text-encoder")
-    p.require("small" not in (args.image_encoder, args.text_encoder),
-              "--image-encoder and --text-encoder small have weights only in a run; give --checkpoint RUN_DIR")
     p.require(args.normalize != "queue" or args.split != "train",
               "--split train: the queue holds its own queries; that is --normalize oracle")
-    a_run = (Path(args.checkpoint or "none") / "args.json").is_file()
+    p.require("qa" not in args.tasks or len(args.tasks) == 1, "--tasks qa: its model answers questions; give it alone")
+    a_run = (Path(args.checkpoint) / "args.json").is_file()
     args.as_trained = not args.normalize
     if args.as_trained:
         own = read_json(Path(args.checkpoint) / "args.json") if a_run and args.split != "train" else {}
         args.normalize = own.get("normalize", "none")
-    p.only(not args.checkpoint, "without --checkpoint", "--image-encoder", "--text-encoder", "--text-pooling")
-    p.only(not a_run, "with a model by name: a run has its own weights", "--init-from", "--image-size")
+    p.only(not a_run, "with a CLIP by name: a run has its own weights", "--init-from")
+    p.only(not args.tasks or "retrieval" in args.tasks, "with --tasks retrieval", "--normalize")
     p.only(args.normalize != "none", "with --normalize queue, oracle or dsl", "--gamma")
     p.only(args.normalize in ("queue", "oracle"), "with --normalize queue or oracle", "--iterations")
     p.only(args.normalize == "queue", "with --normalize queue", "--queue-size")
@@ -131,17 +118,13 @@ def wanted_sets(args, own):
     wanted = {}
     for word in args.datasets or own.get("eval_datasets") or [own.get("dataset", "")]:
         name, folder = parted(word, "=")
-        for one in TEMO_17 if name == SEVENTEEN else [name]:
-            place = str(Path(folder) / one) if folder and name == SEVENTEEN else folder
-            if wanted.setdefault(one, place) != place:
-                raise UserError(f"--datasets {one}: named with two folders; evaluate them one after the other")
+        if name == SEVENTEEN:
+            wanted |= {one: folder and str(Path(folder) / one) for one in TEMO_17}
+        else:
+            wanted[name] = folder
     if "" in wanted:
         raise UserError("--datasets is needed: the data set of this model is not known")
-    held_out = args.hold_out_val or own.get("hold_out_val")
-    lacking = [name for name in wanted if not args.datasets and args.split not in splits_of(name, held_out)]
-    if lacking:
-        say(f"WARNING: left out, since they have no {args.split} split: {', '.join(lacking)}")
-    return {name: folder for name, folder in wanted.items() if name not in lacking}
+    return wanted
 
 
 class Case:
@@ -149,42 +132,37 @@ class Case:
 
     def __init__(self, subject, name, folder, tasks):
         args, names = subject.args, not tasks                              # class names are captions, as in training
-        self.subject, self.name, self.split_of = subject, name, subject.open(name, folder)
+        self.subject, self.name, self.split_of, self.train = subject, name, subject.open(name, folder), None
         data = self.split_of(args.split)
         if data.streamed:
             raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val or test")
-        self.data, self.train = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions), None
-        if (not tasks or LEARNT & {*tasks}) and data.labels is not None and args.split != "train":
-            # in train each would find itself
+        self.data = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions)
+        tasks = tasks or usual_tasks(*subject.towers[:2], data)
+        if LEARNT & {*tasks} and data.labels is not None and args.split != "train":  # there each would find itself
             with contextlib.suppress(EmptySplit):
                 self.train = self.split_of("train")
-        tasks = tasks or usual_tasks(*subject.towers[:2], data)
         self.left_out = {t: why for t in tasks if (why := lacks(t, self.data, subject.towers, self.train, names))}
         self.tasks = [task for task in tasks if task not in self.left_out]
 
     def evaluate(self):
         """{metrics, chance, left_out: {task: why}, views} of all its tasks, which it prints and draws. Collective."""
-        subject, args, name = self.subject, self.subject.args, self.name
+        subject, args, name, metrics, chance = self.subject, self.subject.args, self.name, {}, {}
         view, by_class, words = subject.views(name)
         limits = subject.own.get("shot_limits") if name == subject.own.get("dataset") else None
         if self.data.note:
             say(f"\n{name} ({args.split}): {self.data.note}")
         if "qa" in self.tasks and subject.own.get("shuffle_video"):
             say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its own video")
-        metrics, chance = {}, {}
-        for tasks in ([t for t in self.tasks if t == "qa"], [t for t in self.tasks if t != "qa"]):
-            if tasks:
-                found, by_chance, pieces = measure(
-                    (*subject.towers[:2], view), self.data, subject.device, tasks, self.train,
-                    self.split_of("few-shot"), limits, subject.knn_features, args.workers, by_class, subject.untrained)
-                metrics, chance = metrics | found, chance | by_chance
-            queued = args.as_trained and subject.queues and args.split != "train"  # whose queries the queue holds
-            if "retrieval" in tasks and (args.normalize != "none" or queued):
+        if self.tasks:
+            metrics, chance, pieces = measure(
+                (*subject.towers[:2], view), self.data, subject.device, self.tasks, self.train,
+                self.split_of("few-shot"), limits, subject.knn_features, args.workers, by_class, subject.untrained)
+            if "retrieval" in self.tasks and (args.normalize != "none" or args.as_trained and subject.queues):
                 metrics |= self.normalize(metrics, pieces, view)
-            if "retrieval" in tasks:
+            if "retrieval" in self.tasks:
                 metrics |= head_mid_tail(pieces, subject.clusters)
-            if tasks and rank() == 0:
-                self.draw(tasks, pieces)
+            if rank() == 0:
+                self.draw(pieces)
         say(table(f"\n{name} ({args.split})", metrics, chance) + f"\n  {words}" * bool(words))
         for task, why in self.left_out.items():
             say(f"  left out: {task}: {why}")
@@ -208,17 +186,16 @@ class Case:
         mode = args.normalize if args.normalize in results else "none"     # another set than the run's has no queue
         return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}
 
-    def draw(self, tasks, pieces):
-        """The pictures of these tasks."""
+    def draw(self, pieces):
+        """The pictures of the tasks."""
         args, picture = self.subject.args, self.subject.picture
-        if "qa" in tasks:
+        if "qa" in self.tasks:
             draw_answers(pieces, picture("answers", self.name))
-        if "retrieval" in tasks:
+        if "retrieval" in self.tasks:
             bias, *_ = pieces.get("biases", {}).get(args.normalize, [None])
             draw_retrieval(pieces, picture("retrieval", self.name), bias=bias)
-        if "gap" in tasks:
-            densities = {args.checkpoint or "model": similarity_histograms(pieces)}
-            draw_histograms(densities, picture("similarities", self.name),
+        if "gap" in self.tasks:
+            draw_histograms({args.checkpoint: similarity_histograms(pieces)}, picture("similarities", self.name),
                             title=f"{self.name} ({args.split}): image-text cosines")
 
 
@@ -227,15 +204,11 @@ def main(args):
     for module in args.modules:
         importlib.import_module(module)
     subject = Subject(args, join(args.cpu))
-    seventeen = any(parted(word, "=")[0] == SEVENTEEN for word in args.datasets)
-    tasks = args.tasks or ["zero-shot"] * seventeen
-    if not args.as_trained and args.normalize != "none" and tasks and "retrieval" not in tasks:
-        raise UserError(f"--normalize {args.normalize} is for the task retrieval; the tasks are {' '.join(tasks)}")
+    tasks = args.tasks or ["zero-shot"] * any(parted(word, "=")[0] == SEVENTEEN for word in args.datasets)
     cases = [Case(subject, name, folder, tasks)
              for name, folder in wanted_sets(args, subject.own).items()]   # all are opened before the first is encoded
-    result = {"command": shlex.join([Path(sys.executable).name, *sys.argv]),
-              "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
-              "versions": versions(args.cpu).splitlines(), "processes": world(),
+    result = {"command": shlex.join([Path(sys.executable).name, *sys.argv]), "checkpoint": args.checkpoint,
+              "split": args.split, "versions": versions(args.cpu).splitlines(), "processes": world(),
               "datasets": {case.name: case.evaluate() for case in cases}}
     if rank() == 0:
         write_json(subject.folder / "eval.json", result)

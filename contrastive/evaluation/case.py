@@ -5,7 +5,7 @@ from pathlib import Path
 
 from contrastive.data import data_options, load_data, splits_of
 from contrastive.data.long_tail import labelled_splits
-from contrastive.encoders.base import clip_width
+from contrastive.encoders.base import CLIP_VIP
 from contrastive.encoders.models import build_model, load_model, untrained
 from contrastive.encoders.texts import Tokenizer, build_tokenizer
 from contrastive.engine.processes import UserError, opening, read_json, say, slug
@@ -34,23 +34,20 @@ class Subject:
         self.towers = model.to(device), tokenizer, transform
         self.knn_features = args.knn_features or self.own.get("knn_features") or "projected"
         queues = run / "queues.safetensors"                                # of an NCL run: texts, videos (K, D), gamma
-        with opening(queues):
-            self.queues = load_file(queues) if self.own and queues.is_file() else {}
+        with opening(queues):                                              # its own queries are those of train
+            self.queues = load_file(queues) if queues.is_file() and args.split != "train" else {}
+        self.clusters = Clusters(run, device) if (run / "clusters.json").is_file() else None     # of an MM-TS run
         self.gamma = args.gamma
-        self.clusters = None                                               # of an MM-TS run
-        if self.own and (run / "clusters.json").is_file():
-            self.clusters = Clusters(run, device)
         if args.normalize == "dsl":  # CLIP-ViP's; a run's own, such as MAMA's 1, may do nothing
             self.gamma = args.gamma or 0.01
         elif (args.normalize != "none" or self.queues) and not args.gamma:
             self.gamma = self.queues["gamma"].item() if self.queues else _gamma(self.own, run)
-        self.meta_data = read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt weights from these
+        self.meta_data = read_json(run / "meta_data.json", {})             # mama.py learnt weights from these
         for name in SAID:
             value, trained = getattr(args, name), self.own.get(name)
             if trained is not None and value not in ("", 0, "auto", "own", trained):
                 say(f"--{name.replace('_', '-')} {value}: {trained} in training")
-        by_name = Path("runs/eval") / slug(args.checkpoint or args.image_encoder)
-        self.folder = Path(args.output_dir or (run / "eval" if self.own else by_name))
+        self.folder = Path(args.output_dir or (run / "eval" if self.own else Path("runs/eval") / slug(args.checkpoint)))
         with opening(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -144,25 +141,24 @@ def _gamma(own, run):
 
 
 def open_model(args):
-    """(model, tokenizer, transform, flags of its run): of a run folder, a CLIP by name, or a pair of encoders."""
-    if args.checkpoint and (Path(args.checkpoint) / "args.json").is_file():
-        model, tokenizer, transform = load_model(args.checkpoint)
+    """(model, tokenizer, transform, flags of its run): of a run folder, or of a CLIP by name, at its own size."""
+    run = Path(args.checkpoint)
+    if (run / "args.json").is_file():
+        model, tokenizer, transform = load_model(run)
         if args.text_length and tokenizer:
-            trained = tokenizer.length
             tokenizer = Tokenizer(tokenizer.tokenizer, args.text_length, tokenizer.clean)
-            if model.text.name == "small" and tokenizer.length > trained:
-                raise UserError(f"--text-length {args.text_length}: the run's text encoder has {trained} positions")
-        return model, tokenizer, transform, read_json(Path(args.checkpoint) / "args.json")
-    image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
-    width, tokenizer = clip_width(image), build_tokenizer(text, args.text_length or 77)
-    spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,
-                text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop",
-                frames=args.frames or 12)
+        return model, tokenizer, transform, read_json(run / "args.json")
+    from transformers import AutoConfig
+    name = args.checkpoint.removeprefix(CLIP_VIP)
+    with opening(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if config.model_type != "clip":
+        raise UserError(f"--checkpoint {name}: neither the folder of a run nor a CLIP, but {config.model_type}")
+    tokenizer = build_tokenizer(name, args.text_length or 77)
+    spec = dict(image_encoder=args.checkpoint, text_encoder=name, embed_dim=config.projection_dim,
+                image_size=config.vision_config.image_size, text_length=77, text_pooling="cls", image_stats="encoder",
+                eval_resize="crop")
     torch.manual_seed(42)
     model, transform = build_model(spec, tokenizer, True, args.init_from)
-    transform.bicubic = bool(width)                                        # a CLIP, as its own processor
-    projections = {"vision.projection.weight", "text.projection.weight"}
-    if not projections <= model.from_file and (not width or clip_width(text) != width):
-        args.knn_features, tokenizer = args.knn_features or "backbone", None
-        say("the projections of this pair are random: only its image features (knn, probe) are meaningful")
+    transform.bicubic = True                                               # as its own processor
     return model.eval(), tokenizer, transform, {}
