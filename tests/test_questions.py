@@ -184,8 +184,10 @@ def test_the_vocabulary_is_of_the_most_frequent_answers():
     answers = ["two", "dog", "cat", "two", "cat", "two", "ant"]
     assert evaluation.metrics.answer_vocabulary(answers) == ["two", "cat", "ant", "dog"]
     vocabulary = evaluation.metrics.answer_vocabulary(answers, 2)
-    assert evaluation.metrics.answer_numbers(["cat", "dog", "two"], vocabulary).tolist() == [1, -1, 0]
-    assert evaluation.metrics.answer_numbers(["b", "z"], choices=[["a", "b"], ["a", "b", "c"]]).tolist() == [1, -1]
+    table = common.make_table([["x"]] * 3, "abc", ["x"] * 3, answer=["cat", "dog", "two"], choices=[["a", "cat"]] * 3)
+    data = common.Data("some", "test", table)
+    assert evaluation.answers.right_answers(data, range(3), vocabulary).tolist() == [1, -1, 0]
+    assert evaluation.answers.right_answers(data, range(2), []).tolist() == [1, -1]
 
 
 def test_accuracy_by_hand():

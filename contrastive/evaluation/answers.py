@@ -19,7 +19,7 @@ from contrastive.encoders.vgt import FRAMES
 from contrastive.engine.processes import UserError, mean_over_processes, say, to_device
 from contrastive.engine.ranges import below_one, between, count
 from contrastive.evaluation.embed import encode_images
-from contrastive.evaluation.metrics import answer_hits, answer_numbers, answer_vocabulary, question_metrics
+from contrastive.evaluation.metrics import answer_hits, answer_vocabulary, question_metrics
 
 import numpy as np
 import torch
@@ -135,8 +135,11 @@ def separator(model, tokenizer):
 def right_answers(data, rows, vocabulary):
     """(B,) long: index of each row's right answer in the vocabulary, -1 if it is not there or the row has no question.
     Without a vocabulary: its index among the row's choices."""
-    answers = [data.cell("answer", i) for i in rows]
-    return answer_numbers(answers, vocabulary, None if vocabulary else [_choices(data, i) for i in rows])
+    number, answers = {answer: k for k, answer in enumerate(vocabulary)}, [data.cell("answer", i) for i in rows]
+    if vocabulary:
+        return torch.tensor([number.get(a, -1) for a in answers])
+    choices = [_choices(data, i) for i in rows]
+    return torch.tensor([of_row.index(a) if a in of_row else -1 for a, of_row in zip(answers, choices)])
 
 
 def questions_of(train, args):

@@ -8,15 +8,9 @@ from contrastive.encoders.base import STATS
 from contrastive.encoders.models import EvalTransform
 from contrastive.engine.processes import UserError
 from contrastive.evaluation.embed import encode_images, encode_texts, on_card
-from contrastive.evaluation.metrics import (
-    head_mid_tail,
-    knn_accuracy,
-    knn_chance,
-    linear_probe,
-    normalize,
-    recalls,
-    zero_shot_accuracy,
-)
+
+from contrastive.evaluation.metrics import (  # isort: skip
+    head_mid_tail, knn_accuracy, knn_chance, linear_probe, normalize, recalls, zero_shot_accuracy)
 
 import numpy as np
 import torch

@@ -13,19 +13,11 @@ from contrastive.engine.processes import UserError, flatten
 from contrastive.evaluation import answers
 from contrastive.evaluation.by_class import class_metrics, labelled, view_of, with_class, zero_shot
 from contrastive.evaluation.embed import encode_images, encode_texts, on_card
-from contrastive.evaluation.metrics import (
-    class_relevancy,
-    embedding_health,
-    finite,
-    mir_chance,
-    mir_metrics,
-    modality_gap,
-    multi_hot,
-    normalize,
-    retrieval_chance,
-    retrieval_metrics,
-)
 from contrastive.evaluation.trivial import trivial_accuracy
+
+from contrastive.evaluation.metrics import (  # isort: skip
+    class_relevancy, embedding_health, finite, mir_chance, mir_metrics, modality_gap, multi_hot, normalize,
+    retrieval_chance, retrieval_metrics)
 
 import numpy as np
 import torch
