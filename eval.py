@@ -9,17 +9,9 @@
     python eval.py --checkpoint runs/NAME --normalize queue              # NCL's test-time normalisation, of any script
     accelerate launch eval.py ... / torchrun --nproc_per_node 2 eval.py ... --cpu  # the same numbers on any number
 
-Tasks
-    retrieval   R@1/5/10/50, MdR, MnR both ways; every caption is a query; R-Mean: of R@1/5/10 both ways (TeMo, Table 4)
-    mir         multi-instance retrieval by relevancies: mAP as the EPIC code and as textbooks have it, nDCG; both ways
-    zero-shot   top-1/3/5 of the mean of normalised prompt embeddings, and of the class names alone (names_top1, ...)
-    knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail
-    probe       LinearSVC (C = 1) on unit features before the projection: few-shot (the smallest class's size) and all
-    qa          accuracy of the answers, by question type, of a model that mama.py trained on questions
-    gap         modality gap; alignment, uniformity and mean cosines of images and their first captions; their densities
-All is measured as in training, and each value that a flag changes is printed. Here and there, if a run squashes images
-(the CC3M trainer's recipe), zero-shot, knn and probe on other sets resize and crop the centre, with the statistics of
-ImageNet or CIFAR, as that trainer does.
+docs/running.md says what each of the --tasks measures. All is measured as in training, and each value that a flag
+changes is printed. Here and there, if a run squashes images (the CC3M trainer's recipe), zero-shot, knn and probe on
+other sets resize and crop the centre, with the statistics of ImageNet or CIFAR, as that trainer does.
 The result is a table, eval.json (metrics and chance as in a run's summary.json), and pictures in --output-dir.
 """
 
@@ -38,6 +30,7 @@ from contrastive.engine.flags import OneLine
 from contrastive.engine.log import versions
 from contrastive.engine.processes import UserError, clean_exit, join, rank, read_json, say, world, write_json
 from contrastive.engine.ranges import count, nonnegative, whole
+from contrastive.evaluation.by_class import view_of
 from contrastive.evaluation.case import Subject
 from contrastive.evaluation.clusters import head_mid_tail
 from contrastive.evaluation.retrieval import LEARNT, TASKS, lacks, measure, retrieval_both_ways, table, usual_tasks
@@ -50,19 +43,15 @@ SEVENTEEN = "temo-17"
 
 
 def parse_args(argv=None):
-    """Flags; see the module docstring for the tasks."""
+    """The flags."""
     p = OneLine("eval.py", "Evaluate any checkpoint.")
     g = p.add_argument_group("model")
     g.add_argument("--checkpoint", required=True, help="run folder, or a CLIP by transformers id or folder")
     g.add_argument("--import", nargs="+", default=[], metavar="MODULE", dest="modules",
                    help="your modules, imported first: their backbones and data sets (docs/forking.md)")
     g.add_argument("--init-from", default="", help="weights loaded into that CLIP: .safetensors, .pt or .bin")
-    g.add_argument("--eval-resize", choices=["auto", "own", "crop", "squash"], default="auto",
-                   help="crop = short side and centre crop, squash = both sides, own = as trained; auto = own, but "
-                        "crop for the classes of other sets if the run squashes (CC3M trainer)")
-    g.add_argument("--image-stats", choices=["auto", "own", "imagenet", "clip", "half", "cifar"], default="auto",
-                   help="mean and std of pixels: own = as trained; cifar = the CC3M trainer's for CIFAR-10 or -100; "
-                        "auto = own, but cifar or imagenet, by the set, for the classes of other sets if it squashes")
+    g.add_argument("--own-view", action="store_true",
+                   help="a run that squashes sees the classes of other sets as its own, not as the CC3M trainer does")
     g = p.add_argument_group("data")
     g.add_argument("--datasets", nargs="*", default=[], metavar="NAME[=DIR]",
                    help="names or paths, each with an optional local copy; temo-17 = TeMo's Table 7 (DIR: the folder "
@@ -74,7 +63,6 @@ def parse_args(argv=None):
     g.add_argument("--text-length", type=whole, default=0, help="most tokens of a text; 0 = as trained, 77 by name")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
     g.add_argument("--class-names", choices=["wordnet", "clip"], default="", help="ImageNet's; empty = wordnet")
-    g.add_argument("--hold-out-val", action="store_true", help="as in training")
     g.add_argument("--max-captions", type=whole, default=0,
                    help="of an image; 5 = COCO's usual 25,000 captions; 0 = all, or as many as the set's protocol has")
     g = p.add_argument_group("tasks")
@@ -89,7 +77,6 @@ def parse_args(argv=None):
     g.add_argument("--queue-size", type=count, default=0,
                    help="latest training queries of each kind that count; 0 = the run's whole queue, else 16,384")
     g.add_argument("--gamma", type=nonnegative, default=0.0, help="divides the cosine; 0 = the run's own, dsl: 0.01")
-    g.add_argument("--iterations", type=whole, default=0, help="of Sinkhorn-Knopp; 0 = the checkpoint's own, else 4")
     g = p.add_argument_group("run")
     g.add_argument("--output-dir", default="", help="empty = RUN_DIR/eval, or runs/eval/NAME of a model by name")
     g.add_argument("--workers", type=whole, default=4, help="loader processes")
@@ -106,7 +93,6 @@ def parse_args(argv=None):
     p.only(not a_run, "with a CLIP by name: a run has its own weights", "--init-from")
     p.only(not args.tasks or "retrieval" in args.tasks, "with --tasks retrieval", "--normalize")
     p.only(args.normalize != "none", "with --normalize queue, oracle or dsl", "--gamma")
-    p.only(args.normalize in ("queue", "oracle"), "with --normalize queue or oracle", "--iterations")
     p.only(args.normalize == "queue", "with --normalize queue", "--queue-size")
     p.only(not args.tasks or "knn" in args.tasks, "with --tasks knn", "--knn-features")
     return args
@@ -147,7 +133,7 @@ class Case:
     def evaluate(self):
         """{metrics, chance, left_out: {task: why}, views} of all its tasks, which it prints and draws. Collective."""
         subject, args, name, metrics, chance = self.subject, self.subject.args, self.name, {}, {}
-        view, by_class, words = subject.views(name)
+        seen, words = view_of(subject.towers[2], name, subject.own.get("dataset"), args.own_view)
         limits = subject.own.get("shot_limits") if name == subject.own.get("dataset") else None
         if self.data.note:
             say(f"\n{name} ({args.split}): {self.data.note}")
@@ -155,10 +141,10 @@ class Case:
             say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its own video")
         if self.tasks:
             metrics, chance, pieces = measure(
-                (*subject.towers[:2], view), self.data, subject.device, self.tasks, self.train,
-                self.split_of("few-shot"), limits, subject.knn_features, args.workers, by_class, subject.untrained)
+                subject.towers, self.data, subject.device, self.tasks, self.train, self.split_of("few-shot"), limits,
+                subject.knn_features, args.workers, seen, subject.untrained)
             if "retrieval" in self.tasks and (args.normalize != "none" or args.as_trained and subject.queues):
-                metrics |= self.normalize(metrics, pieces, view)
+                metrics |= self.normalize(metrics, pieces)
             if "retrieval" in self.tasks:
                 metrics |= head_mid_tail(pieces, subject.clusters)
             if rank() == 0:
@@ -168,16 +154,16 @@ class Case:
             say(f"  left out: {task}: {why}")
         return {"metrics": metrics, "chance": chance, "left_out": self.left_out, "views": words}
 
-    def normalize(self, metrics, pieces, view):
+    def normalize(self, metrics, pieces):
         """Retrieval with NCL's biases or the dual softmax, which becomes the set's retrieval; biases (M,) and (C,) into
         `pieces`."""
         subject, args = self.subject, self.subject.args
-        texts, videos = subject.stand_ins(self.name, self.split_of, view)
+        texts, videos = subject.stand_ins(self.name, self.split_of)
         if args.normalize == "dsl":
             by_softmax, _ = retrieval_both_ways(pieces, dsl=subject.gamma)
             results = {"none": {k: metrics[k] for k in by_softmax}, "dsl": by_softmax}
         else:
-            how = subject.gamma, args.iterations or subject.own.get("iterations") or 4
+            how = subject.gamma, subject.own.get("iterations") or 4
             results, pieces["biases"] = normalized_retrieval(pieces, *how, texts, videos)
             if rank() == 0:
                 queues = {"texts": [] if texts is None else texts, "videos": videos}

@@ -239,19 +239,18 @@ def test_the_views_of_the_cc3m_trainer(run, hub, tmp_path):  # noqa: F811
             patch.setattr(module, "encode_images", spy)
         result = evaluate("--checkpoint", folder, "--datasets", *sets, "emoji", *tasks)["datasets"]
         automatic, seen[:] = set(seen), []
-        evaluate("--checkpoint", folder, "--datasets", *sets, *tasks, "--eval-resize", "own", "--image-stats", "own")
-        own, seen[:] = set(seen), []
-        evaluate("--checkpoint", run, "--datasets", *sets, *tasks, "--eval-resize", "squash", "--image-stats", "cifar")
+        evaluate("--checkpoint", folder, "--datasets", *sets, *tasks, "--own-view")
+        own = set(seen)
     half, imagenet = encoders.base.STATS["half"], encoders.base.STATS["imagenet"]
     cifar100 = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
-    cifar10 = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
     both = ("train", "test")
     assert automatic == {*(("dtd", s, "crop", *imagenet) for s in both), ("dtd", "test", "squash", *half),
                          *(("cifar100", s, "crop", *cifar100) for s in both), ("cifar100", "test", "squash", *half),
                          ("coco", "test", "squash", *half), *(("emoji", s, "squash", *half) for s in both)}
     assert {row[2:] for row in own} == {("squash", *half)}
-    assert {row[0]: row[2:] for row in seen} == {"dtd": ("squash", *cifar10), "coco": ("squash", *cifar10),
-                                                 "cifar100": ("squash", *cifar100)}
+    squashed = common.EvalTransform(8, (0.5,) * 3, (0.5,) * 3, "squash")
+    view, words = evaluation.by_class.view_of(squashed, "cifar10-lt", "cc3m")
+    assert (view.mean, view.std) == ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)) and words.endswith("cifar10")
     assert result["dtd"]["views"] == "images of the tasks by class seen as crop, statistics imagenet"
     assert not result["emoji"]["views"]
 
@@ -341,7 +340,7 @@ def test_two_processes_count_each_item_once(run, tmp_path):
     ([], "required: --checkpoint"),
     (["--checkpoint", "x", "--normalize", "queue", "--split", "train"], "--normalize oracle"),
     (["--checkpoint", "x", "--gamma", "0.1"], "--gamma: only with --normalize queue, oracle or dsl"),
-    (["--checkpoint", "x", "--normalize", "dsl", "--iterations", "3"], "--iterations: only with --normalize queue or"),
+    (["--checkpoint", "x", "--normalize", "dsl", "--queue-size", "3"], "--queue-size: only with --normalize queue"),
     (["--checkpoint", "x", "--tasks", "knn", "--normalize", "oracle"], "--normalize: only with --tasks retrieval"),
     (["--checkpoint", "x", "--tasks", "qa", "gap"], "--tasks qa: its model answers questions; give it alone"),
     (["--checkpoint", "x", "--tasks", "gap", "--knn-features", "backbone"], "--knn-features: only with --tasks knn")])
@@ -368,15 +367,15 @@ def test_nothing_measured_is_an_error(run, tmp_path):
     assert left_out == {"qa": "the model answers no questions"}
 
 
-def test_held_out_images_that_a_run_trained_on_are_no_val(cifar, tmp_path):  # noqa: F811
-    where = ["--dataset", "cifar10", "--data-dir", cifar]
-    flags = [*where, "--image-encoder", "small", "--train-features", "clean", "--batch-size", "8"]
+def test_val_of_a_set_without_one_is_what_the_run_held_out(cifar, tmp_path):  # noqa: F811
+    flags = ["--dataset", "cifar10", "--data-dir", cifar, "--image-encoder", "small", "--train-features", "clean",
+             "--batch-size", "8"]
+    asked = ["--split", "val", "--tasks", "zero-shot", "knn"]
     folder, _ = train(tmp_path / "r", *flags, script=temperature_schedules)
-    asked = ["--checkpoint", folder, "--split", "val", "--hold-out-val", "--tasks", "zero-shot", "knn"]
-    with pytest.raises(UserError, match="--hold-out-val: the run trained on all of cifar10"):
-        evaluate(*asked)
+    with pytest.raises(UserError, match="cifar10 has no val split"):
+        evaluate("--checkpoint", folder, *asked)
     held, _ = train(tmp_path / "held", *flags, "--hold-out-val", script=temperature_schedules)
-    assert evaluate("--checkpoint", held, *asked[2:])["datasets"]["cifar10"]["metrics"]["images"] == 10
+    assert evaluate("--checkpoint", held, *asked)["datasets"]["cifar10"]["metrics"]["images"] == 10
 
 
 def test_queries_of_a_class_do_not_stand_together_in_the_queue(run, monkeypatch):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import common
 from contrastive import evaluation
-from contrastive.encoders.base import STATS
 from contrastive.engine.processes import UserError
 
 import numpy as np
@@ -364,16 +363,6 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
         assert "not its embeddings before the fusion" in found["left_out"]["retrieval"]
         with pytest.raises(UserError, match="other: its model has no trained embeddings"):
             score.main([str(tmp_path / "other"), "--short", "noun", "--out", str(tmp_path / "scores"), "--cpu"])
-
-
-def test_questions_see_the_view_that_is_said(runs_of, tmp_path, monkeypatch):
-    seen, measure = [], evaluation.answers.evaluate
-    monkeypatch.setattr(evaluation.answers, "evaluate", lambda model, tokenizer, transform, *more: (
-        seen.append(transform), measure(model, tokenizer, transform, *more))[1])
-    flags = ["--eval-resize", "squash", "--image-stats", "imagenet", "--output-dir", str(tmp_path)]
-    found = evaluate(runs_of[0] / "qa-open", *flags)
-    assert found["views"] == "images seen as squash, statistics imagenet"
-    assert (seen[0].resize, seen[0].mean) == ("squash", STATS["imagenet"][0])
 
 
 def test_answers_are_concepts(runs_of):

@@ -3,13 +3,13 @@
 import argparse
 from pathlib import Path
 
-from contrastive.data import data_options, load_data, splits_of
+from contrastive.data import data_options, load_data
 from contrastive.data.long_tail import labelled_splits
 from contrastive.encoders.base import CLIP_VIP
 from contrastive.encoders.models import build_model, load_model, untrained
 from contrastive.encoders.texts import Tokenizer, build_tokenizer
 from contrastive.engine.processes import UserError, opening, read_json, say, slug
-from contrastive.evaluation.by_class import padded_and_flipped, view_of
+from contrastive.evaluation.by_class import padded_and_flipped
 from contrastive.evaluation.clusters import Clusters
 from contrastive.evaluation.embed import encode_images, encode_texts
 
@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 ALTER_TRAINING = "unfold_captions", "caption_noise", "extra_captions", "extra_pairs"  # flags: only a run's training set
 QUEUE = 16_384  # stand-ins that are drawn from a train split
 SCRIPTS = "temperature_schedules", "mmts", "ncl", "mama", "temo"
-SAID = ("normalize", "queue_size", "iterations", "text_length", "frames", "knn_features", "eval_resize", "image_stats",
-        "hold_out_val", "image_column", "caption_column", "label_column")  # flags that are compared with the run's own
+SAID = ("normalize", "queue_size", "text_length", "frames", "knn_features", "image_column", "caption_column",
+        "label_column")  # flags that are compared with the run's own
 
 
 class Subject:
@@ -45,7 +45,7 @@ class Subject:
         self.meta_data = read_json(run / "meta_data.json", {})             # mama.py learnt weights from these
         for name in SAID:
             value, trained = getattr(args, name), self.own.get(name)
-            if trained is not None and value not in ("", 0, "auto", "own", trained):
+            if trained is not None and value not in ("", 0, trained):
                 say(f"--{name.replace('_', '-')} {value}: {trained} in training")
         self.folder = Path(args.output_dir or (run / "eval" if self.own else Path("runs/eval") / slug(args.checkpoint)))
         with opening(self.folder):
@@ -56,29 +56,14 @@ class Subject:
         spec = read_json(Path(self.args.checkpoint) / "model.json") if self.own else None
         return {"untrained": untrained(spec, self.own["seed"])} if spec else {}
 
-    def views(self, name):
-        """(transform of a set's images, that of the tasks by class or None if it is the same, words on both)."""
-        asked = self.towers[2], name
-        flags = self.args.eval_resize, self.args.image_stats
-        view, *usual = view_of(*asked, name, *flags)
-        of_classes, *by_class = view_of(*asked, self.own.get("dataset"), *flags)
-        of_whom = "" if by_class == usual else "of the tasks by class "
-        words = f"images {of_whom}seen as {by_class[0]}, statistics {by_class[1]}"
-        return view, of_classes if of_whom else None, "" if by_class == ["own", "own"] else words
-
     def open(self, name, folder):
         """A function split -> Data as the run read it: with its long tail, without its meta-data and what else only its
-        training had (ALTER_TRAINING); None for few-shot images that the run does not have.
-
-        Raises: UserError for a val split whose images the run trained on."""
+        training had (ALTER_TRAINING); None for few-shot images that the run does not have."""
         own, args, mine = self.own, self.args, name == self.own.get("dataset")
         names = {"class_names": args.class_names} if args.class_names else {}
         options = data_options(argparse.Namespace(**own | names), name, folder)
         options |= data_options(argparse.Namespace(**vars(args) | {"dataset": ""}))
         options |= {"image_size": self.towers[2].size} | dict.fromkeys(ALTER_TRAINING, 0)
-        held_out = args.hold_out_val and "val" not in splits_of(name)
-        if args.split == "val" and held_out and mine and not own.get("hold_out_val"):
-            raise UserError(f"--hold-out-val: the run trained on all of {name}, also on what would be held out")
         tail = mine and "imbalance_ratio" in own                           # temperature_schedules.py or a fork
         sets = labelled_splits(argparse.Namespace(**own | options)) if tail else {}
         if sets and own.get("train_features") == "augmented" and args.split != "train":
@@ -92,7 +77,7 @@ class Subject:
             return data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
         return split_of
 
-    def stand_ins(self, name, split_of, transform):
+    def stand_ins(self, name, split_of):
         """(texts (K, D), videos (K, D)) for --normalize: the queues of an NCL run, else embeddings of randomly drawn
         training examples and of their captions; (None, None) if the test queries alone are used (dsl, and oracle
         without a queue)."""
@@ -110,7 +95,7 @@ class Subject:
         else:
             def some(n):
                 return np.random.default_rng(42).permutation(n)[:args.queue_size or QUEUE]
-            train, (model, tokenizer, _) = split_of("train"), self.towers
+            train, (model, tokenizer, transform) = split_of("train"), self.towers
             if train.streamed:
                 raise UserError(f"{how} the checkpoint's queue, which it lacks: its training set is a stream")
             rows = np.sort(some(len(train)))                               # encode_images returns them in this order

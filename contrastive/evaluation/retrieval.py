@@ -225,8 +225,7 @@ class Evaluator:
         limits, knn_features = getattr(args, "shot_limits", None), getattr(args, "knn_features", "projected")
         for name, splits in self.sets.items():
             if split in splits:
-                view, *how = view_of(self.towers[2], name, args.dataset)
-                seen = None if how == ["own", "own"] else view
+                seen, _ = view_of(self.towers[2], name, args.dataset)
                 found[name] = measure(self.towers, splits[split], self.device, self.tasks[name, split], self.train,
                                       self.few, limits, knn_features, args.workers, seen, trivial)
                 found[name][0].update(self.also(found[name][2]) if self.also else {})
