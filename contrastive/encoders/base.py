@@ -111,13 +111,12 @@ class Transformer(nn.ModuleList):
 class SmallText(nn.Module):
     """A transformer over WordPiece ids (B, L) -> hidden states of the tokens (B, L, width), their mean (B, width)."""
 
-    def __init__(self, vocabulary, length, width=128, layers=1, heads=4):
+    def __init__(self, vocabulary, length, width=128):
         super().__init__()
-        self.width = width
         self.token = nn.Embedding(vocabulary, width, padding_idx=0)
         self.position = nn.Parameter(torch.randn(length + 3, width) * 0.01)
         nn.init.normal_(self.token.weight, std=0.02)
-        self.blocks = Transformer(width, layers, heads)
+        self.blocks = Transformer(width, layers=1, heads=4)
         self.norm = nn.LayerNorm(width)
 
     def forward(self, input_ids, attention_mask):
