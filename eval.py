@@ -147,8 +147,14 @@ class Case:
                 metrics |= self.normalize(metrics, pieces)
             if "retrieval" in self.tasks:
                 metrics |= head_mid_tail(pieces, subject.clusters)
-            if rank() == 0:
-                self.draw(pieces)
+            if "qa" in self.tasks and rank() == 0:
+                draw_answers(pieces, subject.picture("answers", name))
+            if "retrieval" in self.tasks and rank() == 0:
+                bias, *_ = pieces.get("biases", {}).get(args.normalize, [None])
+                draw_retrieval(pieces, subject.picture("retrieval", name), bias=bias)
+            if "gap" in self.tasks and rank() == 0:
+                draw_histograms({args.checkpoint: similarity_histograms(pieces)}, subject.picture("similarities", name),
+                                title=f"{name} ({args.split}): image-text cosines")
         say(table(f"\n{name} ({args.split})", metrics, chance) + f"\n  {words}" * bool(words))
         for task, why in self.left_out.items():
             say(f"  left out: {task}: {why}")
@@ -166,23 +172,10 @@ class Case:
             how = subject.gamma, subject.own.get("iterations") or 4
             results, pieces["biases"] = normalized_retrieval(pieces, *how, texts, videos)
             if rank() == 0:
-                queues = {"texts": [] if texts is None else texts, "videos": videos}
-                path = subject.picture("normalization", self.name)
-                draw_normalization(pieces, *how, queues, retrieval_biases, path)
+                draw_normalization(pieces, *how, {"texts": texts, "videos": videos}, retrieval_biases,
+                                   subject.picture("normalization", self.name))
         mode = args.normalize if args.normalize in results else "none"     # another set than the run's has no queue
         return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}
-
-    def draw(self, pieces):
-        """The pictures of the tasks."""
-        args, picture = self.subject.args, self.subject.picture
-        if "qa" in self.tasks:
-            draw_answers(pieces, picture("answers", self.name))
-        if "retrieval" in self.tasks:
-            bias, *_ = pieces.get("biases", {}).get(args.normalize, [None])
-            draw_retrieval(pieces, picture("retrieval", self.name), bias=bias)
-        if "gap" in self.tasks:
-            draw_histograms({args.checkpoint: similarity_histograms(pieces)}, picture("similarities", self.name),
-                            title=f"{self.name} ({args.split}): image-text cosines")
 
 
 def main(args):

@@ -79,17 +79,17 @@ class Subject:
 
     def stand_ins(self, name, split_of):
         """(texts (K, D), videos (K, D)) for --normalize: the queues of an NCL run, else embeddings of randomly drawn
-        training examples and of their captions; (None, None) if the test queries alone are used (dsl, and oracle
-        without a queue)."""
+        training examples and of their captions; ((), ()) if the test queries alone are used (dsl, and oracle without
+        a queue)."""
         args, queues, how = self.args, self.queues, f"{name}: --normalize {self.args.normalize}: by"
         if self.own.get("script", "ncl") not in SCRIPTS:
             say(f"WARNING: --normalize: by ncl.py's functions; those of {self.own['script']}.py may differ")
         of_run = queues and name == self.own.get("dataset")
         if args.as_trained and not of_run:                                 # as its training evaluates other sets
-            return None, None
+            return (), ()
         if args.normalize == "dsl" or args.normalize == "oracle" and not of_run:
             say(f"{how} all test queries, so no fair result; gamma {self.gamma:.3g}")
-            return None, None
+            return (), ()
         if of_run:
             texts, videos = (queues[kind][-args.queue_size:] for kind in ("texts", "videos"))   # 0: all
         else:
