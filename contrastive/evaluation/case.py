@@ -5,6 +5,7 @@ from pathlib import Path
 
 from contrastive.data import data_options, load_data
 from contrastive.data.long_tail import labelled_splits
+from contrastive.data.table import EmptySplit
 from contrastive.encoders.base import CLIP_VIP
 from contrastive.encoders.models import build_model, load_model, untrained
 from contrastive.encoders.texts import Tokenizer, build_tokenizer
@@ -72,6 +73,8 @@ class Subject:
         def split_of(split):
             if split == "few-shot":
                 return sets.get(split)
+            if sets and split not in sets:
+                raise EmptySplit(f"{name} has no {split} split, as in the run")
             data = sets[split] if sets else load_data(name, split, **options)
             learnt = set(self.meta_data.get("train" if split == "train" and mine else f"{name} {split}", ()))
             return data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
