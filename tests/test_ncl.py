@@ -696,7 +696,7 @@ def test_features_end_to_end(features, tmp_path):
     base = [*BASE, "--workers", "0", "--batch-size", "8", "--max-steps", "3", "--log-every", "1"]
     summary = main(tmp_path / "r", *flags, base=base, pictures=True)
     assert summary["steps"] == 3 and summary["bad_samples"] == 0
-    assert losses(tmp_path / "r")[0] == pytest.approx(15 * math.log(8), rel=0.2)
+    assert losses(tmp_path / "r")[0] == pytest.approx(15 * math.log(8), rel=0.5)
     assert {"normalization.png", "retrieval.png"} <= {p.name for p in (tmp_path / "r").iterdir()}
     assert summary["chance"][str(csv)]["trivial"].keys() == {"untrained"}  # features have no pixels and no colours
     got = evaluate(tmp_path / "r", tmp_path / "eval", "--normalize", "queue")
@@ -755,7 +755,7 @@ def test_sets_without_a_queue_are_not_normalised_in_silence(tmp_path, capsys):
 # ---------------------------------------------------- flags ---------------------------------------------------------
 def test_dropout_of_the_feature_tower_acts(features, tmp_path):
     root, csv = features
-    flags = ["--dataset", csv, *SSB, "--feature-dir", root / "motion", "--lr", 0, "--lr-end", 0]
+    flags = ["--dataset", csv, *SSB, "--feature-dir", root / "motion", "--lr", 0]
     base = [*BASE, "--workers", "0", "--batch-size", "8", "--max-steps", "2", "--log-every", "1"]
     found = {}
     for dropout in (0, 0.5):
