@@ -89,7 +89,8 @@ def watched_step(chunk, tf32):
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(2, 5, 4, generator=generator).requires_grad_()
     x = torch.randn(6, 5, generator=generator)
-    chunks = common.Chunks(lambda inputs: tuple(inputs["x"] @ u for u in w), None, Card(), chunk, tf32)
+    model = torch.nn.Identity()  # stands in for what chunks do with a model
+    chunks = common.Chunks(lambda inputs: tuple(inputs["x"] @ u for u in w), model, Card(), chunk, tf32)
     with Precision() as precision:
         image, text = chunks.encode({"x": x})
         logits = common.normalize(image) @ common.normalize(text).T / 0.05
