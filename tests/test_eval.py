@@ -268,7 +268,8 @@ def test_the_views_of_the_cc3m_trainer(runs, sets, tmp_path, monkeypatch):
     ("squash", "cifar100", True, None), ("crop", "dtd", False, None), ("squash", "emoji", False, None),
     ("squash", "cifar10-lt", False, CIFAR_STATS["cifar10"])])
 def test_the_view_of_a_set(trained, name, own, expected):
-    view, words = evaluation.by_class.view_of(common.EvalTransform(32, (0.5,) * 3, (0.5,) * 3, trained), name, "emoji", own)
+    transform = common.EvalTransform(32, (0.5,) * 3, (0.5,) * 3, trained)
+    view, words = evaluation.by_class.view_of(transform, name, "emoji", own)
     assert (view and (view.mean, view.std)) == expected and bool(words) == bool(expected)
 
 
