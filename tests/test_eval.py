@@ -264,15 +264,6 @@ def test_the_views_of_the_cc3m_trainer(runs, sets, tmp_path, monkeypatch):
     assert not result["emoji"]["views"]
 
 
-@pytest.mark.parametrize("trained, name, own, expected", [
-    ("squash", "cifar100", True, None), ("crop", "dtd", False, None), ("squash", "emoji", False, None),
-    ("squash", "cifar10-lt", False, CIFAR_STATS["cifar10"])])
-def test_the_view_of_a_set(trained, name, own, expected):
-    transform = common.EvalTransform(32, (0.5,) * 3, (0.5,) * 3, trained)
-    view, words = evaluation.by_class.view_of(transform, name, "emoji", own)
-    assert (view and (view.mean, view.std)) == expected and bool(words) == bool(expected)
-
-
 def test_images_without_a_class_count_nowhere_among_classes(run, tmp_path):
     rows = [(f"{i:03}.png", f"picture {i}", "" if i % 4 == 3 else "abc"[i % 3]) for i in range(12)]
     for split in ("train", "test"):
