@@ -9,6 +9,7 @@ import common
 from contrastive import encoders, evaluation
 from contrastive.data.images import CIFAR_STATS
 from contrastive.engine.processes import UserError
+from contrastive.evaluation import case
 
 import numpy as np
 import pytest
@@ -262,7 +263,7 @@ def test_the_view_of_a_set(trained, name, own, expected):
 
 
 def test_a_temperature_that_a_run_does_not_have_is_not_made_up(tmp_path):
-    gamma = evaluation.case._gamma
+    gamma = case._gamma
     row_b = {"loss": "temo", **temo.ROWS["b"]}  # no term at --tau
     for own in ({"loss": "max-margin"}, {"loss": "ts"}, {"loss": "infonce", "shifts": False, "schedule": True}, row_b):
         with pytest.raises(UserError, match="no single temperature"):
