@@ -48,7 +48,6 @@ from contrastive.encoders.towers import freeze_as_clip4clip, set_dropout
 from contrastive.engine.flags import OneLine, Parser  # argparse with recipes
 from contrastive.engine.processes import (
     UserError,  # what a user can mend: one line, exit code 2
-    all_sum,  # numbers, summed over processes
     clean_exit,  # the entry point
     gather,  # (B, ...) of each process -> (N, ...), with gradient
     mean_over_processes,  # of the columns of a log

@@ -5,7 +5,6 @@ Configs are built here: no hub."""
 import copy
 import json
 import shutil
-import types
 
 import common
 from contrastive import encoders, engine, evaluation
@@ -51,25 +50,16 @@ def data(tmp_path_factory):
 
 
 # ---------------------------------------------------- towers by name ------------------------------------------------
-def test_a_clip_as_image_encoder_is_the_text_encoder_too(tiny):
+def test_a_clip_as_image_encoder_is_the_text_encoder_too(tiny, data, tmp_path):
     """With the width of its projections; what a flag names is kept, and any other encoder leaves the recipe's."""
     folder, clip = tiny("clip")
     other = temo.parse_args([]).text_encoder
     for flags, expected in (([], (folder, clip.config.projection_dim)), (["--embed-dim", "8"], (folder, 8)),
                             (["--text-encoder", "small"], (other, 128))):
-        args = temo.parse_args(["--image-encoder", folder, *flags])
-        engine.run.clip_sets_both(args)
-        assert (args.text_encoder, args.embed_dim) == expected
-    args = temo.parse_args(["--image-encoder", "resnet18"])
-    engine.run.clip_sets_both(args)
-    assert args.text_encoder == other
-
-
-def test_the_banner_names_the_weights_of_timm():
-    body = encoders.towers.timm_encoder("resnet18", False, 32).body
-    assert engine.run.published_weights(types.SimpleNamespace(body=body)).startswith("published weights (resnet18.")
-    other = types.SimpleNamespace(body=torch.nn.Identity())
-    assert engine.run.published_weights(other) == "published weights, where there are some"
+        run = [*RUN, "--dataset", data, "--image-encoder", folder, "--image-size", "32", *flags]
+        temo.main(temo.parse_args([*run, "--output-dir", str(tmp_path), "--run-name", "".join(["r", *flags])]))
+        spec = engine.processes.read_json(tmp_path / "".join(["r", *flags]) / "model.json")
+        assert (spec["text_encoder"], spec["embed_dim"]) == expected
 
 
 @pytest.mark.parametrize("name", ["small", "resnet18-cifar", "resnet10t", "vit_tiny_patch16_224", "mixer_s32_224",

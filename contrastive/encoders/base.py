@@ -28,12 +28,6 @@ def has_batchnorm(model):
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
-def own_statistics(model):
-    """Whether a layer has batch statistics of this process alone; those of SyncBatchNorm are the same on all."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
-               for m in model.modules())
-
-
 def sync_batchnorm(model, args):
     """The model with SyncBatchNorm on several cards. Chunks are refused: their statistics would be their own."""
     if not has_batchnorm(model):
