@@ -206,7 +206,7 @@ def test_ddp_sends_no_statistics_that_are_the_same_on_all_processes(cpu, monkeyp
     monkeypatch.setattr(base, "world", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     handler, flags = Namespace(), Namespace(seed=0, chunk_size=0, compile=False, cpu=cpu)
-    accelerator = Namespace(ddp_handler=handler, prepare=lambda *prepared: prepared)
+    accelerator = Namespace(ddp_handler=handler, scaler=None, prepare=lambda *prepared: prepared)
     norms, own = torch.nn.Sequential(torch.nn.BatchNorm2d(3)), torch.nn.ModuleDict()
     device = torch.device("cpu" if cpu else "cuda")
     Run.wrap(Namespace(args=flags, accelerator=accelerator, device=device), norms, own, None)

@@ -96,11 +96,12 @@ class Parser(OneLine):
             of the choosing flags -> {flag: default}, over the recipe's.   choosers: further flags of the script that
             choose, as --dataset and --loss do.   parts: function of the parsed flags -> {name: value}, for `when`.
         """
-        self._add_shared()
         chooser = OneLine(self.prog, "", add_help=False)
-        for flag in ("--dataset", "--recipe", "--loss", "--resume", "--image-encoder", *choosers):
-            action = self._option_string_actions[flag]
-            chooser.add_argument(flag, type=action.type, default="" if action.default is None else action.default)
+        for flag in ("--dataset", "--recipe", "--resume", "--image-encoder"):
+            chooser.add_argument(flag, default="")
+        for action in (self._option_string_actions[flag] for flag in ("--loss", *choosers)):
+            default = "" if action.default is None else action.default
+            chooser.add_argument(*action.option_strings, type=action.type, default=default)
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
         chosen, _ = chooser.parse_known_args(argv)
         saved = read_json(folder_of(chosen.resume) / "args.json") if chosen.resume else {}
@@ -111,7 +112,7 @@ class Parser(OneLine):
         usual = chosen.dataset if chosen.dataset in recipes else "own"
         chosen.recipe = chosen.recipe or saved.pop("recipe", "") or usual
         self.require(chosen.recipe in recipes, f"--recipe {chosen.recipe}: there are {', '.join(recipes)}")
-        self._add_flags_of_sets([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
+        self._add_shared([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
         own = own(chosen) if own else {}
         known = {a.dest for a in self._actions}  # another set's recipe may have flags of that set alone
         recipe = {k: v for k, v in recipes[chosen.recipe].items() if k in known and k != "recipe"}
@@ -149,17 +150,8 @@ class Parser(OneLine):
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
         return args
 
-    def _add_flags_of_sets(self, words):
-        """Adds the own flags of the named data sets; two sets of a family share a flag."""
-        for name in dict.fromkeys(word.partition("=")[0] for word in words):
-            options = facts_of(name).get("options", {})
-            g = self.add_argument_group(f"--dataset {name}") if options else None
-            for flag, how in options.items():
-                if flag not in self._option_string_actions and (self.texts or not how.get("texts")):
-                    g.add_argument(flag, **{k: v for k, v in how.items() if k != "texts"})
-
-    def _add_shared(self):
-        """Adds the flags that all scripts have; the recipe gives the defaults of those without one."""
+    def _add_shared(self, sets):
+        """Adds the flags that all scripts have, whose defaults the recipe gives, and those of the named data sets."""
         yesno = argparse.BooleanOptionalAction
         add = self.add_argument_group("data").add_argument
         add("--dataset", help="name of a set; or a folder, csv, jsonl, parquet, tar or hub id (org/name, NAME@COMMIT)")
@@ -235,3 +227,9 @@ class Parser(OneLine):
         add("--eval-every", type=whole, help="steps between evaluations; 0 = start and end")
         add("--log-every", type=whole, help="steps between rows of the log; 0 = at the end")
         add("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="", help="log there as well")
+        for name in dict.fromkeys(word.partition("=")[0] for word in sets):
+            options = facts_of(name).get("options", {})
+            g = self.add_argument_group(f"--dataset {name}") if options else None
+            for flag, how in options.items():  # two sets of a family share a flag
+                if flag not in self._option_string_actions and (self.texts or not how.get("texts")):
+                    g.add_argument(flag, **{k: v for k, v in how.items() if k != "texts"})

@@ -21,7 +21,7 @@ from contrastive.engine import checkpoints
 from contrastive.engine.log import Log, commit, peak_memory_mb, versions
 
 from contrastive.engine.processes import (  # isort: skip
-    UserError, barrier, gather_objects, mean_over_processes, on_main, opening, rank, say, set_up, slug, to_device,
+    UserError, barrier, gather_objects, mean_over_processes, on_main, opening, rank, say, set_up, to_device,
     world, write_json, write_tensors)
 from contrastive.evaluation.retrieval import report
 from contrastive.figures.base import similarity_histograms
@@ -87,7 +87,7 @@ class Run:
 
     def _open_folder(self):
         args, stamp = self.args, time.strftime("%Y%m%d-%H%M%S")
-        name = args.run_name or f"{self.script}__{slug(args.dataset)}__s{args.seed}__{stamp}"
+        name = args.run_name or f"{self.script}__{Path(args.dataset).stem}__s{args.seed}__{stamp}"
         folder = checkpoints.folder_of(args.resume) if args.resume else Path(args.output_dir) / name
         if not args.resume and (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder}: holds a run already; --resume {folder}, or another --run-name")
@@ -132,7 +132,7 @@ class Run:
         Args: trained: the module that DDP wraps.   own: parameters and buffers of the loss, outside DDP.
             second: an optimiser of the loss's own parameters, which is also saved; the script runs its step.
         """
-        self.trained, self.own, self.second = sync_batchnorm(trained, self.args), own, second
+        self.trained, self.own = sync_batchnorm(trained, self.args), own
         learnt = (p for p in own.parameters() if p.requires_grad)  # without MoCo's second encoder
         self.parameters = sum(p.numel() for p in (*self.trained.parameters(), *learnt))
         torch.manual_seed(self.args.seed + rank())  # the weights are the same on all processes; dropout should not be
@@ -140,6 +140,9 @@ class Run:
         self.accelerator.ddp_handler.broadcast_buffers = self.device.type == "cpu" and has_batchnorm(self.trained)
         model = torch.compile(self.trained) if self.args.compile else self.trained
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        parts = {"model": self.trained, "own": own, "optimizer": self.optimizer, "second": second,
+                 "scaler": self.accelerator.scaler}
+        self.parts = {name: part for name, part in parts.items() if part}  # of a checkpoint: what has a state_dict
         return self.model, self.optimizer
 
     def resume(self):
@@ -180,7 +183,7 @@ class Run:
         self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step")
         self.trained.train()
         self.own.train()
-        self.start_clock()
+        self.clock, self.logged, self.waited = time.perf_counter(), self.step, 0.0
         self.in_loop = True
 
     def banner(self, guess, lines):
@@ -277,7 +280,6 @@ class Run:
                    "loss": means["loss"], "lr": self.lr, self.tau_word: tau, "step_s": seconds,
                    "data_s": means["data_s"], "samples_per_s": self.args.batch_size / seconds} | (numbers or {})
             self.log.write(row)
-            self.start_clock()
             shown = {self.loss_word: f"{row.get(self.loss_word, row['loss']):.3f}",
                      self.tau_word: f"{row.get('tau_pos', tau):.3f}"}
             self.bar.set_postfix(shown | {"samples": f"{row['samples_per_s']:.0f}/s"}, refresh=False)
@@ -297,8 +299,8 @@ class Run:
             self.in_loop = False
             self.evaluate_val()
             self.in_loop = True
-        if save or evaluate:
-            self.start_clock()  # so that the speed is that of training only
+        if log or save or evaluate:  # the next speed and waiting for data are those of the steps after this one
+            self.clock, self.logged, self.waited = time.perf_counter(), self.step, 0.0
 
     def _signalled(self, number, _):
         """In the loop, a signal ends the run after the step in which all processes have heard of it; elsewhere, or at
@@ -306,10 +308,6 @@ class Run:
         if not self.in_loop or number == self.asked == signal.SIGINT:
             raise SystemExit(128 + number)
         self.asked = number
-
-    def start_clock(self):
-        """Speed and waiting for data are those of the steps after this call."""
-        self.clock, self.logged, self.waited = time.perf_counter(), self.step, 0.0
 
     def evaluate_val(self):
         """Evaluates the val splits, logs the result, keeps it in self.val and picture pieces in val_pieces."""
@@ -359,4 +357,4 @@ class Run:
             write_tensors(self.folder / "own.safetensors", own)
         write_json(self.folder / "model.json", self.spec)
         if self.tokenizer:
-            self.tokenizer.save(self.folder / "tokenizer")
+            self.tokenizer.tokenizer.save_pretrained(self.folder / "tokenizer")

@@ -151,7 +151,11 @@ def lacks(task, data, towers, train=None, names=False):
         return "the classes have no names"
     if task not in LEARNT and not tokenizer:
         return "the model has no text encoder"
-    return answers.untrained(model, by_features=task in LEARNT)
+    if task not in LEARNT and getattr(model, "similarity", "") == "fused":
+        return "the model was trained with --qa-similarity fused, not its embeddings before the fusion"
+    if getattr(model, "model", "") == "vgt" and model.vision.name != "regions":
+        return "the model needs boxes, which only questions bring: --tasks qa"
+    return ""
 
 
 def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_features="projected", workers=0,
