@@ -221,7 +221,8 @@ class Run:
     def due(self, what, ahead=1):
         """Is 'log', 'eval' or 'save' due after the step in progress? An interval of 0 = only at the end. Where the log
         is due, `done` takes numbers, which other steps need not compute."""
-        step, every = self.step + ahead, getattr(self.args, f"{what}_every")
+        step, args = self.step + ahead, self.args
+        every = {"log": args.log_every, "eval": args.eval_every, "save": args.save_every}[what]
         return step == self.last or bool(every and step % every == 0)
 
     def check_finite(self, loss, tau, embeddings, batch):
