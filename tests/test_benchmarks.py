@@ -232,6 +232,11 @@ def test_without_a_card_the_arithmetic_runs_the_rest_says_so_and_a_failure_ends_
     assert "| views | not run | no card |" in (tmp_path / "gpu.md").read_text()
 
 
+def test_the_row_of_views_runs_at_toy_size():
+    found = gpu.row_views()
+    assert found.keys() == {"plain", "compiled"} and found["compiled"]["ms"] > 0
+
+
 def test_the_idle_part_of_a_card(monkeypatch):
     kind = torch.autograd.DeviceType.CUDA if gpu.CARD else torch.autograd.DeviceType.CPU
     spans = [(0, 4), (1, 2), (6, 8), (7, 10)]                                    # one inside another, a gap, an overlap
