@@ -187,7 +187,7 @@ def main(args):
     cases = [Case(subject, name, folder, tasks)
              for name, folder in wanted_sets(args, subject.own).items()]   # all are opened before the first is encoded
     result = {"command": shlex.join([Path(sys.executable).name, *sys.argv]), "checkpoint": args.checkpoint,
-              "split": args.split, "versions": versions(args.cpu).splitlines(), "processes": world(),
+              "split": args.split, "versions": versions(args.cpu), "processes": world(),
               "datasets": {case.name: case.evaluate() for case in cases}}
     if rank() == 0:
         write_json(subject.folder / "eval.json", result)

@@ -23,9 +23,9 @@ CLIP_VIP = "clip_vip:"  # prefix of a CLIP's transformers id or folder: the same
 FULL = {"dtype": torch.float32, "trust_remote_code": False}  # of transformers; some are saved in half precision
 
 
-def has_batchnorm(model, but=()):
-    """Whether any layer keeps batch statistics; but: a kind of layer that does not count."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, but) for m in model.modules())
+def has_batchnorm(model):
+    """Whether any layer keeps batch statistics."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
 def sync_batchnorm(model, args):
@@ -43,21 +43,20 @@ def sync_batchnorm(model, args):
     return model
 
 
-def recompute(tower, asked):
+def recompute(tower):
     """--grad-checkpointing: layers of timm's and transformers' encoders keep their inputs alone, and run again on the
     way back; says of which.   Raises: UserError if there is none."""
     found = []
-    for encoder in filter(None, (tower.vision, tower.text) if asked else ()):
+    for encoder in filter(None, (tower.vision, tower.text)):
         for switch in ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable"):
             if hasattr(encoder.body, switch):  # timm's, transformers', and that of transformers before 5.22
                 with opening(encoder.name):
                     getattr(encoder.body, switch)()
                 found.append(encoder.name)
                 break
-    if asked and not found:
+    if not found:
         raise UserError("--grad-checkpointing: neither encoder is one of timm or transformers that offers it")
-    if found:
-        say(f"--grad-checkpointing: of {', '.join(found)}")
+    say(f"--grad-checkpointing: of {', '.join(found)}")
 
 
 def functional_call(model, tensors, inputs):

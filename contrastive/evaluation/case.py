@@ -53,9 +53,9 @@ class Subject:
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def untrained(self):
-        """{untrained: the run's tower at random weights}; {} of a model by name."""
+        """The run's tower at random weights; None of a model by name."""
         spec = read_json(Path(self.args.checkpoint) / "model.json") if self.own else None
-        return {"untrained": untrained(spec, self.own["seed"])} if spec else {}
+        return untrained(spec, self.own["seed"]) if spec else None
 
     def open(self, name, folder):
         """A function split -> Data as the run read it: with its long tail, without its meta-data and what else only its
