@@ -82,13 +82,12 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     the authors' code, which tests the best epoch; here it is the last. Table 2's accuracies by type: docs/methods.md.
 15. --qa-model vgt is the base of Table 2's best rows. It reads features of regions (--region-dir DIR), and
     encoders/vgt.py lists its differences. The paper takes "BERT-Base embeddings" and 32 random frames; here it is all
-    of BERT and the 32 frames of VGT's files, as in VGT's code. --qa-model dual: cosines of "question choice" texts.
+    of BERT and the 32 frames of VGT's files, as in VGT's code.
 """
 
 import argparse
 import copy
 import math
-import os
 import warnings
 
 import common
@@ -427,9 +426,6 @@ def parse_args(argv=None):
     p.require(not (looks_ahead(args) and args.chunk_size),
               f"--chunk-size: --weighting {args.weighting} encodes the whole batch in its passes; use a smaller "
               "--batch-size, or another --weighting")
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    p.require(not looks_ahead(args) or args.meta_batch_size % processes == 0,
-              f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes")
     answers.check_flags(p, args)
     return args
 
@@ -535,7 +531,7 @@ def main(args):
         weight = weight.detach() if args.weighting == "meta" else weight   # (B,); its network learns by Eq. 10 alone
         loss = (weight * sample).mean()                                    # (); Eq. 8
 
-        run.check_finite(loss, tau, (video, text), batch, "--virtual-lr or --lr" if args.virtual_lr else "--lr")
+        run.check_finite(loss, tau, (video, text), batch)
         chunks.backward(loss)                                              # the full batch's gradient
         common.average_gradients(own.parameters())
         if args.grad_clip:
@@ -547,7 +543,7 @@ def main(args):
             tau = own["tau"]["log_tau"].detach().exp()
 
         numbers = {}
-        if run.logs_now():
+        if run.due("log"):
             noisy = train.column("noisy")                                  # (M,) bool: captions of another clip
             swapped = torch.zeros_like(sample) if noisy is None else torch.as_tensor(noisy[batch["rows"]]).to(sample)
             numbers = {"mu": mu} | numbers_of(sample, weight, swapped, (video, text), args, run, weight_net)

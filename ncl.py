@@ -24,7 +24,7 @@ Commands:
     accelerate launch ncl.py                                     # moving emoji, two minutes on two CPU cores
     accelerate launch ncl.py --loss infonce                      # the CLIP4Clip baseline
     accelerate launch ncl.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS      # the paper's; msvd, ...
-    # Table 4: SSB with NCL, and with its own loss (--image-encoder features: smaller towers, any text encoder)
+    # Table 4: SSB with NCL, and with its own loss
     accelerate launch ncl.py --dataset msrvtt ... --image-encoder ssb --feature-dir MOTION APPEARANCE
     accelerate launch ncl.py --dataset msrvtt ... --image-encoder ssb --feature-dir MOTION APPEARANCE --loss max-margin
     accelerate launch ncl.py --dataset clips.csv --video-dir VIDEOS   # own data: columns video, caption[, start, end]
@@ -58,7 +58,6 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
     margin loss is summed over the batch (--loss-scale 64: App. C's factor 15 fits no mean), and its captioning loss
     is kept beside NCL's, as the paper does not say that it is dropped. Dropout (App. C: 0.1 on MSVD and MSR-VTT, 0 on
     ActivityNet) follows the first layer, the attention and the MLP of both heads; T5 keeps its own 0.1 as well.
-    --image-encoder features is smaller: one transformer layer, and CLIP4Clip's epochs, batch and decay.
 10. The pictures show only the run itself: Fig. 2 without biases, with the queue and with oracle (the paper: CLIP4Clip
     beside NCL with its queue), Fig. 6 its retrievals without sums, Fig. 7 a PCA for t-SNE. Table 5's row None is
     CLIP4Clip (--loss infonce), not NCL without biases. Figs. 7 and 8 show the start only if there is a val split (not
@@ -73,10 +72,10 @@ import math
 import common
 
 from common import (  # isort: skip
-    Captioner, Evaluator, FEATURES, Parser, Run, below_one, between, by_rows, captioning_loss, clean_exit, count,
-    feature_recipe, feature_words, fp32, freeze_as_clip4clip, gather, is_clip, nonnegative, normalize, on_card,
+    Captioner, Evaluator, Parser, Run, below_one, between, by_rows, captioning_loss, clean_exit, count,
+    fp32, freeze_as_clip4clip, gather, is_clip, nonnegative, normalize, on_card,
     one_number, open_data, part, per_anchor, positive, positive_index, rank, retrieval_both_ways, set_dropout,
-    support_summary, to_device, write_tensors)
+    ssb_recipe, support_summary, to_device, write_tensors)
 
 import torch
 import torch.nn as nn
@@ -265,14 +264,14 @@ RECIPES = {
 
 
 def loss_defaults(chosen):
-    """Defaults of --loss and of precomputed features; chosen: the flags recipe, loss and image_encoder."""
+    """Defaults of --loss and of SSB's towers; chosen: the flags recipe, loss and image_encoder."""
     defaults = {} if chosen.loss == "ncl" else dict(normalize="none")      # baselines are reported as they are
     if chosen.loss == "max-margin":
         defaults |= dict(learnable_tau=False)
     if chosen.image_encoder and not is_clip(chosen.image_encoder):         # of a recipe with another encoder
         defaults |= dict(freeze="none")
-    if chosen.image_encoder in FEATURES:                                   # SSB, or towers after it (App. C)
-        defaults |= feature_recipe(chosen, RECIPES[chosen.recipe]["pretrained"])
+    if chosen.image_encoder == "ssb":                                      # App. C
+        defaults |= ssb_recipe(chosen)
     return defaults
 
 
@@ -304,13 +303,13 @@ def parse_args(argv=None):
     g.add_argument("--flip", type=part, help="share of mirror images")
     g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
     g.add_argument("--text-dropout", action=yesno, default=True, help="a transformers text encoder keeps its own")
-    g = p.group("with --image-encoder features or ssb", image_encoder=FEATURES)
+    g = p.group("with --image-encoder ssb", image_encoder="ssb")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
                    help="VIDEO.npy (time, width), such as motion and appearance, resampled to --frames, concatenated")
     g.add_argument("--dropout", type=below_one, default=0.0, help="of these towers; App. C: 0.1, ActivityNet 0")
     args = p.parse(argv, RECIPES, loss_defaults)
-    p.require(args.image_encoder not in FEATURES or args.feature_dir, "--image-encoder features or ssb: --feature-dir?")
-    p.only(args.image_encoder not in FEATURES, "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
+    p.require(args.image_encoder != "ssb" or args.feature_dir, "--image-encoder ssb: --feature-dir?")
+    p.only(args.image_encoder != "ssb", "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
     p.require(not args.feature_dir or {word.partition("=")[0] for word in args.eval_datasets} <= {args.dataset},
               f"--eval-datasets: --feature-dir is of {args.dataset} alone; eval.py --feature-dir evaluates on others")
     return args
@@ -357,7 +356,7 @@ def main(args):
     rounds = args.iterations if args.loss == "ncl" else 0                  # 0: plain InfoNCE
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(evaluate_normalized, own=own, args=args))
-    run.begin(evaluator, random_guess(tokenizer, args), banner_lines(train, own, args))
+    run.begin(evaluator, random_guess(tokenizer, args), banner_lines(own, args))
     if run.step == 0 and rank() == 0:                                      # Figs. 7 and 8 compare with the start
         start = {f"{name}/{k}": x for name, p in run.val_pieces.items() for k, x in first_captions(p).items()}
         write_tensors(run.folder / "embeddings_before.safetensors", start)
@@ -392,13 +391,13 @@ def main(args):
         own["texts"].push(text)
         own["videos"].push(video)
 
-        numbers = numbers_of(text, video, gamma, args, run, more) if run.logs_now() else {}
+        numbers = numbers_of(text, video, gamma, args, run, more) if run.due("log") else {}
         run.done(batch, loss, gamma_of(own, args), numbers)                # gamma as it is saved
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if rank() == 0:
         queues = {kind: own[kind].get() for kind in ("texts", "videos")}
-        queues["gamma"] = torch.tensor([gamma_now(own, args)], dtype=torch.float64)
+        queues["gamma"] = torch.tensor([float(gamma_of(own, args))], dtype=torch.float64)
         write_tensors(run.folder / "queues.safetensors", queues)
     return run.finish(lambda run: draw(run, retrieval_biases))
 
@@ -423,12 +422,6 @@ def gamma_of(own, args):
     return own["tau"]["log_tau"].exp() if args.learnable_tau else args.tau
 
 
-def gamma_now(own, args):
-    """gamma_of as a float: for the banner, the saved queues and the biases at test time."""
-    gamma = gamma_of(own, args)
-    return gamma.item() if torch.is_tensor(gamma) else gamma
-
-
 def random_guess(tokenizer, args):
     """The loss at the start and the end if all similarities are equal; None in a fork whose loss has another."""
     guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
@@ -437,17 +430,17 @@ def random_guess(tokenizer, args):
     return guess, guess
 
 
-def banner_lines(train, own, args):
+def banner_lines(own, args):
     """The banner's words on the method."""
-    size, epochs = args.batch_size, args.queue_size / train.examples
-    rounds = f", {args.iterations} rounds of Sinkhorn-Knopp on {size} x {size}" if args.loss == "ncl" else ""
+    rounds = f", {args.iterations} rounds of Sinkhorn-Knopp" if args.loss == "ncl" else ""
     factor = f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""
     factor += f", + {args.captioning_weight:g} x captioning (T {args.support_tau:g})" if args.captioning_weight else ""
-    queues = f"queues of {args.queue_size:,} texts and clips ({epochs:.1f} epochs)"
     lines = {"loss": f"{args.loss}{rounds}{factor}", "frozen": args.freeze,
-             "temperature": f"gamma {gamma_now(own, args):g}" + ", learnt" * args.learnable_tau,
-             "test time": f"--normalize {args.normalize}, {queues} of {args.dataset}; other sets without biases"}
-    return lines | (feature_words(args) if args.image_encoder in FEATURES else {})
+             "temperature": f"gamma {float(gamma_of(own, args)):g}" + ", learnt" * args.learnable_tau,
+             "test time": f"--normalize {args.normalize}; queues, of {args.dataset} alone: {args.queue_size:,} each"}
+    if args.image_encoder == "ssb":
+        lines["recipe"] = f"{args.recipe} (reconstruction of SSB; encoders/ssb.py says which values are from memory)"
+    return lines
 
 
 def evaluate_normalized(pieces, own, args):
@@ -458,7 +451,7 @@ def evaluate_normalized(pieces, own, args):
     queues = ()
     if pieces["data"].name == args.dataset:
         queues = own["texts"].get().cpu(), own["videos"].get().cpu()       # (K, D) each
-    results, pieces["biases"] = normalized_retrieval(pieces, gamma_now(own, args), args.iterations, *queues)
+    results, pieces["biases"] = normalized_retrieval(pieces, float(gamma_of(own, args)), args.iterations, *queues)
     mode = args.normalize if args.normalize in results else "none"         # before the first step there is no queue
     return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}
 

@@ -287,7 +287,7 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     assert words(None, True, paper).startswith("WARNING: NOT THE PAPER'S T~")
     assert words(full, True, paper) == "T is the caption or a paraphrase, T~ a paraphrase, of 3 captions"
     assert words(full, False, paper) == "T is the caption, T~ a paraphrase, of 3 captions"
-    missing = "a paraphrase, of 2 captions; 1 of the first 3 have none"
+    missing = "of 2 captions, for one without another caption, else word dropout and swap; 1 of the first 3 have none"
     assert missing in words(partial, True, paper) and words(partial, True, paper).startswith("WARNING")
     assert "WARNING" not in words(None, True, temo.OWN["recipe"])
 
@@ -306,9 +306,9 @@ def test_a_step_against_an_independent_computation(flags, tmp_path, monkeypatch)
     lines = [{"caption": f"caption {i}", "paraphrases": [f"said {i}", f"told {i}", f"put {i}"]} for i in range(80)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     encode, text_pair, seen, texts = temo.encode, temo.text_pair, [], []
-    def spy(model, pixels, tokens, slip):
-        seen.append((torch.is_grad_enabled() and model.training, pixels))
-        return encode(model, pixels, tokens, slip)
+    def spy(model, inputs, slip):
+        seen.append((torch.is_grad_enabled() and model.training, inputs["pixels"]))
+        return encode(model, inputs, slip)
     monkeypatch.setattr(temo, "encode", spy)
     monkeypatch.setattr(temo, "text_pair", lambda *a, **k: texts.append(text_pair(*a, **k)) or texts[-1])
     rate, size = 0.1, 16
