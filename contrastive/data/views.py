@@ -1,5 +1,6 @@
 """Random numbers, image views, and the texts of a batch."""
 
+import dataclasses
 import hashlib
 
 from contrastive.engine.processes import to_device
@@ -44,6 +45,7 @@ def pick(captions, u):
 GREY = (0.2989, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
 
 
+@dataclasses.dataclass(eq=False)
 class Augment:
     """One random image view: crop and RandAugment per sample, then flip, colour, grey and blur in batch, on the device.
 
@@ -53,14 +55,19 @@ class Augment:
         blur, jitter_p: probabilities; brightness, contrast, saturation, hue: strengths as in torchvision.ColorJitter;
         randaugment: (operations, magnitude out of 30), or (0, 0); squash: with no crop, do not keep the aspect.
     """
+    size: int
+    scale_min: float = 1.0
+    flip: float = 0.0
+    jitter_p: float = 0.0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    grey: float = 0.0
+    blur: float = 0.0
+    randaugment: tuple = (0, 0)
+    squash: bool = False
     DRAWS = 16
-
-    def __init__(self, size, scale_min=1.0, flip=0.0, jitter_p=0.0, brightness=0.0, contrast=0.0, saturation=0.0,
-                 hue=0.0, grey=0.0, blur=0.0, randaugment=(0, 0), squash=False):
-        self.size, self.scale_min, self.squash, self.randaugment = size, scale_min, squash, randaugment
-        self.flip, self.grey, self.blur = flip, grey, blur
-        self.jitter_p, self.brightness, self.contrast = jitter_p, brightness, contrast
-        self.saturation, self.hue = saturation, hue
 
     def boxes(self, height, width, u):
         """Random-resized-crop boxes (B, 4) long (top, left, height, width) for draws u (B, DRAWS); aspect 3/4..4/3.
