@@ -31,7 +31,7 @@ import temo
 import temperature_schedules
 from helpers import TEXT, refused, tar_samples, tiny_model, write_images, write_rows, write_tar, write_video
 from test_hub import hub  # noqa: F401  (a fixture)
-from test_temperature_schedules import cifar  # noqa: F401
+from test_long_tail import cifar  # noqa: F401
 
 SMALL = ["--cpu", "--workers", "0"]
 
