@@ -35,6 +35,7 @@ from test_losses import LOSSES, D, N, parameters
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 12  # of the towers' inputs
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+IN_CHUNKS = "temo", "multimodal", "cwcl", "mmts, max-margin", "mama"
 DEVICE = "cpu"  # benchmarks/gpu.py calls `compare` on cuda, over NCCL
 
 
@@ -67,12 +68,14 @@ def inputs(rows, dtype=torch.float64):
     return {"pixels": {0: x[0], 1: x[2]}, "tokens": {0: x[1], 1: x[3]}}
 
 
-def step(name, dtype, rows, wrap=lambda module: module):
-    """Loss and gradients (towers, and tau where it is learnt) of one process's rows."""
-    model, p = towers(dtype), parameters(rows, dtype, DEVICE)
-    wrapped = wrap(model)  # DDP must outlive the backward
-    loss = LOSSES[name](wrapped(inputs(rows, dtype)), p)
-    loss.backward()
+def step(name, dtype, rows, chunk=0, dropout=0.0):
+    """Loss and gradients (towers, and tau where it is learnt) of one process's rows, as a script's loop has them."""
+    model, p, accelerator = towers(dtype, dropout), parameters(rows, dtype, DEVICE), Accelerator(cpu=DEVICE == "cpu")
+    wrapped = accelerator.prepare(model)  # DDP must outlive the backward
+    assert isinstance(wrapped, DistributedDataParallel) == dist.is_initialized()
+    chunks = common.Chunks(wrapped, wrapped, accelerator, chunk)
+    loss = LOSSES[name](chunks.encode(inputs(rows, dtype)), p)
+    chunks.backward(loss)
     learnt = [p.tau] if p.tau.grad is not None else []
     common.average_gradients(learnt)
     return loss.detach(), [x.grad.clone() for x in (*model.parameters(), *learnt)]
@@ -146,22 +149,18 @@ def compare(rank, folder, worlds=(2, 4), device="cpu"):
     torch.set_num_threads(1)
     keys, whole = [(name, dtype) for name in LOSSES for dtype in DTYPES], slice(0, N)
     alone = {k: step(k[0], DTYPES[k[1]], whole) for k in keys}  # before there is a group
-    sgd_alone = {loss: sgd(loss, whole) for loss in SGD}
+    AcceleratorState._reset_state(True)
     embedded, queued, meta = {n: evaluation(n) for n in (7, 3)}, queues(whole), of_mama(whole)
     for world in worlds:
         if rank >= world:
             continue
         rows, out = slice(rank * N // world, (rank + 1) * N // world), {}
         with group(rank, world, f"file://{folder}/init_{world}"):
-            for name, dtype in keys:
-                loss, grads = step(name, DTYPES[dtype], rows, DistributedDataParallel)
-                mean = engine.processes.all_sum(loss.item(), device=DEVICE)[0] / world
-                expected, expected_grads = alone[name, dtype]
-                out[f"{name} {dtype}"] = [abs(mean / expected.item() - 1), relative(grads, expected_grads)]
-            for loss, expected in sgd_alone.items():
-                for chunk in (0, 3):
-                    accelerator = Accelerator(cpu=DEVICE == "cpu")
-                    out[f"sgd {loss} {chunk}"] = relative(sgd(loss, rows, accelerator, chunk), expected)
+            for (name, dtype), (expected, expected_grads) in alone.items():
+                for chunk in (0, 3) if name in IN_CHUNKS else (0,):
+                    loss, grads = step(name, DTYPES[dtype], rows, chunk)
+                    mean = engine.processes.all_sum(loss.item(), device=DEVICE)[0] / world
+                    out[f"{name} {chunk} {dtype}"] = [abs(mean / expected.item() - 1), relative(grads, expected_grads)]
             for n, (index, image) in embedded.items():
                 both = evaluation(n)
                 once = both[0].tolist() == index.tolist() == list(range(n))
@@ -180,11 +179,12 @@ def differences(tmp_path_factory):
     return [json.loads((folder / f"{world}_{rank}.json").read_text()) for world in (2, 4) for rank in range(world)]
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_gradients_are_those_of_one_process(differences, name):
+@pytest.mark.parametrize("name, chunk", [*((name, 0) for name in LOSSES), *((name, 3) for name in IN_CHUNKS)])
+def test_gradients_are_those_of_one_process(differences, name, chunk):
+    """Without chunks on one process; with, they wait for each other in the last chunk only."""
     for rank in differences:
-        assert max(rank[f"{name} fp64"]) < 1e-10
-        assert max(rank[f"{name} fp32"]) < 1e-4
+        assert max(rank[f"{name} {chunk} fp64"]) < 1e-10
+        assert max(rank[f"{name} {chunk} fp32"]) < 1e-4
 
 
 def test_mama_s_gradients_and_weights_are_those_of_one_process(differences):
@@ -200,65 +200,23 @@ def test_queues_hold_the_global_batches_in_order(differences):
 
 
 # ----------------------------------------------- chunks --------------------------------------------------------------
-SGD = "temo", "temo, I~ and T~ apart", "multimodal"
-
-
-def sgd(loss, rows, accelerator=None, chunk=0, steps=5):
-    """Parameters after some SGD steps: towers in DDP and the learnt tau outside, as in temo.py; accelerator None: plain
-    torch."""
-    model, p = towers(torch.float64), parameters(rows, device=DEVICE)
-    optimizer = torch.optim.SGD([*model.parameters(), p.tau], lr=0.01, momentum=0.9)
-    apart = "apart" in loss
-    if accelerator:
-        wrapped, optimizer = accelerator.prepare(model, optimizer)
-        assert isinstance(wrapped, DistributedDataParallel)
-    for _ in range(steps):
-        if accelerator:
-            chunks = common.Chunks(wrapped, wrapped, accelerator, chunk)
-            others = chunks.encode_without_gradient(inputs(rows))[2:] if apart else ()
-            assert not any(x.requires_grad for x in others)
-            encoded = chunks.encode(inputs(rows))
-            chunks.backward(LOSSES[loss]((*encoded[:2], *others) if apart else encoded, p))
-            common.average_gradients([p.tau])
-        else:
-            LOSSES[loss](model(inputs(rows)), p).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [x.detach().clone() for x in (*model.parameters(), p.tau)]
-
-
-@pytest.mark.parametrize("chunk", [0, 3])
-@pytest.mark.parametrize("loss", SGD)
-def test_sgd_in_chunks_under_ddp_is_one_process_with_the_full_batch(differences, loss, chunk):
-    assert max(rank[f"sgd {loss} {chunk}"] for rank in differences) < 1e-5
-
-
-def chunked(loss, chunk, dropout=0.0):
-    """Loss and gradients through Chunks on this process."""
-    model, p = towers(torch.float64, dropout), parameters()
-    chunks = common.Chunks(model, model, Accelerator(cpu=True), chunk)
-    value = LOSSES[loss](chunks.encode(inputs(slice(0, N))), p)
-    chunks.backward(value)
-    return value.item(), [x.grad for x in (*model.parameters(), p.tau) if x.grad is not None]
-
-
-@pytest.mark.parametrize("loss", ["temo", "cwcl", "mmts, max-margin", "mama"])
-def test_chunks_have_the_gradient_of_the_full_batch(loss):
-    full = chunked(loss, 0)
+@pytest.mark.parametrize("name", IN_CHUNKS)
+def test_chunks_have_the_gradient_of_the_full_batch(name):
+    loss, grads = step(name, torch.float64, slice(0, N))
     for chunk in (1, 3, 15):
-        parts = chunked(loss, chunk)
-        assert parts[0] == pytest.approx(full[0], rel=1e-10) and relative(parts[1], full[1]) < 1e-10
+        value, parts = step(name, torch.float64, slice(0, N), chunk)
+        assert value.item() == pytest.approx(loss.item(), rel=1e-10) and relative(parts, grads) < 1e-10
 
 
 def test_chunks_replay_dropout():
     """The second encoding sees the masks of the first: the gradient is that of one graph over the same masks."""
-    value, grads = chunked("multimodal", 3, dropout=0.5)
+    value, grads = step("multimodal", torch.float64, slice(0, N), 3, dropout=0.5)
     after, p, model = torch.rand(1), parameters(), towers(torch.float64, 0.5)
     parts = [model(inputs(slice(i, i + 3))) for i in range(0, N, 3)]
     loss = LOSSES["multimodal"]([torch.cat(e) for e in zip(*parts)], p)
     loss.backward()
     assert relative(grads, [x.grad for x in (*model.parameters(), p.tau)]) < 1e-10
-    assert value == pytest.approx(loss.item(), rel=1e-12)
+    assert value.item() == pytest.approx(loss.item(), rel=1e-12)
     assert torch.rand(1) == after  # and the random state goes on as if encoded once
 
 

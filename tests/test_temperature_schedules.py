@@ -165,8 +165,9 @@ def test_sdclr_s_branches_against_two_networks():
 
 def test_sdclr_prunes_anew_in_each_epoch(tmp_path, monkeypatch):
     events = []
-    for name in ("prune_masks", "nt_xent"):
-        monkeypatch.setattr(ts, name, lambda *a, name=name, real=getattr(ts, name): (events.append(name), real(*a))[1])
+    prune, loss = ts.prune_masks, ts.nt_xent
+    monkeypatch.setattr(ts, "prune_masks", lambda *args: (events.append("prune_masks"), prune(*args))[1])
+    monkeypatch.setattr(ts, "nt_xent", lambda *args: (events.append("nt_xent"), loss(*args))[1])
     few_steps(ts, tmp_path / "run", "--loss", "sdclr", "--max-steps", 4, base=MOVING)
     assert events == ["prune_masks", "nt_xent", "nt_xent"] * 2
 
