@@ -8,12 +8,10 @@ import signal
 
 import common
 from contrastive import encoders, engine
-from contrastive.data.batches import epoch_batches
 from contrastive.engine.checkpoints import checkpoints_of
 from contrastive.engine.processes import UserError, flatten, read_json
 from contrastive.engine.run import Run
 
-import numpy as np
 import pytest
 import torch
 
@@ -192,13 +190,6 @@ def test_other_data_are_refused(folder, data):
     args.max_steps = 14
     with pytest.raises(UserError, match="--resume: the run had .*, now .*: give it the same data"):
         temo.main(args)
-
-
-def test_an_order_of_batches_is_a_function_of_seed_and_step():
-    whole = [(epoch, batch.tolist()) for epoch, batch in epoch_batches(50, 16, 3, 0, 9)]
-    later = [(epoch, batch.tolist()) for epoch, batch in epoch_batches(50, 16, 3, 4, 9)]
-    assert whole[4:] == later and [epoch for epoch, _ in whole] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert all(len(np.unique(np.concatenate([b for e, b in whole if e == k]))) == 48 for k in range(3))
 
 
 def test_a_tokenizer_is_the_same_each_time():

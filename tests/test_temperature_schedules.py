@@ -252,24 +252,6 @@ def folders(tmp_path_factory):
     return root
 
 
-RESNET = [*"--cpu --batch-size 8 --image-size 16 --log-every 1 --image-encoder resnet18-cifar --workers 0 "
-          "--no-pretrained --head-norm batch --optimizer sgd --train-features clean".split()]
-
-
-def test_decay_and_start_of_the_authors(folders, tmp_path):
-    decays, starts = {}, {}
-    for name, more in (("ours", ()), ("authors", ("--decay-all", "--no-zero-init"))):
-        main(tmp_path / name, *RESNET, "--dataset", folders, *"--max-steps 1 --lr 0 --lr-end 0".split(),
-             "--weight-decay", 1e-4, *more)
-        state = torch.load(tmp_path / name / "checkpoints" / "step_1.pt", weights_only=True)
-        decays[name] = [g["weight_decay"] for g in state["optimizer"]["param_groups"]]
-        weights = load_file(tmp_path / name / "model.safetensors")
-        starts[name] = [float(weights[f"vision.body.layer1.0.bn{k}.weight"].mean()) for k in (1, 2)]
-    assert decays == {"ours": [1e-4, 0], "authors": [1e-4, 1e-4]} and starts == {"ours": [1, 0], "authors": [1, 1]}
-    with pytest.raises(UserError, match="has BatchNorm"):
-        main(tmp_path / "c", *RESNET, "--dataset", folders, "--chunk-size", 4, "--max-steps", 1)
-
-
 def test_a_replaced_image_has_the_temperature_of_its_own_class(tmp_path):
     """Coarse supervision: half of the head's images cannot be read, and some of the tail replace them."""
     for c, name in enumerate(("a", "b")):
