@@ -27,9 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 import launch
 import mama
 import ncl
-import temo
 import temperature_schedules as ts
-from helpers import unit, write_captions
+from helpers import unit
 from test_losses import LOSSES, D, N, parameters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -327,16 +326,3 @@ def test_threads_are_those_of_the_user_and_not_of_the_launcher(launcher, by_hand
     command = [word.format(core=min(os.sched_getaffinity(0))) for word in launcher]
     done = subprocess.run([*command, tmp_path / "threads.py"], env=env, capture_output=True, text=True, check=True)
     assert set(done.stdout.splitlines()) == {found}
-
-
-@pytest.mark.parametrize("dataset, asked, started", [("own", "1000", str(CORES)), ("emoji", "4", "0")])
-def test_the_banner_says_how_many_workers_are_started(dataset, asked, started, tmp_path, monkeypatch, capsys):
-    """Of a set in memory none."""
-    def stop(_):
-        raise UserError("after the banner")
-    monkeypatch.setattr(engine.run.Run, "evaluate_val", stop)
-    own = str(write_captions(tmp_path / "set", 40))
-    flags = ["--dataset", own if dataset == "own" else dataset, "--workers", asked, "--output-dir", str(tmp_path)]
-    with pytest.raises(UserError, match="after the banner"):
-        temo.main(temo.parse_args(["--cpu", "--batch-size", "8", "--max-steps", "2", *flags]))
-    assert re.findall("([0-9]+) workers each", capsys.readouterr().out) == [started]
