@@ -98,7 +98,7 @@ def watched_step(chunk, tf32):
 
     def encode(inputs):
         return tuple(Watched.apply(inputs["x"], u, seen, "encoder") for u in w)
-    chunks = common.Chunks(encode, None, Card(), chunk, tf32)
+    chunks = common.Chunks(encode, torch.nn.Identity(), Card(), chunk, tf32)
     image, text = chunks.encode({"x": x})
     logits = Watched.apply(common.normalize(image), common.normalize(text).T, seen, "loss") / 0.05
     own, = torch.autograd.grad(logits.sum(), image, retain_graph=True)  # as MAMA's weights ask
