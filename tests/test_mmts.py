@@ -266,17 +266,3 @@ def test_epic_kitchens_with_real_clips(tmp_path, capsys, monkeypatch):
     ranges = [(r["margin_min"], r["margin_max"]) for r in steps(tmp_path / "run")]
     assert ranges == [pytest.approx((0.17, 0.3))] * 3
     assert len(said) == 3 and len({tuple(sorted(c[0] for c in batch)) for batch in said}) > 1  # each epoch draws
-
-
-def test_ssv2_lt_with_real_clips(tmp_path, capsys):
-    import test_mir
-    test_mir.write_ssv2(tmp_path, "train", range(100, 108), range(100, 108))
-    test_mir.write_ssv2(tmp_path, "val", [200, 201], [200, 201])
-    for i in (*range(100, 108), 200, 201):
-        write_video(tmp_path / "clips" / f"{i}.webm", range(i - 90, i - 84), "libvpx-vp9", 12)
-    summary = main(tmp_path / "run", "--dataset", "ssv2-lt", "--data-dir", tmp_path, "--video-dir", tmp_path / "clips",
-                   *OWN_TOWERS, *"--batch-size 8 --max-steps 2".split())
-    words = capsys.readouterr().out
-    assert "ssv2-lt: 2 test" in words  # and no val: its file is not there
-    assert "by label; largest" in words and "(paper: a cell of Table 8; Table 7 does not say)" in words
-    assert summary["test"]["ssv2-lt"]["images"] == 2 and summary["bad_samples"] == 0
