@@ -310,8 +310,8 @@ def test_eval_options_of_the_normalisation(run, tmp_path):
         assert [k for k in ("none", "queue", "oracle") if got[k] == own[k]] == same
     latest = evaluate(folder, tmp_path, "--queue-size", 5)
     for flags, found in ((["--queue-size", 5], latest), (["--iterations", 1], None)):
-        summary = main(tmp_path / flags[0], *flags)
-        found = found or evaluate(tmp_path / flags[0], tmp_path)
+        summary = main(tmp_path / flags[0][2:], *flags)
+        found = found or evaluate(tmp_path / flags[0][2:], tmp_path)
         of_run = flatten(summary["test"]["moving-emoji"]["normalize"])
         assert flatten(found) == pytest.approx(of_run, rel=1e-4, abs=1e-4)
 
