@@ -74,7 +74,21 @@ LOSSES |= {  # those without blocks of rows
         e[0] @ gather(e[1]).T, e[1] @ gather(e[0]).T, p.tau, p.anchor).mean()}
 
 
-# ----------------------------------------------- blocks --------------------------------------------------------------
+# ----------------------------------------------- gradients and blocks -----------------------------------------------
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("temo, detached", "ncl", "cwcl")])
+def test_the_gradient_is_the_slope(name, h=1e-6):
+    """Along one way for I, T and tau, by differences; I~, T~ and MoCo's keys stay. (The three are detached in part.)"""
+    p, e = parameters(), [unit(N, D, seed=k).requires_grad_() for k in range(4)]
+    ways = [unit(N, D, seed=7), unit(N, D, seed=8), torch.tensor(0.1, dtype=torch.float64)]
+
+    def moved(by):
+        there = SimpleNamespace(**vars(p) | {"tau": p.tau + by * ways[2]})
+        return LOSSES[name]([e[0] + by * ways[0], e[1] + by * ways[1], *e[2:]], there).item()
+    gradients = torch.autograd.grad(LOSSES[name](e, p), [*e[:2], p.tau], allow_unused=True, materialize_grads=True)
+    slope = sum((g * way).sum() for g, way in zip(gradients, ways)).item()
+    assert slope == pytest.approx((moved(h) - moved(-h)) / (2 * h), rel=1e-5) and abs(slope) > 1e-4
+
+
 def value_and_gradients(name, block):
     p, e = parameters(block=block), [unit(N, D, seed=k).requires_grad_() for k in range(4)]
     loss, leaves = LOSSES[name](e, p), [*e, p.tau, p.anchor, p.pair]
