@@ -15,7 +15,7 @@ OF_FIVE = [("temo", ""), ("temo", "--loss slip"), ("temperature_schedules", "--s
            ("temperature_schedules", "--loss moco --queue-size 32"), ("temperature_schedules", "--loss sdclr"),
            ("ncl", "--learnable-tau --queue-size 32"), ("mmts", "--num-clusters 4"),
            ("mmts", "--clusters none --no-schedule --no-shifts --learnable-tau"),
-           ("mama", "--meta-size 8 --meta-batch-size 4 --learnable-tau --tau .5")]
+           ("mama", "--meta-size 8 --meta-batch-size 4 --meta-every 2 --learnable-tau --tau .5")]
 FAULTS = {  # what is planted into a fork, and the line that must say so: fork, old, new, line
     "a local variable as state": ("memory", 'own["memory"]', "memory", "kill and resume"),
     "a missing gather": ("memory", "texts = gather(normalize(text))", "texts = normalize(text)", "two processes"),

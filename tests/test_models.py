@@ -212,22 +212,6 @@ def test_float_images_are_refused():
             transform(image)
 
 
-def test_group_norm_s_derivative_in_forward_mode_without_channels_last(monkeypatch):
-    """As torch before 2.14 needs it, which refuses a channels-last image there: the same numbers as torch's today."""
-    norm, seen = encoders.base.GroupNorm(2, 4).double(), []
-    x, v = (torch.rand(3, 4, 5, 5, dtype=torch.float64).to(memory_format=torch.channels_last) for _ in range(2))
-    _, wanted = torch.func.jvp(norm, (x,), (v,))
-    monkeypatch.setattr(encoders.base.GroupNorm, "REFUSES", True)
-    forward = torch.nn.GroupNorm.forward
-    monkeypatch.setattr(torch.nn.GroupNorm, "forward", lambda self, x: seen.append(x.is_contiguous()) or forward(
-        self, x))
-    with torch.autograd.forward_ad.dual_level():
-        found = norm(torch.autograd.forward_ad.make_dual(x, v))
-        assert torch.allclose(torch.autograd.forward_ad.unpack_dual(found).tangent, wanted)
-    norm(x)
-    assert seen == [True, False]
-
-
 # ---------------------------------------------------- weights from files --------------------------------------------
 FILES = {  # name: (the names that a file has for a model's tensors, the part of the model that it is)
     "wrapped.safetensors": (lambda state: {f"module._orig_mod.{k}": v for k, v in state.items()}, ""),
@@ -250,10 +234,7 @@ def test_layouts_of_weights(name, tmp_path, tokenizer):
     assert equal(model.state_dict(), before | wanted)
 
 
-def test_tensors_of_another_shape_keep_their_start_and_are_named(tmp_path, tiny, tokenizer, capsys):
-    torch.save(built(tokenizer).state_dict(), tmp_path / "a.pt")
-    init_from(built(tokenizer, text_length=20), tmp_path / "a.pt")
-    assert "the others keep their usual start, first text.body.position (23, 128)" in capsys.readouterr().out
+def test_a_folder_of_transformers_fills_a_text_tower(tiny):
     text, published = common.TextEncoder(tiny("bert")[0], 4, False), tiny("bert")[1].state_dict()
     init_from(common.TwoTower(common.VisionEncoder("small", 4), text), tiny("bert")[0])
     assert equal(text.body.state_dict(), published)

@@ -135,6 +135,18 @@ def test_before_the_first_checkpoint_it_starts_again(folder, runs, monkeypatch):
     assert words[0] == words[1]
 
 
+def test_dropout_goes_on(tiny, tmp_path, data, monkeypatch):
+    """Its random numbers are torch's own, which a checkpoint holds."""
+    monkeypatch.setattr(temo, "draw", lambda *_: None)
+    flags = ["--text-encoder", tiny("bert")[0], "--text-length", 12, "--max-steps", 4, "--save-every", 2, "--workers", 0]
+    run(tmp_path / "whole", data, *flags)
+    cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (cut / "checkpoints" / "step_4.pt").unlink()
+    torch.rand(1)
+    resume(cut)
+    assert equal_files(*(place / "checkpoints" / "step_4.pt" for place in (tmp_path / "whole", cut)))
+
+
 def test_at_its_end_it_is_evaluated_in_float32(tmp_path, data, monkeypatch):
     """As one that was not stopped, and as eval.py does it; its time goes on from where it was saved."""
     halves, forward = [], common.TextEncoder.forward
