@@ -138,8 +138,8 @@ def test_before_the_first_checkpoint_it_starts_again(folder, runs, monkeypatch):
 def test_dropout_goes_on(tiny, tmp_path, data, monkeypatch):
     """Its random numbers are torch's own, which a checkpoint holds."""
     monkeypatch.setattr(temo, "draw", lambda *_: None)
-    flags = ["--text-encoder", tiny("bert")[0], "--text-length", 12, "--max-steps", 4, "--save-every", 2, "--workers", 0]
-    run(tmp_path / "whole", data, *flags)
+    run(tmp_path / "whole", data, "--text-encoder", tiny("bert")[0],
+        *"--text-length 12 --max-steps 4 --save-every 2 --workers 0".split())
     cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (cut / "checkpoints" / "step_4.pt").unlink()
     torch.rand(1)
