@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import common
 from contrastive import evaluation
+from contrastive.data import batches
 from contrastive.data.batches import epoch_batches
 from contrastive.engine.processes import UserError
 
@@ -89,7 +90,7 @@ STOPPED = {
     "--init-from other.safetensors": ".*none of its 1 tensors fits the model; its first names are .'other'., the",
     "--init-from nan.safetensors": r"the loss is not finite at step 0 \(tau 0.1\); .*norms up to nan.*keys \['\d+.png'",
     "--lr 1e30 --lr-end 1e30 --grad-clip 0": r"the loss is not finite at step 1 \(tau 0.1\); process 0: norms "
-                                             r"up to .*keys \['\d+.png'.*--lr",
+                                             r"up to .*keys \['\d+.png'.*a lower learning rate",
     "--output-dir text.pt": ".*text.pt.*: .*Not a directory"}
 
 
@@ -100,6 +101,11 @@ def test_what_ends_a_run_before_or_in_its_first_steps(words, good, tmp_path, mon
     save_file({"other": torch.zeros(2)}, "other.safetensors")
     save_file({"vision.projection.weight": torch.full((16, 128), float("nan"))}, "nan.safetensors")
     assert re.match(STOPPED[words], stopped(good, tmp_path, *words.split()))
+
+
+def test_a_batch_that_no_three_processes_share(good, tmp_path, monkeypatch):
+    monkeypatch.setattr(batches, "world", lambda: 3)
+    assert "a batch of 8 is not divisible by 3 processes" in stopped(good, tmp_path)
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="it is installed")
@@ -114,10 +120,9 @@ def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
     out = capsys.readouterr().out
     assert summary["batch"] == 23 and "; --batch-size 256 -> 23, which fits the data" in out
     assert "batch        23 = 1 x 23; 22 negatives" in out
-    said = f"recipe       own, but --image-size by flag; {good} has none of its own: --recipe emoji|cc3m|cc12m|"
+    said = "recipe       own (ours; small towers from scratch), but --image-size by flag\n"
     assert out.startswith(f"temo.py\n  {said}") and "FEW QUERIES: of " in out
     assert temo.parse_args(["--resume", str(tmp_path / "r")]).batch_size == 23
-    assert not temo.parse_args([]).fit_batch and not temo.parse_args(["--dataset", "x.csv", "--batch-size=8"]).fit_batch
     said = evaluation.retrieval.table("emoji", {"captions": 80, "images": 16, "unreadable": 3}, {})
     assert said.splitlines()[-1] == "FEW QUERIES: of 16 images one is worth 6.2 points"
     assert "FEW" not in evaluation.retrieval.table("emoji", {"captions": 50, "images": 50, "unreadable": 3}, {})

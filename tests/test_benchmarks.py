@@ -198,7 +198,7 @@ def test_every_claim_names_flags_that_its_script_has(tmp_path):
             script = importlib.import_module(words[0].removesuffix(".py"))
             today, longer = (vars(script.parse_args(of[1:])) for of in (words, claims.scaled(words, 10)))
             assert (longer["epochs"], longer["warmup_epochs"]) == (10 * today["epochs"], 10 * today["warmup_epochs"])
-            read[str(sorted((k, str(v)) for k, v in today.items() if k != "changed"))] = words
+            read[str(sorted((k, str(v)) for k, v in today.items() if k not in ("changed", "given")))] = words
         assert len(read) == len({*map(tuple, asked)}), name
 
 
@@ -230,6 +230,11 @@ def test_without_a_card_the_arithmetic_runs_the_rest_says_so_and_a_failure_ends_
     assert found["views"] == {"not run": "no card"} and "measured_mib" not in found["memory"]
     assert found["memory"]["counted_mib"] > 64 * 12 * 197 * 768 * 4 / 2**20           # at least the blocks' inputs
     assert "| views | not run | no card |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_the_row_of_views_runs_at_toy_size():
+    found = gpu.row_views()
+    assert found.keys() == {"plain", "compiled"} and found["compiled"]["ms"] > 0
 
 
 def test_the_idle_part_of_a_card(monkeypatch):

@@ -158,7 +158,7 @@ def compare(rank, folder, worlds=(2, 4), device="cpu"):
             for (name, dtype), (expected, expected_grads) in alone.items():
                 for chunk in (0, 3) if name in IN_CHUNKS else (0,):
                     loss, grads = step(name, DTYPES[dtype], rows, chunk)
-                    mean = engine.processes.all_sum(loss.item(), device=DEVICE)[0] / world
+                    mean = engine.processes.mean_over_processes({"L": loss}, DEVICE)["L"]
                     out[f"{name} {chunk} {dtype}"] = [abs(mean / expected.item() - 1), relative(grads, expected_grads)]
             for n, (index, image) in embedded.items():
                 both = evaluation(n)

@@ -129,6 +129,20 @@ def test_dual_softmax_against_loops():
     assert sharp.max() <= 6                                                # no overflow, and few ties by underflow
 
 
+def test_a_grouped_set_ranks_clips_by_their_best_caption():
+    """Both directions by hand: four clips of three captions each."""
+    image, text = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).split([4, 12])
+    sim = F.normalize(image, dim=1) @ F.normalize(text, dim=1).T           # (4, 12)
+    own, best = torch.arange(12)[:, None] // 3, sim.unflatten(1, (4, 3)).amax(2)
+    pieces = {"image": image, "text": text, "owner": own[:, 0].numpy(), "positives": own, "positives_of_image": None,
+              "data": types.SimpleNamespace(grouped=True)}
+    found, chance = evaluation.retrieval.retrieval_both_ways(pieces)
+    ranks = {"image_to_text": (best >= best.diagonal()[:, None]).sum(1),
+             "text_to_image": (sim.T >= sim.T.gather(1, own)).sum(1)}
+    for way, expected in ranks.items():
+        assert found[way]["MnR"] == pytest.approx(expected.float().mean().item()) and chance[way]["R@1"] == 25
+
+
 def test_r_mean_is_the_mean_of_six_recalls():
     """R@1, R@5 and R@10 of both directions; so is its chance."""
     torch.manual_seed(0)

@@ -51,14 +51,16 @@ def data(tmp_path_factory):
 
 
 # ---------------------------------------------------- towers by name ------------------------------------------------
-def test_a_clip_as_image_encoder_is_the_text_encoder_too(tiny):
+def test_a_clip_as_image_encoder_is_the_text_encoder_too(tiny, data, tmp_path):
     """With the width of its projections; what a flag names is kept, and any other encoder leaves the recipe's."""
     folder, other = tiny("clip")[0], temo.parse_args([]).text_encoder
-    for image, flags, expected in ((folder, [], (folder, 16)), (folder, ["--embed-dim", "8"], (folder, 8)),
-                                   (folder, ["--text-encoder", "small"], (other, 128)), ("resnet18", [], (other, 128))):
-        args = temo.parse_args(["--image-encoder", image, *flags])
-        engine.run.clip_sets_both(args)
-        assert (args.text_encoder, args.embed_dim) == expected
+    for k, (image, flags, expected) in enumerate((
+            (folder, [], (folder, 16)), (folder, ["--embed-dim", "8"], (folder, 8)),
+            (folder, ["--text-encoder", "small"], (other, 128)), ("resnet10t", [], (other, 128)))):
+        run = [*RUN, "--dataset", data, "--image-encoder", image, "--no-pretrained", "--image-size", "32", *flags]
+        temo.main(temo.parse_args([*run, "--output-dir", str(tmp_path), "--run-name", str(k)]))
+        spec = engine.processes.read_json(tmp_path / str(k) / "model.json")
+        assert (spec["text_encoder"], spec["embed_dim"]) == expected
 
 
 @pytest.mark.parametrize("name, stats", [
@@ -183,27 +185,6 @@ def test_unused_parameters_are_frozen(tiny, tokenizer):
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_clip_s_text_transformer_from_scratch(tiny):
-    """SLIP's text tower: a CLIP's configuration without its weights, as the recipe of cc12m asks for."""
-    recipe = temo.parse_args(["--dataset", "cc12m", "--text-encoder", tiny("clip")[0]])
-    tokenizer = common.build_tokenizer(recipe.text_encoder, recipe.text_length, clean=recipe.clean_captions)
-    asked = {k: getattr(recipe, k) for k in ("text_encoder", "text_length", "text_pooling")}
-    one, two = (built(tokenizer, recipe.pretrained, **asked).eval().text for _ in range(2))
-    tables = [text.body.embeddings.token_embedding.weight for text in (one, two)]
-    assert not torch.equal(*tables) and tables[0].std().item() == pytest.approx(0.02, rel=0.1)  # as CLIP starts
-    alone, padded = (one(**tokenizer(texts))[0] for texts in (["red"], ["red", "a red bird on a tree"]))
-    assert recipe.text_length == 77 and torch.allclose(alone, padded, atol=1e-6)  # read at the end of the text
-
-
-@pytest.mark.parametrize("kind", ["t5", "distilbert", "bert"])
-def test_dropout_of_a_text_encoder_stays_or_goes(tiny, tokenizer, kind):
-    text = common.TextEncoder(tiny(kind)[0], 16, pooling="mean").train()
-    model, tokens = common.TwoTower(common.VisionEncoder("small", 16), text), tokenizer(["red apple", "a blue bird"])
-    for own in (True, False):
-        encoders.towers.set_dropout(model, 0.0, text=own)
-        assert torch.equal(text(**tokens), text(**tokens)) != own
-
-
 def test_float_images_are_refused():
     transform = common.EvalTransform(32, (0.5,) * 3, (0.5,) * 3)
     assert transform(torch.zeros(5, 7)).shape == (5, 7)  # features
@@ -232,12 +213,6 @@ def test_layouts_of_weights(name, tmp_path, tokenizer):
     (save_file if name.endswith("safetensors") else torch.save)(weights, tmp_path / name)
     assert init_from(model, tmp_path / name).keys() == wanted.keys()
     assert equal(model.state_dict(), before | wanted)
-
-
-def test_a_folder_of_transformers_fills_a_text_tower(tiny):
-    text, published = common.TextEncoder(tiny("bert")[0], 4, False), tiny("bert")[1].state_dict()
-    init_from(common.TwoTower(common.VisionEncoder("small", 4), text), tiny("bert")[0])
-    assert equal(text.body.state_dict(), published)
 
 
 class Evil:
@@ -278,6 +253,8 @@ BAD = {  # what is said: what opens them
         "./siglip", "image", common.EvalTransform(32, *IMAGENET), CPU),
     "its first token sees only itself; --text-pooling mean": lambda t, tiny: refuse_blind(
         common.TextEncoder("./qwen", 0, pooling="cls")),
+    "--image-encoder clip_vip:.*bert: it is not a CLIP but bert": lambda t, tiny: built(
+        t, True, image_encoder=f"clip_vip:{tiny('bert')[0]}"),
     "at --image-size 24, .* doesn't match model": lambda t, tiny: built(
         t, True, image_encoder=tiny("clip")[0], text_encoder=tiny("clip")[0], image_size=24)}
 

@@ -172,18 +172,6 @@ def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
         assert drift(of, whole, start) < 0.05, name
 
 
-# ---------------------------------------------------- recipe and refusals -------------------------------------------
-@pytest.mark.parametrize("name, dropout", [("msrvtt", 0.1), ("activitynet", 0)])
-@pytest.mark.parametrize("loss, scale", [("ncl", 15), ("max-margin", 64), ("infonce", 15)])
-def test_recipe(name, dropout, loss, scale, tmp_path):
-    """App. C, and what is recalled of SSB; the captioning loss stays beside NCL's."""
-    words = ["--dataset", name, "--image-encoder", "ssb", "--feature-dir", str(tmp_path), "--loss", loss]
-    args = ncl.parse_args(words)
-    assert (args.dropout, args.text_dropout, args.loss_scale) == (dropout, dropout > 0, scale)
-    assert (args.text_pooling, args.optimizer, args.captioning_weight, args.chunk_size) == ("ssb", "adam", 10, 0)
-    assert args.normalize == ("queue" if loss == "ncl" else "none")
-
-
 def test_refusals(root, tmp_path, capsys):
     for words, said in ((["--image-encoder", "ssb"], "--feature-dir?"),
                         (["--support-tau", "0.2"], "only with --captioning-weight"),

@@ -105,7 +105,6 @@ def test_coverage_counts_directions():
 def test_the_temperature_is_that_of_the_epoch(tmp_path):
     log = few_steps(ts, tmp_path / "a", "--max-steps", 6, "--period", 3, base=MOVING)
     assert [row["tau"] for row in log] == [ts.temperature(k // 2, period=3) for k in range(6)]
-    assert all(row["L_c"] == row["loss"] for row in log)
 
 
 # ---------------------------------------------------- SDCLR ----------------------------------------------------------
@@ -273,20 +272,15 @@ def test_a_replaced_image_has_the_temperature_of_its_own_class(tmp_path):
 
 
 # ---------------------------------------------------- which weights are tested ---------------------------------------
-def test_recipes_that_end_at_their_worst_phase_choose_the_epoch_on_val(folders, tmp_path, monkeypatch, capsys):
+def test_recipes_that_end_at_their_worst_phase_choose_the_epoch_on_val(folders, tmp_path, capsys):
     chosen = {name: ts.parse_args(["--dataset", name]).eval_epoch for name in ts.RECIPES}
     assert {name for name, epoch in chosen.items() if epoch == "auto"} == {"cifar10-lt", "cifar100-lt",
                                                                            "fashion-mnist-lt"}
-    monkeypatch.setattr("sys.argv", ["temperature_schedules.py", "--lr", "0.1"])
     summary = main(tmp_path / "auto", *SMALL, "--dataset", str(folders), *"--epochs 21 --batch-size 16".split(),
                    *"--image-size 8 --eval-epoch auto".split())
     per_epoch = summary["steps"] // 21
     assert [r["step"] for r in rows(tmp_path / "auto") if "eval" in r] == [0, 20 * per_epoch, 21 * per_epoch]
-    said = f"python temperature_schedules.py --lr 0.1 --split-seed 1 --eval-epoch {summary['eval_epoch']:g}"
-    assert f"another split: {said}\n" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["temperature_schedules.py", "--resume", "x"])  # it was started by the first one
-    ts.main(ts.parse_args(["--resume", str(tmp_path / "auto")]))
-    assert said in capsys.readouterr().out
+    assert f"other splits: --eval-epoch {summary['eval_epoch']:g}\n" in capsys.readouterr().out
 
 
 def test_stop_at_phase_keeps_the_schedules(tmp_path):

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-import eval as eval_py
 import mama
 import ncl
 import temo
@@ -100,13 +99,6 @@ def test_classes_by_temperature(runs, tmp_path, capsys):
         assert line.startswith(f"{name[3:]}: MAA {of_class:.1f} %; by class, largest first: ")
         assert len(re.findall(r"\d+\.\d", line.partition("first: ")[2])) == len(common.load_data(
             "emoji", "test", by_class=True).label_names)
-
-
-def test_eval_s_probes_have_head_mid_and_tail(runs, tmp_path):
-    folder, summary = runs["ts/0.1"]
-    words = ["--checkpoint", str(folder), "--output-dir", str(tmp_path), *"--tasks probe --cpu --workers 0".split()]
-    found = eval_py.main(eval_py.parse_args(words))["datasets"]["emoji"]["metrics"]
-    assert {"head", "mid", "tail"} <= found["few-shot"].keys() & found["all"].keys()
 
 
 def test_other_captions_and_equal_names_are_refused(runs, tmp_path, capsys):

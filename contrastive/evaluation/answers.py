@@ -27,14 +27,6 @@ import torch
 import torch.nn.functional as F
 
 
-def untrained(model, by_features=False):
-    """Why no loss trained the embeddings of a question-answering model, or its features; "" if one did."""
-    if getattr(model, "similarity", "") == "fused" and not by_features:
-        return "the model was trained with --qa-similarity fused, not its embeddings before the fusion"
-    boxes = getattr(model, "model", "") == "vgt" and model.vision.name != "regions"
-    return "the model needs boxes, which only questions bring: --tasks qa" if boxes else ""
-
-
 # ======================================================= flags =======================================================
 def add_flags(p):
     """The flags of mama.py's models that answer questions."""
