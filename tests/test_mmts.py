@@ -252,9 +252,9 @@ def test_youcook2_with_real_clips(tmp_path, capsys):
 
 def test_epic_kitchens_with_real_clips(tmp_path, capsys, monkeypatch):
     """A replica of its files: captions by relevancy, the shift by the clip's own noun, MIR at the end."""
-    import test_mir
+    import test_epic
     for split in ("train", "test"):
-        test_mir.write_annotations(tmp_path, split)
+        test_epic.write_annotations(tmp_path, split)
     write_video(tmp_path / "videos" / "P01_01.MP4", range(225), fps=5)
     write_video(tmp_path / "videos" / "P02_03.MP4", range(30), fps=5)
     said, pick = [], common.pick
