@@ -81,9 +81,9 @@ REFUSED = {  # script: {flags: words of the one line}
         "--no-schedule --periods 3": "--periods: only with --schedule",
         "--clusters noun --num-clusters 9": "--num-clusters: only with --clusters captions or vision"},
     "ncl": {
-        "--margin 0.1": "--margin: only with --loss max-margin", "--image-encoder features": "--feature-dir",
+        "--margin 0.1": "--margin: only with --loss max-margin", "--image-encoder ssb": "--feature-dir",
         "--loss max-margin --learnable-tau": "--learnable-tau: only with --loss ncl or infonce",
-        "--feature-dir .": "--feature-dir: only with --image-encoder features",
+        "--feature-dir .": "--feature-dir: only with --image-encoder ssb",
         "--optimizer sgd --beta2 0.9": "--beta2: only with --optimizer adamw or adam"},
     "mama": {
         "--lr-schedule constant --lr-end 0": "--lr-end: only with --lr-schedule cosine or linear",
@@ -197,12 +197,6 @@ PAPER = [  # script, flags, what the papers and their code say
     ("ncl", "--dataset msrvtt --epochs 20", dict(warmup_epochs=0, warmup_fraction=0.1)),
     ("ncl", "--dataset msrvtt --warmup-epochs 1", dict(warmup_epochs=1, warmup_fraction=0)),
     ("ncl", "--warmup-fraction 0.2", dict(warmup_epochs=0, warmup_fraction=0.2)),
-    *[("ncl", f"--dataset {name} --image-encoder features --feature-dir . --loss ncl", dict(  # App. C: SSB's towers
-        text_encoder="t5-base", text_pooling="mean", learnable_tau=False, tau=0.07, loss_scale=15, normalize="queue",
-        dropout=dropout, text_dropout=True))
-      for name, dropout in (("msrvtt", 0.1), ("msvd", 0.1), ("activitynet", 0))],
-    ("ncl", "--dataset msrvtt --image-encoder features --feature-dir . --loss max-margin", dict(
-        margin=0.2, loss_scale=1, normalize="none")),
     ("mama", "--dataset msrvtt", dict(lr=5e-6, epochs=5, tau=1.0, a0=2.0, a1=10.0, a2=0.1, weighting="meta")),
     ("mama", "--dataset didemo --loss infonce", dict(epochs=20, weighting="none", margin_schedule="none"))]
 

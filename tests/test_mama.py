@@ -6,8 +6,7 @@ import math
 
 import common
 from contrastive import data as data_sets
-from contrastive.encoders.base import SmallText
-from contrastive.encoders.towers import FeatureEncoder
+from contrastive.encoders.base import SmallText, Transformer
 from contrastive.engine.processes import UserError
 from contrastive.engine.run import Run
 from contrastive.evaluation.meta import balanced_rows, meta_data
@@ -97,12 +96,13 @@ class Towers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.vision, self.text = FeatureEncoder(5, 4, width=16), SmallText(30, 7, width=16)
+        self.frame, self.blocks, self.text = nn.Linear(5, 16), Transformer(16, 1, 4), SmallText(30, 7, width=16)
         self.text.norm = nn.Sequential(self.text.norm, nn.Dropout(0.5))
         self.norm = nn.BatchNorm1d(16)
 
     def forward(self, pixels, tokens):
-        return self.norm(self.vision(pixels)), self.text(**tokens)[1], None
+        video = self.blocks(self.frame(pixels), pixels.new_ones(pixels.shape[:2]).bool()).mean(1)
+        return self.norm(video), self.text(**tokens)[1], None
 
 
 def transformer_batch(n, seed, dtype):

@@ -304,7 +304,7 @@ def test_eval_options_of_the_normalisation(run, tmp_path):
     folder, summary = run
     own = evaluate(folder, tmp_path)
     assert flatten(own) == pytest.approx(flatten(summary["test"]["moving-emoji"]["normalize"]), rel=1e-4, abs=1e-4)
-    same_as = {"--gamma 0.01": [], "--queue-size 5": ["none", "oracle"], "--iterations 1": ["none"]}
+    same_as = {"--gamma 0.01": [], "--queue-size 5": ["none", "oracle"]}
     for flags, same in same_as.items():
         got = evaluate(folder, tmp_path, *flags.split())
         assert [k for k in ("none", "queue", "oracle") if got[k] == own[k]] == same
@@ -323,7 +323,9 @@ def features(tmp_path_factory):
     helpers.write_features(root)
     captions = [(f"clip{i}", f"{w} number {i}", f"c{i % 2}") for i in range(40) for w in ("one", "another")]
     csv = write_rows(root / "clips.csv", ["video", "caption", "label"], captions)
-    base = "--cpu --workers 0 --batch-size 8 --max-steps 3 --log-every 1 --image-encoder features".split()
+    base = [*"--cpu --workers 0 --batch-size 8 --max-steps 3 --log-every 1 --image-encoder ssb".split(),
+            *"--captioning-weight 0 --text-encoder small --text-pooling mean --no-pretrained --embed-dim 16".split(),
+            *"--text-length 12 --frames 3".split()]
     return root, [*base, "--dataset", csv]
 
 
@@ -335,7 +337,7 @@ def test_features_end_to_end(features, tmp_path):
     flags = ["--feature-dir", root / "motion", root / "appearance"]
     summary = run_script(ncl, tmp_path / "r", *flags, base=base)
     csv, = summary["test"]
-    assert summary["steps"] == 3 and losses(tmp_path / "r")[0] == pytest.approx(15 * math.log(8), rel=0.2)
+    assert summary["steps"] == 3 and losses(tmp_path / "r")[0] == pytest.approx(15 * math.log(8), rel=0.5)
     assert summary["chance"][csv]["trivial"].keys() == {"untrained"}  # features have no pixels and no colours
     of_run = flatten(summary["test"][csv]["normalize"])
     assert flatten(evaluate(tmp_path / "r", tmp_path)) == pytest.approx(of_run, rel=1e-4, abs=1e-4)

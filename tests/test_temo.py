@@ -208,7 +208,7 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     some, paper = common.Paraphrases(tmp_path / "p.jsonl"), temo.CC3M["recipe"]
     assert common.text_words(train, None, True, paper).startswith("WARNING: NOT THE PAPER'S T~")
     said = common.text_words(train, some, True, paper)
-    assert said.startswith("WARNING") and "a paraphrase, of 2 captions; 1 of the first 3 have none" in said
+    assert said.startswith("WARNING") and "of 2 captions, " in said and "; 1 of the first 3 have none" in said
     assert "WARNING" not in common.text_words(train, None, True, temo.OWN["recipe"])
 
 
