@@ -5,7 +5,6 @@ import json
 import math
 import sys
 import time
-from pathlib import Path
 
 import common
 from contrastive import figures
@@ -190,17 +189,6 @@ def test_a_csv_of_captions_that_the_scripts_read(kind, models, videos, tmp_path,
     read = {d.key(i): d.captions(i) for d in splits.values() for i in range(len(d))}
     assert read == {video: [text] for video, text in rows.items()}
     assert splits["train"].read(0).shape[:2] == (2, 3)
-
-
-def test_windows_of_own_data_are_clips_of_their_own(models, videos, tmp_path):
-    windows = [("d", 0, 1, "one"), ("d", 2, 3, "two"), ("d", 2, 3, "three"), *(("a", k / 9, 2, "x") for k in range(9))]
-    own = write_rows(tmp_path / "own.csv", ["video", "start", "end", "caption"], windows)
-    run(own, tmp_path / "new.csv", models["llava"], "--video-dir", videos)
-    wanted = common.load_data(str(own), "train", video_dir=str(videos))
-    with open(tmp_path / "new.csv", newline="", encoding="utf8") as f:
-        rows = {(r["video"], float(r["start"]), float(r["end"])) for r in csv.DictReader(f)}
-    sources = [row["source"] for row in wanted.sources]
-    assert rows == {(Path(s["path"]).name, s["start"], s["end"]) for s in sources} and len(rows) == len(wanted)
 
 
 def test_captions_of_frames_are_summed_up_by_another_model(models, videos, tmp_path, monkeypatch):
