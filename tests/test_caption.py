@@ -273,6 +273,7 @@ def test_two_processes_write_the_file_that_one_writes(models, videos, tmp_path):
     ended = launch.ranks(tmp_path, lambda rank: caption_and_wait(flags, tmp_path / f"said{rank}"))
     said = "".join((tmp_path / f"said{rank}").read_text() for rank in range(2))
     assert [code for code, _ in ended] == [0, 0], said
+    assert len([*tmp_path.glob("two.csv.*.jsonl")]) == 2  # each has its own part
     assert (tmp_path / "two.csv").read_bytes() == (tmp_path / "one.csv").read_bytes() and len(one) == 5
     assert said.count("5 captions; 1 clips") == 1
 
