@@ -24,7 +24,7 @@ Commands:
     accelerate launch ncl.py                                     # moving emoji, two minutes on two CPU cores
     accelerate launch ncl.py --loss infonce                      # the CLIP4Clip baseline
     accelerate launch ncl.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS      # the paper's; msvd, ...
-    # Table 4: SSB with NCL, and with its own loss (--image-encoder features: smaller towers, any text encoder)
+    # Table 4: SSB with NCL, and with its own loss
     accelerate launch ncl.py --dataset msrvtt ... --image-encoder ssb --feature-dir MOTION APPEARANCE
     accelerate launch ncl.py --dataset msrvtt ... --image-encoder ssb --feature-dir MOTION APPEARANCE --loss max-margin
     accelerate launch ncl.py --dataset clips.csv --video-dir VIDEOS   # own data: columns video, caption[, start, end]
@@ -45,7 +45,7 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
     zero, Eq. 28); with detach=False of ncl_loss it does.
  6. Adam: torch's AdamW with CLIP4Clip's beta2, epsilon and weight decay; its BertAdam has no bias correction and clips
     each tensor as well. Norms, biases and the logit scale are not decayed (CLIP4Clip decays CLIP's norms by an accident
-    of names).
+    of names). The towers run in bf16 (CLIP4Clip: float32; --mixed-precision no), which is not measured at scale.
  7. The learning rate follows a cosine to 0 after the warm-up; CLIP4Clip's drops to 0.976 of the peak at its end. Frames
     are uniform in time, CLIP4Clip's uniform over a list of one frame a second; a short clip repeats frames, CLIP4Clip
     pads and masks. Frames are scaled twice (8/7 of the size while decoding, then antialiased bilinear); CLIP4Clip once,
@@ -58,7 +58,6 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
     margin loss is summed over the batch (--loss-scale 64: App. C's factor 15 fits no mean), and its captioning loss
     is kept beside NCL's, as the paper does not say that it is dropped. Dropout (App. C: 0.1 on MSVD and MSR-VTT, 0 on
     ActivityNet) follows the first layer, the attention and the MLP of both heads; T5 keeps its own 0.1 as well.
-    --image-encoder features is smaller: one transformer layer, and CLIP4Clip's epochs, batch and decay.
 10. The pictures show only the run itself: Fig. 2 without biases, with the queue and with oracle (the paper: CLIP4Clip
     beside NCL with its queue), Fig. 6 its retrievals without sums, Fig. 7 a PCA for t-SNE. Table 5's row None is
     CLIP4Clip (--loss infonce), not NCL without biases. Figs. 7 and 8 show the start only if there is a val split (not
@@ -73,10 +72,10 @@ import math
 import common
 
 from common import (  # isort: skip
-    Captioner, Evaluator, FEATURES, Parser, Run, below_one, between, by_rows, captioning_loss, clean_exit, count,
-    feature_recipe, feature_words, fp32, freeze_as_clip4clip, gather, is_clip, nonnegative, normalize, on_card,
+    Captioner, Evaluator, Parser, Run, below_one, between, by_rows, captioning_loss, clean_exit, count,
+    fp32, freeze_as_clip4clip, gather, is_clip, nonnegative, normalize, on_card,
     one_number, open_data, part, per_anchor, positive, positive_index, rank, retrieval_both_ways, set_dropout,
-    support_summary, to_device, write_tensors)
+    ssb_recipe, support_summary, to_device, write_tensors)
 
 import torch
 import torch.nn as nn
@@ -241,7 +240,7 @@ CLIP4CLIP = dict(
     epochs=5.0, batch_size=128, chunk_size=32, optimizer="adamw", lr=1e-7, lr_end=0.0, lr_schedule="cosine",
     warmup_epochs=0.0, warmup_fraction=0.1, weight_decay=0.2, beta1=0.9, beta2=0.98, eps=1e-6, grad_clip=1.0,
     tau=0.01, learnable_tau=True, loss_scale=1.0, queue_size=16_384, crop_min=1.0, flip=0.0, jitter=0.0,
-    mixed_precision="no", log_every=50, save_every=500, eval_every=0)
+    mixed_precision="bf16", log_every=50, save_every=500, eval_every=0)
 PARAGRAPHS = CLIP4CLIP | dict(
     epochs=10.0, chunk_size=8, text_length=64, frames=64, unfold_captions=False)
 IMAGES = CLIP4CLIP | dict(recipe="ours; as msrvtt, on images", chunk_size=0, unfold_captions=False)
@@ -250,7 +249,7 @@ MOVING = CLIP4CLIP | dict(
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128, freeze="none",
     image_size=32, image_stats="encoder", frames=4, text_length=24, text_pooling="mean", unfold_captions=False,
     epochs=24.0, chunk_size=0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, warmup_fraction=0.0, weight_decay=0.1, eps=1e-8,
-    tau=0.1, learnable_tau=False, queue_size=2000,
+    tau=0.1, learnable_tau=False, queue_size=2000, mixed_precision="no",
     crop_min=0.8, jitter=0.2, log_every=10, save_every=120, eval_every=120)
 EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
 OWN = MOVING | dict(
@@ -265,14 +264,14 @@ RECIPES = {
 
 
 def loss_defaults(chosen):
-    """Defaults of --loss and of precomputed features; chosen: the flags recipe, loss and image_encoder."""
+    """Defaults of --loss and of SSB's towers; chosen: the flags recipe, loss and image_encoder."""
     defaults = {} if chosen.loss == "ncl" else dict(normalize="none")      # baselines are reported as they are
     if chosen.loss == "max-margin":
         defaults |= dict(learnable_tau=False)
     if chosen.image_encoder and not is_clip(chosen.image_encoder):         # of a recipe with another encoder
         defaults |= dict(freeze="none")
-    if chosen.image_encoder in FEATURES:                                   # SSB, or towers after it (App. C)
-        defaults |= feature_recipe(chosen, RECIPES[chosen.recipe]["pretrained"])
+    if chosen.image_encoder == "ssb":                                      # App. C
+        defaults |= ssb_recipe(chosen)
     return defaults
 
 
@@ -304,13 +303,13 @@ def parse_args(argv=None):
     g.add_argument("--flip", type=part, help="share of mirror images")
     g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
     g.add_argument("--text-dropout", action=yesno, default=True, help="a transformers text encoder keeps its own")
-    g = p.group("with --image-encoder features or ssb", image_encoder=FEATURES)
+    g = p.group("with --image-encoder ssb", image_encoder="ssb")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
                    help="VIDEO.npy (time, width), such as motion and appearance, resampled to --frames, concatenated")
     g.add_argument("--dropout", type=below_one, default=0.0, help="of these towers; App. C: 0.1, ActivityNet 0")
     args = p.parse(argv, RECIPES, loss_defaults)
-    p.require(args.image_encoder not in FEATURES or args.feature_dir, "--image-encoder features or ssb: --feature-dir?")
-    p.only(args.image_encoder not in FEATURES, "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
+    p.require(args.image_encoder != "ssb" or args.feature_dir, "--image-encoder ssb: --feature-dir?")
+    p.only(args.image_encoder != "ssb", "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
     p.require(not args.feature_dir or {word.partition("=")[0] for word in args.eval_datasets} <= {args.dataset},
               f"--eval-datasets: --feature-dir is of {args.dataset} alone; eval.py --feature-dir evaluates on others")
     return args
@@ -439,7 +438,9 @@ def banner_lines(own, args):
     lines = {"loss": f"{args.loss}{rounds}{factor}", "frozen": args.freeze,
              "temperature": f"gamma {float(gamma_of(own, args)):g}" + ", learnt" * args.learnable_tau,
              "test time": f"--normalize {args.normalize}; queues, of {args.dataset} alone: {args.queue_size:,} each"}
-    return lines | (feature_words(args) if args.image_encoder in FEATURES else {})
+    if args.image_encoder == "ssb":
+        lines["recipe"] = f"{args.recipe} (reconstruction of SSB; encoders/ssb.py says which values are from memory)"
+    return lines
 
 
 def evaluate_normalized(pieces, own, args):

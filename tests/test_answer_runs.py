@@ -1,4 +1,4 @@
-"""Answers to questions: runs of both tasks and of the dual model, their gradients and processes, what is refused."""
+"""Answers to questions: runs of both tasks and of the their gradients and processes, what is refused."""
 
 import math
 
@@ -104,7 +104,7 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     with pytest.raises(UserError, match="none of its 1 rows matches a clip of files"):
         score.short_captions(data, str(tmp_path / "none.csv"))
 
-OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task", "qa-open", "--eta", "0"],
+OTHER = {"eta": ["--task", "qa-open", "--eta", "0"],
          "answers": ["--task", "qa-open", "--answers", "3"], "layers": ["--task", "qa-open", "--fusion-layers", "3"],
          "control": ["--task", "qa-open", "--shuffle-video"],
          "fused": ["--task", "qa-choice", "--qa-similarity", "fused"]}
@@ -120,8 +120,6 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
     if name == "answers":
         assert 0 < summary["test"]["moving-emoji"]["upper_bound"] < 50
         assert len(common.load_model(tmp_path / "other")[0].answers) == 3
-    if name == "dual":
-        assert common.load_model(tmp_path / "other")[0].model == "dual"
     if name == "control":  # eval.py asks with the right videos, and says that it does
         assert {data.split for data in asked} == {"val", "test"}
         for data in asked:
@@ -131,9 +129,8 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
         assert "the run was a control (--shuffle-video); here each question has its own" in capsys.readouterr().out
     if name == "fused":
         assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
-        found = evaluate(tmp_path / "other", "--tasks", "qa", "retrieval", "--output-dir", str(tmp_path))
-        test = summary["test"]["moving-emoji"]
-        assert found["metrics"] == test
+        assert evaluate(tmp_path / "other", "--output-dir", str(tmp_path))["metrics"] == summary["test"]["moving-emoji"]
+        found = evaluate(tmp_path / "other", "--tasks", "retrieval", "knn", "--output-dir", str(tmp_path))
         assert "not its embeddings before the fusion" in found["left_out"]["retrieval"]
         with pytest.raises(UserError, match="other: its model has no trained embeddings"):
             score.main([str(tmp_path / "other"), "--out", str(tmp_path / "scores"), "--cpu"])
@@ -196,11 +193,10 @@ def test_what_cannot_be_asked():
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--qa-model", "dual", "--task", "qa-open"], "--qa-model dual: only for --task qa-choice"),
     (["--shuffle-video"], "--shuffle-video: only with --task qa-open or qa-choice"),
     (["--task", "qa-choice", "--chunk-size", "4"], "--chunk-size: --weighting meta encodes the whole batch"),
     (["--qa-similarity", "fused"], "--qa-similarity: only with --task qa-open or qa-choice"),
-    (["--task", "qa-choice", "--qa-model", "dual", "--qa-similarity", "fused"], "with --qa-model fusion"),
+    (["--task", "qa-choice", "--qa-model", "vgt", "--qa-similarity", "fused"], "with --qa-model fusion"),
     (["--task", "qa-open", "--qa-similarity", "fused", "--weighting", "none", "--chunk-size", "4"],
      "--chunk-size: --qa-similarity fused needs all videos and texts at once")])
 def test_bad_flags(flags, words, capsys):

@@ -26,7 +26,7 @@ RECIPE = dict(  # for every data set, instead of the script's own values
     text_pooling="ssb", embed_dim=1024,                                    # memory
     optimizer="adam", lr=5e-5, grad_clip=0.2, batch_size=64,               # memory
     weight_decay=1e-5,                                                     # memory, weak
-    lr_schedule="constant", lr_end=5e-5, warmup_epochs=0.0, warmup_fraction=0.0,  # ours
+    lr_schedule="constant", lr_end=5e-5, warmup_epochs=0.0, warmup_fraction=0.0, mixed_precision="no",  # ours
     beta1=0.9, beta2=0.999, eps=1e-8,                                      # Adam's own
     tau=0.07, learnable_tau=False,                                         # NCL
     # max-margin: the sum over the batch, as in VSE++'s code; it fits App. C's 15 (ours); infonce as NCL (ours)
@@ -44,25 +44,11 @@ RECIPES = {
         dropout=0.0, text_dropout=False)}                                  # NCL; that this includes T5's is ours
 
 
-def feature_recipe(chosen, published):
-    """{flag: default} for --image-encoder ssb (MSR-VTT's, if SSB and NCL did not use the set), or for features, towers
-    after SSB.
-
-    Args: chosen: the flags image_encoder, recipe and loss.   published: the set's own recipe has pretrained towers."""
-    if chosen.image_encoder == "ssb":
-        recipe = RECIPES.get(chosen.recipe, RECIPE)
-        return recipe | dict(loss_scale=recipe["loss_scale"].get(chosen.loss, 1.0))
-    text = dict(text_encoder="t5-base", text_pooling="mean", lr=1e-4) if published else {}           # the rate is ours
-    scale = 1.0 if chosen.loss == "max-margin" else 15.0                   # NCL; that infonce has it too is ours
-    return text | dict(tau=0.07, learnable_tau=False, loss_scale=scale,    # NCL
-                       dropout=0.1 if chosen.recipe in ("msvd", "msrvtt") else 0.0)                 # NCL
-
-
-def feature_words(args):
-    """The banner's words on these towers."""
-    if args.image_encoder == "ssb":
-        return {"recipe": f"{args.recipe} (reconstruction of SSB; encoders/ssb.py says which values are from memory)"}
-    return {"features": "towers after SSB, without its captioning loss, epochs, batch and weight decay"}
+def ssb_recipe(chosen):
+    """{flag: default} for --image-encoder ssb; MSR-VTT's, if SSB and NCL did not use the set. chosen: the flags recipe
+    and loss."""
+    recipe = RECIPES.get(chosen.recipe, RECIPE)
+    return recipe | dict(loss_scale=recipe["loss_scale"].get(chosen.loss, 1.0))
 
 
 # ======================================================= towers ======================================================
@@ -102,8 +88,6 @@ class VideoTower(_Pooling):
         self.gru = nn.GRU(features, width // 2, batch_first=True, bidirectional=True)
 
     def forward(self, x):
-        if x.shape[2] != self.gru.input_size:
-            raise UserError(f"--feature-dir: features of width {x.shape[2]}, in training {self.gru.input_size}")
         keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # (B, T)
         return self.pool(self.gru(x)[0], keep)
 
