@@ -52,7 +52,8 @@ Differences from the paper and from the authors' code (released only for EPIC-KI
     ViT-B/16 with VAST's fine-tuning values. VAST learns InfoNCE's temperature, starting at 0.07: its baseline is
     --no-schedule --no-shifts --learnable-tau (AVION's is frozen). "SentenceBERT" does not name a model; we chose
     all-MiniLM-L6-v2. SSv2-LT's temperatures are those of a cell of Table 8 with Table 7's R@1; two more cells have it.
-    Its epochs and batch, which nobody says, are YouCook2's; both towers learn at VAST's 3e-5 (VAST's vision: 5e-7).
+    Its epochs and batch, which nobody says, are YouCook2's, its 2e-5 that of VAST's other sets. Both towers learn at
+    one rate (VAST's vision: 5e-7), and the test has the 8 frames of training (VAST: 16).
 10. CC3M's batch, epochs, optimiser and text tower are not stated. Our guess is the CC3M trainer's (iSogCLR,
     DistilBERT), in bf16 for its fp16; warm-ups start near 0 (AVION: at 1e-6, the CC3M trainer: at 1e-5). The learning
     rate's cosine is by step. Table 1's "Avg." is the mean of both R@1, beside R-Mean.
@@ -98,7 +99,7 @@ def cluster_shift(sizes, sh_min, sh_max):
     """
     sizes = torch.as_tensor(sizes, dtype=torch.float64)                    # (K,)
     spread = sizes.max() - sizes.min()
-    share = (sizes - sizes.min()) / spread if spread else torch.zeros_like(sizes)
+    share = (sizes - sizes.min()) / spread if spread else torch.zeros_like(sizes)        # (K,) 0..1
     return (share * (sh_max - sh_min) + sh_min).float()
 
 
@@ -205,7 +206,7 @@ VAST = AVION | dict(
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16", embed_dim=512,
     eval_resize="squash", frames=8,  # random in their segments, in evaluation their middles (data/videos.py)
     # 3e-5 in VAST's script for YouCook2, 2e-5 for its other sets
-    epochs=30.0, batch_size=64, lr=3e-5, lr_end=0.0, lr_schedule="linear", warmup_epochs=3.0, beta2=0.98, grad_clip=2.0,
+    epochs=30.0, batch_size=64, lr=3e-5, lr_end=0.0, lr_schedule="linear", warmup_epochs=3.0, beta2=0.98, eps=1e-6,
     loss="infonce", label_smoothing=0.1, clusters="captions", crop_min=1.0)
 MOVING = CC3M | dict(
     recipe="ours",
@@ -289,6 +290,7 @@ def parse_args(argv=None):
     g.add_argument("--flip", type=part, help="share of mirror images; CC3M trainer 0.5")
     g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
     g.add_argument("--randaugment-ops", type=whole, help="each with probability 1/2; CC3M trainer 2; 0 = off")
+    g = p.group("with --randaugment-ops above 0", randaugment_ops=True)
     g.add_argument("--randaugment-magnitude", type=between(0, 30, int), help="0..30; CC3M trainer's 7 of 10 = 21")
     args = p.parse(argv, RECIPES, loss_defaults)
     p.require(args.shift_min <= args.shift_max,
@@ -300,6 +302,7 @@ def parse_args(argv=None):
     p.require(args.loss != "max-margin" or 0 <= lowest <= highest < 2,
               f"the margins of the run, {lowest:g} .. {highest:g}, must be from 0 to below 2 (cosines); see --alpha, "
               "--shift-min, --shift-max, --margin")
+    p.require(not args.learnable_tau or TAU_LIMITS[0] <= args.tau <= TAU_LIMITS[1], f"--tau: if learnt in {TAU_LIMITS}")
     p.require(args.clusters != "none" or not args.shifts, "--clusters none: --shifts need clusters; add --no-shifts")
     p.require(args.cluster_encoder != "small",
               "--cluster-encoder small: has no trained weights; use tf-idf, an id or a folder")
@@ -439,7 +442,9 @@ def banner_lines(clusters, steps, period, args):
     name, values = WORDS[args.loss], "temperature" if args.loss == "infonce" else "margin"
     alpha, sh_min, sh_max, source = ranges_of(args.recipe, args.loss)
     same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
-    words = f"{name} {low:g} .. {high:g} over the run, period {period:g} steps ({source if same else 'by flags'})"
+    words = f"{name} {low:g}" + f" .. {high:g}" * (high > low)
+    words += f" over the run, period {period:g} steps" * args.schedule
+    words += f" ({source if same else 'by flags'})" * (args.schedule or args.shifts)
     if args.learnable_tau:
         kind, words = "learnt tau (a baseline)", f"tau {args.tau:g}, learnt"
     lines = {"loss": f"{args.loss}, {kind}", values: words}

@@ -168,7 +168,7 @@ class QueryQueue(nn.Module):
     def push(self, x):
         """Add this step's embeddings of all processes: (B, D) local rows, any scale."""
         x, size = gather(normalize(x)), len(self.queries)                  # (N, D)
-        at = (self.count + torch.arange(len(x), device=x.device))[-size:] % size
+        at = (self.count + torch.arange(len(x), device=x.device))[-size:] % size        # (min(N, size),)
         self.queries[at] = x[-size:].to(self.queries)
         self.count += len(x)
 
@@ -262,6 +262,8 @@ RECIPES = {
     "howto100m": CLIP4CLIP | dict(recipe="ours; as msrvtt", epochs=1.0, unfold_captions=False),
     "coco": IMAGES, "flickr30k": IMAGES, "cc3m": IMAGES, "cc12m": IMAGES, "own": OWN}
 
+TAU_LIMITS = 0.01, math.inf                                               # of a learnable tau; CLIP's
+
 
 def loss_defaults(chosen):
     """Defaults of --loss and of SSB's towers; chosen: the flags recipe, loss and image_encoder."""
@@ -308,6 +310,7 @@ def parse_args(argv=None):
                    help="VIDEO.npy (time, width), such as motion and appearance, resampled to --frames, concatenated")
     g.add_argument("--dropout", type=below_one, default=0.0, help="of these towers; App. C: 0.1, ActivityNet 0")
     args = p.parse(argv, RECIPES, loss_defaults)
+    p.require(not args.learnable_tau or TAU_LIMITS[0] <= args.tau, f"--tau: if learnt in {TAU_LIMITS}")
     p.require(args.image_encoder != "ssb" or args.feature_dir, "--image-encoder ssb: --feature-dir?")
     p.only(args.image_encoder != "ssb", "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
     p.require(not args.feature_dir or {word.partition("=")[0] for word in args.eval_datasets} <= {args.dataset},
@@ -387,7 +390,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         if args.learnable_tau:
-            own["tau"]["log_tau"].data.clamp_(min=math.log(0.01))   # as CLIP's
+            own["tau"]["log_tau"].data.clamp_(*map(math.log, TAU_LIMITS))
         own["texts"].push(text)
         own["videos"].push(video)
 

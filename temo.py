@@ -125,7 +125,7 @@ def pair_temperature(sim, loss="temo", tau_min=0.01, tau_alpha=0.04, detach=Fals
 
     detach: no gradient through tau_ij.   similarity: 'cosine' is Eq. 4 on the bare cosine, 0 where it is negative."""
     sim = sim.detach() if detach else sim
-    if loss == "temo":                                                     # (1 + .) / 2 of the second is the cosine
+    if loss == "temo":                                                     # Eq. 4 makes s of 2 s - 1
         return modulated_temperature(2 * sim.clamp(min=0) - 1 if similarity == "cosine" else sim, tau_min, tau_alpha)
     return dystress_temperature(sim, tau_min, tau_min + tau_alpha, loss == "dystress-shifted")
 
@@ -403,7 +403,8 @@ def parse_args(argv=None):
     g.add_argument("--crop-min", type=part, help="I: least area of the crop; CC3M trainer 0.5")
     g.add_argument("--flip", type=part, help="I: share of mirror images; CC3M trainer 0.5, SLIP 0")
     g.add_argument("--jitter", type=part, help="I: of brightness, contrast, saturation, in 80 %% of the views")
-    g.add_argument("--randaugment-ops", type=whole, help="I: each with probability 1/2; CC3M trainer 2")
+    g.add_argument("--randaugment-ops", type=whole, help="I: each with probability 1/2; CC3M trainer 2; 0 = off")
+    g = p.group("with --randaugment-ops above 0", randaugment_ops=True)
     g.add_argument("--randaugment-magnitude", type=between(0, 30, int), help="I: 0..30; CC3M trainer's 7 of 10 = 21")
     g = p.group("with I~ and T~ (--loss temo and --unimodal)", augmented=True)
     g.add_argument("--grad-augmented", action=yesno, help="gradient into I~ and T~ (CC12M code; CC3M's has none)")
