@@ -210,9 +210,8 @@ VAST = AVION | dict(
     loss="infonce", label_smoothing=0.1, clusters="captions", crop_min=1.0)
 MOVING = CC3M | dict(
     recipe="ours",
-    image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
+    image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128, clean_captions=False,
     image_size=32, image_stats="encoder", eval_resize="crop", frames=4, text_length=24, text_pooling="mean",
-    clean_captions=False,
     epochs=24.0, batch_size=128, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98, grad_clip=1.0,
     tau=0.1, cluster_encoder="tf-idf",
     crop_min=0.8, flip=0.0, jitter=0.2, randaugment_ops=0, randaugment_magnitude=0,
@@ -290,7 +289,6 @@ def parse_args(argv=None):
     g.add_argument("--flip", type=part, help="share of mirror images; CC3M trainer 0.5")
     g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
     g.add_argument("--randaugment-ops", type=whole, help="each with probability 1/2; CC3M trainer 2; 0 = off")
-    g = p.group("with --randaugment-ops above 0", randaugment_ops=True)
     g.add_argument("--randaugment-magnitude", type=between(0, 30, int), help="0..30; CC3M trainer's 7 of 10 = 21")
     args = p.parse(argv, RECIPES, loss_defaults)
     p.require(args.shift_min <= args.shift_max,
@@ -302,6 +300,7 @@ def parse_args(argv=None):
     p.require(args.loss != "max-margin" or 0 <= lowest <= highest < 2,
               f"the margins of the run, {lowest:g} .. {highest:g}, must be from 0 to below 2 (cosines); see --alpha, "
               "--shift-min, --shift-max, --margin")
+    p.only(args.randaugment_ops, "with --randaugment-ops above 0", "--randaugment-magnitude")
     p.require(not args.learnable_tau or TAU_LIMITS[0] <= args.tau <= TAU_LIMITS[1], f"--tau: if learnt in {TAU_LIMITS}")
     p.require(args.clusters != "none" or not args.shifts, "--clusters none: --shifts need clusters; add --no-shifts")
     p.require(args.cluster_encoder != "small",
@@ -442,7 +441,7 @@ def banner_lines(clusters, steps, period, args):
     name, values = WORDS[args.loss], "temperature" if args.loss == "infonce" else "margin"
     alpha, sh_min, sh_max, source = ranges_of(args.recipe, args.loss)
     same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
-    words = f"{name} {low:g}" + f" .. {high:g}" * (high > low)
+    words = f"{name} {low:g}" + f" .. {high:g}" * (low < high)
     words += f" over the run, period {period:g} steps" * args.schedule
     words += f" ({source if same else 'by flags'})" * (args.schedule or args.shifts)
     if args.learnable_tau:

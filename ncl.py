@@ -236,13 +236,11 @@ CLIP4CLIP = dict(
     image_encoder="openai/clip-vit-base-patch32", text_encoder="openai/clip-vit-base-patch32", pretrained=True,
     embed_dim=512, image_size=224, image_stats="encoder", eval_resize="crop", frames=12, frame_sampling="uniform",
     text_length=32, text_pooling="cls", clean_captions=False, unfold_captions=True, join_captions=False,
-    freeze="clip4clip",
     epochs=5.0, batch_size=128, chunk_size=32, optimizer="adamw", lr=1e-7, lr_end=0.0, lr_schedule="cosine",
     warmup_epochs=0.0, warmup_fraction=0.1, weight_decay=0.2, beta1=0.9, beta2=0.98, eps=1e-6, grad_clip=1.0,
     tau=0.01, learnable_tau=True, loss_scale=1.0, queue_size=16_384, crop_min=1.0, flip=0.0, jitter=0.0,
-    mixed_precision="bf16", log_every=50, save_every=500, eval_every=0)
-PARAGRAPHS = CLIP4CLIP | dict(
-    epochs=10.0, chunk_size=8, text_length=64, frames=64, unfold_captions=False)
+    freeze="clip4clip", mixed_precision="bf16", log_every=50, save_every=500, eval_every=0)
+PARAGRAPHS = CLIP4CLIP | dict(epochs=10.0, chunk_size=8, text_length=64, frames=64, unfold_captions=False)
 IMAGES = CLIP4CLIP | dict(recipe="ours; as msrvtt, on images", chunk_size=0, unfold_captions=False)
 MOVING = CLIP4CLIP | dict(
     recipe="ours",
@@ -261,8 +259,6 @@ RECIPES = {
     "youcook2": CLIP4CLIP | dict(recipe="ours; as msrvtt"),
     "howto100m": CLIP4CLIP | dict(recipe="ours; as msrvtt", epochs=1.0, unfold_captions=False),
     "coco": IMAGES, "flickr30k": IMAGES, "cc3m": IMAGES, "cc12m": IMAGES, "own": OWN}
-
-TAU_LIMITS = 0.01, math.inf                                               # of a learnable tau; CLIP's
 
 
 def loss_defaults(chosen):
@@ -310,7 +306,7 @@ def parse_args(argv=None):
                    help="VIDEO.npy (time, width), such as motion and appearance, resampled to --frames, concatenated")
     g.add_argument("--dropout", type=below_one, default=0.0, help="of these towers; App. C: 0.1, ActivityNet 0")
     args = p.parse(argv, RECIPES, loss_defaults)
-    p.require(not args.learnable_tau or TAU_LIMITS[0] <= args.tau, f"--tau: if learnt in {TAU_LIMITS}")
+    p.require(not args.learnable_tau or args.tau >= 0.01, "--tau: if learnt at least 0.01")
     p.require(args.image_encoder != "ssb" or args.feature_dir, "--image-encoder ssb: --feature-dir?")
     p.only(args.image_encoder != "ssb", "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
     p.require(not args.feature_dir or {word.partition("=")[0] for word in args.eval_datasets} <= {args.dataset},
@@ -390,7 +386,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         if args.learnable_tau:
-            own["tau"]["log_tau"].data.clamp_(*map(math.log, TAU_LIMITS))
+            own["tau"]["log_tau"].data.clamp_(min=math.log(0.01))            # as CLIP's
         own["texts"].push(text)
         own["videos"].push(video)
 

@@ -274,7 +274,6 @@ RECIPES = {"emoji": EMOJI, "cifar10-lt": CIFAR, "cifar100-lt": CIFAR, "imagenet1
 SCHEDULES = "cos", "step", "random", "oscillating"
 SDCLR = {"cifar10-lt": dict(tau_min=0.2, prune=0.9), "cifar100-lt": dict(tau_min=0.2, prune=0.9),
          "imagenet100-lt": dict(tau_min=0.3, prune=0.3)}                   # with a fixed tau, from its scripts
-TAU_LIMITS = 0.01, math.inf                                               # of a learnable tau; CLIP's
 
 
 def chosen_defaults(chosen):
@@ -354,7 +353,7 @@ def parse_args(argv=None):
     last = math.inf if args.max_steps else args.epochs
     p.require(args.schedule == "fixed" or args.tau_max >= args.tau_min,
               f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
-    p.require(not args.learnable_tau or TAU_LIMITS[0] <= args.tau_min, f"--tau-min: if learnt in {TAU_LIMITS}")
+    p.require(not args.learnable_tau or args.tau_min >= 0.01, "--tau-min: if learnt at least 0.01")
     p.require((args.tau_head > 0) == (args.tau_tail > 0),
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
     p.require(args.imbalance_ratio == 0 or args.imbalance_ratio >= 1,
@@ -469,7 +468,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         if args.learnable_tau:
-            own["tau"]["log_tau"].data.clamp_(*map(math.log, TAU_LIMITS))
+            own["tau"]["log_tau"].data.clamp_(min=math.log(0.01))          # as CLIP's
         if moco:
             update_momentum(own["key"], tower, args.momentum)
             own["queue"].push(keys)

@@ -63,7 +63,7 @@ REFUSED = {  # script: {flags: words of the one line}
         "--tau-max 0.05": "must be at least --tau-min",
         "--schedule fixed --tau-max 0.5": "--tau-max: only without --schedule fixed",
         "--tau-head 1 --tau-tail 0.1 --schedule step": "--schedule: only without --tau-head",
-        "--schedule fixed --learnable-tau --tau-min 0.001": "--tau-min: if learnt in (0.01, inf)",
+        "--schedule fixed --learnable-tau --tau-min 0.001": "--tau-min: if learnt at least 0.01",
         "--tau-head 1": "give both", "--tau-tail 1": "give both", "--prune 0.9": "--prune: only with --loss sdclr",
         "--queue-size 9": "--queue-size: only with --loss moco", "--loss moco --chunk-size 8": "not with --loss moco",
         "--loss moco --head-norm none": "--head-norm: only with --loss simclr or sdclr",
@@ -87,7 +87,7 @@ REFUSED = {  # script: {flags: words of the one line}
     "ncl": {
         "--margin 0.1": "--margin: only with --loss max-margin", "--image-encoder ssb": "--feature-dir",
         "--loss max-margin --learnable-tau": "--learnable-tau: only with --loss ncl or infonce",
-        "--learnable-tau --tau 0.001": "--tau: if learnt in (0.01, inf)",
+        "--learnable-tau --tau 0.001": "--tau: if learnt at least 0.01",
         "--feature-dir .": "--feature-dir: only with --image-encoder ssb",
         "--optimizer sgd --beta2 0.9": "--beta2: only with --optimizer adamw or adam"},
     "mama": {
