@@ -5,8 +5,7 @@
     python eval.py --checkpoint runs/NAME --datasets cifar10 cifar100 --tasks zero-shot knn probe
     python eval.py --checkpoint runs/NAME --datasets temo-17             # zero-shot on the 17 sets of TeMo's Table 7
     python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco msrvtt=ANNOTATIONS --video-dir VIDEOS
-    python eval.py --image-encoder tf_efficientnet_lite0 --text-encoder FOLDER ... # any pair: knn and probe only, its
-                                                                                   # projections are random
+    python eval.py --image-encoder tf_efficientnet_lite0 --text-encoder FOLDER ... # new projections: knn, probe only
     python eval.py --checkpoint runs/NAME --normalize queue              # NCL's test-time normalisation, of any script
     accelerate launch eval.py ... / torchrun --nproc_per_node 2 eval.py ... --cpu  # the same numbers on any number
 
@@ -42,7 +41,7 @@ from contrastive.engine.flags import OneLine
 from contrastive.engine.log import versions
 from contrastive.engine.processes import UserError, clean_exit, join, rank, read_json, say, world, write_json
 from contrastive.engine.ranges import count, nonnegative, whole
-from contrastive.evaluation.case import Subject
+from contrastive.evaluation.case import Subject, resolved
 from contrastive.evaluation.clusters import head_mid_tail
 from contrastive.evaluation.retrieval import LEARNT, TASKS, lacks, measure, retrieval_both_ways, table, usual_tasks
 from contrastive.figures.base import draw_answers, draw_histograms, draw_retrieval, similarity_histograms
@@ -85,6 +84,7 @@ def parse_args(argv=None):
     g.add_argument("--hold-out-val", action="store_true", help="as in training")
     g.add_argument("--max-captions", type=whole, default=0,
                    help="of an image; 5 = COCO's usual 25,000 captions; 0 = all, or as many as the set's protocol has")
+    g.add_argument("--same-text", choices=["positive", "wrong"], default="", help="as in training; empty = as the run")
     g = p.add_argument_group("tasks")
     g.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
                    help="those that a set does not support are left out, with the reason; none = those of training, "
@@ -93,9 +93,8 @@ def parse_args(argv=None):
                    help="after the projection (TeMo's code) or before it; empty = as the run, else projected (a pair "
                         "by name: backbone, its projection is random)")
     g.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="",
-                   help="empty = as the run, else none; NCL's biases, by training queries (the run's queue, else its "
-                        "train split) or by the test "
-                        "queries (no fair result); dsl: CLIP-ViP's dual softmax over all test queries (nor is this)")
+                   help="empty = as the run, else none; NCL's biases, by training queries (the queue, else train) or "
+                        "the test queries (not fair); dsl: CLIP-ViP's dual softmax over all test queries (nor is this)")
     g.add_argument("--queue-size", type=count, default=0,
                    help="latest training queries of each kind that count; 0 = the run's whole queue, else 16,384")
     g.add_argument("--gamma", type=nonnegative, default=0.0, help="divides the cosine; 0 = the run's own, dsl: 0.01")
@@ -131,6 +130,7 @@ def wanted_sets(args, own):
     wanted = {}
     for word in args.datasets or own.get("eval_datasets") or [own.get("dataset", "")]:
         name, folder = parted(word, "=")
+        name = own.get("dataset", "") if resolved(name) == resolved(own.get("dataset", "")) else name
         for one in TEMO_17 if name == SEVENTEEN else [name]:
             place = str(Path(folder) / one) if folder and name == SEVENTEEN else folder
             if wanted.setdefault(one, place) != place:
@@ -155,11 +155,11 @@ class Case:
             raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val or test")
         self.data, self.train = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions), None
         if (not tasks or LEARNT & {*tasks}) and data.labels is not None and args.split != "train":
-            # in train each would find itself
-            with contextlib.suppress(EmptySplit):
+            with contextlib.suppress(EmptySplit):                          # in train each would find itself
                 self.train = self.split_of("train")
         tasks = tasks or usual_tasks(*subject.towers[:2], data)
-        self.left_out = {t: why for t in tasks if (why := lacks(t, self.data, subject.towers, self.train, names))}
+        found = self.data, subject.towers, self.train, names, subject.knn_features
+        self.left_out = {task: why for task in tasks if (why := lacks(task, *found))}
         self.tasks = [task for task in tasks if task not in self.left_out]
 
     def evaluate(self):

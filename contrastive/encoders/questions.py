@@ -18,7 +18,8 @@ class QuestionAnswerer(TwoTower):
         answers: the vocabulary of open questions, most frequent first; [] = questions with choices.
         model: 'fusion'; or 'dual', only for questions with choices.
         layers: of the fusion.   frames: the most frames that a clip may have.
-        similarity: how videos are compared with texts: 'pooled', before the fusion; or 'fused', by a pass through it.
+        similarity: how videos are compared with texts: 'pooled', before the fusion; 'fused', by a pass through it; or
+            'none', by no loss.
     block: how many texts at a time go through the fusion with all videos; 0 = automatic, see by_rows.
     """
     by_rows = staticmethod(lambda function, *rows, columns: function(*rows))  # a script's, which cuts them into blocks

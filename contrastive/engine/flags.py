@@ -156,6 +156,9 @@ class Parser(OneLine):
                 self.only(holds, g.title, *(a.option_strings[0] for a in g._group_actions))
         held_out = not facts_of(chosen.dataset) or args.hold_out_val and "val" not in splits_of(chosen.dataset)
         self.only(held_out, "for own data, or with --hold-out-val of a set without val", "--val-fraction")
+        sets = [chosen.dataset, *(parted(word, "=")[0] for word in getattr(args, "eval_datasets", []))]
+        self.only(any(splits_of(name, True) != splits_of(name) for name in sets),
+                  "for a set by name that comes without val", "--hold-out-val")
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
         for name in ("data_dir", "video_dir", "region_dir", "feature_dir", "init_from", "extra_captions"):
@@ -200,6 +203,8 @@ class Parser(OneLine):
         if self.texts:
             add("--knn-features", choices=["projected", "backbone"], default="projected",
                 help="of nearest neighbours: after the projection (TeMo's code), or before")
+            add("--same-text", choices=["auto", "positive", "wrong"], default="auto",
+                help="of a text equal to a positive's; auto: wrong on the papers' sets")
             add("--eval-datasets", nargs="*", default=[], metavar="SET", help="NAME[=DIR] of sets; none = --dataset")
             add = self.add_argument_group("texts").add_argument
             add("--text-encoder", help="small, or a transformers id or folder (CLIP: its text tower)")
