@@ -326,7 +326,7 @@ def parse_args(argv=None):
                    help="largest class over smallest; paper 50, 100, 150; 1 = balanced; 0 = as the data are")
     g.add_argument("--split-seed", type=whole, default=0, help="of the classes' order and images; paper: 0, 1, 2")
     g.add_argument("--index-file", default="", metavar="FILE",
-                   help="training images: .npy of torchvision's indices (CIFAR), or lines 'path class' (imagenet100-lt)")
+                   help="training images: .npy of torchvision's indices (CIFAR), or lines 'path class' (ImageNet)")
     g.add_argument("--val-file", default="", metavar="FILE",
                    help="val images, the same; empty = a tenth of each class (CIFAR), none (imagenet100-lt)")
     g.add_argument("--test-file", default="", metavar="FILE", help="test images of imagenet100-lt, the same")

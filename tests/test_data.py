@@ -31,6 +31,7 @@ from torchvision.transforms.v2 import functional as V
 
 import launch
 import temo
+import temperature_schedules
 from helpers import (
     CLASSES,
     TEXT,
@@ -267,11 +268,23 @@ def test_more_or_less_of_train_is_val(fraction, tmp_path, capsys):
     assert len(after["val"]) == pytest.approx(1000 * fraction, rel=0.5)
     assert after["val"] < before["val"] or after["val"] > before["val"]
     assert ("fewer than 20 rows, --val-fraction holds out more" in other["val"].note) == (fraction < 0.02)
-    for flags, holds in ((["--dataset", "x.csv"], True), ([], False), (["--hold-out-val"], False)):  # emoji has a val
+    beside = ["--eval-datasets", "imagenet"]
+    for flags, holds in ((["--dataset", "x.csv"], True), (["--eval-datasets", "x.csv"], True), ([], False),
+                         (beside, False), ([*beside, "--hold-out-val"], True)):  # emoji has a val
         asked = [*flags, "--val-fraction", "0.1"]
         capsys.readouterr()
         said = "" if holds else refused(temo.parse_args, asked, capsys)
         assert temo.parse_args(asked).val_fraction == 0.1 if holds else "for own data" in said
+
+
+@pytest.mark.parametrize("script, flags", [
+    (temo, ""), (temo, "--dataset x.csv"), (temo, "--eval-datasets x.csv"), (temperature_schedules, ""),
+    (temperature_schedules, "--dataset cifar10-lt"), (temperature_schedules, "--dataset imagenet100-lt")])
+def test_nothing_is_held_out_for_val_where_there_is_one(script, flags, capsys):
+    said = "--hold-out-val: only for a set by name that comes without val"
+    assert said in refused(script.parse_args, [*flags.split(), "--hold-out-val"], capsys)
+    for allowed in (["--dataset", "cifar10"], ["--eval-datasets", "coco", "imagenet"][:3 * (script is temo)]):
+        assert not allowed or script.parse_args([*allowed, "--hold-out-val"]).hold_out_val
 
 
 def test_held_out_splits_are_a_twentieth_each_and_the_same_every_time(tmp_path):

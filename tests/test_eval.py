@@ -110,6 +110,40 @@ def test_what_differs_from_training_is_said(run, tmp_path, capsys):
         evaluate("--checkpoint", run, "--text-length", "99", "--output-dir", tmp_path)
 
 
+def test_repeated_texts_are_right_unless_a_paper_or_the_run_says_otherwise(hub, tmp_path, capsys):  # noqa: F811
+    names, words = write_images(tmp_path, range(40)), ["a pear", "a plum"]
+    rows = [(x, words[i % 2], "test" if i < 20 else "train") for i, x in enumerate(names)]
+    csv = write_rows(tmp_path / "twice.csv", ["image", "caption", "split"], rows)
+    where = "--dataset", csv, "--batch-size", "8", "--eval-every", "0"
+    folder, own = train(tmp_path / "r", *where, "--same-text", "wrong")
+    said = "20 captions are word for word those of another image too: wrong in image -> text"
+    assert said in capsys.readouterr().out
+    found = evaluate("--checkpoint", folder)["datasets"][str(csv)]
+    assert said in (out := capsys.readouterr().out) and " in training" not in out
+    assert found["metrics"] == own[str(csv)]
+    assert found["chance"]["image_to_text"]["R@1"] == pytest.approx(5)
+    found = evaluate("--checkpoint", folder, "--same-text", "positive")["datasets"][str(csv)]
+    assert "--same-text positive: wrong in training" in capsys.readouterr().out
+    assert found["metrics"]["same_text"] == "positive" and found["chance"]["image_to_text"]["R@1"] == pytest.approx(50)
+    usual = {name: common.load_data(name, "test", data_dir=str(hub / name)).same_text for name in ("coco", "flickr30k")}
+    assert usual == {"coco": "wrong", "flickr30k": "wrong"}                # by the papers' protocol
+    for name in (str(csv), "emoji", "moving-emoji"):
+        assert common.load_data(name, "test").same_text == "positive"
+    assert common.load_data("coco", "test", data_dir=str(hub / "coco"), same_text="positive").same_text == "positive"
+
+
+def test_own_data_by_another_path_are_those_of_the_run(tmp_path, monkeypatch):
+    """Its columns and its folder, however the path is written."""
+    rows = [(x, f"picture {i}", "test" if i < 8 else "train") for i, x in enumerate(write_images(tmp_path, range(24)))]
+    write_rows(tmp_path / "clips.csv", ["image", "words", "split"], rows)
+    monkeypatch.chdir(tmp_path)
+    folder, own = train(tmp_path / "r", "--dataset", "clips.csv", "--caption-column", "words", "--batch-size", "8",
+                        "--eval-every", "0")
+    for other in ("./clips.csv", tmp_path / "clips.csv"):
+        same(evaluate("--checkpoint", folder, "--datasets", other)["datasets"]["clips.csv"]["metrics"],
+             own["clips.csv"])
+
+
 @pytest.mark.parametrize("where", ["projected", "backbone"])
 def test_neighbours_by_the_embeddings_or_the_features(where, tmp_path):
     """A run and eval.py, against one neighbour by hand; eval.py follows the run and can be told otherwise."""

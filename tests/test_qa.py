@@ -515,6 +515,11 @@ def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path, capsys):
     assert "that of the answers alone" in said and "mu 0" not in said
     assert [row["loss"] for row in logged(tmp_path / "alone")] == pytest.approx([r["CE"] for r in
                                                                                  logged(tmp_path / "alone")])
+    found = evaluate(tmp_path / "alone", "--tasks", "qa", "retrieval", "gap", "knn")["left_out"]
+    why = "the model was trained with --contrastive-weight 0, on answers alone, not its embeddings"
+    assert found == dict.fromkeys(("retrieval", "gap", "knn"), why)
+    found = evaluate(tmp_path / "alone", "--tasks", "knn", "--knn-features", "backbone")  # these the answers trained
+    assert not found["left_out"] and "knn@1" in found["metrics"]
     main(tmp_path / "half", "--task", "qa-open", "--contrastive-weight", "0.5", "--weighting", "none", "--tau", "1",
          "--margin-schedule", "none")
     row, said = logged(tmp_path / "half")[0], capsys.readouterr().out
@@ -527,6 +532,27 @@ def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path, capsys):
         assert flags[0] in refused(mama.parse_args, [*alone, *flags], capsys)
     assert "no loss is left" in refused(mama.parse_args, ["--contrastive-weight", "0"], capsys)
     assert "no loss is left" in refused(mama.parse_args, [*alone, "--eta", "0"], capsys)
+
+
+@pytest.mark.parametrize("model, weight, expected", [("fusion", "0", "none"), ("dual", "0", "pooled"),
+                                                     ("vgt", "0", "none"), ("vgt", "1", "pooled")])
+def test_which_losses_train_the_embeddings_of_a_model(model, weight, expected):
+    """The answers of `dual` are cosines of its embeddings."""
+    args = mama.parse_args(["--task", "qa-choice", "--qa-model", model, "--contrastive-weight", weight, "--clips", "9",
+                            "2", "2"])
+    assert evaluation.answers.questions_of(common.open_data(args)[0], args)["similarity"] == expected
+
+
+@pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
+def test_cut_questions_and_choices_are_counted(runs_of, task, tmp_path, capsys):
+    asked = "--checkpoint", runs_of[0] / task, "--cpu", "--text-length", "6", "--output-dir", tmp_path
+    found = eval_py.main(eval_py.parse_args([*map(str, asked)]))["datasets"]["moving-emoji"]["metrics"]["texts_cut"]
+    data, whole = common.load_data("moving-emoji", "test", clips=(64, 24, 24)), common.load_model(runs_of[0] / task)[1]
+    texts = data.column("question")
+    if task == "qa-choice":
+        texts = [f"{q} {choice}" for q, choices in zip(texts, data.column("choices")) for choice in choices]
+    assert found == sum(len(ids) > 6 for ids in whole.tokenizer([*texts])["input_ids"]) > 0
+    assert f", {found} texts cut" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("weight", ["0.5", "2"])

@@ -160,6 +160,15 @@ def test_experts(block):
     assert torch.isfinite(grad).all() and grad.abs().sum() > 0
 
 
+def test_the_bar_shows_a_loss_that_does_not_climb_by_its_weights(tmp_path, capsys):
+    run_script(temo, tmp_path, *"--cpu --workers 0 --max-steps 2 --batch-size 16 --image-size 16".split(),
+               *"--eval-every 0 --log-every 1".split())
+    last = steps(tmp_path)[-1]
+    said = capsys.readouterr()
+    assert f"L_MM={last['L_MM']:.3f}" in said.err and f"loss={last['loss']:.3f}" not in said.err
+    assert "random guess loss 2.773 at the start, 8.318 at the end" in said.out  # of the sum
+
+
 def test_what_goes_with_an_expert(capsys):
     args = temo.parse_args(["--image-expert", "a/b", "--text-expert", "c/d"])
     assert temo.weights_of(args, 0.5) == {"L_MM": 1.0, "L_E-image": 0.6, "L_E-text": 0.4} and not args.modulated

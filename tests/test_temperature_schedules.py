@@ -432,9 +432,7 @@ def test_imagenet100_list_files(lists):
     sets = open_sets()
     assert set(sets) == {"train", "test"} and keys_of(sets["train"]) == listed("LT")  # nothing is held out
     assert np.bincount(sets["train"].labels).tolist() == [48, 30, 6] and keys_of(sets["test"]) == listed("test")
-    with pytest.raises(UserError, match="--hold-out-val: nothing is held out of imagenet100-lt; --val-file names"):
-        open_sets(hold_out_val=True)
-    sets = open_sets("val", "few_shot", hold_out_val=True)
+    sets = open_sets("val", "few_shot")
     assert keys_of(sets["val"]) == listed("val") and keys_of(sets["few-shot"]) == listed("few")
 
 
@@ -561,16 +559,31 @@ def test_both_sets_of_batchnorms_are_resumed(folders, tmp_path):
     assert not torch.equal(a["norms.0.running_mean"], a["tower.vision.body.bn1.running_mean"])
 
 
+def test_a_seed_that_draws_no_split_is_refused(capsys):
+    lists = "--index-file a --test-file b --data-dir .".split()
+    for flags, allowed in ((["--dataset", "cifar10-lt"], True), (["--dataset", "cifar10-lt", *lists[:2]], False),
+                           (["--dataset", "imagenet100-lt", *lists], False),
+                           (["--dataset", "imagenet100-lt", *lists, "--imbalance-ratio", "50"], True)):
+        asked = [*flags, "--split-seed", "3"]
+        if allowed:
+            assert ts.parse_args(asked).split_seed == 3
+        else:
+            assert "--split-seed: only where a long tail is drawn" in refused(ts.parse_args, asked, capsys)
+
+
 def test_decay_and_start_of_the_authors(folders, tmp_path):
-    decays, starts = {}, {}
-    for name, more in (("ours", ()), ("authors", ("--decay-all", "--no-zero-init"))):
+    decays, starts, learnt = {}, {}, ("--schedule", "fixed", "--learnable-tau")
+    for name, more in (("ours", ()), ("authors", ("--decay-all", "--no-zero-init", *learnt))):
         main(tmp_path / name, *RESNET, "--dataset", folders, *"--max-steps 1 --lr 0 --lr-end 0".split(),
              "--weight-decay", 1e-4, *more)
         state = torch.load(tmp_path / name / "checkpoints" / "step_1.pt", weights_only=True)
         decays[name] = [g["weight_decay"] for g in state["optimizer"]["param_groups"]]
         weights = load_file(tmp_path / name / "model.safetensors")
         starts[name] = [float(weights[f"vision.body.layer1.0.bn{k}.weight"].mean()) for k in (1, 2)]
-    assert decays == {"ours": [1e-4, 0], "authors": [1e-4, 1e-4]} and starts == {"ours": [1, 0], "authors": [1, 1]}
+    assert decays == {"ours": [1e-4, 0], "authors": [1e-4, 1e-4, 0]}       # the third is the learnt tau's
+    assert starts == {"ours": [1, 0], "authors": [1, 1]}
+    groups = torch.load(tmp_path / "authors/checkpoints/step_1.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert len(groups[2]["params"]) == 1
     for name in ts.RECIPES:
         args = ts.parse_args(["--dataset", name])
         assert (args.decay_all, args.zero_init) == ((True, False) if name.endswith("-lt") else (False, True))

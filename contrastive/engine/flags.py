@@ -119,8 +119,7 @@ class Parser(OneLine):
         known = {a.dest for a in self._actions}  # another set's recipe may have flags of that set alone
         recipe = {k: v for k, v in recipes[chosen.recipe].items() if k in known and k != "recipe"}
         if "eval_datasets" in recipe:  # the set that the recipe was made for is the one that is named now
-            sets = [chosen.dataset if name == chosen.recipe else name for name in recipe["eval_datasets"]]
-            recipe |= {"eval_datasets": sets}
+            recipe["eval_datasets"] = [chosen.dataset if n == chosen.recipe else n for n in recipe["eval_datasets"]]
         if chosen.image_encoder not in ("", recipe["image_encoder"]):  # its chunks fit the recipe's encoder
             recipe = {k: v for k, v in recipe.items() if k != "chunk_size"}
         defaults = recipe | {"dataset": chosen.dataset} | own | saved
@@ -137,9 +136,8 @@ class Parser(OneLine):
         unknown_set = chosen.recipe == "own" and not saved  # then Run fits these two to the data
         args.fit_batch = unknown_set and "--batch-size" not in self.given
         args.fit_epochs = unknown_set and not {"--epochs", "--max-steps"} & self.given
-        given = {flag: flag in self.given for flag in ("--image-encoder", "--text-encoder", "--embed-dim")}
-        args.one_encoder = self.texts and given["--image-encoder"] and not given["--text-encoder"]  # a CLIP is for both
-        args.own_width = given["--embed-dim"]
+        args.one_encoder = self.texts and {"--image-encoder", "--text-encoder"} & self.given == {"--image-encoder"}
+        args.own_width = "--embed-dim" in self.given  # one encoder that is a CLIP is for both, with its own width
         args.changed = [f"--{k.replace('_', '-')}" for k, v in (recipe | own).items() if getattr(args, k, v) != v]
         lacking = [f"--{k.replace('_', '-')}" for k, v in vars(args).items() if v is None]
         self.require(not lacking, f"{'/'.join(lacking)}: no default; give one in parse_args or in every recipe")
@@ -154,11 +152,10 @@ class Parser(OneLine):
                 value = bool(facts[name]) if isinstance(wanted, bool) else facts[name]
                 holds = value in wanted if isinstance(wanted, tuple) else value == wanted
                 self.only(holds, g.title, *(a.option_strings[0] for a in g._group_actions))
-        held_out = not facts_of(chosen.dataset) or args.hold_out_val and "val" not in splits_of(chosen.dataset)
-        self.only(held_out, "for own data, or with --hold-out-val of a set without val", "--val-fraction")
         sets = [chosen.dataset, *(parted(word, "=")[0] for word in getattr(args, "eval_datasets", []))]
-        self.only(any(splits_of(name, True) != splits_of(name) for name in sets),
-                  "for a set by name that comes without val", "--hold-out-val")
+        without_val = any(splits_of(name, True) != splits_of(name) for name in sets)
+        self.only(without_val, "for a set by name that comes without val", "--hold-out-val")
+        self.only(args.hold_out_val or not all(map(facts_of, sets)), "for own data or --hold-out-val", "--val-fraction")
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
         for name in ("data_dir", "video_dir", "region_dir", "feature_dir", "init_from", "extra_captions"):
@@ -204,7 +201,7 @@ class Parser(OneLine):
             add("--knn-features", choices=["projected", "backbone"], default="projected",
                 help="of nearest neighbours: after the projection (TeMo's code), or before")
             add("--same-text", choices=["auto", "positive", "wrong"], default="auto",
-                help="of a text equal to a positive's; auto: wrong on the papers' sets")
+                help="repeated texts: positive, wrong, auto by the set")
             add("--eval-datasets", nargs="*", default=[], metavar="SET", help="NAME[=DIR] of sets; none = --dataset")
             add = self.add_argument_group("texts").add_argument
             add("--text-encoder", help="small, or a transformers id or folder (CLIP: its text tower)")
@@ -217,8 +214,7 @@ class Parser(OneLine):
         add("--image-size", type=between(8, 4096, int), help="pixels of a side")
         add("--image-stats", choices=["encoder", "imagenet", "clip", "half"],
             help="mean and std of pixels; encoder: those of its weights")
-        add("--eval-resize", choices=["crop", "squash"],
-            help="in evaluation: short side, then centre; or both sides (CC3M trainer)")
+        add("--eval-resize", choices=["crop", "squash"], help="in evaluation: short side, then centre; or both sides")
         add("--frames", type=count, help="T of a clip; CLIP4Clip: 12, for paragraphs 64")
         add("--frame-sampling", choices=["uniform", "middle", "random"],
             help="first to last; middles of T segments; a random one in each (in training)")
@@ -232,8 +228,7 @@ class Parser(OneLine):
         add("--epochs", type=positive, help="passes over the training set")
         add("--max-steps", type=whole, default=0, help="in place of --epochs; schedules span them; 0 = off")
         add("--batch-size", type=between(2, 10**9, int), help="N, GLOBAL: of all processes; sets the negatives")
-        add("--chunk-size", type=whole, default=0,
-            help="examples encoded at a time: less memory, the same gradient; 0 = all")
+        add("--chunk-size", type=whole, default=0, help="encoded at a time: less memory, same gradient; 0 = all")
         add("--optimizer", choices=["adamw", "adam", "sgd"], help="sgd takes --beta1 as its momentum")
         add("--lr", type=rate, help="peak learning rate")
         add("--lr-end", type=rate, help="last learning rate of cosine and linear")
