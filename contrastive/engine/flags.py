@@ -201,7 +201,7 @@ class Parser(OneLine):
             add("--knn-features", choices=["projected", "backbone"], default="projected",
                 help="of nearest neighbours: after the projection (TeMo's code), or before")
             add("--same-text", choices=["auto", "positive", "wrong"], default="auto",
-                help="repeated texts: positive, wrong, auto by the set")
+                help="of texts that repeat a positive's; auto by set")
             add("--eval-datasets", nargs="*", default=[], metavar="SET", help="NAME[=DIR] of sets; none = --dataset")
             add = self.add_argument_group("texts").add_argument
             add("--text-encoder", help="small, or a transformers id or folder (CLIP: its text tower)")
@@ -228,7 +228,7 @@ class Parser(OneLine):
         add("--epochs", type=positive, help="passes over the training set")
         add("--max-steps", type=whole, default=0, help="in place of --epochs; schedules span them; 0 = off")
         add("--batch-size", type=between(2, 10**9, int), help="N, GLOBAL: of all processes; sets the negatives")
-        add("--chunk-size", type=whole, default=0, help="encoded at a time: less memory, same gradient; 0 = all")
+        add("--chunk-size", type=whole, default=0, help="examples encoded at a time: less memory; 0 = all")
         add("--optimizer", choices=["adamw", "adam", "sgd"], help="sgd takes --beta1 as its momentum")
         add("--lr", type=rate, help="peak learning rate")
         add("--lr-end", type=rate, help="last learning rate of cosine and linear")
