@@ -23,7 +23,7 @@ from contrastive.data.table import Data, make_table
 from contrastive.data.views import Augment, key_hash, pick, uniforms  # image views and captions from numbers by key
 
 # ---- contrastive/encoders: towers by name ----
-from contrastive.encoders.base import FEATURES, TwoTower, has_batchnorm, is_clip
+from contrastive.encoders.base import FEATURES, TwoTower, functional_call, has_batchnorm, is_clip, statistics_stay
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
 from contrastive.encoders.models import EvalTransform, TextEncoder, VisionEncoder, build_model, load_model
 from contrastive.encoders.questions import QuestionAnswerer
@@ -270,7 +270,7 @@ class Chunks:
     def backward(self, loss):
         """Fill .grad of the model's parameters (and of the loss's own) for a loss of the last `encode`'s embeddings."""
         self.on_the_way_back = self.tf32
-        with tf32(on=False):  # undoes what _crossed has switched on
+        with tf32(on=False), statistics_stay(self.model):  # undoes what _crossed has switched on
             self.accelerator.backward(loss)
         self.on_the_way_back = False
         if not self.pieces:

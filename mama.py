@@ -101,7 +101,6 @@ from common import (  # isort: skip
 import torch
 import torch.nn as nn
 from torch.autograd import forward_ad
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -617,7 +616,7 @@ def losses_of(tower, tau, mu, device, eta=1.0, contrast=angular_margin_loss, con
         state = dict(parameters) | {k: b.clone() for k, b in tower.named_buffers()}
         with torch.random.fork_rng(cards):                                 # afterwards as before
             common.set_random_state(random, device)
-            video, text, *scores = encode(lambda *x: functional_call(tower, state, x), **inputs)
+            video, text, *scores = encode(lambda *x: common.functional_call(tower, state, x), **inputs)
         sample = contrastive_weight * contrast(video, text, tau, mu)       # (B,)
         return sample + eta * answer_loss(*scores, inputs["answers"]) if scores else sample
     return losses

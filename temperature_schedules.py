@@ -73,7 +73,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.func import functional_call
 
 from contrastive.figures.ts import draw  # isort: skip
 
@@ -211,7 +210,7 @@ class Contrastive(nn.Module):
         other = {f"tower.{name}": self.tower.get_parameter(name) * mask for name, mask in masks.items()}
         for (name, _), norm in zip(self.dense_norms(), self.norms, strict=True):
             other |= {f"{name}.{k}": x for k, x in (*norm.named_parameters(), *norm.named_buffers())}
-        return torch.cat([self(pixels[:half]), functional_call(self, other, (pixels[half:],))])
+        return torch.cat([self(pixels[:half]), common.functional_call(self, other, (pixels[half:],))])
 
 
 @torch.no_grad()

@@ -140,9 +140,9 @@ def measure(functions, rounds):
     calls = {name: functools.partial(call, name) for name in functions} if CARD else functions
     for function in calls.values():
         function()
-    t, base = speed.Times(calls, rounds, time.perf_counter), next(iter(functions))
-    return {name: {"ms": 1000 * t.median(name), "ratio": t.ratio(name, base), "peak_mib": peak.get(name, "a CPU")}
-            for name in calls}
+    t, base = speed.times(calls, rounds, time.perf_counter), next(iter(functions))
+    return {name: {"ms": 1000 * float(np.median(t[name])), "ratio": speed.ratio(t, name, base),
+                   "peak_mib": peak.get(name, "a CPU")} for name in calls}
 
 
 def write_table(folder, column, write, ending, n):
@@ -254,7 +254,7 @@ def row_memory():
 
 def row_loss():
     """TeMo's loss, InfoNCE and NT-Xent with gradients over N = 32,768 pairs, D = 256; goal: a peak <= 2048 MiB."""
-    return measure(speed.of_losses(size(32768, 64), 0, DEVICE), size(3, 1))
+    return measure(speed.of_losses(size(32768, 64), DEVICE), size(3, 1))
 
 
 def row_video():

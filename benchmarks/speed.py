@@ -12,11 +12,13 @@ import concurrent.futures
 import datetime
 import functools
 import io
+import itertools
 import json
 import multiprocessing
 import os
 import tempfile
 import time
+from collections import deque
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,30 +41,24 @@ import temperature_schedules as ts
 from benchmarks.compare import RESULTS, machine
 
 
-class Times(dict):
+def times(functions, rounds, clock=time.process_time):
     """{name: seconds of each round (rounds,)} of functions that take turns."""
+    found, order = {name: np.zeros(rounds) for name in functions}, np.random.default_rng(0)
+    for k in range(rounds):
+        for name in order.permutation(list(functions)):
+            start = clock()
+            functions[name]()
+            found[name][k] = clock() - start
+    return found
 
-    def __init__(self, functions, rounds, clock=time.process_time):
-        super().__init__({name: np.zeros(rounds) for name in functions})
-        order = np.random.default_rng(0)
-        for k in range(rounds):
-            for name in order.permutation(list(functions)):
-                start = clock()
-                functions[name]()
-                self[name][k] = clock() - start
 
-    def median(self, name):
-        """Seconds."""
-        return float(np.median(self[name]))
-
-    def ratio(self, name, base):
-        """How many times as long as `base`."""
-        return float(np.median(self[name] / self[base]))
+def ratio(found, name, base):
+    """How many times as long as `base` a function of `times` takes."""
+    return float(np.median(found[name] / found[base]))
 
 
 def peak_mib(name, build, *args):
-    """Growth of the peak resident set during the function `name` of build(*args), in a new process that returns freed
-    memory at once."""
+    """Growth of the peak memory during `name` of build(*args), in a new process that returns what is freed at once."""
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(growth, name, build, args).result()
@@ -88,9 +84,9 @@ def unit_rows(n, width=512):
 def ranks(rounds):
     """Exact ranks of 25,010 captions against 5,000 images, D = 512, as on COCO test, in chunks; against the product."""
     text, image, positives = unit_rows(25_010), unit_rows(5_000), (torch.arange(25_010) // 5).clamp(max=4_999)[:, None]
-    t = Times({"product": lambda: text @ image.T, "ranks": lambda: common.retrieval_metrics(text, image, positives)},
+    t = times({"product": lambda: text @ image.T, "ranks": lambda: common.retrieval_metrics(text, image, positives)},
               rounds)
-    return {"ratio": t.ratio("ranks", "product")}
+    return {"ratio": ratio(t, "ranks", "product")}
 
 
 def jpegs(n, size=(500, 375)):
@@ -112,16 +108,12 @@ def jpeg(rounds, n=192):
     files, (mean, std), view = jpegs(16), STATS["imagenet"], common.Augment(224, 0.5)
     pil = T.Compose([T.RandomResizedCrop(224, (0.5, 1)), T.ToTensor(), T.Normalize(mean, std)])
 
-    def old():
-        torch.stack([pil(Image.open(io.BytesIO(files[i % 16])).convert("RGB")) for i in range(n)])
-
     def ours():
-        for rows in (range(i, i + 32) for i in range(0, n, 32)):
-            draws = common.uniforms(0, 0, rows, view.DRAWS)                  # (32, DRAWS)
-            torch.stack([view.crop_one(decode(files[i % 16]), u) for i, u in zip(rows, draws, strict=True)])
-
-    t = Times({"pil": old, "ours": ours}, rounds)
-    return {"ratio": t.ratio("pil", "ours")}
+        draws = common.uniforms(0, 0, range(n), view.DRAWS)                  # (n, DRAWS)
+        return torch.stack([view.crop_one(decode(files[i % 16]), draws[i]) for i in range(n)])
+    t = times({"pil": lambda: torch.stack([pil(Image.open(io.BytesIO(files[i % 16])).convert("RGB"))
+                                           for i in range(n)]), "ours": ours}, rounds)
+    return {"ratio": ratio(t, "pil", "ours")}
 
 
 def views(rounds, n=256):
@@ -130,8 +122,7 @@ def views(rounds, n=256):
     from PIL import Image
     from torchvision import transforms as T
 
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 255, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    images = torch.randint(0, 255, (n, 3, 32, 32), dtype=torch.uint8)
     pictures = [Image.fromarray(x.permute(1, 2, 0).numpy()) for x in images]
     mean, std = STATS["imagenet"]
     pil = T.Compose([
@@ -156,30 +147,28 @@ def views(rounds, n=256):
             K.RandomResizedCrop((32, 32), scale=(0.1, 1)), K.RandomHorizontalFlip(),
             K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8), K.RandomGrayscale(p=0.2), K.Normalize(mean, std))
         variants["kornia"] = lambda: batched(images.float() / 255)
-    t = Times(variants, rounds)
-    return {"ratio": t.ratio("pil", "eager"), "ratio_compiled": t.ratio("pil", "compiled"),
-            "ratio_kornia": t.ratio("pil", "kornia") if "kornia" in t else "not run"}
+    t = times(variants, rounds)
+    return {"ratio": ratio(t, "pil", "eager"), "ratio_compiled": ratio(t, "pil", "compiled"),
+            "ratio_kornia": ratio(t, "pil", "kornia") if "kornia" in t else "not run"}
 
 
 def cc3m_views(rounds, n=512, batch=64):
-    """TeMo's views of CC3M, as a loader worker makes them: rows of a large table, JPEGs from a tar, crop and
-    RandAugment of I and of I~. Samples per second of one core."""
+    """TeMo's views of CC3M, as a loader worker makes them: rows of a large table, JPEGs, crop and RandAugment of I and
+    of I~. Samples per second of one core."""
     args, files, rows = temo.parse_args(["--dataset", "cc3m"]), jpegs(16, (500, 400)), IN_MEMORY + 1  # not as lists
-    ends = np.cumsum([len(f) for f in files])
     view = common.Augment(args.image_size, args.crop_min,
                           randaugment=(args.randaugment_ops, args.randaugment_magnitude))
     with tempfile.TemporaryDirectory() as folder:
-        tar = Path(folder, "0.tar")
-        tar.write_bytes(b"".join(files))
-        places = [{"path": str(tar), "offset": int(end) - len(f), "size": len(f)} for f, end in zip(files, ends)]
-        table = common.make_table([["a caption"]] * rows, map(str, range(rows)), [places[i % 16] for i in range(rows)])
+        for k, file in enumerate(files):
+            Path(folder, f"{k}.jpg").write_bytes(file)
+        sources = [f"{folder}/{i % 16}.jpg" for i in range(rows)]
+        table = common.make_table([["a caption"]] * rows, map(str, range(rows)), sources)
         data = common.Data("like cc3m", "train", table)
 
         def ours():
-            for _ in common.Batches(data, (view, view), None, batch, 0, 0, n // batch, torch.device("cpu")).raw():
-                pass
-        t = Times({"ours": ours}, rounds)
-    return {"jpeg_bytes": int(ends[-1] / len(files)), "ours_samples_per_s": n / t.median("ours")}
+            deque(common.Batches(data, (view, view), None, batch, 0, 0, n // batch, torch.device("cpu")).raw(), 0)
+        seconds = np.median(times({"ours": ours}, rounds)["ours"])
+    return {"jpeg_bytes": int(np.mean([*map(len, files)])), "ours_samples_per_s": float(n / seconds)}
 
 
 def of_towers(batches, tower="vit_tiny_patch16_224", size=96, device="cpu"):
@@ -212,60 +201,52 @@ def of_steps(batch=32, *towers):
     model, (inputs,) = of_towers([2 * batch], *towers)
     device = inputs["pixels"].device
     shifts = mmts.cluster_shift(torch.randint(1, 100, (batch,)), 0.08, 0.12).to(device)  # (B,), of each pair's cluster
-    chunks = common.Chunks(lambda part: encode(part), model, Accelerator(cpu=device.type == "cpu"), batch // 4)
+    first, second = (slice_tensors(inputs, slice(k, k + batch)) for k in (0, batch))
 
     def encode(part):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             return model(**part)[:2]                                         # (b, D), (b, D)
 
-    def pair():
-        return encode(slice_tensors(inputs, slice(batch)))
+    chunks = common.Chunks(encode, model, Accelerator(cpu=device.type == "cpu"), batch // 4)
+    pair = functools.partial(encode, first)
 
-    def four():
+    def both():
         image, text = encode(inputs)                                         # (2B, D) each
-        return image[:batch], text[:batch], image[batch:], text[batch:]
+        return zip(image.split(batch), text.split(batch))                    # I and T, I~ and T~: (B, D) each
 
     def apart():
         with torch.no_grad():
-            others = encode(slice_tensors(inputs, slice(batch, None)))
+            others = encode(second)
         return *pair(), *others
-
-    def infonce_of_four():
-        image, text, image_aug, text_aug = four()                            # (B, D) each
-        return temo.multimodal_loss(image, text, 0.1) + temo.multimodal_loss(image_aug, text_aug, 0.1)
 
     losses = {"infonce": lambda: temo.multimodal_loss(*pair(), 0.1),
               "plain": lambda: plain_infonce(*pair()),
               "ncl": lambda: ncl.ncl_loss(*pair()[::-1], 0.1),
               "mmts": lambda: mmts.clip_loss(*pair(), mmts.sample_temperature(3, shifts, 72, 0.08)),
               "mama": lambda: mama.angular_margin_loss(*pair(), 0.1, mama.margin(3)).mean(),
-              "infonce of four": infonce_of_four,
-              "temo of four": lambda: temo.temo_loss(*four(), 0.5, 0.1, 0.05, 0.1),
+              "infonce of four": lambda: sum(temo.multimodal_loss(*those, 0.1) for those in both()),
+              "temo of four": lambda: temo.temo_loss(*itertools.chain(*both()), 0.5, 0.1, 0.05, 0.1),
               "temo": lambda: temo.temo_loss(*apart(), 0.5, 0.1, 0.05, 0.1)}
     if find_spec("open_clip"):
         from open_clip.loss import ClipLoss
         losses["open_clip"] = lambda: ClipLoss()(*(F.normalize(x.float(), dim=1) for x in pair()), 1 / 0.1)
 
-    def descend(loss):
-        loss().backward()
-        model.zero_grad(set_to_none=False)
-
-    def in_chunks():
-        part = slice_tensors(inputs, slice(batch))
-        chunks.backward(temo.multimodal_loss(*chunks.encode(part), 0.1))
+    def descend(loss, backward=torch.Tensor.backward):
+        backward(loss())
         model.zero_grad(set_to_none=False)
     descend(losses["infonce"])                                               # sets up gradients
-    return {name: functools.partial(descend, loss) for name, loss in losses.items()} | {"infonce, chunks": in_chunks}
+    of_chunks = functools.partial(descend, lambda: temo.multimodal_loss(*chunks.encode(first), 0.1), chunks.backward)
+    return {name: functools.partial(descend, loss) for name, loss in losses.items()} | {"infonce, chunks": of_chunks}
 
 
 def steps(rounds):
     """A step of each method against InfoNCE's, a tiny ViT at 96 px, B = 32; TeMo's also with a gradient through I~ and
     T~, and its peak memory without weights and gradients."""
-    t = Times(of_steps(), 2 * rounds)
+    t = times(of_steps(), 2 * rounds)
     peak = {name: peak_mib(name, of_steps) for name in ("infonce", "temo", "temo of four")}
-    found = {f"{name}/infonce": t.ratio(name, "infonce") for name in ("ncl", "mmts", "mama", "temo")}
-    return found | {"temo/temo of four": t.ratio("temo", "temo of four"),
-                    "temo of four/infonce of four": t.ratio("temo of four", "infonce of four"),
+    found = {f"{name}/infonce": ratio(t, name, "infonce") for name in ("ncl", "mmts", "mama", "temo")}
+    return found | {"temo/temo of four": ratio(t, "temo", "temo of four"),
+                    "temo of four/infonce of four": ratio(t, "temo of four", "infonce of four"),
                     **{f"memory temo/{base}": peak["temo"] / peak[base] for base in ("infonce", "temo of four")}}
 
 
@@ -273,8 +254,8 @@ def sinkhorn(rounds):
     """The 4 rounds of NCL's biases at gamma = 0.01 of 4,096 texts and videos against their product, D = 512."""
     text, video = unit_rows(4096), unit_rows(4096)
     sim = text @ video.T                                                     # (4096, 4096)
-    t = Times({"product": lambda: text @ video.T, "biases": lambda: ncl.sinkhorn_biases(sim, 0.01)}, rounds)
-    return {"ratio_4096x4096": t.ratio("biases", "product")}
+    t = times({"product": lambda: text @ video.T, "biases": lambda: ncl.sinkhorn_biases(sim, 0.01)}, rounds)
+    return {"ratio_4096x4096": ratio(t, "biases", "product")}
 
 
 def of_mama(batch, meta, size=96, device="cpu"):
@@ -283,16 +264,10 @@ def of_mama(batch, meta, size=96, device="cpu"):
     net, losses = mama.WeightNet().to(device), mama.losses_of(model, 0.1, 0.2, torch.device(device))
     theta = dict(model.named_parameters())
 
-    def sample_losses():
-        video, text = mama.encode(model, **parts[0])                         # (B, D), (B, D)
-        return mama.angular_margin_loss(video, text, 0.1, 0.2)               # (B,)
-
-    def descend(sample):
-        sample.mean().backward()
-        model.zero_grad(set_to_none=False)
-
     def plain():
-        descend(sample_losses())
+        video, text = mama.encode(model, **parts[0])                         # (B, D), (B, D)
+        mama.angular_margin_loss(video, text, 0.1, 0.2).mean().backward()
+        model.zero_grad(set_to_none=False)
 
     def ahead(method):
         mama.weightnet_gradient(losses, theta, *parts, net, 1e-3, method)
@@ -308,38 +283,27 @@ def mama_step(rounds, batch=32):
     for meta in (batch, batch // 4):
         steps = of_mama(batch, meta)
         steps["forward"]()                                                   # torch sets up forward mode at first
-        t = Times(steps, rounds)
-        results |= {f"ratio_{name}_M{meta}": t.ratio(name, "plain") for name in t if name != "plain"}
+        t = times(steps, rounds)
+        results |= {f"ratio_{name}_M{meta}": ratio(t, name, "plain") for name in t if name != "plain"}
     peak = {name: peak_mib(name, of_mama, batch, batch) for name in t}
     return results | {f"memory_{name}": p / peak["plain"] for name, p in peak.items() if name != "plain"}
 
 
-def of_losses(n, block=0, device="cpu"):
-    """TeMo's loss, InfoNCE and NT-Xent with their gradients over n pairs, D = 256.
-
-    block: rows of the similarities at a time; 0: the default of each."""
+def of_losses(n, device="cpu"):
+    """TeMo's loss, InfoNCE and NT-Xent with their gradients over n pairs, D = 256, in blocks as in a run."""
     e = [torch.randn(n, 256, device=device, requires_grad=True) for _ in range(4)]
-    losses = {"temo": lambda: temo.temo_loss(*e, 0.3, block=block),
-              "infonce": lambda: temo.multimodal_loss(*e[:2], 0.1, block),
-              "nt_xent": lambda: ts.nt_xent(*e[:2], 0.1, block)}
+    losses = {"temo": lambda: temo.temo_loss(*e, 0.3), "infonce": lambda: temo.multimodal_loss(*e[:2], 0.1),
+              "nt_xent": lambda: ts.nt_xent(*e[:2], 0.1)}
 
     def with_gradient(loss):
-        loss().backward()
-        for x in e:
-            x.grad = None
+        torch.autograd.grad(loss(), e, allow_unused=True)
+    ts.nt_xent(e[0][:64], e[1][:64], 0.1, block=16).backward()               # a first block: torch imports 130 MiB
     return {name: functools.partial(with_gradient, loss) for name, loss in losses.items()}
-
-
-def of_later_losses(n):
-    """of_losses after a first block, which makes torch import 130 MiB once per process."""
-    for run in of_losses(64, 16).values():
-        run()
-    return of_losses(n)
 
 
 def loss_memory(rounds):
     """Peak MiB of the losses over 8,192 pairs, D = 256: with gradients, without embeddings, in blocks as in a run."""
-    return {f"{name}_mib_8192": peak_mib(name, of_later_losses, 8192) for name in ("temo", "nt_xent")}
+    return {f"{name}_mib_8192": peak_mib(name, of_losses, 8192) for name in ("temo", "nt_xent")}
 
 
 def main():
@@ -353,13 +317,12 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     path = RESULTS / "speed.json"
-    results = {name: row for name, row in read_json(path, {}).items() if name in benchmarks}
+    results = read_json(path, {})
     for name in args.only:
         results[name] = benchmarks[name](args.rounds) | {
             "command": f"python -m benchmarks.speed --only {name} --rounds {args.rounds}", "commit": commit(),
             "date": str(datetime.date.today()), "machine": machine(), "torch": torch.__version__}
-        rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in results[name].items()}
-        print(name, json.dumps(rounded), flush=True)
+        print(name, json.dumps(results[name]), flush=True)
         write_json(path, results)
 
 

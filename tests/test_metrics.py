@@ -1,5 +1,6 @@
-"""Metrics against hand-computed cases: ties, several captions, bias, groups, chance."""
+"""Metrics against computations by hand: ranks, ties, bias, groups, neighbours, probes, classes, health; chance."""
 
+import dataclasses
 import math
 import types
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
+from sklearn.svm import LinearSVC
 
 
 def brute_ranks(query, gallery, positives, bias=None):
@@ -112,20 +114,17 @@ def test_dual_softmax_against_loops():
     """Each cosine times its softmax over all queries; with groups of two before their maximum; in blocks as at once."""
     torch.manual_seed(0)
     query, gallery = F.normalize(torch.randn(7, 5), dim=1), F.normalize(torch.randn(6, 5), dim=1)
-    gamma, positives = 0.1, torch.arange(7)[:, None] % 6
-    sim = query.double() @ gallery.double().T                              # (7, 6)
-    score = torch.stack([sim[:, j] * (sim[:, j] / gamma).exp() / (sim[:, j] / gamma).exp().sum() for j in range(6)], 1)
-    ranks = [1 + sum(bool(s >= score[i, i % 6]) for j, s in enumerate(score[i]) if j != i % 6) for i in range(7)]
-    for chunk in (2, 100):
-        found = common.retrieval_metrics(query, gallery, positives, chunk=chunk, ranks=True, dsl=gamma)
-        assert found.tolist() == ranks
-    assert ranks != common.retrieval_metrics(query, gallery, positives, ranks=True).tolist()
-    best = torch.stack([score[:, :2].amax(1), score[:, 2:4].amax(1), score[:, 4:].amax(1)], 1)               # (7, 3)
-    own = (positives // 2)                                                 # (7, 1)
-    expected = [1 + sum(bool(s >= row[k]) for j, s in enumerate(row) if j != k) for row, k in zip(best, own[:, 0])]
-    groups = torch.arange(6) // 2
-    assert common.retrieval_metrics(query, gallery, own, groups=groups, ranks=True, dsl=gamma).tolist() == expected
-    sharp = common.retrieval_metrics(query, gallery, positives, ranks=True, dsl=0.005)
+    gamma, own, groups = 0.1, torch.arange(7)[:, None] % 6, torch.arange(6) // 2
+    weight = (query.double() @ gallery.double().T / gamma).exp()           # (7, 6)
+    score = gamma * weight.log() * weight / weight.sum(0)
+    best = score.unflatten(1, (3, 2)).amax(2)                              # (7, 3)
+    for kept, place, more in ((score, own, {}), (best, own // 2, {"groups": groups})):
+        ranks = [1 + sum(bool(s >= row[k]) for j, s in enumerate(row) if j != k) for row, k in zip(kept, place[:, 0])]
+        plain = common.retrieval_metrics(query, gallery, place, ranks=True, **more)
+        for chunk in (2, 100):
+            found = common.retrieval_metrics(query, gallery, place, chunk=chunk, ranks=True, dsl=gamma, **more)
+            assert found.tolist() == ranks != plain.tolist()
+    sharp = common.retrieval_metrics(query, gallery, own, ranks=True, dsl=0.005)
     assert sharp.max() <= 6                                                # no overflow, and few ties by underflow
 
 
@@ -198,3 +197,69 @@ def test_health_against_loops():
     assert found["pos_cos"] == pytest.approx(np.mean([x @ y for x, y in zip(a, b)]), rel=1e-3)
     assert found["pos_std"] == pytest.approx(np.std([x @ y for x, y in zip(a, b)]), rel=1e-3)   # TeMo, App. G
     assert found["gap"] == pytest.approx(np.linalg.norm(a.mean(0) - b.mean(0)), rel=1e-4)
+
+
+def test_no_image_is_its_own_negative():
+    """gap: the health of the space by one caption of each image; one image has none."""
+    image, text = torch.randn(6, 5, generator=torch.manual_seed(0)).split([3, 3])
+    pieces = {"image": image, "text": text.repeat_interleave(4, 0), "owner": np.arange(3).repeat(4)}
+    metrics, chance = evaluation.retrieval.gap_of(pieces)
+    expected = common.embedding_health(image, text)
+    assert metrics["embeddings"].items() <= expected.items() and chance["modality_gap"] == (1 / 3 + 1 / 12) ** 0.5
+    one = {"image": image[:1], "text": text[:2], "owner": np.zeros(2, int)}
+    assert not evaluation.retrieval.gap_of(one)[0]["embeddings"]           # a spread of one is nan, which is no JSON
+
+
+# ---------------------------------------------------- classes -------------------------------------------------------
+def test_zero_shot_accuracy():
+    images = torch.tensor([[1, 0.5, 0, 0], [1, 0.5, 0, 0], [0, 0, 0.2, 1], [1.0, 1, 1, 1]])
+    got = common.zero_shot_accuracy(images, torch.tensor([0, 1, 0, 2]), torch.eye(4), topk=(1, 2, 4))
+    assert got == {"top1": 25.0, "top2": 50.0, "top4": 100.0}  # the third and the fourth (all tied) come last
+
+
+def test_linear_probe_is_linear_svc():
+    rng = np.random.default_rng(0)
+    x, q = rng.normal(size=(120, 10)), rng.normal(size=(60, 10))
+    y, truth = rng.permutation(np.repeat(np.arange(4), 30)), rng.integers(0, 4, 60)
+    x, q = (a / np.linalg.norm(a, axis=1, keepdims=True) for a in (x, q))
+    data, found = [torch.from_numpy(a) for a in (3 * x, y, 2 * q, truth)], []
+    for seed, few in ((42, None), (42, 5), (7, 5)):
+        order = np.random.RandomState(seed).permutation(120)
+        rows = np.concatenate([order[y[order] == c][:few] for c in range(4)]) if few else np.arange(120)
+        expected = LinearSVC(random_state=42).fit(x[rows], y[rows]).predict(q)
+        found.append(common.linear_probe(*data, few_shot=few, seed=seed)["top1"])
+        assert found[-1] == pytest.approx(100 * (expected == truth).mean())
+    assert len({*found}) == 3
+    with pytest.raises(ValueError, match="smallest class has 30"):
+        common.linear_probe(*data, few_shot=31)
+
+
+def test_classes_on_a_long_tail():
+    """Head, mid and tail by the limits that are given, else by thirds; the few are drawn by seed 42."""
+    generator, sizes = torch.Generator().manual_seed(0), [30, 20, 10, 9, 8]
+    known, features = (torch.randn(n, 6, generator=generator) for n in (sum(sizes), 50))
+    known_labels, labels = torch.arange(5).repeat_interleave(torch.tensor(sizes)), torch.arange(5).repeat(10)
+    data = (known, known, known_labels.numpy()), (features, features, labels.numpy())
+    of_class = common.knn_accuracy(known, known_labels, features, labels, per_class=True)["per_class"]
+    for limits, parts in (([25, 9], ([0], [1, 2, 3], [4])), (None, ([0, 1], [2, 3], [4]))):
+        metrics, chance, per_class = evaluation.by_class.class_metrics(["knn"], *data, limits=limits)
+        means = {k: np.mean([of_class[c] for c in part]) for k, part in zip(("head", "mid", "tail"), parts)}
+        assert means.items() <= metrics["knn@1"].items() and metrics.keys() == chance.keys() == {"knn@1", "knn@10"}
+        assert per_class["knn@1"] == of_class
+    few = common.linear_probe(known, known_labels, features, labels, 8)
+    metrics, chance, _ = evaluation.by_class.class_metrics(["probe"], *data)
+    assert few.items() <= metrics["few-shot"].items() and chance["all"] == {"top1": 20, "mean_per_class": 20}
+
+
+def test_images_are_padded_moved_and_flipped():
+    """By up to four pixels down or up and right or left, then mirrored: one bright pixel says where to."""
+    Images = dataclasses.make_dataclass("Images", ["pixels"], namespace={"__len__": lambda self: len(self.pixels)})
+    pixels = torch.zeros(600, 3, 16, 20, dtype=torch.uint8)
+    pixels[:, :, 6, 7] = 255
+    moved = evaluation.by_class.padded_and_flipped(Images(pixels), 3).pixels
+    assert moved.shape == pixels.shape and moved.count_nonzero() == 600 * 3
+    u = common.uniforms(3, 0, np.arange(600), 3, stream=9)
+    down, right = (4 - np.floor(9 * u[:, k]).astype(int) for k in (0, 1))
+    place = moved[:, 0].flatten(1).argmax(1).numpy()
+    assert {*down} == {*right} == {*range(-4, 5)} and (place // 20 == 6 + down).all()
+    assert (place % 20 == np.where(u[:, 2] < 0.5, 19 - (7 + right), 7 + right)).all()

@@ -78,7 +78,8 @@ def flags_of(path):
 def test_every_flag_has_an_effect(script):
     """Each dest is read as args.NAME, or by name: in the script, in a room that has no flags of its own, or as an
     option of load_data in data/."""
-    texts = {p: p.read_text(encoding="utf8") for p in [script, ROOT / "common.py", *ROOMS] if p.parent.name != "tools"}
+    files = [p for p in [script, ROOT / "common.py", *ROOMS] if p.parent != ROOT / "tools"]
+    texts = {p: p.read_text(encoding="utf8") for p in files}
     shared, opened = ROOT / "contrastive" / "engine" / "flags.py", ROOT / "contrastive" / "data" / "__init__.py"
     before, _, after = texts[shared].partition("    def _add_shared")
     texts[shared] = before

@@ -1,6 +1,5 @@
-"""VGT: each step against a loop, its authors' files, runs on moving-emoji and on files, processes, resume, refusals."""
+"""VGT: each step against a loop, its authors' files, runs on moving-emoji and on files, refusals."""
 
-import json
 import math
 from argparse import Namespace
 
@@ -19,16 +18,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import eval as eval_py
-import launch
 import mama
-from helpers import drift, equal_files, of_set, refused, run_script, write_rows
+from helpers import of_set, refused, run_script, write_rows
 from helpers import steps as logged
 
-CPU = torch.device("cpu")
 BASE = ["--cpu", "--clips", "32", "8", "8", "--batch-size", "8", "--meta-batch-size", "4",
         "--meta-size", "12", "--log-every", "1", "--eval-every", "0", "--max-steps", "2", "--qa-model", "vgt",
         "--image-size", "16", "--frames", "4", "--embed-dim", "32"]
-SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()  # as near as gradients are
 
 
 def run(folder, *flags):
@@ -121,7 +117,7 @@ def model_of(answers=(), **more):
     spec = {"image_encoder": "small", "text_encoder": "small", "embed_dim": 16, "image_size": 16, "text_length": 12,
             "text_pooling": "mean", "image_stats": "half", "eval_resize": "crop",
             "questions": {"answers": list(answers), "model": "vgt", "regions": 5} | more}
-    return common.build_model(spec, tokenizer, False)[0], tokenizer
+    return common.build_model(spec, tokenizer, False)[0].eval(), tokenizer
 
 
 def asked_of(tokenizer, *choices):
@@ -135,9 +131,8 @@ def asked_of(tokenizer, *choices):
 
 @torch.no_grad()
 def test_scores_are_dot_products_and_no_row_sees_another():
-    """Of a batch as of each row alone; the vocabulary is encoded once an evaluation."""
+    """Of a batch as of each row alone."""
     model, tokenizer = model_of()
-    model.eval()
     pixels = torch.randn(2, 4, 3, 16, 16, generator=torch.Generator().manual_seed(2))
     question, choices = asked_of(tokenizer, ["b", "c d e f a b", None], ["f", "e", "d"])
     f, _, scores = model(pixels, None, question, choices)
@@ -150,18 +145,21 @@ def test_scores_are_dot_products_and_no_row_sees_another():
     video = model.graph(*model.look(pixels, question["boxes"]))
     words, g = model.read({k: choices[k] for k in ("input_ids", "attention_mask")})
     keep = choices["attention_mask"].bool()
-    longest = keep.any(1, keepdim=True).expand_as(keep)
-    answer = model.summary(video, words, longest, choices["there"])
+    rest = words, keep.any(1, keepdim=True).expand_as(keep), choices["there"]
+    answer = model.summary(video, *rest)
     assert torch.allclose(scores[1], g[1] @ answer[1], atol=1e-6)
-    model.at_frames, rest = True, (words, longest, choices["there"])       # TGIF-QA's action and transition
+    model.at_frames = True                                                 # TGIF-QA's action and transition
     early = model.summary(video, *rest)
     model.at_frames = False
     assert torch.equal(early, model.summary(attend_words(video, *rest), *rest)) and not torch.allclose(early, answer)
     assert torch.allclose(g[0, 0], words[0, 0, :keep[0, 0].sum()].mean(0), atol=1e-6)    # a text's own words
     assert not torch.allclose(model(pixels, None, question | {"boxes": question["boxes"] / 2}, choices)[2], scores)
 
+
+@torch.no_grad()
+def test_answers_of_the_vocabulary_are_encoded_once_an_evaluation():
     model, tokenizer = model_of(["yes", "no", "two"])
-    model.eval()
+    pixels, (question, _) = torch.randn(2, 4, 3, 16, 16), asked_of(tokenizer, ["b"], ["f"])
     answer = model(pixels, tokenizer(["a", "b"]), question)[2]
     g_q, known = model.read(question)[1], model.known
     words = model.read({k: v[:, None] for k, v in question.items() if k != "boxes"})[0]
@@ -171,7 +169,6 @@ def test_scores_are_dot_products_and_no_row_sees_another():
     model.words.weight.mul_(2)
     assert model.known is known and model.train().known is None and not model.vision.training
     assert model.eval().vocabulary() is not known
-    assert model(pixels, tokenizer(["a", "b"]), question)[2].shape == (2, 3)
 
 
 def test_a_crop_shows_its_box():
@@ -184,9 +181,7 @@ def test_a_crop_shows_its_box():
 
 def test_boxes_of_moving_emoji_hold_the_drawing():
     data = common.load_data("moving-emoji", "val", clips=(64, 24, 24), frames=4, image_size=32, regions=5)
-    assert "boxes" not in common.load_data("moving-emoji", "val", clips=(64, 24, 24)).texts.column_names
     boxes = torch.tensor(data.column("boxes"))                             # (24, 4, 5, 4)
-    assert boxes.shape == (24, 4, 5, 4) and boxes.min() == 0 and boxes.max() == 32
     ground = data.pixels[:, :, :, :1, :1].float()                          # a corner, (24, 4, 3, 1, 1)
     drawn = ((data.pixels.float() - ground).abs().amax(2) > 24).float()    # (24, 4, 32, 32)
     at = torch.arange(32) + 0.5
@@ -258,14 +253,9 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
     header = "video frame_count width height question answer qid type a0 a1 a2 a3 a4".split()
     for split in ("train", "val", "test"):
         write_rows(tmp_path / f"{split}.csv", header, [
-            (k, 3, 96, 64, f"what is number {k}", k % 5, q, ["CW", "DO"][k % 2], "a", "b", "c", "d", "e")
+            (k, 3, 96, 64, f"what is number {k}", k % 5, q, ["CW", "DO"][k % 2], *"abcde")
             for q, k in enumerate([0, 1, 2, 3] * 2)] + [(9, 3, 96, 64, "who is gone", 0, 9, "DO", *"abcde")])
-    with (tmp_path / "val.csv").open("a") as file:
-        file.write("8,3,96,64,how wide is it,0,10,DO,a,b,c,d,e\n")
     write_npz(tmp_path / "features", "0123")
-    feat, bbox, frames = (x[0] for x in features(1))
-    np.savez(tmp_path / "features" / "region_feat_aln" / "8.npz", feat=feat[:, :, :2], bbox=bbox[:, :, :2])
-    np.save(tmp_path / "features" / "frame_feat" / "8.npy", frames)
     write_h5(tmp_path / "features", "test", list("3210"))
     data = common.load_data("nextqa", "train", data_dir=str(tmp_path), region_dir=str(tmp_path / "features"), regions=5,
                             frames=8)
@@ -276,68 +266,40 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
              *"--workers 1 --text-encoder small --text-length 12 --batch-size 4 --meta-batch-size 2".split(),
              "--extra-captions", tmp_path / "more.csv"]
     test = run(tmp_path / "run", *flags)["test"]["nextqa"]
-    said = capsys.readouterr().out
-    assert test["questions"] == 8 and {"accuracy causal", "accuracy descriptive"} < test.keys()
-    assert "1 videos (1 rows) are not in" in said
-    found = eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "run"), "--cpu", "--tasks", "qa",
-                                             "retrieval", "--workers", "0"]))["datasets"]["nextqa"]
-    assert found["metrics"] == test
-    assert found["left_out"] == {"retrieval": "the set has no captions"}
+    assert test["questions"] == 8 and "1 videos (1 rows) are not in" in capsys.readouterr().out
+    assert evaluated(tmp_path / "run", "qa")["metrics"] == test
     model = common.load_model(tmp_path / "run")[0]
-    with pytest.raises(UserError, match="this model reads features of regions, which come with --region-dir"):
-        model(torch.zeros(1, 4, 3, 16, 16))
-    with pytest.raises(UserError, match="--frames 2: VGT has clips of 4 frames"):
-        model(torch.zeros(1, 2, 6 * (W + 5)))
-    assert "nextqa (val): 1 of 9 images cannot be read" in said           # fewer regions
+    for shape, words in (((1, 4, 3, 16, 16), "this model reads features of regions, which come with --region-dir"),
+                         ((1, 2, 6 * (W + 5)), "--frames 2: VGT has clips of 4 frames")):
+        with pytest.raises(UserError, match=words):
+            model(torch.zeros(shape))
     args = mama.parse_args([*map(str, of_set(BASE, flags)), *map(str, flags), "--extra-pairs", "moving-emoji"])
     with pytest.raises(UserError, match="only joins files with captions"):
         mama.main(args)
 
 
 # ---------------------------------------------------- runs ----------------------------------------------------------
+def evaluated(folder, *tasks):
+    """What eval.py makes of a run: its only set."""
+    words = ["--checkpoint", str(folder), "--cpu", "--workers", "0", "--tasks", *tasks]
+    result, = eval_py.main(eval_py.parse_args(words))["datasets"].values()
+    return result
+
+
 @pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
-def test_a_run_its_checkpoint_and_its_resume(tmp_path, task):
-    """Margin and learnt weights on; the image encoder stays as it is; three steps are two and one resumed."""
+def test_a_run_and_its_evaluation(tmp_path, task):
+    """Margin and learnt weights on; the image encoder stays as it is."""
     folder = tmp_path / "run"
-    summary = run(folder, "--task", task, "--max-steps", "3", "--save-every", "1", "--meta-every", "1")
+    test = run(folder, "--task", task, "--meta-every", "1")["test"]["moving-emoji"]
     for row in logged(folder):
         assert row["CE"] > 0 and row["L"] > row["CE"] and row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
-    weights, test = folder / "model.safetensors", summary["test"]["moving-emoji"]
-    whole = load_file(weights)
+    whole = load_file(folder / "model.safetensors")
     torch.manual_seed(42)
     first = common.VisionEncoder("small", 0, False, 16).state_dict()
     assert all(torch.equal(whole[f"vision.{k}"], v) for k, v in first.items())
-    model, tokenizer, transform = common.load_model(folder)
-    data = common.load_data("moving-emoji", "test", clips=(32, 8, 8), frames=4, image_size=16, regions=5)
-    assert evaluation.answers.evaluate(model, tokenizer, transform, data, CPU, batch=12)[0] == test
-    found = eval_py.main(eval_py.parse_args(["--checkpoint", str(folder), "--cpu", "--tasks", "qa", "gap", "knn"]))
-    found = found["datasets"]["moving-emoji"]
+    found = evaluated(folder, "qa", "gap", "knn")
     assert found["metrics"] == test
     assert set(found["left_out"].values()) == {"the model needs boxes, which only questions bring: --tasks qa"}
-    weights.rename(tmp_path / "whole.safetensors")
-    (folder / "checkpoints" / "step_3.pt").unlink()
-    mama.main(mama.parse_args(["--resume", str(folder)]))
-    assert equal_files(weights, tmp_path / "whole.safetensors")
-
-
-def test_two_processes_and_chunks_are_one_without_dropout(tmp_path):
-    """Losses and weights, with the meta step; and a batch in parts."""
-    flags = ["--task", "qa-choice", *SGD, "--dropout", "0", "--meta-every", "1", "--lr"]
-    run(tmp_path / "start", *flags, "0")
-    run(tmp_path / "one", *flags, "0.005")
-    where = ["--output-dir", str(tmp_path), "--run-name", "two"]
-    launch.finish("mama", [*BASE, *flags, "0.005", *where], tmp_path / "two.txt", 2)
-    for a, b in zip(logged(tmp_path / "one"), logged(tmp_path / "two"), strict=True):
-        assert all(b[k] == pytest.approx(a[k], rel=1e-3, abs=1e-5) for k in ("loss", "L", "w", "CE", "pos_cos"))
-    start, a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "one", "two"))
-    assert drift(b, a, start) < 0.05
-    a, b = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
-    assert a["test"] == b["test"]
-    plain = ["--task", "qa-open", "--weighting", "none", *SGD, "--dropout", "0"]
-    for name, chunk, lr in (("begin", 0, 0), ("whole", 0, 0.005), ("parts", 3, 0.005)):
-        run(tmp_path / name, *plain, "--chunk-size", str(chunk), "--lr", str(lr))
-    start, a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("begin", "whole", "parts"))
-    assert drift(b, a, start) < 0.05
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -345,9 +307,7 @@ def test_two_processes_and_chunks_are_one_without_dropout(tmp_path):
     (["--task", "qa-open", "--frames", "6"], "--frames 6: VGT has clips of 4 frames; use a multiple of 4"),
     (["--task", "qa-open", "--crop-min", "0.5"], "boxes follow neither crop nor mirror image; use --crop-min"),
     (["--task", "qa-open", "--clean-captions"], "--clean-captions would break up its [SEP]"),
-    (["--task", "qa-open", "--text-pooling", "mean"], "--text-pooling: only without --qa-model vgt"),
     (["--dataset", "nextqa"], "--region-dir DIR and --image-encoder regions go together"),
-    (["--dataset", "nextqa", "--region-dir", ".", "--video-dir", "."], "--video-dir: only without --region-dir"),
     (["--task", "qa-open", "--qa-model", "fusion", "--regions", "3"], "--regions: only with --qa-model vgt")])
 def test_bad_flags(flags, words, capsys):
     assert words in refused(mama.parse_args, [*of_set(BASE, flags), *flags], capsys)
@@ -362,12 +322,3 @@ def test_what_a_set_cannot_give():
         evaluation.answers.questions_of(data, args)
     with pytest.raises(UserError, match="^--image-encoder regions: the data set has pixels"):
         mama.main(mama.parse_args([*BASE, "--task", "qa-open", "--image-encoder", "regions", "--region-dir", "."]))
-
-
-def test_recipes_are_the_paper_s():
-    paper = dict(lr=1e-5, meta_lr=1e-5, batch_size=4, epochs=30, frames=32, optimizer="adam", lr_schedule="cosine",
-                 lr_end=0, tau=1, eta=1, weight_decay=0, embed_dim=512, dropout=0.3, crop_min=1)
-    for name, regions, length in (("nextqa", 5, 38), ("causal-vidqa", 10, 38), ("msrvtt-qa", 10, 20)):
-        args = vars(mama.parse_args(["--dataset", name, "--qa-model", "vgt", "--region-dir", "."]))
-        assert paper.items() <= args.items() and (args["regions"], args["text_length"]) == (regions, length)
-    assert mama.VGT["nextqa"]["recipe"].startswith("the paper's batch") and "regions" not in mama.ASKED["nextqa"]

@@ -1,5 +1,6 @@
 """The parts of encoders: pixel statistics, the small towers, a tower and a pair of them, transformers by id."""
 
+import contextlib
 import functools
 import typing
 from pathlib import Path
@@ -47,6 +48,50 @@ def sync_batchnorm(model, args):
     if world() > 1:
         say("BatchNorm on several CPU processes: statistics are per process, so the run differs from that of one")
     return model
+
+
+def recompute(tower, asked):
+    """--grad-checkpointing: layers of timm's and transformers' encoders keep their inputs alone, and run again on the
+    way back; says of which.   Raises: UserError if there is none."""
+    found = []
+    for encoder in filter(None, (tower.vision, tower.text) if asked else ()):
+        for switch in ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable"):
+            if hasattr(encoder.body, switch):  # timm's, transformers', and that of transformers before 5.22
+                with opening(encoder.name):
+                    getattr(encoder.body, switch)()
+                found.append(encoder.name)
+                break
+    if asked and not found:
+        raise UserError("--grad-checkpointing: neither encoder is one of timm or transformers that offers it")
+    if found:
+        say(f"--grad-checkpointing: of {', '.join(found)}")
+
+
+def functional_call(model, tensors, inputs):
+    """torch's, in which no layer runs again on the way back: it would find the model's own tensors, not these."""
+    flags = [(m, flag) for m in model.modules() for flag in ("grad_checkpointing", "gradient_checkpointing")
+             if getattr(m, flag, False)]
+    for m, flag in flags:
+        setattr(m, flag, False)
+    try:
+        return torch.func.functional_call(model, tensors, inputs)
+    finally:
+        for m, flag in flags:
+            setattr(m, flag, True)
+
+
+@contextlib.contextmanager
+def statistics_stay(model):
+    """Inside, BatchNorm in training leaves its running statistics, which layers that run again would move twice."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    kept = [(m.momentum, m.num_batches_tracked) for m in norms]
+    for m in norms:
+        m.momentum, m.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for m, (momentum, number) in zip(norms, kept):
+            m.momentum, m.num_batches_tracked = momentum, number
 
 
 class GroupNorm(nn.GroupNorm):

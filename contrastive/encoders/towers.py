@@ -124,8 +124,8 @@ class VideoViT(nn.Module):
     """A timm ViT over the patches of all frames at once, after AVION: clips (B, T, 3, S, S) -> (B, width).
 
     Each patch gets the embedding of its position, as in an image, and of its frame (`temporal`, zeros at the start).
-    One class token attends to all T * P patches in every layer and is the feature. Unlike AVION: no patch dropout, no
-    checkpointing of layers (--chunk-size saves more memory), and positions have weight decay like other matrices.
+    One class token attends to all T * P patches in every layer and is the feature. Unlike AVION: no patch dropout, and
+    positions have weight decay like other matrices.
     """
 
     def __init__(self, vit, frames):
@@ -138,14 +138,20 @@ class VideoViT(nn.Module):
         for norm in (m for m in vit.modules() if isinstance(m, nn.LayerNorm)):
             norm.eps = 1e-6  # AVION's; CLIP has 1e-5
 
+    def set_grad_checkpointing(self):
+        """As timm's."""
+        self.vit.set_grad_checkpointing()
+
     def forward(self, clips):
+        from timm.models import checkpoint_seq
         if clips.ndim != 5 or clips.shape[1] != len(self.temporal):
             raise UserError(f"--image-encoder {VIDEO}...: made for clips of {len(self.temporal)} frames")
         x = self.vit.patch_embed(clips.flatten(0, 1)).unflatten(0, clips.shape[:2])  # (B, T, P, width)
         first, place = self.vit.pos_embed[0, :1], self.vit.pos_embed[0, 1:]  # (1, width), (P, width)
         x = (x + place + self.temporal[:, None]).flatten(1, 2)  # (B, T * P, width)
         token = (self.vit.cls_token + first).expand(len(x), -1, -1)  # (B, 1, width)
-        x = self.vit.blocks(self.vit.norm_pre(torch.cat([token, x], 1)))  # (B, 1 + T * P, width)
+        x = self.vit.norm_pre(torch.cat([token, x], 1))  # (B, 1 + T * P, width)
+        x = checkpoint_seq(self.vit.blocks, x) if self.vit.grad_checkpointing else self.vit.blocks(x)
         return self.vit.norm(x[:, 0])
 
 

@@ -65,7 +65,7 @@ class OneLine(argparse.ArgumentParser):
 # Flags that a resumed run may change: none of them changes what a step computes, but for --max-steps and --epochs.
 CHANGEABLE = {"--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
               "--data-dir", "--video-dir", "--frame-cache", "--max-bad-fraction", "--workers", "--eval-datasets",
-              "--max-steps", "--epochs", "--chunk-size", "--mixed-precision", "--lr"}
+              "--max-steps", "--epochs", "--chunk-size", "--grad-checkpointing", "--mixed-precision", "--lr"}
 
 
 class Parser(OneLine):
@@ -214,7 +214,11 @@ class Parser(OneLine):
         add("--image-size", type=between(8, 4096, int), help="pixels of a side")
         add("--image-stats", choices=["encoder", "imagenet", "clip", "half"],
             help="mean and std of pixels; encoder: those of its weights")
+<<<<<<< HEAD
         add("--eval-resize", choices=["crop", "squash"], help="in evaluation: short side, then centre; or both sides")
+=======
+        add("--eval-resize", choices=["crop", "squash"], help="short side, then centre; or both sides (CC3M trainer)")
+>>>>>>> main
         add("--frames", type=count, help="T of a clip; CLIP4Clip: 12, for paragraphs 64")
         add("--frame-sampling", choices=["uniform", "middle", "random"],
             help="first to last; middles of T segments; a random one in each (in training)")
@@ -223,12 +227,17 @@ class Parser(OneLine):
         add("--pretrained", action=yesno, help="start from published weights, or from scratch")
         add("--init-from", default="", help="first weights: a .safetensors, .pt or .bin file, or a run")
         add("--embed-dim", type=between(2, 10**6, int), help="D, width of the space of the loss")
+        add("--grad-checkpointing", action=yesno, default=False, help="layers run again for backward: less memory")
         add = self.add_argument_group("optimisation").add_argument
         add("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
         add("--epochs", type=positive, help="passes over the training set")
         add("--max-steps", type=whole, default=0, help="in place of --epochs; schedules span them; 0 = off")
         add("--batch-size", type=between(2, 10**9, int), help="N, GLOBAL: of all processes; sets the negatives")
+<<<<<<< HEAD
         add("--chunk-size", type=whole, default=0, help="examples encoded at a time: less memory; 0 = all")
+=======
+        add("--chunk-size", type=whole, default=0, help="examples encoded at a time, the same gradient; 0 = all")
+>>>>>>> main
         add("--optimizer", choices=["adamw", "adam", "sgd"], help="sgd takes --beta1 as its momentum")
         add("--lr", type=rate, help="peak learning rate")
         add("--lr-end", type=rate, help="last learning rate of cosine and linear")

@@ -14,7 +14,7 @@ from contrastive.data.clips import feature_shape
 from contrastive.data.table import COMMITS, frames_of, has_clips
 
 from contrastive.encoders.base import (  # isort: skip
-    CLIP_VIP, FROM_FILES, VIDEO, channels_last, clip_width, own_statistics, sync_batchnorm)
+    CLIP_VIP, FROM_FILES, VIDEO, channels_last, clip_width, own_statistics, recompute, sync_batchnorm)
 from contrastive.encoders.models import build_model, spec_of, untrained
 from contrastive.encoders.texts import build_tokenizer
 from contrastive.engine import checkpoints
@@ -132,6 +132,7 @@ class Run:
         again = args.resume and checkpoints.checkpoints_of(self.folder)  # its weights are in the checkpoint
         self.start = (False, "") if again else (args.pretrained, args.init_from)
         self.tower, transform = build_model(self.spec, tokenizer, *self.start)
+        recompute(self.tower, args.grad_checkpointing)
         self.tower.to(self.device)
         if self.device.type == "cuda":
             channels_last(self.tower.vision)
