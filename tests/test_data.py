@@ -281,7 +281,7 @@ def test_more_or_less_of_train_is_val(fraction, tmp_path, capsys):
     (temo, ""), (temo, "--dataset x.csv"), (temo, "--eval-datasets x.csv"), (temperature_schedules, ""),
     (temperature_schedules, "--dataset cifar10-lt"), (temperature_schedules, "--dataset imagenet100-lt")])
 def test_nothing_is_held_out_for_val_where_there_is_one(script, flags, capsys):
-    said = "--hold-out-val: only for a set by name that comes without val"
+    said = "--hold-out-val: only for named sets without val"
     assert said in refused(script.parse_args, [*flags.split(), "--hold-out-val"], capsys)
     for allowed in (["--dataset", "cifar10"], ["--eval-datasets", "coco", "imagenet"][:3 * (script is temo)]):
         assert not allowed or script.parse_args([*allowed, "--hold-out-val"]).hold_out_val

@@ -125,12 +125,11 @@ class Parser(OneLine):
         defaults = recipe | {"dataset": chosen.dataset} | own | saved
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume")})
         args = self.parse_args(argv)
-        args.dataset, args.revision = chosen.dataset, revision or saved.get("revision", "")
+        args.dataset, args.recipe, args.revision = chosen.dataset, chosen.recipe, revision or saved.get("revision", "")
         warmups = {"--warmup-epochs", "--warmup-fraction"}
         self.require(not warmups <= self.given, "--warmup-fraction: not beside --warmup-epochs; give one of them")
         for flag in warmups - self.given if warmups & self.given else ():  # the recipe's way gives way
             setattr(args, flag[2:].replace("-", "_"), 0.0)
-        args.recipe = chosen.recipe
         if {"--epochs", "--max-steps"} & self.given == {"--epochs"}:
             args.max_steps = 0  # a saved number of steps would win
         unknown_set = chosen.recipe == "own" and not saved  # then Run fits these two to the data
@@ -153,8 +152,7 @@ class Parser(OneLine):
                 holds = value in wanted if isinstance(wanted, tuple) else value == wanted
                 self.only(holds, g.title, *(a.option_strings[0] for a in g._group_actions))
         sets = [chosen.dataset, *(parted(word, "=")[0] for word in getattr(args, "eval_datasets", []))]
-        without_val = any(splits_of(name, True) != splits_of(name) for name in sets)
-        self.only(without_val, "for a set by name that comes without val", "--hold-out-val")
+        self.only(any(splits_of(s) != splits_of(s, True) for s in sets), "for named sets without val", "--hold-out-val")
         self.only(args.hold_out_val or not all(map(facts_of, sets)), "for own data or --hold-out-val", "--val-fraction")
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
@@ -214,11 +212,7 @@ class Parser(OneLine):
         add("--image-size", type=between(8, 4096, int), help="pixels of a side")
         add("--image-stats", choices=["encoder", "imagenet", "clip", "half"],
             help="mean and std of pixels; encoder: those of its weights")
-<<<<<<< HEAD
-        add("--eval-resize", choices=["crop", "squash"], help="in evaluation: short side, then centre; or both sides")
-=======
         add("--eval-resize", choices=["crop", "squash"], help="short side, then centre; or both sides (CC3M trainer)")
->>>>>>> main
         add("--frames", type=count, help="T of a clip; CLIP4Clip: 12, for paragraphs 64")
         add("--frame-sampling", choices=["uniform", "middle", "random"],
             help="first to last; middles of T segments; a random one in each (in training)")
@@ -233,11 +227,7 @@ class Parser(OneLine):
         add("--epochs", type=positive, help="passes over the training set")
         add("--max-steps", type=whole, default=0, help="in place of --epochs; schedules span them; 0 = off")
         add("--batch-size", type=between(2, 10**9, int), help="N, GLOBAL: of all processes; sets the negatives")
-<<<<<<< HEAD
         add("--chunk-size", type=whole, default=0, help="examples encoded at a time: less memory; 0 = all")
-=======
-        add("--chunk-size", type=whole, default=0, help="examples encoded at a time, the same gradient; 0 = all")
->>>>>>> main
         add("--optimizer", choices=["adamw", "adam", "sgd"], help="sgd takes --beta1 as its momentum")
         add("--lr", type=rate, help="peak learning rate")
         add("--lr-end", type=rate, help="last learning rate of cosine and linear")
