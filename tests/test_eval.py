@@ -186,7 +186,7 @@ def test_repeated_texts_are_right_unless_a_paper_or_the_run_says_otherwise(sets,
     rows = [(x, words[i % 2], "test" if i < 20 else "train") for i, x in enumerate(names)]
     csv = write_rows(tmp_path / "twice.csv", ["image", "caption", "split"], rows)
     folder, own, of_run = train(tmp_path / "r", ["--dataset", csv, "--batch-size", "8", "--same-text", "wrong"])
-    said = "20 captions are word for word those of another image too: wrong in image -> text"
+    said = "20 captions, 20 repeated captions wrong; number (chance)"
     assert said in "".join(of_run)
     found = evaluate("--checkpoint", folder)["datasets"][str(csv)]
     assert said in (out := capsys.readouterr().out) and " in training" not in out
@@ -194,7 +194,8 @@ def test_repeated_texts_are_right_unless_a_paper_or_the_run_says_otherwise(sets,
     assert found["chance"]["image_to_text"]["R@1"] == pytest.approx(5)
     found = evaluate("--checkpoint", folder, "--same-text", "positive")["datasets"][str(csv)]
     assert "--same-text positive: wrong in training" in capsys.readouterr().out
-    assert found["metrics"]["same_text"] == "positive" and found["chance"]["image_to_text"]["R@1"] == pytest.approx(50)
+    assert found["metrics"]["repeated_captions_positive"] == 20
+    assert found["chance"]["image_to_text"]["R@1"] == pytest.approx(50)
     coco = {asked: common.load_data("coco", "test", data_dir=str(sets / "coco"), same_text=asked).same_text
             for asked in ("auto", "wrong", "positive")}
     assert coco == {"auto": "wrong", "wrong": "wrong", "positive": "positive"}           # by the papers' protocol

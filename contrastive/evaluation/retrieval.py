@@ -33,8 +33,8 @@ import torch
 TASKS = "retrieval", "mir", "zero-shot", "knn", "probe", "gap", "qa"
 BY_CAPTION, LEARNT, BY_CLASS = {"retrieval", "gap", "mir"}, {"knn", "probe"}, {"knn", "probe", "zero-shot"}
 # in a table's first line
-COUNTS = ("clips", "images", "captions", "questions", "captions_cut", "captions_repeated", "texts_cut", "unreadable",
-          "without_class")
+COUNTS = ("clips", "images", "captions", "questions", "captions_cut", "repeated_captions_positive",
+          "repeated_captions_wrong", "texts_cut", "unreadable", "without_class")
 FEW_QUERIES = 50  # with fewer, a single query moves the numbers
 
 
@@ -196,7 +196,7 @@ def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_
     if "retrieval" in tasks:
         found.append(retrieval_both_ways(pieces))
         if pieces["repeated"]:
-            counts |= {"captions_repeated": pieces["repeated"], "same_text": data.same_text}
+            counts[f"repeated_captions_{data.same_text}"] = pieces["repeated"]
     if "gap" in tasks:
         found.append(gap_of(pieces))
     if "mir" in tasks:
@@ -270,7 +270,7 @@ class Evaluator:
 def table(title, metrics, chance):
     """The result as lines of text, one for each group of numbers, each number with its chance level in brackets."""
     by_chance, groups, clips, trivial = flatten(chance), {}, "clips" in metrics, chance.get("trivial", {}).items()
-    for key, value in flatten({k: v for k, v in metrics.items() if k not in (*COUNTS, "same_text")}).items():
+    for key, value in flatten({k: v for k, v in metrics.items() if k not in COUNTS}).items():
         group, _, name = key.rpartition("/")
         said = f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}"
         groups.setdefault(group, []).append(said + (f" ({by_chance[key]:.2f})" if key in by_chance else ""))
@@ -282,10 +282,10 @@ def table(title, metrics, chance):
         lines.append(f"  {label.replace('image', 'video') if clips else label:<24} {'  '.join(cells)}")
         beside = [f"{k} {of[group]['mean_per_class']:.2f}" for k, of in trivial if group in of]
         lines += [f"  {'':<24} mean_per_class of {', '.join(beside)}"] if beside else []
-    if "same_text" in metrics:
+    if any(kind.startswith("repeated") for kind in counts):
         it = "video" if clips else "image"
-        lines.append(f"  {counts['captions_repeated']} captions are word for word those of another {it} too: "
-                     f"{metrics['same_text']} in {it} -> text; nothing tells them apart in text -> {it}")
+        lines.append(f"  repeated captions are word for word those of another {it}, for which they are counted as said; "
+                     f"as queries, text -> {it}, nothing tells them apart")
     few = [f"of {n} {kind} one is worth {100 / n:.1f} points" for kind, n in counts.items()
            if kind in COUNTS[:4] and n < FEW_QUERIES]
     return "\n".join(lines + ["FEW QUERIES: " + ", ".join(few)] if few else lines)
