@@ -42,6 +42,7 @@ from contrastive.figures.base import figure, save_figure
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -120,18 +121,22 @@ class Arm(NamedTuple):
     trials: list  # of [script, *flags]
     read: str
     scale: float = 1
-    also: dict = {}  # {title: metric}, reported beside
+    also: dict = {}  # {title: metric, or a group, which stands for all below it}, reported beside
     tuning: int = 1  # seeds that choose the trial: the mean over those with which all trials have run
 
+    def seeds(self):
+        """The seeds that tune; none of a single trial."""
+        return range(TUNING_SEED, TUNING_SEED + self.tuning * (len(self.trials) > 1))
 
-def seeds_of(arm):
-    """The seeds that tune an arm; none of a single trial."""
-    return range(TUNING_SEED, TUNING_SEED + arm.tuning * (len(arm.trials) > 1))
+
+def numbers(record, split):
+    """{metric: value} of the first data set of a record."""
+    return flatten(next(iter(record[split].values()), {}))
 
 
 def number(record, split, metric):
     """A metric of the first data set of a record; ends the program if it is not there."""
-    found = flatten(next(iter(record[split].values()), {}))
+    found = numbers(record, split)
     if metric not in found:
         raise SystemExit(f"{metric}: not in the {split} results of `{record['command']}`: {', '.join(found)}")
     return found[metric]
@@ -160,25 +165,23 @@ class Runs:
         return read_json(self.file(self.words(trial, seed)), {}) or None
 
     def tuned(self, arm):
-        """{flags of a trial: its mean val metric over tuning seeds}, None before all have run; empty of one trial."""
-        found = {" ".join(trial): None for trial in arm.trials if len(arm.trials) > 1}
-        runs = [[self.record(trial, seed) for trial in arm.trials] for seed in seeds_of(arm)]
-        runs = [records for records in runs if all(records)]                 # of each seed, of each trial
-        for flags, records in zip(found, zip(*runs)):
-            found[flags] = statistics.mean(number(record, "val", arm.metric) for record in records)
-        return found
+        """{flags of a trial: its mean val metric over tuning seeds}; empty before all have run, and of one trial."""
+        runs = [[self.record(trial, seed) for trial in arm.trials] for seed in arm.seeds()]
+        whole = [records for records in runs if all(records)]                # of each seed, of each trial
+        return {" ".join(trial): statistics.mean(number(record, "val", arm.metric) for record in records)
+                for trial, records in zip(arm.trials, zip(*whole))}
 
     def best(self, arm):
         """The trial with the best val metric, or the only one; None before all have run."""
-        values = list(self.tuned(arm).values()) or [0]
-        if None in values:
+        values = [sign_of(arm.metric) * value for value in self.tuned(arm).values()]
+        if len(arm.trials) > 1 and not values:
             return None
-        return arm.trials[values.index(max(values) if sign_of(arm.metric) > 0 else min(values))]
+        return arm.trials[values.index(max(values)) if values else 0]
 
     def left(self, arms, pairs):
         """(commands without a file that can run now, number of those that follow once their arms are tuned)."""
         best = [self.best(arm) for arm in arms]
-        now = [self.words(trial, seed) for arm in arms for seed in seeds_of(arm) for trial in arm.trials]
+        now = [self.words(trial, seed) for arm in arms for seed in arm.seeds() for trial in arm.trials]
         now += [self.words(trial, seed) for seed in pairs for trial in best if trial]
         files = {self.file(words): words for words in now}                   # arms may share trials
         return [words for file, words in files.items() if not file.exists()], len(pairs) * best.count(None)
@@ -189,19 +192,19 @@ class Runs:
         records = {k: r for k in pairs if (r := self.record(trial, k))} if trial else {}
         if not records:
             return None
-        tests = {k: flatten(next(iter(r["test"].values()))) for k, r in records.items()}
-        trivial = [{name: flatten(of) for name, of in next(iter(r["chance"].values()), {}).get("trivial", {}).items()}
-                   for r in records.values()]
+        first, tests = next(iter(records.values())), {k: numbers(r, "test") for k, r in records.items()}
+        shared = [name for name in numbers(first, "test") if all(name in of for of in tests.values())]
+        trivial = next(iter(first["chance"].values()), {}).get("trivial", {})
         return {"flags": " ".join(trial), "tuning": self.tuned(arm), "metric": arm.read,
                 "test": {k: arm.scale * number(r, "test", arm.read) for k, r in records.items()},
-                "also": {title: {k: of[metric] for k, of in tests.items()} for title, metric in arm.also.items()
-                         if all(metric in of for of in tests.values())},
-                "trivial": {name: of[arm.metric] for name, of in next(iter(trivial), {}).items() if arm.metric in of},
-                "steps": next(iter(records.values()))["steps"], "wall_s": [r["wall_s"] for r in records.values()],
+                "also": {title + name.removeprefix(at): {k: of[name] for k, of in tests.items()}
+                         for title, at in arm.also.items() for name in shared if f"{name}/".startswith(f"{at}/")},
+                "trivial": {kind: flatten(of)[arm.metric] for kind, of in trivial.items() if arm.metric in flatten(of)},
+                "steps": first["steps"], "wall_s": [r["wall_s"] for r in records.values()],
                 **{f"{what}s": sorted({r[what] for r in records.values()}) for what in ("commit", "machine")}}
 
     def run(self, words):
-        """Runs a command and keeps what it measured. Returns its seconds, None if it failed."""
+        """Runs a command and keeps what it measured. Returns whether it ended well."""
         paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}  # for forks elsewhere
         threads = {"OMP_NUM_THREADS": "1"} if self.jobs else {}
         with tempfile.TemporaryDirectory() as folder:
@@ -210,28 +213,21 @@ class Runs:
             summary = read_json(Path(folder) / "r" / "summary.json", {})
         if done.returncode or not summary:
             print(f"failed ({done.returncode}): {' '.join(words)}", *done.stderr.strip().splitlines()[-1:], flush=True)
-            return None
+            return False
         record = {"command": f"{'OMP_NUM_THREADS=1 ' if threads else ''}python {' '.join(words)}",
                   "date": str(datetime.date.today()), "machine": machine(), "versions": versions().split("\n")[:9],
                   **{k: summary[k] for k in KEPT}}
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.file(words), record)
-        return record["wall_s"]
+        return True
 
     def run_all(self, left):
         """Runs what left() returns, until only failed ones are left: the set of these."""
-        failed, walls, jobs = set(), [], self.jobs or 1
-        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        failed = set()
+        with concurrent.futures.ThreadPoolExecutor(self.jobs or 1) as pool:
             while now := [words for words in left()[0] if str(words) not in failed]:
-                runs = len(now) + left()[1]
-                for words, wall in zip(now, pool.map(self.run, now)):
-                    runs -= 1
-                    if wall is None:
-                        failed.add(str(words))
-                    else:
-                        walls.append(wall)
-                        hours = runs * statistics.mean(walls) / 3600 / jobs
-                        print(f"{wall:6.0f} s  {' '.join(words)}; {runs} runs left, {hours:.1f} h", flush=True)
+                ended = tqdm(pool.map(self.run, now), "runs, those to come too", len(now) + left()[1], unit="run")
+                failed |= {str(words) for words, well in zip(now, ended) if not well}
         return failed
 
 
@@ -280,13 +276,6 @@ def spread(values):
     return f"{statistics.mean(values):.2f}" + f" ± {statistics.stdev(values):.2f}" * (len(values) > 1)
 
 
-def beside(tests, names):
-    """Rows of the table of --also: {command: [test metrics of each run]}; a group's name stands for all below it."""
-    of_first = next(iter(tests.values()))[0]
-    wanted = [metric for name in names for metric in of_first if metric == name or metric.startswith(f"{name}/")]
-    return [[metric, *(spread(run[metric] for run in runs) for runs in tests.values())] for metric in wanted]
-
-
 def write(stem, results, arms, lines):
     """STEM.json, and STEM.md of these lines and the commits and machines of measured arms."""
     commits, machines = (sorted({x for arm in arms for x in arm[k]}) for k in ("commits", "machines"))
@@ -323,8 +312,8 @@ def main(argv=None):
     """Tunes, runs what is missing, compares each command with the first, prints and writes."""
     args = parse_args(argv)
     runs, pairs, sign = Runs(args.out / "runs", args.vary, by_source=True), range(args.seeds), sign_of(args.metric)
-    arms = {c: Arm(args.metric, [[*shlex.split(c), *args.shared, *values] for values in args.grid], args.metric)
-            for c in args.commands}
+    arms = {c: Arm(args.metric, [[*shlex.split(c), *args.shared, *values] for values in args.grid], args.metric,
+                   also=dict(zip(args.also, args.also))) for c in args.commands}
     failed = runs.run_all(lambda: runs.left(arms.values(), pairs))
     measured = {c: runs.measure(arm, pairs) for c, arm in arms.items()}
     if None in measured.values():
@@ -336,9 +325,9 @@ def main(argv=None):
              *(cells(lines[c], 2) if c in lines else [""] * 4)] for c, arm in measured.items()]
     table, stem = markdown(["command", f"{args.metric} on test", *LINE], rows), args.out / "comparison"
     if args.also:
-        kept = {c: [runs.record(runs.best(arm), k) for k in measured[c]["test"]] for c, arm in arms.items()}
-        tests = {c: [flatten(next(iter(r["test"].values()))) for r in records] for c, records in kept.items()}
-        table += ["", *markdown(["metric on test", *(f"`{c}`" for c in tests)], beside(tests, args.also))]
+        beside = [[metric, *(spread(arm["also"][metric].values()) for arm in measured.values())]
+                  for metric in measured[first]["also"]]
+        table += ["", *markdown(["metric on test", *(f"`{c}`" for c in measured)], beside)]
     write(stem, {"metric": args.metric, "arms": measured, "against": {first: lines}}, measured.values(), table)
     draw(lines, f"difference to {first}", args.metric, stem.with_suffix(".png"))
     print("", *table, "", f"{stem}.md, .json, .png", sep="\n")

@@ -324,9 +324,8 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     p.add_argument("--toy", action="store_true", help="every row on a CPU at toy size; its numbers are no results")
-    p.add_argument("--out", type=Path, default=RESULTS / "gpu", help="the files, without their endings")
     args = p.parse_args(argv)
-    results = read_json(args.out.with_suffix(".json"), {})
+    results = read_json(RESULTS / "gpu.json", {})
     for name in args.only:
         function, limit, arithmetic = ROWS[name]
         found, started = {"not run": "no card"}, time.time()
@@ -337,10 +336,10 @@ def main(argv=None):
             "commit": commit(), "date": str(datetime.date.today()), "machine": machine(),
             "versions": versions().split("\n")[:9], "seconds": time.time() - started, "results": found}
         print(f"{name}: {time.time() - started:.0f} s, {json.dumps(found)}", flush=True)
-        write_json(args.out.with_suffix(".json"), results)
+        write_json(RESULTS / "gpu.json", results)
         rows = [[name, key, f"{value:.4g}" if isinstance(value, float) else str(value)]
                 for name, of in results.items() for key, value in flatten(of["results"]).items()]
-        args.out.with_suffix(".md").write_text("\n".join([*markdown(["row", "what", "value"], rows), ""]))
+        (RESULTS / "gpu.md").write_text("\n".join([*markdown(["row", "what", "value"], rows), ""]))
 
 
 if __name__ == "__main__":

@@ -293,7 +293,8 @@ def test_without_a_card_the_arithmetic_runs_the_rest_says_so_and_a_failure_ends_
     monkeypatch.setattr(gpu, "CARD", False)
     monkeypatch.setattr(gpu, "ROWS", gpu.ROWS | {"unknown": (gpu.row_views, 60, True)})
     (tmp_path / "gpu.json").write_text(json.dumps({"waits": {"results": {"temo": 0}}}))
-    gpu.main(["--only", "unknown", "views", "memory", "--out", str(tmp_path / "gpu")])
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    gpu.main(["--only", "unknown", "views", "memory"])
     found = {name: row["results"] for name, row in json.loads((tmp_path / "gpu.json").read_text()).items()}
     assert found["unknown"]["failed"] == "exit 1: KeyError: 'unknown'" and found["waits"] == {"temo": 0}
     assert found["views"] == {"not run": "no card"} and "measured_mib" not in found["memory"]

@@ -314,7 +314,7 @@ def test_what_cannot_be_is_refused_in_one_line(models, videos, tmp_path):
         run(write_captions(tmp_path / "pictures", 40), tmp_path / "x.csv", models["llava"])
     run(videos, tmp_path / "x.csv", models["llava"])
     with pytest.raises(UserError, match="was made with other settings, see x.csv.json; name another file"):
-        run(videos, tmp_path / "x.csv", models["llava"], "--prompt", "what is this")
+        run(videos, tmp_path / "x.csv", models["llava"], "--candidates", 9)
     (tmp_path / "other.csv").write_text("image,caption\na,b\n")
     with pytest.raises(UserError, match="name another file"):
         run(videos, tmp_path / "other.csv", models["llava"])

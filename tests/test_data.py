@@ -1077,8 +1077,9 @@ def test_write_paraphrases(pegasus, tmp_path):
     paraphrase.main([*flags, str(path)])
     assert path.read_text(encoding="utf8").splitlines(keepends=True) == [done, lines[1], lines[2], lines[3]]
     assert len(Paraphrases(path)) == 4 and Paraphrases(path).get(["a cat"]) == [["kept"] * 5]
-    with pytest.raises(UserError, match="^--out [^ ]*: has 5 paraphrases of a caption by .*name another file$"):
-        paraphrase.main([*flags, str(path), "--per-caption", "2"])
+    path.write_text(path.read_text(encoding="utf8").replace('"by": "', '"by": "other '), encoding="utf8")
+    with pytest.raises(UserError, match="^--out [^ ]*: has paraphrases by other .*, not by .*name another file$"):
+        paraphrase.main([*flags, str(path)])
     own = (tmp_path / "own.csv").read_text()                               # somebody's data
     with pytest.raises(UserError, match="^--out "):
         paraphrase.main([*flags, str(tmp_path / "own.csv")])
@@ -1090,7 +1091,7 @@ def test_paraphrases_of_the_captions_of_videos(pegasus, tmp_path):
         write_video(tmp_path / "videos" / f"{i}.mp4", range(4))
     write_rows(tmp_path / "train.csv", ["video_id", "caption"], [(str(i), "a cat sat") for i in range(4)])
     paraphrase.main([*f"--dataset {tmp_path}/train.csv --video-dir {tmp_path}/videos --out {tmp_path}/p.jsonl".split(),
-                     *f"--model {pegasus} --per-caption 1 --cpu".split()])
+                     *f"--model {pegasus} --cpu".split()])
     assert len(Paraphrases(tmp_path / "p.jsonl")) == 1
 
 

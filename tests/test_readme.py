@@ -220,6 +220,13 @@ def test_the_readme_is_short():
     assert len(README.split()) <= 1300 and len(README.splitlines()) <= 160
 
 
+def test_the_pages_are_short():
+    """Words of docs/ outside of code blocks and tables."""
+    pages = [re.sub(r"```.*?```", "", text, flags=re.S) for path, text in PAGES.items() if path.parent.name == "docs"]
+    lines = [line for text in pages for line in text.splitlines() if not line.startswith(("|", "<!--"))]
+    assert len(pages) == 5 and 5000 < sum(len(line.split()) for line in lines) <= 6500
+
+
 def test_tables_are_those_of_the_results_files(capsys):
     report.main(["--check"])
     page = PAGES[report.PAGE]

@@ -9,13 +9,12 @@ one row per clip. A call that was stopped goes on where it was and loses at most
 depend on the number of processes, so neither do the captions. Beside the csv lie what each process has written, a .json
 with the settings and the clips without a caption, and a .png. With other settings a call does not go on with the file.
 
-Differences from the paper: (1) it does not say which features Eqs. 14-15 use; here they are those of --frame-encoder,
-at unit length (d falls off at a squared distance of 1, so longer ones would be ranked by density alone). (2) The
-picture is padded to a square: processors that crop the centre (LLaVA's) would drop the outer frames. (3) The authors'
-demo finds key frames by pixel differences, uses another prompt and samples at temperature 0.2; this follows the paper.
-(4) Candidates for key frames are evenly spaced in the clip; the paper draws its frames at random. (5) It is unclear
-whether Table 7's 3 x 4 means three columns, as here, or three rows, as in the demo (--grid). (6) Table 5's summary of
-a caption per frame is by ChatGPT; here --summary-model writes it, and both prompts of that mode are ours.
+Differences from the paper: (1) it does not say which features Eqs. 14-15 use; here those of --frame-encoder, at unit
+length (d falls off at a squared distance of 1: longer ones would be ranked by density alone). (2) The picture is padded
+to a square: LLaVA's processor crops the centre. (3) The authors' demo finds key frames by pixel differences, has
+another prompt and samples at temperature 0.2; this follows the paper. (4) Candidates for key frames are evenly spaced;
+the paper draws frames at random. (5) Table 7's 3 x 4 may mean three columns, as here, or three rows, as in the demo
+(--grid). (6) Table 5's summary of a caption per frame is by ChatGPT; here by --summary-model, with prompts of ours.
 """
 
 import csv
@@ -39,7 +38,8 @@ from contrastive.figures.mama import draw_clips
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ImageOps
+from tqdm import tqdm
 
 from mama import key_frames
 
@@ -48,16 +48,14 @@ FRAME_PROMPT = "Write a short caption sentence for the image"
 SUMMARY_PROMPT = "Sentences on frames of one video in the order of time:\n{}\nWrite one sentence for the whole video."
 GREY = (122, 116, 104)  # CLIP's mean pixel, with which LLaVA pads
 CELL = 224  # px, the short side of a frame in the picture, at most; the long one at most four times that
-SETTINGS = ("model", "prompt", "grid", "candidates", "frame_encoder", "summary_model", "max_new_tokens", "temperature",
-            "seed", "dtype", "batch")                                      # on which a caption may depend
+SETTINGS = ("model", "grid", "candidates", "frame_encoder", "summary_model", "max_new_tokens", "temperature", "seed",
+            "dtype", "batch")                                              # on which a caption may depend
 
 
 # ---- key frames and the picture ----
 def chosen_frames(frames, features, q):
     """q key frames (q, 3, H, W) in order of time, out of frames (T, 3, H, W); repeated if fewer differ."""
-    new = torch.ones(len(frames), dtype=torch.bool)
-    new[1:] = (frames[1:] != frames[:-1]).flatten(1).any(1)  # a short video repeats frames
-    frames = frames[new]
+    frames = frames.unique_consecutive(dim=0)                              # a short video repeats frames
     frames = frames[key_frames(features(frames), q=q)]
     return frames[torch.arange(q) * len(frames) // q]
 
@@ -67,10 +65,7 @@ def grid_picture(frames, columns):
     from torchvision.transforms.v2.functional import to_pil_image
     from torchvision.utils import make_grid
     sheet = to_pil_image(make_grid(frames, columns, padding=0))            # columns * W wide, rows * H high
-    side = max(sheet.size)
-    square = Image.new("RGB", (side, side), GREY)
-    square.paste(sheet, ((side - sheet.width) // 2, (side - sheet.height) // 2))
-    return square
+    return ImageOps.pad(sheet, 2 * (max(sheet.size),), color=GREY)
 
 
 def read_candidates(path, start, end, n):
@@ -138,7 +133,6 @@ def work(args, batches):
     columns, rows = args.grid
     answers, features = vision_language_model(args, args.device), frame_features(args.frame_encoder, args.device)
     summaries = summary_model(args, args.device) if args.summary_model else None
-    from tqdm import tqdm
     for batch in tqdm(batches, desc="captions", unit="batch", disable=rank() > 0):
         frames, said = {}, {}
         for clip, path in batch:
@@ -150,7 +144,7 @@ def work(args, batches):
             frames[clip] = chosen_frames(candidates, features, columns * rows)
         torch.manual_seed(common.key_hash(f"{args.seed} {batch[0][0]}"))
         if frames and not summaries:
-            texts = answers([grid_picture(x, columns) for x in frames.values()], args.prompt)
+            texts = answers([grid_picture(x, columns) for x in frames.values()], PROMPT)
         elif frames:
             texts = [answers([grid_picture(frame[None], 1) for frame in x], FRAME_PROMPT) for x in frames.values()]
             texts = summaries([SUMMARY_PROMPT.format("\n".join(of_frames)) for of_frames in texts])
@@ -176,7 +170,6 @@ def parse_args(argv=None):
                    help="evenly spaced frames of which the key frames are chosen (paper: random frames)")
     p.add_argument("--frame-encoder", default="facebook/dinov2-small",
                    help="features of Eqs. 14-15: timm name, transformers id, folder, or colour (no model, crude)")
-    p.add_argument("--prompt", default=PROMPT, help="what the model is asked (paper: the default)")
     p.add_argument("--summary-model", default="", help="language model, hub id or folder, that sums up captions of the "
                                                        "key frames (Table 5), instead of one caption of their picture")
     p.add_argument("--max-new-tokens", type=count, default=77, help="longest caption, in tokens")

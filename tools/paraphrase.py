@@ -4,7 +4,7 @@
     python temo.py --dataset coco --paraphrases coco_paraphrases.jsonl
 
 The file has one JSON object per line, {"caption": str, "paraphrases": [str, ...], "by": str}. A stopped call goes on
-with it, but not with another model or number.
+with it, but not with another model.
 """
 
 import json
@@ -18,11 +18,11 @@ from contrastive.engine.ranges import count
 
 import torch
 
-LENGTH = 60  # tokens, of a caption and of a paraphrase
+LENGTH, EACH = 60, 5  # tokens of a caption and of a paraphrase; paraphrases of each caption
 
 
-def paraphraser(name, per_caption, device):
-    """texts -> list of lists of str, by beam search: no random numbers."""
+def paraphraser(name, device):
+    """texts -> list of lists of EACH str, by beam search: no random numbers."""
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
     with opening(f"--model {name} (PEGASUS's tokenizer needs: pip install sentencepiece protobuf)"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -33,10 +33,10 @@ def paraphraser(name, per_caption, device):
     def answers(texts):
         tokens = tokenizer(texts, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt").to(device)
         tokens.pop("token_type_ids", None)
-        out = model.generate(**tokens, num_beams=max(10, per_caption), num_return_sequences=per_caption,
-                             max_new_tokens=LENGTH, no_repeat_ngram_size=2, repetition_penalty=1.2)
-        words = tokenizer.batch_decode(out, skip_special_tokens=True)      # len(texts) * per_caption
-        return [words[k:k + per_caption] for k in range(0, len(words), per_caption)]
+        out = model.generate(**tokens, num_beams=10, num_return_sequences=EACH, max_new_tokens=LENGTH,
+                             no_repeat_ngram_size=2, repetition_penalty=1.2)
+        words = tokenizer.batch_decode(out, skip_special_tokens=True)      # EACH * len(texts)
+        return [words[k:k + EACH] for k in range(0, len(words), EACH)]
     return answers
 
 
@@ -46,7 +46,6 @@ def main(argv=None):
     p.add_argument("--dataset", required=True, help="name, folder, file or hub id, as for temo.py")
     p.add_argument("--out", required=True, metavar="FILE", help="JSON lines to write, or to go on with")
     p.add_argument("--model", default="tuner007/pegasus_paraphrase", help="seq2seq model on the hub or in a folder")
-    p.add_argument("--per-caption", type=count, default=5, help="paraphrases of each caption")
     p.add_argument("--batch", type=count, default=16, help="captions at a time")
     p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     for flag in ("--data-dir", "--video-dir", "--image-column", "--caption-column"):
@@ -57,15 +56,13 @@ def main(argv=None):
         out.touch()
         lines = out.read_text(encoding="utf8").splitlines(keepends=True)
         rows = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill has cut the last one
-        for row in rows:
-            if (row["by"], len(row["paraphrases"])) != (by, args.per_caption):
-                raise UserError(f"--out {out}: has {len(row['paraphrases'])} paraphrases of a caption by {row['by']}, "
-                                f"not {args.per_caption} by {by}; name another file")
+        if others := {row["by"] for row in rows} - {by}:
+            raise UserError(f"--out {out}: has paraphrases by {others.pop()}, not by {by}; name another file")
         out.write_text("".join(lines[:len(rows)]), encoding="utf8")
     done, data = {row["caption"] for row in rows}, common.load_data(args.dataset, "train", **data_options(args))
     todo = [caption for caption in dict.fromkeys(data.first_captions()) if caption not in done]
     say(f"{len(done)} captions are in {out}, {len(todo)} to do")
-    answers = paraphraser(args.model, args.per_caption, "cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
+    answers = paraphraser(args.model, "cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
     from tqdm import tqdm
     with opening(out), open(out, "a", encoding="utf8") as f:
         for i in tqdm(range(0, len(todo), args.batch), desc="paraphrases", unit="batch"):

@@ -2,7 +2,6 @@
 
     python -m tools.score runs/INFONCE runs/MAMA --out scores                      # the baseline first
     python -m tools.score runs/INFONCE runs/MAMA --short captions.csv --out scores
-    python -m tools.score runs/INFONCE runs/MAMA --short noun --out scores         # moving-emoji: "a tiger"
 
 The score is the cosine of video and text. The paper compares a short sentence with the data set's own caption of the
 same video. It says that the margin lowers the score of short captions and raises that of detailed ones, and shows
@@ -30,14 +29,11 @@ import torch
 def short_captions(data, wanted):
     """[a short caption of each row, "" if there is none].
 
-    wanted: "" = the row's own caption with the fewest words; a column with class names; or a csv with columns video (a
-    row's file; with start and end for windows) and caption."""
+    wanted: a csv with columns video (a row's file; with start and end for windows) and caption; "" = the row's own
+    caption with the fewest words."""
     own = [data.captions(i) for i in range(len(data))]
     if not wanted:
         return [min(texts, key=words, default="") for texts in own]
-    if (names := data.names(wanted)) is not None:
-        classes = [names[c] if c >= 0 else "" for c in data.column(wanted)]  # -1: without a class
-        return [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" if name else "" for name in classes]
     with_them = add_captions(data, Path(wanted))
     return [next((t for t in with_them.captions(i) if t not in texts), "") for i, texts in enumerate(own)]
 
@@ -85,8 +81,8 @@ def main(argv=None):
     p = OneLine("python -m tools.score", __doc__.splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN_DIR", help="finished runs on one data set, the baseline first")
     p.add_argument("--split", choices=["train", "val", "test"], default="test", help="split whose videos are scored")
-    p.add_argument("--short", default="", metavar="FILE|COLUMN", help="csv of video and caption, or a column of class "
-                   "names (noun); default: each video's caption with the fewest words")
+    p.add_argument("--short", default="", metavar="FILE", help="csv of video and caption; default: each video's "
+                                                               "caption with the fewest words")
     p.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.csv and PREFIX.png")
     p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     args = p.parse_args(argv)

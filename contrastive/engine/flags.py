@@ -211,7 +211,7 @@ class Parser(OneLine):
         add = self.add_argument_group("pixels").add_argument
         add("--image-size", type=between(8, 4096, int), help="pixels of a side")
         add("--image-stats", choices=["encoder", "imagenet", "clip", "half"],
-            help="mean and std of pixels; encoder: those of its weights")
+            help="mean, std of pixels; encoder: of its weights")
         add("--eval-resize", choices=["crop", "squash"], help="short side, then centre; or both sides (CC3M trainer)")
         add("--frames", type=count, help="T of a clip; CLIP4Clip: 12, for paragraphs 64")
         add("--frame-sampling", choices=["uniform", "middle", "random"],

@@ -284,8 +284,8 @@ def table(title, metrics, chance):
         lines += [f"  {'':<24} mean_per_class of {', '.join(beside)}"] if beside else []
     if any(kind.startswith("repeated") for kind in counts):
         it = "video" if clips else "image"
-        lines.append(f"  repeated captions: another {it} has the same words (--same-text); in text -> {it} nothing tells "
-                     "them apart")
+        lines.append(f"  repeated captions: another {it} has the same words (--same-text); in text -> {it} nothing "
+                     "tells them apart")
     few = [f"of {n} {kind} one is worth {100 / n:.1f} points" for kind, n in counts.items()
            if kind in COUNTS[:4] and n < FEW_QUERIES]
     return "\n".join(lines + ["FEW QUERIES: " + ", ".join(few)] if few else lines)
