@@ -217,11 +217,12 @@ def row_step():
 def row_views():
     """ms of the views of 512 crops on the device, as in a run, plain and compiled."""
     crops = torch.randint(0, 256, (size(512, 8), 3, PIXELS, PIXELS), dtype=torch.uint8)
-    how = SimpleNamespace(device=DEVICE, transform=common.EvalTransform(PIXELS, (0.5,) * 3, (0.5,) * 3))
     view = common.Augment(PIXELS, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
+    transform = common.EvalTransform(PIXELS, (0.5,) * 3, (0.5,) * 3)
+    batches = common.Batches(SimpleNamespace(pixels=None, streamed=False), (view,), transform, 1, 0, 0, 1, DEVICE)
     draws, crops = torch.rand(len(crops), view.DRAWS).to(DEVICE), crops.pin_memory() if CARD else crops
     fused = torch.compile(view.photometric, dynamic=False, backend=size("inductor", "eager"))
-    functions = {name: functools.partial(common.Batches._finish, how, crops, function, draws)
+    functions = {name: functools.partial(batches._finish, crops, function, draws)
                  for name, function in (("plain", view.photometric), ("compiled", fused))}
     return measure(functions, size(10, 1))
 

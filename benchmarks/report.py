@@ -9,7 +9,6 @@ table of benchmarks/results/NAME.md.
 
 import argparse
 import re
-from itertools import dropwhile, takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,8 +18,8 @@ BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- /results -->)", re.DOTA
 
 def first_table(name):
     """The first table of a results file: consecutive lines that begin with |."""
-    lines = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf8").splitlines(keepends=True)
-    return "".join(takewhile(lambda line: line[0] == "|", dropwhile(lambda line: line[0] != "|", lines)))
+    text = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf8")
+    return re.search(r"(^\|.*\n)+", text, re.MULTILINE)[0]
 
 
 def filled(text):

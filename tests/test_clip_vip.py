@@ -94,24 +94,16 @@ def test_frames_between_those_the_weights_know(clip):
     assert torch.allclose(time[24][1:-1:2] - base[0], quarter, atol=1e-5)
 
 
-def test_what_is_no_clip_is_refused(clip, tiny):
-    bert = tiny("bert")[0]
-    with pytest.raises(UserError, match=f"--image-encoder clip_vip:{bert}: it is not a CLIP but bert"):
-        model_of((bert, None, clip[2]), text=clip[0])
-
-
 # ---------------------------------------------------- released weights ----------------------------------------------
 def test_a_released_file_is_read_to_its_last_tensor(clip, tmp_path, capsys):
-    state = published(clip[1].config)
+    state, model = published(clip[1].config), model_of(clip)
     torch.save({k: v.half() if "fc1" in k else v for k, v in state.items()}, tmp_path / "a.pt")
-    model = model_of(clip)
     encoders.weights.init_from(model, tmp_path / "a.pt")
     said = capsys.readouterr().out
     assert f"{len(model.state_dict())} of {len(model.state_dict())} tensors read" in said
     reference = CLIPModel(clip[1].config).eval()                           # the same numbers by transformers' names
     plain = {k.removeprefix("clipmodel."): v for k, v in state.items()}
-    left = reference.load_state_dict(plain, strict=False)
-    assert not left.missing_keys
+    assert not reference.load_state_dict(plain, strict=False).missing_keys
     tokens = clip[2](["red apple", "green pear"])
     with torch.no_grad():
         text = reference(pixel_values=torch.zeros(2, 3, 32, 32), **tokens).text_embeds
@@ -120,23 +112,20 @@ def test_a_released_file_is_read_to_its_last_tensor(clip, tmp_path, capsys):
     assert torch.equal(model.vision.body.added_cls, plain["vision_model.embeddings.added_cls"])
 
 
-def test_a_released_file_that_does_not_fit(clip, tmp_path, capsys):
-    state, file = published(clip[1].config), tmp_path / "a.pt"
-    less = {k: v for k, v in state.items() if "post_layernorm.bias" not in k}
-    more = state | {"clipmodel.vision_model.embeddings.more": torch.zeros(2)}
-    for tensors, words, model in (
-            (less, r"1 of its .* first vision.body.clip.post_layernorm.bias \(24,\)", model_of(clip)),
-            (published(clip[1].config, times=8), r"first vision.body.temporal \(8, 24\)", model_of(clip)),
-            (published(clip[1].config, proxies=1), r"first vision.body.added_cls \(1, 24\)", model_of(clip)),
-            (more, "first vision.body.clip.embeddings.more", model_of(clip)),
-            (state, "first vision.projection.weight", model_of(clip, embed_dim=8)),
-            (state, "load it into --image-encoder clip_vip:", model_of(clip, image_encoder=clip[0]))):
+def test_a_released_file_that_does_not_fit(clip, tmp_path):
+    config, file = clip[1].config, tmp_path / "a.pt"
+    state = published(config)
+    for tensors, words, more in (
+            ({k: v for k, v in state.items() if "post_layernorm.bias" not in k},
+             r"1 of its .* first vision.body.clip.post_layernorm.bias \(24,\)", {}),
+            (published(config, proxies=1), r"first vision.body.added_cls \(1, 24\)", {}),
+            (state, "first vision.projection.weight", {"embed_dim": 8}),
+            (state, "load it into --image-encoder clip_vip:", {"image_encoder": clip[0]})):
         torch.save(tensors, file)
         with pytest.raises(UserError, match=words):
-            encoders.weights.init_from(model, file)
-    capsys.readouterr()
-    encoders.weights.init_from(model_of(clip, text="small", text_pooling="mean"), file)
-    assert "the others keep their usual start, first text.body.position" in capsys.readouterr().out
+            encoders.weights.init_from(model_of(clip, **more), file)
+    read = encoders.weights.init_from(model_of(clip, text="small", text_pooling="mean"), file)
+    assert not [name for name in read if name.startswith("text.")]
 
 
 # ---------------------------------------------------- runs ----------------------------------------------------------

@@ -43,22 +43,6 @@ def imported(nodes):
 AT_THE_TOP = {name: imported(tree.body) - {name} for name, tree in TREES.items()}
 
 
-def test_no_import_goes_round_in_a_circle():
-    state = {}
-
-    def visit(name, way):
-        if state.get(name) == "open":
-            pytest.fail(" -> ".join([*way[way.index(name):], name]))
-        if name not in state:
-            state[name] = "open"
-            for other in sorted(AT_THE_TOP[name]):
-                visit(other, [*way, name])
-            state[name] = "done"
-    for name in MODULES:
-        visit(name, [])
-    assert len(state) == len(MODULES) > 60
-
-
 def test_of_ours_only_a_data_set_is_opened_by_its_name_and_nothing_late():
     by_string = Counter()
     for name, tree in TREES.items():

@@ -1,11 +1,14 @@
 """Metrics against computations by hand: ranks, ties, bias, groups, neighbours, probes, classes, health; chance."""
 
+import collections
 import dataclasses
 import math
 import types
 
 import common
-from contrastive import evaluation
+from contrastive import encoders, evaluation
+from contrastive.data.images import CIFAR_STATS
+from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
@@ -13,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.svm import LinearSVC
+
+import temo
 
 
 def brute_ranks(query, gallery, positives, bias=None):
@@ -75,16 +80,12 @@ def test_non_finite_raises(name):
 
 
 def test_chance_is_what_random_embeddings_get():
-    rows = [[i] if i % 2 else [i, (i + 1) % 60, (i + 2) % 60] for i in range(60)]
-    chance = evaluation.metrics.retrieval_chance(table(rows), 60)
-    generator = torch.Generator().manual_seed(0)
-    runs = []
-    for _ in range(300):
-        query, gallery = (torch.randn(60, 16, generator=generator) for _ in range(2))
-        runs.append(common.retrieval_metrics(query, gallery, table(rows)))
+    rows = table([[i] if i % 2 else [i, (i + 1) % 60, (i + 2) % 60] for i in range(60)])
+    generator, chance = torch.Generator().manual_seed(0), evaluation.metrics.retrieval_chance(rows, 60)
+    pairs = [torch.randn(2, 60, 16, generator=generator) for _ in range(300)]
+    runs = [common.retrieval_metrics(query, gallery, rows) for query, gallery in pairs]
     for key, tolerance in (("R@1", 0.6), ("R@5", 1.2), ("R@10", 1.5), ("R@50", 1.0), ("MnR", 0.7), ("MdR", 1.5)):
         assert np.mean([r[key] for r in runs]) == pytest.approx(chance[key], abs=tolerance), key
-    assert evaluation.metrics.retrieval_chance(torch.arange(20)[:, None], 20)["R@10"] == pytest.approx(50)
 
 
 @pytest.mark.parametrize("k", [1, 10])
@@ -126,6 +127,20 @@ def test_dual_softmax_against_loops():
             assert found.tolist() == ranks != plain.tolist()
     sharp = common.retrieval_metrics(query, gallery, own, ranks=True, dsl=0.005)
     assert sharp.max() <= 6                                                # no overflow, and few ties by underflow
+
+
+def test_a_grouped_set_ranks_clips_by_their_best_caption():
+    """Both directions by hand: four clips of three captions each."""
+    image, text = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).split([4, 12])
+    sim = F.normalize(image, dim=1) @ F.normalize(text, dim=1).T           # (4, 12)
+    own, best = torch.arange(12)[:, None] // 3, sim.unflatten(1, (4, 3)).amax(2)
+    pieces = {"image": image, "text": text, "owner": own[:, 0].numpy(), "positives": own, "positives_of_image": None,
+              "data": types.SimpleNamespace(grouped=True)}
+    found, chance = evaluation.retrieval.retrieval_both_ways(pieces)
+    ranks = {"image_to_text": (best >= best.diagonal()[:, None]).sum(1),
+             "text_to_image": (sim.T >= sim.T.gather(1, own)).sum(1)}
+    for way, expected in ranks.items():
+        assert found[way]["MnR"] == pytest.approx(expected.float().mean().item()) and chance[way]["R@1"] == 25
 
 
 def test_r_mean_is_the_mean_of_six_recalls():
@@ -212,12 +227,6 @@ def test_no_image_is_its_own_negative():
 
 
 # ---------------------------------------------------- classes -------------------------------------------------------
-def test_zero_shot_accuracy():
-    images = torch.tensor([[1, 0.5, 0, 0], [1, 0.5, 0, 0], [0, 0, 0.2, 1], [1.0, 1, 1, 1]])
-    got = common.zero_shot_accuracy(images, torch.tensor([0, 1, 0, 2]), torch.eye(4), topk=(1, 2, 4))
-    assert got == {"top1": 25.0, "top2": 50.0, "top4": 100.0}  # the third and the fourth (all tied) come last
-
-
 def test_linear_probe_is_linear_svc():
     rng = np.random.default_rng(0)
     x, q = rng.normal(size=(120, 10)), rng.normal(size=(60, 10))
@@ -264,3 +273,48 @@ def test_images_are_padded_moved_and_flipped():
     place = moved[:, 0].flatten(1).argmax(1).numpy()
     assert {*down} == {*right} == {*range(-4, 5)} and (place // 20 == 6 + down).all()
     assert (place % 20 == np.where(u[:, 2] < 0.5, 19 - (7 + right), 7 + right)).all()
+
+
+@pytest.mark.parametrize("prompts", [(), ("a {c}, worn.", "one {c}.")])
+def test_zero_shot_by_prompts_which_are_not_cleaned_and_by_names(prompts, monkeypatch):
+    """The mean of normalised prompts, the set's own if it has some, and the class names alone, by hand. The CC3M
+    trainer cleans captions alone: a prompt keeps its full stop and its hyphens."""
+    generator, cleaned = torch.Generator().manual_seed(0), []
+    of_text = collections.defaultdict(lambda: torch.randn(4, generator=generator))
+    monkeypatch.setattr(evaluation.by_class, "encode_texts", lambda model, words, texts, device: cleaned.append(
+        words.clean) or torch.stack([of_text[t] for t in texts]))
+    words = encoders.texts.Tokenizer(encoders.texts.train_wordpiece(["a t-shirt."] * 9), 16, clean=True)
+    data = types.SimpleNamespace(label_names=["t-shirt", "pear_tree", "zebra "], prompts=prompts)
+    image, labels = torch.randn(60, 4, generator=generator), np.arange(60) % 3
+    found, chance = evaluation.by_class.zero_shot(None, words, image, labels, data, "cpu")
+    for reading, formats in (("top1", prompts or ["a photo of a {c}."]), ("names_top1", ["{c}"])):
+        texts = [[f.replace("{c}", name) for f in formats] for name in ("t-shirt", "pear tree", "zebra")]
+        classes = [sum(F.normalize(of_text[t], dim=0) for t in of_class) for of_class in texts]
+        near = (image @ F.normalize(torch.stack(classes), dim=1).T).argmax(1).numpy()
+        assert found[reading] == pytest.approx(100 * (near == labels).mean())
+        assert chance[reading] == pytest.approx(100 / 3)
+    assert cleaned == [False, False]
+
+
+HALF = encoders.base.STATS["half"]
+
+
+@pytest.mark.parametrize("trained, name, flags, expected", [
+    ("squash", "cifar100", ("own", "own"), ("squash", HALF)), ("crop", "dtd", ("auto", "auto"), ("crop", HALF)),
+    ("crop", "dtd", ("squash", "cifar"), ("squash", CIFAR_STATS["cifar10"])),
+    ("crop", "cifar100", ("auto", "cifar"), ("crop", CIFAR_STATS["cifar100"]))])
+def test_the_view_of_a_set(trained, name, flags, expected):
+    view, *_ = evaluation.by_class.view_of(common.EvalTransform(32, *HALF, trained), name, "emoji", *flags)
+    assert (view.resize, (view.mean, view.std)) == expected
+
+
+def test_a_temperature_that_a_run_does_not_have_is_not_made_up(tmp_path):
+    gamma = evaluation.case._gamma
+    row_b = {"loss": "temo", **temo.ROWS["b"]}  # no term at --tau
+    for own in ({"loss": "max-margin"}, {"loss": "ts"}, {"loss": "infonce", "shifts": False, "schedule": True}, row_b):
+        with pytest.raises(UserError, match="no single temperature"):
+            gamma(own | {"tau": 0.07}, tmp_path)
+    with pytest.raises(UserError, match="own.safetensors: No such file"):  # the learnt one
+        gamma({"loss": "infonce", "tau": 0.07, "learnable_tau": True}, tmp_path)
+    for own in ({"loss": "infonce"}, {"loss": "temo", "base": False, "unimodal": "plain"}):
+        assert gamma(own | {"tau": 0.07}, tmp_path) == 0.07

@@ -17,17 +17,7 @@ from transformers import T5EncoderModel, T5ForConditionalGeneration
 import eval as eval_py
 import launch
 import ncl
-from helpers import (
-    drift,
-    losses,
-    refused,
-    run_script,
-    steps,
-    tensors_of,
-    unit,
-    write_features,
-    write_rows,
-)
+from helpers import drift, losses, refused, run_script, steps, tensors_of, unit, write_features, write_rows
 
 D, V = 16, 3  # embedding width, videos
 
@@ -52,26 +42,23 @@ def text_encoder(root, **more):
 def test_the_captioning_loss_is_the_loop(root):
     """Six captions of three videos in float64, each token from the true ones before it alone; the decoder is T5's."""
     captioner = Captioner(text_encoder(root), D).double().eval()
-    ids = torch.randint(3, 20, (6, 5), generator=torch.Generator().manual_seed(0))
-    lengths, video_id = [5, 2, 4, 1, 3, 5], torch.arange(6) % V
-    mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
-    ids, text, videos, tau = ids * mask, 3 * unit(6, D), 2 * unit(6, D, seed=1), 0.1
-    t, v, losses_of = text / 3, videos / 2, []
+    lengths, video_id, tau = torch.tensor([5, 2, 4, 1, 3, 5]), torch.arange(6) % V, 0.1
+    mask = (torch.arange(5) < lengths[:, None]).long()
+    ids = torch.randint(3, 20, (6, 5), generator=torch.Generator().manual_seed(0)) * mask
+    t, v, nll = unit(6, D), unit(6, D, seed=1), []
     whole = T5ForConditionalGeneration.from_pretrained(root / "t5").double().eval()
     for i in range(6):
         support = [j for j in range(6) if video_id[j] != video_id[i]]
         weights = [math.exp((t[i] @ v[j]).item() / tau) for j in support]
         z = sum(w / sum(weights) * v[j] for w, j in zip(weights, support))
         state = (captioner.bridge.weight @ z + captioner.bridge.bias)[None, None]
-        before, nll = [0], []
-        for word in ids[i, :lengths[i]].tolist():
-            with torch.no_grad():
-                logits = whole(encoder_outputs=(state,), decoder_input_ids=torch.tensor([before])).logits[0, -1]
-            nll.append(-logits.log_softmax(0)[word].item())
-            before.append(word)
-        losses_of.append(sum(nll) / len(nll))
-    got = captioning_loss(support_summary(text, videos, video_id, video_id, tau), ids, mask, captioner)
-    assert got.dtype == torch.float64 and got.item() == pytest.approx(sum(losses_of) / 6, rel=1e-9)
+        words, before = ids[i, :lengths[i]].tolist(), [0, *ids[i].tolist()]
+        with torch.no_grad():
+            logits = [whole(encoder_outputs=(state,), decoder_input_ids=torch.tensor([before[:k + 1]])).logits[0, -1]
+                      for k in range(len(words))]
+        nll.append(sum(-x.log_softmax(0)[word].item() for x, word in zip(logits, words)) / len(words))
+    got = captioning_loss(support_summary(3 * t, 2 * v, video_id, video_id, tau), ids, mask, captioner)
+    assert got.dtype == torch.float64 and got.item() == pytest.approx(sum(nll) / 6, rel=1e-9)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["T5", "T5 1.1"])
@@ -183,18 +170,6 @@ def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
     for name, of in zip(("chunks", "two"), others):
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
         assert drift(of, whole, start) < 0.05, name
-
-
-# ---------------------------------------------------- recipe and refusals -------------------------------------------
-@pytest.mark.parametrize("name, dropout", [("msrvtt", 0.1), ("activitynet", 0)])
-@pytest.mark.parametrize("loss, scale", [("ncl", 15), ("max-margin", 64), ("infonce", 15)])
-def test_recipe(name, dropout, loss, scale, tmp_path):
-    """App. C, and what is recalled of SSB; the captioning loss stays beside NCL's."""
-    words = ["--dataset", name, "--image-encoder", "ssb", "--feature-dir", str(tmp_path), "--loss", loss]
-    args = ncl.parse_args(words)
-    assert (args.dropout, args.text_dropout, args.loss_scale) == (dropout, dropout > 0, scale)
-    assert (args.text_pooling, args.optimizer, args.captioning_weight, args.chunk_size) == ("ssb", "adam", 10, 0)
-    assert args.normalize == ("queue" if loss == "ncl" else "none")
 
 
 def test_refusals(root, tmp_path, capsys):

@@ -9,11 +9,11 @@ RoBERTa, XLM-RoBERTa), a linear projection after each. All else is refused in on
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import common
 from contrastive.data import facts_of
+from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import flatten, opening
 
 import torch
@@ -96,5 +96,8 @@ def card(run, spec, args):
 
 
 if __name__ == "__main__":
+    p = OneLine("python -m tools.export", __doc__.splitlines()[0])
+    p.add_argument("run", help="folder of a finished run")
+    p.add_argument("out", help="folder to write")
     with common.clean_exit():
-        export(*sys.argv[1:])
+        export(**vars(p.parse_args()))

@@ -1,5 +1,7 @@
-"""Figures over runs: their numbers are those of the runs' own results, and of their embeddings, by hand."""
+"""tools/: figures over runs have the numbers of the runs' own results, and of their embeddings, by hand; an exported
+run has, through open_clip's own loader, the embeddings that it has here."""
 
+import json
 import re
 
 import common
@@ -7,13 +9,14 @@ import common
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
-import eval as eval_py
 import ncl
 import temo
 import temperature_schedules
-from helpers import rows, run_script
+from helpers import picture, rows, run_script, steps, write_captions
 from tools import figures as several
+from tools.export import export
 
 SMALL = "--cpu --batch-size 32 --image-size 16 --embed-dim 16 --log-every 1 --eval-every 0 --workers 0".split()
 CLIPS = "--dataset moving-emoji --clips 64 24 24 --max-steps 4 --lr 0.01".split()
@@ -93,15 +96,6 @@ def test_classes_by_temperature(runs, tmp_path, capsys):
             "emoji", "test", by_class=True).label_names)
 
 
-def test_eval_s_probes_have_head_mid_and_tail(runs, tmp_path):
-    folder, summary = runs["ts/0.1"]
-    words = ["--checkpoint", str(folder), "--output-dir", str(tmp_path), *"--tasks probe --cpu --workers 0".split()]
-    result = eval_py.main(eval_py.parse_args(words))
-    found, of_run = result["datasets"]["emoji"]["metrics"], summary["test"]["emoji"]
-    assert {"head", "mid", "tail"} <= found["few-shot"].keys() & found["all"].keys()
-    assert (found["few-shot"], found["all"]) == (of_run["few-shot"], of_run["all"])
-
-
 def test_other_captions_and_equal_names_are_refused(runs, tmp_path, capsys):
     other = tmp_path / "other"
     run_script(temo, other, *CLIPS[:2], *"--clips 64 24 20 --max-steps 1".split(), base=SMALL)
@@ -112,3 +106,63 @@ def test_other_captions_and_equal_names_are_refused(runs, tmp_path, capsys):
     assert "give the runs different names" in capsys.readouterr().err
 
 
+# ------------------------------------------------------- export -------------------------------------------------------
+TEXTS = ["picture number 3, take 0", "another one", "a photo of a zebra"]
+FLAGS = "--cpu --workers 0 --batch-size 4 --max-steps 1 --embed-dim 8 --no-pretrained --eval-every 0".split()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, tiny):
+    """Function of flags -> a run of one step on own pictures, a tiny timm tower and a tiny BERT."""
+    folder = tmp_path_factory.mktemp("export")
+    write_captions(folder / "set", 24)
+
+    def made(name, image="test_vit", *more):
+        flags = ["--dataset", folder / "set" / "captions.csv", "--image-encoder", image, "--text-encoder",
+                 tiny("bert")[0], "--image-size", 160, "--loss", "infonce", *more]
+        run_script(temo, folder / name, *FLAGS, *flags)
+        return folder / name
+    return made
+
+
+@pytest.mark.parametrize("image, more", [("test_vit", ["--learnable-tau"]),
+                                         ("test_resnet", ["--text-pooling", "mean", "--eval-resize", "squash"])])
+def test_open_clip_s_embeddings_are_ours(image, more, exported, tmp_path):
+    open_clip = pytest.importorskip("open_clip", reason="pip install open_clip_torch")
+    folder = exported(image, image, *more)
+    export(folder, tmp_path / "out")
+    theirs, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{tmp_path / 'out'}")
+    tokenize = open_clip.get_tokenizer(f"local-dir:{tmp_path / 'out'}")
+    ours, tokenizer, transform = common.load_model(folder)
+    theirs.eval()
+    same, larger = (Image.fromarray(picture(7, height, width)) for height, width in ((160, 160), (250, 320)))
+    torch.testing.assert_close(preprocess(same), transform(same), rtol=0, atol=1e-5)
+    assert (preprocess(larger) - transform(larger)).abs().max() < 2.5 / 255 / min(transform.std)    # PIL's own rounding
+    with torch.no_grad():
+        pixels = torch.stack([transform(same), transform(larger)])
+        for got, wanted in ((theirs.encode_image(pixels), ours(pixels)[0]),
+                            (theirs.encode_text(tokenize(TEXTS)), ours(tokens=tokenizer(TEXTS))[1])):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+            assert got.abs().max() > 1e-2
+    assert theirs.logit_scale.exp().item() == pytest.approx(1 / steps(folder)[-1]["tau"], rel=1e-4)
+
+
+def test_the_card_says_data_recipe_and_numbers(exported, tmp_path):
+    folder = exported("card")
+    export(folder, tmp_path / "out")
+    card, summary = ((tmp_path / "out" / "README.md").read_text(), json.loads((folder / "summary.json").read_text()))
+    assert "captions.csv; licence: that of your own data" in card and "1 steps of 4 examples" in card
+    value, = (of["text_to_image"]["R@1"] for of in summary["test"].values())
+    assert f"text_to_image/R@1 | {value:.4g} |" in card and 0 <= value <= 100
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["small"], "--image-encoder small is none of timm's"),
+    (["resnet18-cifar", "--image-size", 32], "resnet18-cifar is none of timm's"),
+    (["test_vit", "--image-size", 32], "test_vit at --image-size 32 differs from timm's own"),
+    (["test_vit", "--text-encoder", "small"], "texts read by small, not one of")])
+def test_what_open_clip_cannot_express_is_refused_in_one_line(flags, words, exported, tmp_path):
+    folder = exported("-".join(map(str, flags)).replace("-", ""), *flags)
+    with pytest.raises(ValueError, match=words) as refusal:
+        export(folder, tmp_path / "out")
+    assert "\n" not in str(refusal.value) and not (tmp_path / "out").exists()
