@@ -160,9 +160,9 @@ def test_what_differs_from_training_is_said(run, tmp_path, capsys):
 
 
 def test_repeated_texts_are_right_unless_a_paper_or_the_run_says_otherwise(sets, tmp_path, capsys):
-    names, words = write_images(tmp_path, range(40)), ["a pear", "a plum"]
+    names, words = helpers.write_images(tmp_path, range(40)), ["a pear", "a plum"]
     rows = [(x, words[i % 2], "test" if i < 20 else "train") for i, x in enumerate(names)]
-    csv = write_rows(tmp_path / "twice.csv", ["image", "caption", "split"], rows)
+    csv = helpers.write_rows(tmp_path / "twice.csv", ["image", "caption", "split"], rows)
     folder, own, of_run = train(tmp_path / "r", ["--dataset", csv, "--batch-size", "8", "--same-text", "wrong"])
     said = "20 captions, 20 repeated captions wrong; number (chance)"
     assert said in "".join(of_run)
@@ -183,8 +183,9 @@ def test_repeated_texts_are_right_unless_a_paper_or_the_run_says_otherwise(sets,
 
 def test_own_data_by_another_path_are_those_of_the_run(tmp_path, monkeypatch):
     """Its columns and its folder, however the path is written."""
-    rows = [(x, f"picture {i}", "test" if i < 8 else "train") for i, x in enumerate(write_images(tmp_path, range(24)))]
-    write_rows(tmp_path / "clips.csv", ["image", "words", "split"], rows)
+    names = helpers.write_images(tmp_path, range(24))
+    rows = [(x, f"picture {i}", "test" if i < 8 else "train") for i, x in enumerate(names)]
+    helpers.write_rows(tmp_path / "clips.csv", ["image", "words", "split"], rows)
     monkeypatch.chdir(tmp_path)
     words = ["--dataset", "clips.csv", "--caption-column", "words", "--batch-size", "8"]
     folder, own, _ = train(tmp_path / "r", words)
