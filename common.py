@@ -48,7 +48,6 @@ from contrastive.encoders.towers import freeze_as_clip4clip, set_dropout
 from contrastive.engine.flags import OneLine, Parser  # argparse with recipes
 from contrastive.engine.processes import (
     UserError,  # what a user can mend: one line, exit code 2
-    all_sum,  # numbers, summed over processes
     clean_exit,  # the entry point
     gather,  # (B, ...) of each process -> (N, ...), with gradient
     mean_over_processes,  # of the columns of a log
@@ -246,14 +245,14 @@ class Chunks:
         self.pieces = []  # of the inputs, each with the random state of its first pass
         if not self.chunk or self.chunk >= B:
             with tf32(self.tf32):
-                whole = all_there(self.function(inputs))
+                whole = self.function(inputs)
             return _Border.apply(self._crossed, *whole) if self.tf32 else whole
         parts = []
         with torch.no_grad(), tf32(self.tf32):
             for i in range(0, B, self.chunk):
                 piece = slice_tensors(inputs, slice(i, i + self.chunk))
                 self.pieces.append((piece, random_state(device)))
-                parts.append(all_there(self.function(piece)))
+                parts.append(self.function(piece))
         self.embeddings = tuple(torch.cat(e).detach().requires_grad_() for e in zip(*parts))  # (B, D) each
         return self.embeddings
 
@@ -291,14 +290,6 @@ class Chunks:
                         if e.requires_grad and whole.grad is not None]     # not of a frozen encoder
                 torch.autograd.backward([e for e, _ in used], [g.to(e.dtype) for e, g in used])
         set_random_state(after, device)
-
-
-def all_there(embeddings):
-    """The embeddings as they are. Raises: ValueError if one is None, of an encoder without its input."""
-    if any(e is None for e in embeddings):
-        raise ValueError("an encoder got no input, so that its embedding is None; return only what the loss reads, and "
-                         "freeze an encoder that it does not use (docs/forking.md)")
-    return embeddings
 
 
 def random_state(device):

@@ -235,7 +235,7 @@ def main(args):
              for name, folder in wanted_sets(args, subject.own).items()]   # all are opened before the first is encoded
     result = {"command": shlex.join([Path(sys.executable).name, *sys.argv]),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
-              "versions": versions(args.cpu).splitlines(), "processes": world(),
+              "versions": versions(args.cpu), "processes": world(),
               "datasets": {case.name: case.evaluate() for case in cases}}
     if rank() == 0:
         write_json(subject.folder / "eval.json", result)

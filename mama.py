@@ -88,7 +88,6 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
 import argparse
 import copy
 import math
-import os
 import warnings
 
 import common
@@ -427,9 +426,6 @@ def parse_args(argv=None):
     p.require(not (looks_ahead(args) and args.chunk_size),
               f"--chunk-size: --weighting {args.weighting} encodes the whole batch in its passes; use a smaller "
               "--batch-size, or another --weighting")
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    p.require(not looks_ahead(args) or args.meta_batch_size % processes == 0,
-              f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes")
     answers.check_flags(p, args)
     return args
 
@@ -535,7 +531,7 @@ def main(args):
         weight = weight.detach() if args.weighting == "meta" else weight   # (B,); its network learns by Eq. 10 alone
         loss = (weight * sample).mean()                                    # (); Eq. 8
 
-        run.check_finite(loss, tau, (video, text), batch, "--virtual-lr or --lr" if args.virtual_lr else "--lr")
+        run.check_finite(loss, tau, (video, text), batch)
         chunks.backward(loss)                                              # the full batch's gradient
         common.average_gradients(own.parameters())
         if args.grad_clip:
@@ -547,7 +543,7 @@ def main(args):
             tau = own["tau"]["log_tau"].detach().exp()
 
         numbers = {}
-        if run.logs_now():
+        if run.due("log"):
             noisy = train.column("noisy")                                  # (M,) bool: captions of another clip
             swapped = torch.zeros_like(sample) if noisy is None else torch.as_tensor(noisy[batch["rows"]]).to(sample)
             numbers = {"mu": mu} | numbers_of(sample, weight, swapped, (video, text), args, run, weight_net)

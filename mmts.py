@@ -72,9 +72,9 @@ import math
 import common
 
 from common import (  # isort: skip
-    Evaluator, Parser, Run, all_sum, between, by_rows, check_source, clean_exit, fp32, gather,
+    Evaluator, Parser, Run, between, by_rows, check_source, clean_exit, fp32, gather,
     head_mid_tail, k_means, largest_first, nonnegative, normalize, open_clusters, open_data, part, per_anchor,
-    positive, positive_index, to_device, whole)
+    positive, positive_index, to_device, whole, world)
 
 import numpy as np
 import torch
@@ -312,7 +312,7 @@ def range_of(args, steps, period):
     low, high = (args.shift_min, args.shift_max) if args.shifts else (center, center)
     grid = [*np.arange(0, min(steps, 1000 * period), period / 64), steps]  # extremes are at 64ths of a period
     shifts = torch.tensor([low, high], dtype=torch.float64)                # (2,)
-    values = torch.stack([sample_temperature(t, shifts, period, swing_of(args)) for t in grid])          # (S, 2)
+    values = torch.stack([sample_temperature(t, shifts, period, args.alpha * args.schedule) for t in grid])  # (S, 2)
     return round(values.min().item(), 12), round(values.max().item(), 12)
 
 
@@ -354,7 +354,7 @@ def main(args):
     batches = run.batches([view], transform)
 
     # ------------------------------------------- loop ----------------------------------------------------------------
-    shifts, alpha = shifts_of(clusters, args), swing_of(args)
+    shifts, alpha = shifts_of(clusters, args), args.alpha * args.schedule
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(head_mid_tail, clusters=clusters))
     guess = [random_guess(step, shifts, clusters, period, args) for step in (0, run.total)]
@@ -390,7 +390,7 @@ def main(args):
             own["tau"]["log_tau"].data.clamp_(*map(math.log, TAU_LIMITS))
             tau = own["tau"]["log_tau"].detach().exp()
 
-        numbers = numbers_of(image, text, used, tau, lost, args, run) if run.logs_now() else {}
+        numbers = numbers_of(image, text, used, tau, lost, args, run) if run.due("log") else {}
         run.done(batch, loss, tau, numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
@@ -408,16 +408,11 @@ def numbers_of(image, text, used, tau, lost, args, run):
     else:
         terms = clip_terms(image, text, used, args.label_smoothing)
     all_tau = gather(tau) if tau.ndim else tau[None]                       # (N,)
+    terms["not_in_clusters"] = world() * lost                              # whose mean is the sum over processes
     numbers = common.mean_over_processes(terms, run.device)
     numbers |= {f"{WORDS[args.loss]}_{k}": v.item()
                 for k, v in (("min", all_tau.min()), ("mean", all_tau.mean()), ("max", all_tau.max()))}
-    numbers["not_in_clusters"] = all_sum(lost, device=run.device)[0]
     return numbers | common.embedding_health(gather(normalize(image)), gather(normalize(text)))
-
-
-def swing_of(args):
-    """alpha of the schedule, 0 without one."""
-    return args.alpha if args.schedule else 0.0
 
 
 def shifts_of(clusters, args):
@@ -432,7 +427,7 @@ def random_guess(step, shifts, clusters, period, args):
     """The loss if all similarities are equal: ln N at any temperature, or the mean margin."""
     if args.loss == "infonce":
         return math.log(args.batch_size)
-    margins = sample_temperature(step, shifts, period, swing_of(args))     # (K + 1,) or (1,)
+    margins = sample_temperature(step, shifts, period, args.alpha * args.schedule)     # (K + 1,) or (1,)
     return margins[:-1].dot(clusters.sizes / clusters.sizes.sum()).item() if args.shifts else margins.item()
 
 
@@ -447,8 +442,7 @@ def banner_lines(clusters, steps, period, args):
     words = f"{name} {low:g} .. {high:g} over the run, period {period:g} steps ({source if same else 'by flags'})"
     if args.learnable_tau:
         kind, words = "learnt tau (a baseline)", f"tau {args.tau:g}, learnt"
-    smooth = f", label smoothing {args.label_smoothing:g}" if args.label_smoothing else ""
-    lines = {"loss": f"{args.loss}, {kind}{smooth}", values: words}
+    lines = {"loss": f"{args.loss}, {kind}", values: words}
     if clusters:
         sizes, by_words = clusters.sizes, args.clusters in ("captions", "vision")
         how = f"K-Means on {args.cluster_encoder}, {args.clusters}" if by_words else f"by {args.clusters}"

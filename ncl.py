@@ -357,7 +357,7 @@ def main(args):
     rounds = args.iterations if args.loss == "ncl" else 0                  # 0: plain InfoNCE
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(evaluate_normalized, own=own, args=args))
-    run.begin(evaluator, random_guess(tokenizer, args), banner_lines(train, own, args))
+    run.begin(evaluator, random_guess(tokenizer, args), banner_lines(own, args))
     if run.step == 0 and rank() == 0:                                      # Figs. 7 and 8 compare with the start
         start = {f"{name}/{k}": x for name, p in run.val_pieces.items() for k, x in first_captions(p).items()}
         write_tensors(run.folder / "embeddings_before.safetensors", start)
@@ -392,13 +392,13 @@ def main(args):
         own["texts"].push(text)
         own["videos"].push(video)
 
-        numbers = numbers_of(text, video, gamma, args, run, more) if run.logs_now() else {}
+        numbers = numbers_of(text, video, gamma, args, run, more) if run.due("log") else {}
         run.done(batch, loss, gamma_of(own, args), numbers)                # gamma as it is saved
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if rank() == 0:
         queues = {kind: own[kind].get() for kind in ("texts", "videos")}
-        queues["gamma"] = torch.tensor([gamma_now(own, args)], dtype=torch.float64)
+        queues["gamma"] = torch.tensor([float(gamma_of(own, args))], dtype=torch.float64)
         write_tensors(run.folder / "queues.safetensors", queues)
     return run.finish(lambda run: draw(run, retrieval_biases))
 
@@ -423,12 +423,6 @@ def gamma_of(own, args):
     return own["tau"]["log_tau"].exp() if args.learnable_tau else args.tau
 
 
-def gamma_now(own, args):
-    """gamma_of as a float: for the banner, the saved queues and the biases at test time."""
-    gamma = gamma_of(own, args)
-    return gamma.item() if torch.is_tensor(gamma) else gamma
-
-
 def random_guess(tokenizer, args):
     """The loss at the start and the end if all similarities are equal; None in a fork whose loss has another."""
     guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
@@ -437,16 +431,14 @@ def random_guess(tokenizer, args):
     return guess, guess
 
 
-def banner_lines(train, own, args):
+def banner_lines(own, args):
     """The banner's words on the method."""
-    size, epochs = args.batch_size, args.queue_size / train.examples
-    rounds = f", {args.iterations} rounds of Sinkhorn-Knopp on {size} x {size}" if args.loss == "ncl" else ""
+    rounds = f", {args.iterations} rounds of Sinkhorn-Knopp" if args.loss == "ncl" else ""
     factor = f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""
     factor += f", + {args.captioning_weight:g} x captioning (T {args.support_tau:g})" if args.captioning_weight else ""
-    queues = f"queues of {args.queue_size:,} texts and clips ({epochs:.1f} epochs)"
     lines = {"loss": f"{args.loss}{rounds}{factor}", "frozen": args.freeze,
-             "temperature": f"gamma {gamma_now(own, args):g}" + ", learnt" * args.learnable_tau,
-             "test time": f"--normalize {args.normalize}, {queues} of {args.dataset}; other sets without biases"}
+             "temperature": f"gamma {float(gamma_of(own, args)):g}" + ", learnt" * args.learnable_tau,
+             "test time": f"--normalize {args.normalize}; queues, of {args.dataset} alone: {args.queue_size:,} each"}
     return lines | (feature_words(args) if args.image_encoder in FEATURES else {})
 
 
@@ -458,7 +450,7 @@ def evaluate_normalized(pieces, own, args):
     queues = ()
     if pieces["data"].name == args.dataset:
         queues = own["texts"].get().cpu(), own["videos"].get().cpu()       # (K, D) each
-    results, pieces["biases"] = normalized_retrieval(pieces, gamma_now(own, args), args.iterations, *queues)
+    results, pieces["biases"] = normalized_retrieval(pieces, float(gamma_of(own, args)), args.iterations, *queues)
     mode = args.normalize if args.normalize in results else "none"         # before the first step there is no queue
     return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}
 

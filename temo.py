@@ -146,13 +146,6 @@ def modulated_multimodal_loss(image, text, tau_min, tau_alpha, **more):
     return (image_to_text + modulated_loss(text, image, tau_min, tau_alpha, **more)) / 2
 
 
-def blend_weights(progress, blend="quadratic", base=True, others=True):
-    """(alpha, beta) of Eq. 8 at t = progress: (1-t)^2 and t^2; 'fixed': 1/2 and 1/2. A part without the other has 1."""
-    if not (base and others):
-        return float(base), float(others)
-    return {"quadratic": ((1 - progress) ** 2, progress ** 2), "fixed": (0.5, 0.5)}[blend]
-
-
 def temo_terms(image, text, image_aug, text_aug, tau=0.01, tau_min=0.01, tau_alpha=0.04, detach=False,
                similarity="shifted", block=0, names=("L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T")):
     """The terms of Eq. 8 under their names in the paper: {name: scalar fp32 (float64 stays)}.
@@ -174,10 +167,14 @@ def temo_terms(image, text, image_aug, text_aug, tau=0.01, tau_min=0.01, tau_alp
 
 
 def term_weights(progress, base=True, modulated=True, unimodal="modulated", blend="quadratic"):
-    """{term: weight} of the rows a-g of Table 3 at t = progress; a term of weight 0 is left out."""
+    """{term: weight} of the rows a-g of Table 3 at t = progress; a term of weight 0 is left out.
+
+    alpha, beta of Eq. 8: (1-t)^2 and t^2; 'fixed': 1/2 and 1/2. A part without the other has 1."""
     others = ["L_M-MM"] * modulated
     others += {"none": [], "plain": ["L_I2I", "L_T2T"], "modulated": ["L_M-I2I", "L_M-T2T"]}[unimodal]
-    alpha, beta = blend_weights(progress, blend, base, bool(others))
+    alpha, beta = {"quadratic": ((1 - progress) ** 2, progress ** 2), "fixed": (0.5, 0.5)}[blend]
+    if not (base and others):
+        alpha, beta = float(base), float(bool(others))
     weights = {"L_MM": alpha} | dict.fromkeys(others, beta)
     return {name: weight for name, weight in weights.items() if weight}
 
@@ -458,7 +455,7 @@ def main(args):
     # <<< shared
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: encode(model, **inputs, slip=args.loss == "slip"), model, run.accelerator,
+    chunks = common.Chunks(functools.partial(encode, model, slip=args.loss == "slip"), model, run.accelerator,
                            args.chunk_size)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
@@ -486,7 +483,9 @@ def main(args):
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         texts, other = text_pair(batch["captions"], batch["draws"], paraphrases, train.templates, second=augmented,
                                  anchor=args.paraphrase_anchor)            # B texts T, and T~
-        inputs = {"pixels": dict(enumerate(batch["views"])), "tokens": tokens_of(tokenizer, texts, other, run.device)}
+        B, ids = len(texts), tokenizer(texts + other)                      # (B, L) or (2B, L) each, of one length
+        tokens = {i: {k: v[i * B:(i + 1) * B].to(run.device) for k, v in ids.items()} for i in range(1 + augmented)}
+        inputs = {"pixels": dict(enumerate(batch["views"])), "tokens": tokens}
         apart = {kind: {1: of.pop(1)} for kind, of in inputs.items()} if augmented and not args.grad_augmented else {}
         fixed = chunks.encode_without_gradient(apart) if apart else ()     # I~, T~; first, since BatchNorm's statistics
         image, text, *more = *chunks.encode(inputs), *fixed                # may not change between I and its backward
@@ -503,10 +502,8 @@ def main(args):
                              modulated=args.modulated, unimodal=args.unimodal, blend=args.blend, **how)
         elif args.loss == "cwcl":
             loss = cwcl_loss(image, text, tau)
-        elif args.loss.startswith("dystress"):
-            loss = multimodal_loss(image, text, tau_of)
-        else:                                                              # infonce, ts, and SLIP's text half
-            loss = multimodal_loss(image, text, tau)
+        else:                                                              # infonce, ts, dystress, SLIP's text half
+            loss = multimodal_loss(image, text, tau_of if args.loss.startswith("dystress") else tau)
         if args.loss == "slip":
             z1, z2 = own["head"](more[0]), own["head"](more[1])            # (B, 256)
             loss = loss + simclr_loss(z1, z2, 0.1)                         # weight and temperature of SLIP
@@ -521,7 +518,7 @@ def main(args):
         if args.learnable_tau:
             own["tau"]["log_tau"].data.clamp_(*map(math.log, args.tau_clamp))
             tau = own["tau"]["log_tau"].detach().exp()
-        numbers = numbers_of((image, text, *more), features, tau_of, how, args, run) if run.logs_now() else {}
+        numbers = numbers_of((image, text, *more), features, tau_of, how, args, run) if run.due("log") else {}
         run.done(batch, loss, tau, numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
@@ -576,15 +573,10 @@ def weights_of(args, progress):
     return weights | ({"L_E-text": args.text_expert_weight} if args.text_expert else {})
 
 
-def tokens_of(tokenizer, texts, other, device):
-    """Token ids of T and T~, padded to one length: {0: {input_ids, attention_mask} (B, L), 1: ...}; T~ may be empty."""
-    tokens, B = tokenizer(texts + other), len(texts)                       # (B, L) or (2B, L)
-    return {i: {k: v[i * B:(i + 1) * B].to(device) for k, v in tokens.items()} for i in range(2 if other else 1)}
-
-
-def encode(model, pixels, tokens, slip=False):
-    """All views and texts in one forward: {view: (b, [T,] 3, S, S)}, {text: tokens (b, L)} -> I, T[, I~, T~] or I~, T~,
-    (b, D) each; for SLIP I, T and the features (b, width) of its two views."""
+def encode(model, inputs, slip=False):
+    """All views and texts in one forward: pixels {view: (b, [T,] 3, S, S)}, tokens {text: (b, L)} -> I, T[, I~, T~] or
+    I~, T~, (b, D) each; for SLIP I, T and the features (b, width) of its two views."""
+    pixels, tokens = inputs["pixels"], inputs["tokens"]
     joined = {k: torch.cat([t[k] for t in tokens.values()]) for k in ("input_ids", "attention_mask")}    # (b or 2b, L)
     image, text, features = model(torch.cat([*pixels.values()]), joined)
     if slip:                                                               # I and two strong views

@@ -45,7 +45,7 @@ Differences from the paper and from the authors' code:
     the last BatchNorm of each block at 0) follow the authors' code. The paper's recipes and fashion-mnist-lt set both.
     The 3x3 stem of resnet18-cifar has torch's default initialisation, theirs He's normal one.
  9. App. A.2 names no measure for the choice of an epoch on val: --eval-epoch auto, the default on CIFAR, takes the mean
-    of kNN@1, kNN@10 and both probes, each a mean over the classes, and prints the command for the other splits.
+    of kNN@1, kNN@10 and both probes, each a mean over the classes, and prints --eval-epoch for the other splits.
 10. Figs. 1 and 2 do not say whose coverage and cosines they show; here those of z, which the loss sees and spreads.
     Fig. 3 shows features, as its kNN uses, of the largest and the smallest class, not of two similar ones.
 11. Table 10's uniform set is read as all images outside val, 4,500 per class (--imbalance-ratio 1), not the 1,116 of
@@ -59,15 +59,13 @@ import argparse
 import copy
 import functools
 import math
-import shlex
-import sys
 
 import common
 
 from common import (  # isort: skip
     Evaluator, Parser, Run, UserError, between, by_rows, clean_exit, count, fp32, gather, has_batchnorm,
-    labelled_splits, nonnegative, normalize, padded_and_flipped, part, per_anchor, positive, positive_index, rank, say,
-    to_device, whole, world, write_json)
+    labelled_splits, nonnegative, normalize, padded_and_flipped, part, per_anchor, positive, positive_index, say,
+    to_device, whole, world)
 
 import numpy as np
 import torch
@@ -273,6 +271,7 @@ OWN = EMOJI | dict(
     recipe="ours; small tower from scratch", image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cifar10-lt": CIFAR, "cifar100-lt": CIFAR, "imagenet100-lt": IMAGENET100,
            "fashion-mnist-lt": FASHION, "moving-emoji": MOVING, "emoji-scenes": SCENES, "own": OWN}
+SCHEDULES = "cos", "step", "random", "oscillating"
 SDCLR = {"cifar10-lt": dict(tau_min=0.2, prune=0.9), "cifar100-lt": dict(tau_min=0.2, prune=0.9),
          "imagenet100-lt": dict(tau_min=0.3, prune=0.3)}                   # with a fixed tau, from its scripts
 
@@ -299,9 +298,10 @@ def parse_args(argv=None):
     g.add_argument("--decay-all", action=yesno, help="weight decay of biases and norms (authors' code)")
     g.add_argument("--zero-init", action=yesno, help="a timm ResNet's last BatchNorms start at 0 (authors': at 1)")
     g = p.group("without --tau-head and --tau-tail", tau_head=False)
-    g.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"], default=None,
+    g.add_argument("--schedule", choices=[*SCHEDULES, "fixed"], default=None,
                    help="of tau over the epochs; fixed = --tau-min throughout")
     g.add_argument("--tau-min", type=positive, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
+    g = p.group("without --schedule fixed, --tau-head and --tau-tail", tau_head=False, schedule=SCHEDULES)
     g.add_argument("--tau-max", type=positive, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
     g = p.group("with --schedule fixed", schedule="fixed")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn it, from --tau-min on; not of the paper")
@@ -320,7 +320,7 @@ def parse_args(argv=None):
     g.add_argument("--hue", type=between(0, 0.5), help="strength, 0..0.5; paper 0.1")
     g.add_argument("--grey", type=part, help="share of grey images; paper 0.2")
     g.add_argument("--blur", type=part, help="share of blurred images; ImageNet 0.5")
-    g = p.group("long tail", description="of emoji, the sets -lt, or any labelled folder, parquet or hub id (org/name)")
+    g = p.group("long tail, of emoji, the sets -lt, or any labelled folder, parquet or hub id")
     g.add_argument("--imbalance-ratio", type=nonnegative,
                    help="largest class over smallest; paper 50, 100, 150; 1 = balanced; 0 = as the data are")
     g.add_argument("--split-seed", type=whole, default=0, help="of the classes' order and images; paper: 0, 1, 2")
@@ -352,8 +352,6 @@ def parse_args(argv=None):
     last = math.inf if args.max_steps else args.epochs
     p.require(args.schedule == "fixed" or args.tau_max >= args.tau_min,
               f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
-    p.only(args.schedule != "fixed" or args.tau_max == args.tau_min,
-           "without --schedule fixed, which stays at --tau-min", "--tau-max")
     p.require((args.tau_head > 0) == (args.tau_tail > 0),
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
     p.require(args.imbalance_ratio == 0 or args.imbalance_ratio >= 1,
@@ -382,12 +380,9 @@ def main(args):
     run.last = last_step(run)                                              # the schedules still span run.total
     if args.eval_epoch == "auto" and not args.eval_every:
         args.eval_every = 20 * run.per_epoch
-    args.command = getattr(args, "command", "") or shlex.join(sys.argv)    # a resumed run keeps the first
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) training images of each
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
     head_classes = set(order[:round(len(order) / 2)].tolist())             # paper: 5 of 10
-    if rank() == 0:
-        write_json(run.folder / "class_counts.json", {train.label_names[c]: int(sizes[c]) for c in order})
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     encoder, _, transform = run.towers()                                   # what is saved and tested
@@ -478,7 +473,10 @@ def main(args):
             update_momentum(own["key"], tower, args.momentum)
             own["queue"].push(keys)
 
-        run.done(batch, loss, tau, numbers_of(loss, z, run) if run.logs_now() else {})
+        numbers = {}
+        if run.due("log"):
+            numbers = common.embedding_health(*(gather(normalize(e.detach())) for e in z))              # of (N, D) each
+        run.done(batch, loss, tau, numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     chosen = chosen_row(run.log.rows, args)
@@ -487,8 +485,7 @@ def main(args):
     say(f"tested: the weights of epoch {epoch:g}, {val}")
     if "best" in own:
         tower.load_state_dict(own.pop("best").state_dict())
-        other = "--index-file OTHER" if args.index_file else f"--split-seed {args.split_seed + 1}"
-        say(f"another split: python {args.command} {other} --eval-epoch {epoch:g}")
+        say(f"other splits: --eval-epoch {epoch:g}")                       # App. A.2
     def sphere(features):                                                  # (M, width) -> (M, D), unit rows
         return normalize(project(tower.head, features)).cpu()
     return run.finish(lambda run: draw(run, sizes, tau_of, sphere), eval_epoch=epoch, eval_epoch_val=mean)
@@ -513,13 +510,6 @@ def encode(model, views, masks):
     return z.chunk(len(views))
 
 
-@torch.no_grad()
-def numbers_of(loss, z, run):
-    """Columns of the log: the loss, and common.embedding_health of both views, z (B, D) each."""
-    health = common.embedding_health(*(gather(normalize(e)) for e in z))   # of (N, D) each
-    return common.mean_over_processes({"L_c": loss}, run.device) | health
-
-
 def random_guess(run):
     """Tells the banner the negatives of an anchor, the other views or MoCo's queue. Returns: the loss at the start and
     the end if all cosines are equal; None in a fork whose loss has another."""
@@ -531,9 +521,8 @@ def banner_lines(run, sizes, head_classes, tau_of):
     """The method's lines of the banner: {word: text}."""
     args = run.args
     highest = args.tau_min if args.schedule == "fixed" else args.tau_max
-    last_epoch = max(0, run.last - 1) // run.per_epoch
-    tau = (f"{args.schedule}, {args.tau_min:g} .. {highest:g}, period {args.period:g} epochs; "
-           f"first {tau_of(0):.3f}, last {tau_of(last_epoch):.3f}")
+    last = tau_of(max(0, run.last - 1) // run.per_epoch)
+    tau = f"{args.schedule}, {args.tau_min:g} .. {highest:g}, period {args.period:g} epochs, last {last:.3f}"
     if args.learnable_tau:
         tau = f"learnt, from {args.tau_min:g} on"
     if args.tau_head:

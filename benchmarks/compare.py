@@ -215,7 +215,7 @@ class Runs:
             print(f"failed ({done.returncode}): {' '.join(words)}", *done.stderr.strip().splitlines()[-1:], flush=True)
             return False
         record = {"command": f"{'OMP_NUM_THREADS=1 ' if threads else ''}python {' '.join(words)}",
-                  "date": str(datetime.date.today()), "machine": machine(), "versions": versions().split("\n")[:9],
+                  "date": str(datetime.date.today()), "machine": machine(), "versions": versions()[:9],
                   **{k: summary[k] for k in KEPT}}
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.file(words), record)

@@ -335,7 +335,7 @@ def main(argv=None):
         results[name] = {
             "what": " ".join(function.__doc__.split()), "command": f"python -m benchmarks.gpu --only {name}",
             "commit": commit(), "date": str(datetime.date.today()), "machine": machine(),
-            "versions": versions().split("\n")[:9], "seconds": time.time() - started, "results": found}
+            "versions": versions()[:9], "seconds": time.time() - started, "results": found}
         print(f"{name}: {time.time() - started:.0f} s, {json.dumps(found)}", flush=True)
         write_json(RESULTS / "gpu.json", results)
         rows = [[name, key, f"{value:.4g}" if isinstance(value, float) else str(value)]

@@ -270,7 +270,7 @@ def tiny_model(kind, folder, tokenizer):
     torch.manual_seed(0)
     model = make[kind]().eval()
     model.save_pretrained(folder)
-    tokenizer.save(folder)
+    tokenizer.tokenizer.save_pretrained(folder)
     return model
 
 

@@ -196,8 +196,6 @@ OUT_OF_RANGE = {
     "--log-every 10000000000": "must be between 0 and 1e+09"}
 REFUSED = {
     "--batch-size many": "--batch-size invalid whole number value: 'many'", "--lr x": "--lr invalid number value: 'x'",
-    "--init-from /no/such": "--init-from /no/such: no such path",
-    "--dataset a.csv --data-dir /no/such": "--data-dir /no/such: no such path",
     "--mixed-precision fp8": "--mixed-precision invalid choice: 'fp8'",
     "--no-base --no-modulated --unimodal none": "leaves no loss",
     "--learnable-tau": "--learnable-tau: only with --loss infonce, slip or cwcl",
@@ -230,7 +228,7 @@ STOPPED = {
     "--text-encoder nobody/none": "nobody/none: .*connect",
     "--image-encoder resnet18-cifar --chunk-size 4": "--chunk-size 4: resnet18-cifar has BatchNorm.* chunk",
     "--lr 1e30 --lr-end 1e30 --grad-clip 0": r"the loss is not finite at step 1 \(tau 0.1\); process 0: norms "
-                                             r"up to .*keys \['\d+.png'.*--lr"}
+                                             r"up to .*keys \['\d+.png'.*a lower learning rate"}
 
 
 @pytest.mark.parametrize("words", STOPPED)
@@ -238,11 +236,9 @@ def test_what_ends_a_run_before_or_in_its_first_steps(words, good, tmp_path):
     assert re.match(STOPPED[words], stopped(good, tmp_path, *words.split()))
 
 
-def test_batch_not_divisible_by_the_processes(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    message = refused(capsys, "--batch-size", 8)
-    assert "--batch-size 8: not divisible by 3 processes" in message
-    assert temo.parse_args(["--batch-size", "9"]).batch_size == 9
+def test_batch_not_divisible_by_the_processes(good, tmp_path, monkeypatch):
+    monkeypatch.setattr(data_sets.batches, "world", lambda: 3)
+    assert "a batch of 8 is not divisible by 3 processes" in stopped(good, tmp_path)
 
 
 @pytest.mark.parametrize("examples, batch, epochs", [(23, 20, 500), (24, 24, 500), (600, 256, 250)])
@@ -270,12 +266,13 @@ def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
     out = capsys.readouterr().out
     assert summary["batch"] == 23 and "; --batch-size 256 -> 23, which fits the data" in out
     assert "batch        23 = 1 x 23; 22 negatives" in out
-    said = f"recipe       own, but --image-size by flag; {good} has none of its own: --recipe emoji|cc3m|cc12m|"
+    said = "recipe       own (ours; small towers from scratch), but --image-size by flag\n"
     assert out.startswith(f"temo.py\n  {said}")
     assert "FEW QUERIES: of " in out and " images one is worth " in out
     args = temo.parse_args(["--resume", str(tmp_path / "r")])
     assert args.batch_size == 23 and json.loads((tmp_path / "r" / "args.json").read_text())["batch_size"] == 23
-    assert not temo.parse_args([]).fit_batch and not temo.parse_args(["--dataset", "x.csv", "--batch-size=8"]).fit_batch
+    asked = [*flags[:-1], "asked", "--batch-size", "16"]
+    assert temo.main(temo.parse_args([*map(str, asked)]))["batch"] == 16
 
 
 def test_a_paper_s_recipe_wants_a_card_or_to_be_told(good, tmp_path, monkeypatch):
@@ -290,8 +287,6 @@ def test_a_paper_s_recipe_wants_a_card_or_to_be_told(good, tmp_path, monkeypatch
             script.main(script.parse_args([*flags, "--eval-datasets", str(good)]))
         assert str(error.value) == (f"recipe {recipe} without a card is for --cpu; torch: The NVIDIA driver on your "
                                     "system is too old (found version 11040).")
-    for remark, flags in (("ours; tuned", []), ("paper", ["--cpu"]), ("the paper's", ["--cpu"]), ("", [])):
-        engine.run.refuse_without_card(temo.parse_args(flags), remark)
 
 
 def test_few_queries():

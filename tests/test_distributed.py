@@ -189,7 +189,7 @@ def compare(rank, folder, worlds=(2, 4), device="cpu"):
         with group(rank, world, f"file://{folder}/init_{world}"):
             for name, dtype in keys:
                 loss, grads = step(name, DTYPES[dtype], rows, DistributedDataParallel)
-                mean = engine.processes.all_sum(loss.item(), device=DEVICE)[0] / world
+                mean = engine.processes.mean_over_processes({"L": loss}, DEVICE)["L"]
                 expected, expected_grads = alone[name, dtype]
                 out[f"{name} {dtype}"] = [abs(mean / expected.item() - 1), relative(grads, expected_grads)]
             for loss, expected in sgd_alone.items():

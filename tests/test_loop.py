@@ -139,11 +139,12 @@ def test_the_order_of_views_and_texts():
         return pixels, joined["input_ids"], pixels + 100
     tokens = {i: {"input_ids": x, "attention_mask": x} for i, x in tokens.items()}
     def numbers(n, m, **more):
-        out = temo.encode(model, dict(list(views.items())[:n]), dict(list(tokens.items())[:m]), **more)
+        out = temo.encode(model, {"pixels": dict([*views.items()][:n]), "tokens": dict([*tokens.items()][:m])}, **more)
         return [x.unique().item() for x in out]
     assert numbers(1, 1) == [0, 10] and numbers(2, 2) == [0, 10, 1, 11]
     assert numbers(3, 1, slip=True) == [0, 10, 101, 102]
-    assert [x.unique().item() for x in temo.encode(model, {1: views[1]}, {1: tokens[1]})] == [1, 11]  # I~ and T~ alone
+    alone = temo.encode(model, {"pixels": {1: views[1]}, "tokens": {1: tokens[1]}})  # I~ and T~
+    assert [x.unique().item() for x in alone] == [1, 11]
     with pytest.raises(ValueError, match="zip"):
         numbers(2, 1)
 

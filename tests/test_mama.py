@@ -582,13 +582,6 @@ def test_bad_flags(flags, capsys):
     assert BAD[flags] in refused(mama.parse_args, [*of_set(BASE, flags), *flags], capsys)
 
 
-def test_a_meta_batch_that_no_two_processes_share(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    words = refused(mama.parse_args, [*BASE, "--meta-batch-size", "7"], capsys)
-    assert "--meta-batch-size 7: not divisible by 2 processes" in words
-    mama.parse_args([*of_set(BASE, ["--weighting", "focal"]), "--weighting", "focal"])
-
-
 def test_too_little_meta_data(tmp_path):
     for flags, words in ((["--meta-size", "4"], "4 examples, fewer than --meta-batch-size 8"),
                          (["--meta-set", "val", "--meta-size", "99"], "val has 16 examples, so none would be left")):

@@ -51,14 +51,16 @@ def data(tmp_path_factory):
 
 
 # ---------------------------------------------------- towers by name ------------------------------------------------
-def test_a_clip_as_image_encoder_is_the_text_encoder_too(tiny):
+def test_a_clip_as_image_encoder_is_the_text_encoder_too(tiny, data, tmp_path):
     """With the width of its projections; what a flag names is kept, and any other encoder leaves the recipe's."""
     folder, other = tiny("clip")[0], temo.parse_args([]).text_encoder
-    for image, flags, expected in ((folder, [], (folder, 16)), (folder, ["--embed-dim", "8"], (folder, 8)),
-                                   (folder, ["--text-encoder", "small"], (other, 128)), ("resnet18", [], (other, 128))):
-        args = temo.parse_args(["--image-encoder", image, *flags])
-        engine.run.clip_sets_both(args)
-        assert (args.text_encoder, args.embed_dim) == expected
+    for k, (image, flags, expected) in enumerate((
+            (folder, [], (folder, 16)), (folder, ["--embed-dim", "8"], (folder, 8)),
+            (folder, ["--text-encoder", "small"], (other, 128)), ("resnet10t", [], (other, 128)))):
+        run = [*RUN, "--dataset", data, "--image-encoder", image, "--no-pretrained", "--image-size", "32", *flags]
+        temo.main(temo.parse_args([*run, "--output-dir", str(tmp_path), "--run-name", str(k)]))
+        spec = engine.processes.read_json(tmp_path / str(k) / "model.json")
+        assert (spec["text_encoder"], spec["embed_dim"]) == expected
 
 
 @pytest.mark.parametrize("name, stats", [

@@ -67,4 +67,4 @@ def test_a_resume_may_change_it(tmp_path):
 
 def test_an_encoder_without_it_is_refused():
     with pytest.raises(UserError, match="neither encoder"):
-        recompute(common.TwoTower(common.VisionEncoder("small", 8), None), True)
+        recompute(common.TwoTower(common.VisionEncoder("small", 8), None))

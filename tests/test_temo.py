@@ -315,9 +315,9 @@ def test_a_step_against_an_independent_computation(flags, tmp_path, monkeypatch)
     lines = [{"caption": f"caption {i}", "paraphrases": [f"said {i}", f"told {i}", f"put {i}"]} for i in range(80)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     encode, text_pair, seen, texts = temo.encode, temo.text_pair, [], []
-    def spy(model, pixels, tokens, slip):
-        seen.append((torch.is_grad_enabled() and model.training, pixels))
-        return encode(model, pixels, tokens, slip)
+    def spy(model, inputs, slip):
+        seen.append((torch.is_grad_enabled() and model.training, inputs["pixels"]))
+        return encode(model, inputs, slip)
     monkeypatch.setattr(temo, "encode", spy)
     monkeypatch.setattr(temo, "text_pair", lambda *a, **k: texts.append(text_pair(*a, **k)) or texts[-1])
     rate, size = 0.1, 16

@@ -55,7 +55,7 @@ import mmts
 import ncl
 
 ASIDE = {"output_dir", "run_name", "resume", "cpu", "workers", "save_every", "eval_every", "log_every", "tracker",
-         "changed", "hub", "command"}  # what does not change what is learnt
+         "changed", "given", "hub", "command"}  # what does not change what is learnt
 PERIODS = {"period", "epochs", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
            "split_seed"}
 MARGINS = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
@@ -316,9 +316,8 @@ def clusters_of(argv):
         raise UserError("--clusters none: there is nothing to draw")
     total = args.max_steps or max(1, round(args.epochs * (train.examples // args.batch_size)))
     period = total / args.periods
-    draw_figures(lambda name, function, *of, **more: function(*of, folder / name, **more), args, total, train, clusters,
-                 mmts.shifts_of(clusters, args), period,
-                 functools.partial(mmts.sample_temperature, period=period, alpha=mmts.swing_of(args)))
+    draw_figures(folder, args, total, train, clusters, mmts.shifts_of(clusters, args), period,
+                 functools.partial(mmts.sample_temperature, period=period, alpha=args.alpha * args.schedule))
     for e in clusters.meta["examples"]:
         say(f"#{e['cluster'] + 1} of {len(clusters.sizes)}, {e['size']:,}: {'; '.join(e['captions'][:4])}")
     say(f"written to {folder}")

@@ -131,6 +131,8 @@ class Batches:
                  max_bad_fraction=0.01, folder=None, positions=None, compiled=False):
         self.data, self.augments, self.transform, self.device, self.seed = data, augments, transform, device, seed
         self.local, self.batch_size, self.first, self.last = batch_size // world(), batch_size, first, last
+        if batch_size % world():
+            raise UserError(f"a batch of {batch_size} is not divisible by {world()} processes")
         self.max_bad_fraction, self.folder, self.bad, self.compiled = max_bad_fraction, folder, {}, compiled
         self.workers = 0 if data.pixels is not None else min(workers, CORES)  # those that are started
         if data.streamed:

@@ -36,7 +36,12 @@ def load(name, split, options):
     """One split of emoji, (M, 3, 72, 72) in memory. With options["by_class"] the drawings of each class are split (for
     methods without texts), else whole clusters of twins: tenth options["fold"] (0..9) is test, and the next is val."""
     fold, by_class = options.get("fold") or 0, options.get("by_class")
-    items = _by_class(split) if by_class else _by_fold(split, fold)
+    if by_class:
+        items = _by_class(split)
+    else:  # a hash of their cluster's name decides; train has the variants at the end
+        held = {fold: "test", (fold + 1) % FOLDS: "val"}
+        items = [i for i in drawings() if held.get(int(digest(i["cluster"].encode()), 16) % FOLDS, "train") == split]
+        items += [v for i in items for v in i["variants"]] if split == "train" else []
     names, number, columns = sorted({i["label"] for i in (items if by_class else drawings())}), {}, {}
     if not by_class:  # equal pixels make one group
         columns["group"] = [number.setdefault(i["pixels"], len(number)) for i in items]
@@ -102,13 +107,6 @@ def digest(content):
 
 
 # ---- the splits ----
-def _by_fold(split, fold):
-    """The drawings of a split, which a hash of their cluster's name decides; train with their variants at the end."""
-    held = {fold: "test", (fold + 1) % FOLDS: "val"}
-    items = [i for i in drawings() if held.get(int(digest(i["cluster"].encode()), 16) % FOLDS, "train") == split]
-    return items + [v for i in items for v in i["variants"]] if split == "train" else items
-
-
 def _by_class(split):
     """The drawings of a split: HELD_OF_CLASS of each class are held out, small clusters first; train with variants."""
     classes, out = {}, []

@@ -62,6 +62,7 @@ class Data:
         self.sources = self.table.select_columns("source") if inside else None
         self.rows = np.arange(len(self.table)) if self.rows is None else self.rows
         self.columns, self.features = {}, self.texts.features  # asking the table for these copies them each time
+        self.label_names = getattr(self.features.get("label"), "names", None)
 
     def __len__(self):
         return len(self.table)
@@ -81,9 +82,7 @@ class Data:
         """Class names of a column; None where it has none."""
         return getattr(self.features.get(column), "names", None)
 
-    # (M,) class of each row, -1 = unknown, and the names of the classes; None where the set has no classes
-    labels = property(lambda self: self.column("label"))
-    label_names = property(lambda self: self.names("label"))
+    labels = property(lambda self: self.column("label"))  # (M,) class of each row, -1 = unknown; None without classes
 
     @property
     def groups(self):

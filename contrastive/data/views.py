@@ -203,27 +203,23 @@ def gaussian_blur(x, sigma):
 
 
 def crop_batch(augment, images, u):
-    """(B, [T,] 3, H, W) uint8 -> (B, [T,] 3, size, size) float in 0..1; the boxes of Augment.crop_one for draws u."""
+    """(B, [T,] 3, H, W) uint8 -> (B, [T,] 3, size, size) float in 0..1; the boxes of Augment.crop_one for draws u,
+    resized antialiased bilinear as torchvision: two small matrix products."""
     boxes = to_device(torch.from_numpy(augment.boxes(*images.shape[-2:], u)), images.device)  # (B, 4)
-    frames = images.reshape(-1, *images.shape[-3:])  # (B * T, 3, H, W)
-    boxes = boxes.repeat_interleave(len(frames) // len(images), 0)  # (B * T, 4): one box for all frames of a clip
-    out = resize_boxes(frames, boxes, augment.size).unflatten(0, images.shape[:-3])  # (B, [T,] 3, size, size)
+    x = images.reshape(-1, *images.shape[-3:])  # (B * T, 3, H, W)
+    boxes = boxes.repeat_interleave(len(x) // len(images), 0)  # (B * T, 4): one box for all frames of a clip
+    x = x.float() / 255 if x.dtype == torch.uint8 else x
+    M, C, H, W = x.shape
+    rows = _resize_weights(boxes[:, 0], boxes[:, 2], augment.size, H)  # (M, size, H)
+    cols = _resize_weights(boxes[:, 1], boxes[:, 3], augment.size, W)  # (M, size, W)
+    x = torch.bmm(x.reshape(M, C * H, W), cols.transpose(1, 2))  # (M, C * H, size), one product for each image
+    out = (rows[:, None] @ x.view(M, C, H, augment.size)).clamp_(0, 1)  # (M, 3, size, size)
+    out = out.unflatten(0, images.shape[:-3])  # (B, [T,] 3, size, size)
     if augment.randaugment[0]:
         pairs = zip((out * 255).round().byte().cpu(), u)
         views = [randaugment(x, row, *augment.randaugment) for x, row in pairs]
         out = torch.stack(views).to(images.device) / 255
     return out
-
-
-def resize_boxes(images, boxes, size):
-    """Crop and resize each image by its own box, antialiased bilinear as torchvision: two small matrix products. images
-    (B, 3, H, W) uint8 or float; boxes (B, 4) top, left, height, width -> (B, 3, size, size) float, in 0..1."""
-    x = images.float() / 255 if images.dtype == torch.uint8 else images
-    rows = _resize_weights(boxes[:, 0], boxes[:, 2], size, x.shape[-2])  # (B, size, H)
-    cols = _resize_weights(boxes[:, 1], boxes[:, 3], size, x.shape[-1])  # (B, size, W)
-    B, C, H, W = x.shape
-    x = torch.bmm(x.reshape(B, C * H, W), cols.transpose(1, 2))  # (B, C * H, size), one product for each image
-    return (rows[:, None] @ x.view(B, C, H, size)).clamp_(0, 1)
 
 
 def _resize_weights(start, length, size, side):

@@ -29,12 +29,6 @@ def has_batchnorm(model):
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
-def own_statistics(model):
-    """Whether a layer has batch statistics of this process alone; those of SyncBatchNorm are the same on all."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
-               for m in model.modules())
-
-
 def sync_batchnorm(model, args):
     """The model with SyncBatchNorm on several cards. Chunks are refused: their statistics would be their own."""
     if not has_batchnorm(model):
@@ -50,21 +44,20 @@ def sync_batchnorm(model, args):
     return model
 
 
-def recompute(tower, asked):
+def recompute(tower):
     """--grad-checkpointing: layers of timm's and transformers' encoders keep their inputs alone, and run again on the
     way back; says of which.   Raises: UserError if there is none."""
     found = []
-    for encoder in filter(None, (tower.vision, tower.text) if asked else ()):
+    for encoder in filter(None, (tower.vision, tower.text)):
         for switch in ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable"):
             if hasattr(encoder.body, switch):  # timm's, transformers', and that of transformers before 5.22
                 with opening(encoder.name):
                     getattr(encoder.body, switch)()
                 found.append(encoder.name)
                 break
-    if asked and not found:
+    if not found:
         raise UserError("--grad-checkpointing: neither encoder is one of timm or transformers that offers it")
-    if found:
-        say(f"--grad-checkpointing: of {', '.join(found)}")
+    say(f"--grad-checkpointing: of {', '.join(found)}")
 
 
 def functional_call(model, tensors, inputs):

@@ -46,9 +46,6 @@ class Tokenizer:
         other.clean = False
         return other
 
-    def save(self, folder):
-        self.tokenizer.save_pretrained(str(folder))
-
     @staticmethod
     def load(folder, length, clean=False):
         from transformers import AutoTokenizer
@@ -95,9 +92,9 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
         return tokenizer
     if rank() == 0 and not (keep and (Path(folder) / "tokenizer.json").is_file()):
         theirs = (Path(start) if Path(start).is_dir() else Path(start).parent) / "tokenizer"
-        their_encoder = read_json(theirs.parent / "model.json", {}).get("text_encoder", "small")
+        small = start and read_json(theirs.parent / "model.json", {}).get("text_encoder", "small") == "small"
         with opening(folder):
-            if start and theirs.is_dir() and their_encoder == "small":
+            if small and theirs.is_dir():
                 shutil.copytree(theirs, folder, dirs_exist_ok=True)
                 say(f"--init-from: with the vocabulary of {theirs}, on which its text encoder was trained")
             else:

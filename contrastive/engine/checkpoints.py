@@ -26,13 +26,6 @@ def folder_of(resume):
     return path.parents[1] if path.suffix == ".pt" else path
 
 
-def parts_of(run):
-    """What has a state_dict, by name: the modules first."""
-    parts = {"model": run.trained, "own": run.own, "optimizer": run.optimizer, "second": run.second,
-             "scaler": run.accelerator.scaler}
-    return {name: part for name, part in parts.items() if part}
-
-
 def save(run, keep=2):
     """Writes checkpoints/step_N.pt under a temporary name, synced and then renamed. Collective: every process adds its
     random state and its place in a stream.   Raises: UserError on all processes; earlier checkpoints stay."""
@@ -42,7 +35,7 @@ def save(run, keep=2):
     processes = gather_objects(mine)
 
     def write():
-        state = {name: part.state_dict() for name, part in parts_of(run).items()}
+        state = {name: part.state_dict() for name, part in run.parts.items()}
         state |= {"processes": processes, "tensors": run.tensors, "step": run.step, "wall_s": time.time() - run.started,
                   "bad": run.data.bad}
         final = run.folder / "checkpoints" / f"step_{run.step}.pt"
@@ -65,7 +58,7 @@ def load(run):
         return
     with opening(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
-        for name, part in parts_of(run).items():
+        for name, part in run.parts.items():
             part.load_state_dict(state[name])
     run.tensors, run.step, run.bad = (state[k] for k in ("tensors", "step", "bad"))
     run.started -= state["wall_s"]

@@ -81,29 +81,27 @@ class Parser(OneLine):
         super().__init__(Path(file).name, f"{description} In brackets: the default.")
         self.texts, self.conditions = texts, []
 
-    def group(self, title, description=None, **when):
+    def group(self, title, **when):
         """A group of flags; for one without a default, every recipe has a value. when: other flags' values beside which
         these have an effect (one, a tuple of some, or True for any), else they are refused; the title says so."""
-        g = self.add_argument_group(title, description)
+        g = self.add_argument_group(title)
         self.conditions.append((g, when))
         return g
 
-    def parse(self, argv, recipes, losses=None, choosers=(), parts=None):
+    def parse(self, argv, recipes, own=None, choosers=(), parts=None):
         """Parsed flags.
 
         Args: recipes: {dataset: {flag: default}}; the first is the default set, 'own' is for any other; --recipe names
-            another one; the entry 'recipe' is a remark; or a function of the choosing flags -> recipes.   losses:
-            {loss: {flag: default}}, or a function of the choosing flags -> defaults.   choosers: further flags of the
-            script that choose defaults, as --dataset and --loss do.   parts: function of the parsed flags -> {name:
-            value}, for a group's `when`.
+            another one; the entry 'recipe' is a remark; or a function of the choosing flags -> recipes.   own: function
+            of the choosing flags -> {flag: default}, over the recipe's.   choosers: further flags of the script that
+            choose, as --dataset and --loss do.   parts: function of the parsed flags -> {name: value}, for `when`.
         """
-        self._add_shared()
         chooser = OneLine(self.prog, "", add_help=False)
-        first = dict.fromkeys(("--recipe", "--resume", "--image-encoder"), "")
-        first |= {"--dataset": None, "--loss": self.get_default("loss")}
-        first |= {flag: self.get_default(flag[2:].replace("-", "_")) for flag in choosers}
-        for flag, default in first.items():
-            chooser.add_argument(flag, default=default, type=self._option_string_actions[flag].type)
+        for flag in ("--dataset", "--recipe", "--resume", "--image-encoder"):
+            chooser.add_argument(flag, default="")
+        for action in (self._option_string_actions[flag] for flag in ("--loss", *choosers)):
+            default = "" if action.default is None else action.default
+            chooser.add_argument(*action.option_strings, type=action.type, default=default)
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
         chosen, _ = chooser.parse_known_args(argv)
         saved = read_json(folder_of(chosen.resume) / "args.json") if chosen.resume else {}
@@ -114,37 +112,32 @@ class Parser(OneLine):
         usual = chosen.dataset if chosen.dataset in recipes else "own"
         chosen.recipe = chosen.recipe or saved.pop("recipe", "") or usual
         self.require(chosen.recipe in recipes, f"--recipe {chosen.recipe}: there are {', '.join(recipes)}")
-        self._add_flags_of_sets([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
-        own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
+        self._add_shared([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
+        own = own(chosen) if own else {}
         known = {a.dest for a in self._actions}  # another set's recipe may have flags of that set alone
         recipe = {k: v for k, v in recipes[chosen.recipe].items() if k in known and k != "recipe"}
         if "eval_datasets" in recipe:  # the set that the recipe was made for is the one that is named now
-            recipe["eval_datasets"] = [chosen.dataset if n == chosen.recipe else n for n in recipe["eval_datasets"]]
+            sets = recipe["eval_datasets"]
+            recipe["eval_datasets"] = [chosen.dataset if name == chosen.recipe else name for name in sets]
         if chosen.image_encoder not in ("", recipe["image_encoder"]):  # its chunks fit the recipe's encoder
             recipe = {k: v for k, v in recipe.items() if k != "chunk_size"}
         defaults = recipe | {"dataset": chosen.dataset} | own | saved
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume")})
         args = self.parse_args(argv)
-        args.dataset, args.recipe, args.revision = chosen.dataset, chosen.recipe, revision or saved.get("revision", "")
+        args.dataset, args.recipe = chosen.dataset, chosen.recipe
+        args.revision = revision or saved.get("revision", "")
         warmups = {"--warmup-epochs", "--warmup-fraction"}
         self.require(not warmups <= self.given, "--warmup-fraction: not beside --warmup-epochs; give one of them")
         for flag in warmups - self.given if warmups & self.given else ():  # the recipe's way gives way
             setattr(args, flag[2:].replace("-", "_"), 0.0)
         if {"--epochs", "--max-steps"} & self.given == {"--epochs"}:
             args.max_steps = 0  # a saved number of steps would win
-        unknown_set = chosen.recipe == "own" and not saved  # then Run fits these two to the data
-        args.fit_batch = unknown_set and "--batch-size" not in self.given
-        args.fit_epochs = unknown_set and not {"--epochs", "--max-steps"} & self.given
-        args.one_encoder = self.texts and {"--image-encoder", "--text-encoder"} & self.given == {"--image-encoder"}
-        args.own_width = "--embed-dim" in self.given  # one encoder that is a CLIP is for both, with its own width
+        args.given = sorted(self.given)  # Run fits others to the data and the image encoder
         args.changed = [f"--{k.replace('_', '-')}" for k, v in (recipe | own).items() if getattr(args, k, v) != v]
         lacking = [f"--{k.replace('_', '-')}" for k, v in vars(args).items() if v is None]
         self.require(not lacking, f"{'/'.join(lacking)}: no default; give one in parse_args or in every recipe")
         wrong = sorted(self.given & {o for a in self._actions for o in a.option_strings} - CHANGEABLE) if saved else []
         self.require(not wrong, f"--resume {chosen.resume}: {''.join(wrong[:1])} cannot change in a run")
-        processes = int(os.environ.get("WORLD_SIZE", 1))
-        self.require(args.fit_batch or args.batch_size % processes == 0,
-                     f"--batch-size {args.batch_size}: not divisible by {processes} processes")
         facts = vars(args) | (parts(args) if parts else {})
         for g, when in self.conditions:
             for name, wanted in when.items():
@@ -156,23 +149,10 @@ class Parser(OneLine):
         self.only(args.hold_out_val or not all(map(facts_of, sets)), "for own data or --hold-out-val", "--val-fraction")
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
-        for name in ("data_dir", "video_dir", "region_dir", "feature_dir", "init_from", "extra_captions"):
-            paths = getattr(args, name, "")
-            for path in filter(None, paths if isinstance(paths, list) else [paths]):
-                self.require(Path(path).expanduser().exists(), f"--{name.replace('_', '-')} {path}: no such path")
         return args
 
-    def _add_flags_of_sets(self, words):
-        """Adds the own flags of the named data sets; two sets of a family share a flag."""
-        for name in dict.fromkeys(word.partition("=")[0] for word in words):
-            options = facts_of(name).get("options", {})
-            g = self.add_argument_group(f"--dataset {name}") if options else None
-            for flag, how in options.items():
-                if flag not in self._option_string_actions and (self.texts or not how.get("texts")):
-                    g.add_argument(flag, **{k: v for k, v in how.items() if k != "texts"})
-
-    def _add_shared(self):
-        """Adds the flags that all scripts have; the recipe gives the defaults of those without one."""
+    def _add_shared(self, sets):
+        """Adds the flags that all scripts have, whose defaults the recipe gives, and those of the named data sets."""
         yesno = argparse.BooleanOptionalAction
         add = self.add_argument_group("data").add_argument
         add("--dataset", help="name of a set; or a folder, csv, jsonl, parquet, tar or hub id (org/name, NAME@COMMIT)")
@@ -250,3 +230,9 @@ class Parser(OneLine):
         add("--eval-every", type=whole, help="steps between evaluations; 0 = start and end")
         add("--log-every", type=whole, help="steps between rows of the log; 0 = at the end")
         add("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="", help="log there as well")
+        for name in dict.fromkeys(word.partition("=")[0] for word in sets):
+            options = facts_of(name).get("options", {})
+            g = self.add_argument_group(f"--dataset {name}") if options else None
+            for flag, how in options.items():  # two sets of a family share a flag
+                if flag not in self._option_string_actions and (self.texts or not how.get("texts")):
+                    g.add_argument(flag, **{k: v for k, v in how.items() if k != "texts"})

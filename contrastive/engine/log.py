@@ -45,7 +45,7 @@ class Log:
 
 
 def versions(cpu=False):
-    """Packages, commit and device, one per line.   cpu: a run that leaves the card alone."""
+    """List of packages, commit and device.   cpu: a run that leaves the card alone."""
     from importlib.metadata import PackageNotFoundError, version
     lines = [f"python {sys.version.split()[0]}"]
     for package in ("torch", "torchvision", "timm", "transformers", "tokenizers", "datasets", "accelerate", "numpy",
@@ -53,8 +53,7 @@ def versions(cpu=False):
         with contextlib.suppress(PackageNotFoundError):
             lines.append(f"{package} {version(package)}")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() and not cpu else "cpu"
-    lines += [f"commit {commit()}", f"device {device}, {CORES} cores, {torch.get_num_threads()} threads"]
-    return "\n".join(lines) + "\n"
+    return [*lines, f"commit {commit()}", f"device {device}, {CORES} cores, {torch.get_num_threads()} threads"]
 
 
 def commit():

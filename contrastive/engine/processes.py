@@ -173,18 +173,13 @@ def barrier():
         dist.barrier()
 
 
-def all_sum(*values, device="cpu"):
-    """Sum of each plain number over processes; returns a list of floats."""
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    if world() > 1:
-        dist.all_reduce(total)
-    return total.tolist()
-
-
 def mean_over_processes(numbers, device):
     """{name: () tensor or float} of each process -> {name: float}, the mean over processes. Collective."""
     values = [v.item() if torch.is_tensor(v) else v for v in numbers.values()]
-    return {k: v / world() for k, v in zip(numbers, all_sum(*values, device=device))}
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    if world() > 1:
+        dist.all_reduce(total)
+    return dict(zip(numbers, (total / world()).tolist()))
 
 
 def gather_objects(value):

@@ -14,14 +14,14 @@ from contrastive.data.clips import feature_shape
 from contrastive.data.table import COMMITS, frames_of, has_clips
 
 from contrastive.encoders.base import (  # isort: skip
-    CLIP_VIP, FROM_FILES, VIDEO, channels_last, clip_width, own_statistics, recompute, sync_batchnorm)
+    CLIP_VIP, FROM_FILES, VIDEO, channels_last, clip_width, has_batchnorm, recompute, sync_batchnorm)
 from contrastive.encoders.models import build_model, spec_of, untrained
 from contrastive.encoders.texts import build_tokenizer
 from contrastive.engine import checkpoints
 from contrastive.engine.log import Log, commit, peak_memory_mb, versions
 
 from contrastive.engine.processes import (  # isort: skip
-    UserError, barrier, gather_objects, mean_over_processes, on_main, opening, rank, say, set_up, slug, to_device,
+    UserError, barrier, gather_objects, mean_over_processes, on_main, opening, rank, say, set_up, to_device,
     world, write_json, write_tensors)
 from contrastive.evaluation.retrieval import report
 from contrastive.figures.base import similarity_histograms
@@ -30,27 +30,6 @@ import torch
 import torch.distributed as dist
 
 ENOUGH_STEPS = 500  # of own data without --epochs and --max-steps
-
-
-def refuse_without_card(args, remark):
-    """Raises: UserError with torch's reason (an old driver), if a paper's recipe has no card and no --cpu."""
-    if remark.startswith(("paper", "the paper")) and not (args.cpu or torch.cuda.is_available()):
-        with opening(f"recipe {args.recipe} without a card is for --cpu; torch"):
-            torch.cuda.init()
-
-
-def clip_sets_both(args):
-    """A CLIP as --image-encoder without --text-encoder is the text encoder, too, with the width of its projections."""
-    if args.one_encoder and (width := clip_width(args.image_encoder)):
-        args.text_encoder = args.image_encoder.removeprefix(CLIP_VIP)
-        args.embed_dim = args.embed_dim if args.own_width else width
-
-
-def published_weights(vision):
-    """The banner's word on the weights that an encoder starts from: a timm name without a tag has one all the same."""
-    known = getattr(getattr(vision.body, "vit", vision.body), "pretrained_cfg", {})
-    of_timm = f"{known['architecture']}.{known['tag']}" if known.get("tag") else ""
-    return f"published weights{f' ({of_timm})' * bool(of_timm)}, where there are some"
 
 
 class Run:
@@ -66,10 +45,11 @@ class Run:
 
     def __init__(self, file, args, train, evals, recipes=None):
         self.started, self.script = time.time(), Path(file).stem  # a resume moves the start back by the time before
-        self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
-        self.remark = self.recipes.get(args.recipe, {}).get("recipe", "")
-        refuse_without_card(args, self.remark)
-        clip_sets_both(args)
+        self.args, self.train, self.evals = args, train, evals
+        self.remark = (recipes or {}).get(args.recipe, {}).get("recipe", "")
+        if self.remark.startswith(("paper", "the paper")) and not (args.cpu or torch.cuda.is_available()):
+            with opening(f"recipe {args.recipe} without a card is for --cpu; torch"):
+                torch.cuda.init()  # torch's own reason, such as an old driver
         self.fitted = self._fit()
         self.per_epoch = train.examples // args.batch_size
         self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
@@ -92,21 +72,22 @@ class Run:
         as make 500 steps.   Returns: words for the banner.   Raises: UserError for a batch that does not fit."""
         args, examples, said = self.args, self.train.examples, ""
         processes = int(os.environ.get("WORLD_SIZE", 1))  # there is no process group yet
-        if args.fit_batch and processes < examples < args.batch_size:
+        fits_data = args.recipe == "own" and not args.resume
+        if fits_data and "--batch-size" not in args.given and processes < examples < args.batch_size:
             fits = examples // processes * processes
             said, args.batch_size = f"; --batch-size {args.batch_size} -> {fits}, which fits the data", fits
         if examples < args.batch_size:
             raise UserError(f"--batch-size {args.batch_size}: larger than the {examples} training examples of "
                             f"{self.train.name}")
         epochs = float(math.ceil(ENOUGH_STEPS / (examples // args.batch_size)))
-        if args.fit_epochs and args.epochs < epochs and not args.max_steps:
+        if fits_data and not {"--epochs", "--max-steps"} & {*args.given} and args.epochs < epochs:
             said += f"; --epochs {args.epochs:g} -> {epochs:g}, which make {ENOUGH_STEPS} steps"
             args.epochs, args.warmup_epochs = epochs, args.warmup_epochs * epochs / args.epochs
         return said
 
     def _open_folder(self):
         args, stamp = self.args, time.strftime("%Y%m%d-%H%M%S")
-        name = args.run_name or f"{self.script}__{slug(args.dataset)}__s{args.seed}__{stamp}"
+        name = args.run_name or f"{self.script}__{Path(args.dataset).stem}__s{args.seed}__{stamp}"
         folder = checkpoints.folder_of(args.resume) if args.resume else Path(args.output_dir) / name
         if not args.resume and (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder}: holds a run already; --resume {folder}, or another --run-name")
@@ -119,7 +100,12 @@ class Run:
 
         texts: the texts that a tokenizer learns from, instead of the captions; questions: keywords of QuestionAnswerer.
         """
-        args, tokenizer, self.spec = self.args, None, spec_of(self.args)
+        args, tokenizer, both = self.args, None, "--image-encoder" in self.args.given
+        if both and getattr(args, "text_encoder", "") and "--text-encoder" not in args.given:
+            if width := clip_width(args.image_encoder):  # a CLIP is the text encoder, too, with its projections' width
+                args.text_encoder = args.image_encoder.removeprefix(CLIP_VIP)
+                args.embed_dim = args.embed_dim if "--embed-dim" in args.given else width
+        self.spec = spec_of(args)
         if self.spec["text_encoder"]:
             texts = texts or functools.partial(self.train.first_captions, 200_000)
             tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
@@ -132,7 +118,8 @@ class Run:
         again = args.resume and checkpoints.checkpoints_of(self.folder)  # its weights are in the checkpoint
         self.start = (False, "") if again else (args.pretrained, args.init_from)
         self.tower, transform = build_model(self.spec, tokenizer, *self.start)
-        recompute(self.tower, args.grad_checkpointing)
+        if args.grad_checkpointing:
+            recompute(self.tower)
         self.tower.to(self.device)
         if self.device.type == "cuda":
             channels_last(self.tower.vision)
@@ -147,14 +134,17 @@ class Run:
         Args: trained: the module that DDP wraps.   own: parameters and buffers of the loss, outside DDP.
             second: an optimiser of the loss's own parameters, which is also saved; the script runs its step.
         """
-        self.trained, self.own, self.second = sync_batchnorm(trained, self.args), own, second
+        self.trained, self.own = sync_batchnorm(trained, self.args), own
         learnt = (p for p in own.parameters() if p.requires_grad)  # without MoCo's second encoder
         self.parameters = sum(p.numel() for p in (*self.trained.parameters(), *learnt))
         torch.manual_seed(self.args.seed + rank())  # the weights are the same on all processes; dropout should not be
-        # DDP sends all buffers in each forward; only statistics of one process differ from those of the others
-        self.accelerator.ddp_handler.broadcast_buffers = own_statistics(self.trained)
+        # DDP sends all buffers in each forward; only BatchNorm's on CPUs differ between processes (sync_batchnorm)
+        self.accelerator.ddp_handler.broadcast_buffers = self.device.type == "cpu" and has_batchnorm(self.trained)
         model = torch.compile(self.trained) if self.args.compile else self.trained
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        parts = {"model": self.trained, "own": own, "optimizer": self.optimizer, "second": second,
+                 "scaler": self.accelerator.scaler}
+        self.parts = {name: part for name, part in parts.items() if part}  # of a checkpoint: what has a state_dict
         return self.model, self.optimizer
 
     def resume(self):
@@ -185,7 +175,7 @@ class Run:
         if rank() == 0:  # a resume that is refused before leaves the flags of the run
             write_json(self.folder / "args.json", {"script": self.script} | vars(self.args) | {"resume": ""})
         self.banner(guess, lines)
-        if self.step == 0 or self._due(self.step)["eval"]:  # of a checkpoint, which is written before its evaluation
+        if self.step == 0 or self.due("eval", 0):  # of a checkpoint, which is written before its evaluation
             self.evaluate_val()
         if self.step == 0 and rank() == 0 and self.tokenizer:
             before = {name: similarity_histograms(p) for name, p in self.val_pieces.items() if "owner" in p}
@@ -195,29 +185,25 @@ class Run:
         self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step")
         self.trained.train()
         self.own.train()
-        self.start_clock()
+        self.clock, self.logged, self.waited = time.perf_counter(), self.step, 0.0
         self.in_loop = True
 
     def banner(self, guess, lines):
         """Prints once, before training, what the flags amount to."""
-        args, train, tower = self.args, self.train, self.tower
-        recipe = f"{args.recipe} ({self.remark})"
-        if args.changed:
-            recipe = f"{args.recipe}, but {', '.join(args.changed)} by flag"
-        if args.recipe == "own" and args.dataset != "own":
-            recipe += f"; {args.dataset} has none of its own: --recipe {'|'.join(self.recipes)}"
+        args, train = self.args, self.train
+        recipe = f"{args.recipe} ({self.remark})" + f", but {', '.join(args.changed)} by flag" * bool(args.changed)
         sizes = [f"{name}: " + ", ".join(f"{len(d):,} {d.split}" + f" ({d.note})" * (d.note not in ("", train.note))
                                          for d in of.values()) for name, of in self.evals.items()]
-        towers = ", ".join([args.image_encoder] + ([args.text_encoder] if tower.text else []))
+        weights = f"weights of {self.start[1]}" if self.start[1] else "published weights, where there are some"
+        weights = weights if any(self.start) else "from scratch"
+        towers = ", ".join([args.image_encoder] + ([args.text_encoder] if self.tower.text else []))
         size, parts = args.batch_size, f" in chunks of {args.chunk_size}" * bool(args.chunk_size)
         start, end = ("" if value is None else f"{value:.3f}" for value in guess or (None, None))  # "": of a fork
         words = {
             "recipe": recipe,
             "data": f"{train.examples:,} training examples" + f"; {train.note}" * bool(train.note),
             "evaluation": "; ".join(sizes),
-            "model": f"{towers}: {self.parameters / 1e6:.1f} M parameters; "
-                     + (f"weights of {self.start[1]}" if self.start[1] else
-                        published_weights(tower.vision) if self.start[0] else "from scratch"),
+            "model": f"{towers}: {self.parameters / 1e6:.1f} M parameters; {weights}",
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
                          f"{args.mixed_precision}, {self.data.workers} workers each",
             "batch": f"{size} = {world()} x {size // world()}{parts}" + bool(start) * f"; {self.negatives:,} negatives",
@@ -234,36 +220,33 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1)
 
-    def _due(self, step):
-        """Which of log, eval and save are due at this step, counted from 1; an interval of 0 = only at the end."""
-        every = {"log": self.args.log_every, "eval": self.args.eval_every, "save": self.args.save_every}
-        return {k: step == self.last or bool(n and step % n == 0) for k, n in every.items()}
+    def due(self, what, ahead=1):
+        """Is 'log', 'eval' or 'save' due after the step in progress? An interval of 0 = only at the end. Where the log
+        is due, `done` takes numbers, which other steps need not compute."""
+        step, args = self.step + ahead, self.args
+        every = {"log": args.log_every, "eval": args.eval_every, "save": args.save_every}[what]
+        return step == self.last or bool(every and step % every == 0)
 
-    def logs_now(self):
-        """Whether the step in progress is logged: then `done` takes numbers, which other steps need not compute."""
-        return self._due(self.step + 1)["log"]
-
-    def check_finite(self, loss, tau, embeddings, batch, rates="--lr"):
+    def check_finite(self, loss, tau, embeddings, batch):
         """The one message of a step: a loss that is not finite, a bad sample, a signal, on any process? Collective.
 
         A loss that is not finite stops all processes. On a card the answer is read a step later, except before a
-        checkpoint or an evaluation.   rates: the flags of the learning rates that may be too high."""
+        checkpoint or an evaluation."""
         numbers = to_device(torch.tensor([self.asked, len(batch["bad"])], dtype=torch.float), self.device)
         answer = torch.cat([numbers, 1 - loss.detach().isfinite().float()[None]])  # (3,)
         if world() > 1:
             dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         there = torch.cuda.Event() if self.device.type == "cuda" else None
-        of_step = loss.detach(), tau, [e.detach() for e in embeddings], batch, rates, self.step
+        of_step = loss.detach(), tau, [e.detach() for e in embeddings], batch, self.step
         self.said.append((answer.to("cpu", non_blocking=True), there, of_step))
         if there:
             there.record()
-        due = self._due(self.step + 1)
-        self._hear(but=int(self.lagged and not (due["save"] or due["eval"])))
+        self._hear(but=int(self.lagged and not (self.due("save") or self.due("eval"))))
 
     def _hear(self, but=0):
         """Acts on what all but the last `but` steps said."""
         while len(self.said) > but:
-            answer, there, (loss, tau, embeddings, batch, rates, step) = self.said.popleft()
+            answer, there, (loss, tau, embeddings, batch, step) = self.said.popleft()
             if there:
                 there.synchronize()
             number, bad, broken = answer.tolist()
@@ -278,8 +261,8 @@ class Run:
                 lines = gather_objects("" if loss.isfinite() else mine)
                 tau = tau.mean() if torch.is_tensor(tau) else tau
                 raise UserError(f"the loss is not finite at step {step} (tau {tau:.4g}); "
-                                f"{'; '.join(filter(None, lines))}. Try a lower {rates}, --grad-clip 1 or a higher "
-                                "temperature")
+                                f"{'; '.join(filter(None, lines))}. Try a lower learning rate, --grad-clip 1 or a "
+                                "higher temperature")
 
     def done(self, batch, loss, tau, numbers=None):
         """Call it after each optimiser step. It counts the step, logs, saves and evaluates if these are due, and ends
@@ -287,10 +270,10 @@ class Run:
 
         Args: loss: () tensor of this process; tau: float, () or (B,), whose mean over processes is logged, too;
             numbers: further columns of the log, as they are logged."""
+        log, evaluate, save = map(self.due, ("log", "eval", "save"))
         self.step += 1
         self.waited += batch["seconds"]
-        due = self._due(self.step)
-        if due["log"]:
+        if log:
             steps = self.step - self.logged
             seconds = (time.perf_counter() - self.clock) / steps
             means = {"loss": loss, "data_s": self.waited / steps, "tau": tau.mean() if torch.is_tensor(tau) else tau}
@@ -300,13 +283,12 @@ class Run:
                    "loss": means["loss"], "lr": self.lr, self.tau_word: tau, "step_s": seconds,
                    "data_s": means["data_s"], "samples_per_s": self.args.batch_size / seconds} | (numbers or {})
             self.log.write(row)
-            self.start_clock()
             shown = {self.loss_word: f"{row.get(self.loss_word, row['loss']):.3f}",
                      self.tau_word: f"{row.get('tau_pos', tau):.3f}"}
             self.bar.set_postfix(shown | {"samples": f"{row['samples_per_s']:.0f}/s"}, refresh=False)
         self.bar.update()
         stopping = self.signal and self.step < self.last
-        if due["save"] or due["eval"] or stopping:  # a signal may end an evaluation at once: all before it is saved
+        if save or evaluate or stopping:  # a signal may end an evaluation at once: all before it is saved
             self._hear()  # a step whose loss is not finite is not saved
             checkpoints.save(self)
         if stopping:
@@ -316,12 +298,12 @@ class Run:
             barrier()
             self.accelerator.end_training()
             raise SystemExit(128 + self.signal)
-        if due["eval"]:
+        if evaluate:
             self.in_loop = False
             self.evaluate_val()
             self.in_loop = True
-        if due["eval"] or due["save"]:
-            self.start_clock()  # so that the speed is that of training only
+        if log or save or evaluate:  # the next speed and waiting for data are those of the steps after this one
+            self.clock, self.logged, self.waited = time.perf_counter(), self.step, 0.0
 
     def _signalled(self, number, _):
         """In the loop, a signal ends the run after the step in which all processes have heard of it; elsewhere, or at
@@ -329,10 +311,6 @@ class Run:
         if not self.in_loop or number == self.asked == signal.SIGINT:
             raise SystemExit(128 + number)
         self.asked = number
-
-    def start_clock(self):
-        """Speed and waiting for data are those of the steps after this call."""
-        self.clock, self.logged, self.waited = time.perf_counter(), self.step, 0.0
 
     def evaluate_val(self):
         """Evaluates the val splits, logs the result, keeps it in self.val and picture pieces in val_pieces."""
@@ -354,9 +332,7 @@ class Run:
         self.in_loop = False
         self.bar.close()
         on_main(self.save_model)
-        def first():                                                       # measured beside the trained one
-            return {"untrained": untrained(self.spec, self.args.seed)}
-        test, chance, self.test_pieces = self.evaluator("test", first)
+        test, chance, self.test_pieces = self.evaluator("test", functools.partial(untrained, self.spec, self.args.seed))
         args, wall = self.args, time.time() - self.started
         summary = {
             "script": self.script, "dataset": args.dataset, "method": getattr(args, "loss", self.script),
@@ -365,7 +341,7 @@ class Run:
             "peak_memory_mb": max(gather_objects(peak_memory_mb())), "parameters": self.parameters,
             "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val, "test": test,
             "chance": chance, "commit": self.commit, "hub": args.hub,
-            "versions": versions(args.cpu).splitlines(), **extra}
+            "versions": versions(args.cpu), **extra}
         if rank() == 0:
             write_json(self.folder / "summary.json", summary)
         say(report(summary, self.folder))
@@ -384,8 +360,4 @@ class Run:
             write_tensors(self.folder / "own.safetensors", own)
         write_json(self.folder / "model.json", self.spec)
         if self.tokenizer:
-            self.tokenizer.save(self.folder / "tokenizer")
-
-    def picture(self, name, function, *args, **options):
-        """Draws one picture into the run folder: function(*args, path, **options)."""
-        function(*args, (self.folder / name).with_suffix(".png"), **options)
+            self.tokenizer.tokenizer.save_pretrained(self.folder / "tokenizer")

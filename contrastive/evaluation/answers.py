@@ -27,17 +27,6 @@ import torch
 import torch.nn.functional as F
 
 
-def untrained(model, by_features=False):
-    """Why no loss trained the embeddings of a question-answering model, or its features; "" if one did."""
-    similarity = "" if by_features else getattr(model, "similarity", "")
-    if similarity == "fused":
-        return "the model was trained with --qa-similarity fused, not its embeddings before the fusion"
-    if similarity == "none":
-        return "the model was trained with --contrastive-weight 0, on answers alone, not its embeddings"
-    boxes = getattr(model, "model", "") == "vgt" and model.vision.name != "regions"
-    return "the model needs boxes, which only questions bring: --tasks qa" if boxes else ""
-
-
 # ======================================================= flags =======================================================
 def add_flags(p):
     """The flags of mama.py's models that answer questions."""

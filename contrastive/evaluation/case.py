@@ -55,9 +55,9 @@ class Subject:
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def untrained(self):
-        """{untrained: the run's tower at random weights}; {} of a model by name."""
+        """The run's tower at random weights; None of a model by name."""
         spec = read_json(Path(self.args.checkpoint) / "model.json") if self.own else None
-        return {"untrained": untrained(spec, self.own["seed"])} if spec else {}
+        return untrained(spec, self.own["seed"]) if spec else None
 
     def views(self, name):
         """(transform of a set's images, that of the tasks by class or None if it is the same, words on both)."""

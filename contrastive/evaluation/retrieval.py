@@ -171,7 +171,15 @@ def lacks(task, data, towers, train=None, names=False, knn_features="projected")
         return "the classes have no names"
     if task not in LEARNT and not tokenizer:
         return "the model has no text encoder"
-    return answers.untrained(model, by_features=task == "probe" or task == "knn" and knn_features == "backbone")
+    by_features = task == "probe" or task == "knn" and knn_features == "backbone"
+    similarity = "" if by_features else getattr(model, "similarity", "")
+    if similarity == "fused":
+        return "the model was trained with --qa-similarity fused, not its embeddings before the fusion"
+    if similarity == "none":
+        return "the model was trained with --contrastive-weight 0, on answers alone, not its embeddings"
+    if getattr(model, "model", "") == "vgt" and model.vision.name != "regions":
+        return "the model needs boxes, which only questions bring: --tasks qa"
+    return ""
 
 
 def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_features="projected", workers=0,
@@ -180,8 +188,8 @@ def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_
 
     Args: towers: (model, tokenizer, transform); train, few: Data of the training images of knn and probe, and of the
         few-shot probe; limits: of head_mid_tail; knn_features: projected (embeddings) or backbone (features before the
-        projection); seen: the transform of the tasks by class, if it is another; trivial: function () -> {name: model}
-        of those measured beside raw pixels and colours, which chance gets as `trivial`; None: nothing trivial."""
+        projection); seen: the transform of the tasks by class, if it is another; trivial: function () -> the untrained
+        model, measured beside raw pixels and colours, which chance gets as `trivial`; None: nothing trivial."""
     model, tokenizer, transform = towers
     if "qa" in tasks:
         return answers.evaluate(*towers, data, device, workers)
@@ -223,7 +231,8 @@ def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_
             pieces |= {"train_features": known[1], "train_labels": known[2], "features": features, "labels": labels,
                        "names": data.label_names}
         if trivial:
-            models = {name: of.to(device) for name, of in trivial().items()}
+            untrained = trivial()                                          # None of a model by name
+            models = {"untrained": untrained.to(device)} if untrained else {}
             found.append(({}, {"trivial": trivial_accuracy(train, data, few, *how, tasks, models, limits)}))
     metrics, chance = {}, {}
     for numbers, by_chance in found:

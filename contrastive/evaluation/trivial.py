@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-TRAIN, TEST = 5_000, 2_000  # rows at most, so that a large set takes minutes
+MOST = {"train": 5_000, "test": 2_000}  # rows, so that a large set takes minutes
 SIDE, CLIP_SIDE, PROBE_SIDE = 48, 32, 8  # pixels at most
 
 
@@ -42,22 +42,18 @@ def trivial_features(data, transform, device, workers=0):
 def trivial_accuracy(train, test, few, transform, device, workers, projected, tasks, models, limits=None):
     """{pixels, colours and each of `models`: {knn@1, knn@10 and/or few-shot, all: as class_metrics has them}}.
 
-    Args: train, test, few: Data, few None or of the few-shot probe; of more than TRAIN and TEST rows so many are drawn.
+    Args: train, test, few: Data, few None or of the few-shot probe; of more than MOST rows so many are drawn.
         tasks: knn, probe.   models: {name: model}, measured beside the trivial ones; projected: kNN on its embeddings,
         else on features. Sets of features from files have no pixels: only the models are measured. Collective."""
-    parts = {"train": _some(train, TRAIN), "test": _some(test, TEST)} | ({"few": few} if few else {})
     features = {}                                                          # {name: {part: as of `labelled`}}
+    parts = {"train": train, "test": test} | ({"few": few} if few else {})
     for part, data in parts.items():
+        most = MOST.get(part, len(data))
+        if len(data) > most:
+            say(f"{data.name} ({data.split}): trivial baselines on {most:,} of {len(data):,} images")
+            data = data.select(np.sort(np.random.default_rng(42).permutation(len(data))[:most]))
         found = trivial_features(data, transform, device, workers) if getattr(data.clip, "has_pixels", True) else {}
         found |= {k: labelled(model, data, transform, device, workers, projected) for k, model in models.items()}
         for name, of in found.items():
             features.setdefault(name, {})[part] = of
     return {name: class_metrics(tasks, **of, limits=limits, device=device)[0] for name, of in features.items()}
-
-
-def _some(data, most):
-    """At most so many of its rows."""
-    if len(data) <= most:
-        return data
-    say(f"{data.name} ({data.split}): pixels, colours and the untrained tower on {most:,} of {len(data):,} images")
-    return data.select(np.sort(np.random.default_rng(42).permutation(len(data))[:most]))

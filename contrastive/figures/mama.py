@@ -44,13 +44,14 @@ def draw(run):
     if args.task != "retrieval":
         scores, scored = {"val": f"{val}/accuracy", "training batch": "answered"}, "answers"
         kind, function = "answers", base.draw_answers
-    run.picture("curves.png", base.draw_curves, run, [
+    base.draw_curves(run, [
         ("loss", "nats", {"weighted, Eq. 8": "loss", "L_i, all pairs": "L", "L_i, matched": "L_matched",
                           "L_i, mismatched (stays high)": "L_mismatched"}),
         ("margin", "mu, radians", {"mu": "mu"}),
         ("weights", "mean over the batch", {"all": "w", "matched": "w_matched", "mismatched": "w_mismatched"}),
-        *base.BATCH, (scored, "%", scores)], rest=True)
+        *base.BATCH, (scored, "%", scores)], run.folder / "curves.png", rest=True)
     if args.weighting != "none":
-        run.picture("weights.png", draw_weights, load_file(run.folder / "weights.safetensors"), args.weighting)
+        tensors = load_file(run.folder / "weights.safetensors")
+        draw_weights(tensors, args.weighting, run.folder / "weights.png")
     for _, suffix, pieces in base.by_set(run.test_pieces):
-        run.picture(f"{kind}{suffix}.png", function, pieces)
+        function(pieces, run.folder / f"{kind}{suffix}.png")

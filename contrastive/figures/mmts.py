@@ -69,31 +69,32 @@ def draw(run, clusters, shifts, period, curve):
     """The pictures of a run: curves, retrieval, and those of its clusters; arguments as in draw_figures."""
     args = run.args
     word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
-    run.picture("curves.png", draw_curves, run, [
+    draw_curves(run, [
         ("loss, which moves with its schedule", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
         (f"{long_word} of the batch", f"{word}, logged steps", {k: f"{word}_{k}" for k in ("max", "mean", "min")}),
         ("retrieval, val", "%", base.recalls(run)), *base.BATCH,
-        ("captions that are in no cluster", "of the batch", {"captions": "not_in_clusters"})], rest=True)
+        ("captions that are in no cluster", "of the batch", {"captions": "not_in_clusters"})
+    ], run.folder / "curves.png", rest=True)
     for name, suffix, pieces in base.by_set(run.val_pieces):
         it = base.kind_of(pieces)
         thirds = {part_of: f"eval/{name}/by_cluster_size/{part_of}/R@1" for part_of in ("head", "mid", "tail")}
-        run.picture(f"evaluation{suffix}.png", draw_curves, run, [
+        draw_curves(run, [
             ("retrieval, val", "%", base.recalls(run, name)),
             ("multi-instance retrieval, val", "%", {k: f"eval/{name}/mir/{k}" for k in ("mAP", "nDCG")}),
             ("by the size of the query's cluster, val", f"R@1, text -> {it}, %", thirds),
-            ("modality gap, val", "distance of the means", {"gap": f"eval/{name}/modality_gap"})])
+            ("modality gap, val", "distance of the means", {"gap": f"eval/{name}/modality_gap"})
+        ], run.folder / f"evaluation{suffix}.png")
     for _, suffix, pieces in base.by_set(run.test_pieces):
-        run.picture(f"retrieval{suffix}.png", base.draw_retrieval, pieces)
+        base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
     if clusters is not None:
-        draw_figures(run.picture, args, run.total, run.train, clusters, shifts, period, curve)
+        draw_figures(run.folder, args, run.total, run.train, clusters, shifts, period, curve)
 
 
-def draw_figures(picture, args, total, train, clusters, shifts, period, curve):
+def draw_figures(folder, args, total, train, clusters, shifts, period, curve):
     """The paper's Figures 3 to 11, from clusters.
 
-    Args: picture: function(name, function, *its arguments, **more) that draws into a folder; total: steps; shifts
-        (K + 1,) or (1,): one per cluster, or one for all; curve: the script's own function, (step, shifts) ->
-        temperatures or margins."""
+    Args: folder: of the pictures; total: steps; shifts (K + 1,) or (1,): one per cluster, or one for all; curve: the
+        script's own function, (step, shifts) -> temperatures or margins."""
     word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
     points = min(total, max(1000, round(20 * total / period)))             # 20 per period, if the run has so many steps
     steps = np.unique(np.linspace(0, total, points + 1).round())           # (S,)
@@ -102,14 +103,13 @@ def draw_figures(picture, args, total, train, clusters, shifts, period, curve):
     if not args.learnable_tau:                                             # a learnable tau ignores the clusters
         sizes = clusters.sizes.numpy()
         values = values[:, :-1] if args.shifts else values.repeat(len(sizes), 1)                 # (S, K)
-        picture("temperatures.png", draw_cluster_curves, steps, values, sizes,
-                title=f"{long_word} of clusters over the run (Fig. 3): {source}", label=word)
-        picture("distribution.png", draw_distribution, sizes, values,
-                title=f"{source}: {len(sizes)} clusters (Figs. 5, 8 to 11)", label=word)
+        draw_cluster_curves(steps, values, sizes, folder / "temperatures.png",
+                            title=f"{long_word} of clusters over the run (Fig. 3): {source}", label=word)
+        draw_distribution(sizes, values, folder / "distribution.png",
+                          title=f"{source}: {len(sizes)} clusters (Figs. 5, 8 to 11)", label=word)
     if "sample" in clusters.tensors:
-        picture("tsne.png", draw_map, clusters.tensors["sample"].numpy(),
-                clusters.tensors["sample_labels"].numpy(), title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")
+        draw_map(clusters.tensors["sample"].numpy(), clusters.tensors["sample_labels"].numpy(), folder / "tsne.png",
+                 title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")
     if not train.streamed:
         unit = "captions" if clusters.by in ("caption", "both") else "examples"
-        picture("clusters.png", draw_clusters, train, clusters.meta["examples"],
-                title=f"{source} (Fig. 6)", unit=unit)
+        draw_clusters(train, clusters.meta["examples"], folder / "clusters.png", f"{source} (Fig. 6)", unit)

@@ -158,17 +158,17 @@ def draw(run, retrieval_biases):
                for way, key in ways.items() for mode in modes}
     for by_chance in run.chance.values():
         by_chance["normalize"] = dict.fromkeys(modes, {key: by_chance[key] for key in ways.values()})
-    run.picture("curves.png", base.draw_curves, run, [
+    base.draw_curves(run, [
         ("loss", "loss", {"the run's loss": "loss", "L_t2v": "L_t2v", "L_v2t": "L_v2t", "L_cap": "L_cap"}),
         ("temperature", "gamma", {"gamma": "tau"}), *base.BATCH,
         ("normalisation error, batch", "mean |1 - sum P|",
          {"as it is": "error", f"{args.iterations} rounds": "error_normalized"}),
-        ("retrieval, val", "R@1, %", recalls)], rest=True)
+        ("retrieval, val", "R@1, %", recalls)], run.folder / "curves.png", rest=True)
     for name, suffix, pieces in base.by_set(run.test_pieces):
         of_set = queues if name == args.dataset else {"texts": [], "videos": []}
-        run.picture(f"normalization{suffix}.png", draw_normalization, pieces, queues["gamma"].item(),
-                    args.iterations, of_set, retrieval_biases)
+        draw_normalization(pieces, queues["gamma"].item(), args.iterations, of_set, retrieval_biases,
+                           run.folder / f"normalization{suffix}.png")
         start = {k: before[f"{name}/{k}"] for k in ("text", "image") if f"{name}/{k}" in before}
-        run.picture(f"modalities{suffix}.png", draw_modalities, start, val.get(name, pieces))
+        draw_modalities(start, val.get(name, pieces), run.folder / f"modalities{suffix}.png")
         mode = args.normalize if args.normalize in pieces["biases"] and args.normalize != "none" else "oracle"
-        run.picture(f"retrieval{suffix}.png", draw_before_after, pieces, queues["gamma"].item(), mode)
+        draw_before_after(pieces, queues["gamma"].item(), mode, run.folder / f"retrieval{suffix}.png")

@@ -132,14 +132,14 @@ def draw(run, sizes, tau_of, sphere):
 
     sizes (classes,). The script's own functions: tau_of: epoch -> tau; sphere: features (M, width) -> (M, D)."""
     of_val = f"eval/{run.args.dataset}/knn@1"
-    run.picture("curves.png", draw_curves, run, [
-        ("loss, which moves with its temperature", "loss", {"the run's loss": "loss", "L_c": "L_c"}),
+    draw_curves(run, [
+        ("loss, which moves with its temperature", "loss", {"L_c": "loss"}),
         ("temperature", "tau", {"tau": "tau"}), *BATCH,
-        ("kNN@1, val", "%", {"top-1": f"{of_val}/top1", "tail": f"{of_val}/tail"})], rest=True)
-    run.picture("classes.png", draw_classes, run, sizes, tau_of)
+        ("kNN@1, val", "%", {"top-1": f"{of_val}/top1", "tail": f"{of_val}/tail"})
+    ], run.folder / "curves.png", rest=True)
+    draw_classes(run, sizes, tau_of, run.folder / "classes.png")
     if run.args.dataset in run.test_pieces:
         pieces = run.test_pieces[run.args.dataset]
         some = np.random.default_rng(0).permutation(len(pieces["train_labels"]))[:4000]
         features, truth = pieces["train_features"][some], pieces["train_labels"][some]            # (M, width), (M,)
-        run.picture("figures.png", draw_figures, run, sizes, tau_of, pieces, features, truth,
-                    sphere(features))
+        draw_figures(run, sizes, tau_of, pieces, features, truth, sphere(features), run.folder / "figures.png")
