@@ -13,6 +13,7 @@ from pathlib import Path
 import common
 from contrastive.data import HELD_OUT, held_out_place
 from contrastive.data.table import EmptySplit
+from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
@@ -98,6 +99,30 @@ def open_splits(name, **options):
     return out
 
 
+CPU = torch.device("cpu")
+
+
+def batches_of(data, augments, size=6, first=0, last=6, workers=0, folder=None, seed=3, side=16):
+    """Training batches on this CPU, in which any number of samples may be bad."""
+    transform = common.EvalTransform(side, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    return common.Batches(data, augments, transform, size, seed, first, last, CPU, workers, 1.0, folder)
+
+
+def same_batch(a, b):
+    """Are keys, captions, epoch, views and draws of two batches the same?"""
+    words = (a["keys"], a["captions"], a["epoch"]) == (b["keys"], b["captions"], b["epoch"])
+    views = all(torch.equal(x, y) for x, y in zip(a["views"], b["views"], strict=True))
+    return words and views and np.array_equal(a["draws"], b["draws"])
+
+
+def complains(name, split, *words, **options):
+    """load_data refuses in one line that has these words."""
+    with pytest.raises(UserError) as error:
+        common.load_data(str(name), split, **options)
+    message = str(error.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
 def counted(batches):
     """The batches, and their bad samples are counted as a run counts them."""
     for step, batch in enumerate(batches, batches.first):
@@ -176,6 +201,11 @@ def frame_number(x):
     return sum(1 << bit for bit, (red, _, blue) in enumerate(middles) if red > blue)
 
 
+def numbers(clip):
+    """What the frames of a clip show: (n, H, W, 3) of read_frames, or (T, 3, H, W) of a data set."""
+    return [frame_number(x if x.shape[-1] == 3 else x.transpose(1, 2, 0)) for x in np.asarray(clip)]
+
+
 ENCODERS = {"libx264": {"preset": "veryfast", "crf": "10"},
             "libx265": {"preset": "ultrafast", "crf": "10", "x265-params": "log-level=none"},
             "libsvtav1": {"preset": "12", "crf": "15", "svtav1-params": "log-level=-1"},
@@ -207,6 +237,23 @@ def write_video(path, frames, codec="libx264", fps=10, at=None, pixels="yuv420p"
             max(packets, key=lambda p: p.pts).duration = hold
         for packet in packets:
             out.mux(packet)
+    return Path(path)
+
+
+CODECS = {"avi": ("mpeg4", "yuv420p"), "webm": ("libvpx-vp9", "yuv420p"), "gif": ("gif", "rgb8")}
+
+
+def write_clips(folder, clips, length=8, fps=10):
+    """{number: file name}: clip k shows k * length, k * length + 1, ...; in the codec of its ending, else h264."""
+    for k, name in clips.items():
+        codec, pixels = CODECS.get(name.rpartition(".")[2], ("libx264", "yuv420p"))
+        write_video(Path(folder) / name, range(length * k, length * (k + 1)), codec, fps, pixels=pixels)
+
+
+def write_json(path, content):
+    """The content as JSON, also for endings that are none of write_rows'."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(content), encoding="utf8")
     return Path(path)
 
 
@@ -337,3 +384,20 @@ def refused(parse_args, flags, capsys):
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
     return error
+
+
+def one_and_two(folder, flags, lr, names):
+    """mama.py by one process and by two gives the same losses, weights and numbers (of these names in the log)."""
+    import launch
+    import mama
+    where = [*flags, "--output-dir", str(folder), "--run-name"]
+    for run, of_run in (("start", 0), ("one", lr)):
+        mama.main(mama.parse_args([*where, run, "--lr", str(of_run)]))
+    ended = launch.ranks(folder, lambda rank: mama.main(mama.parse_args([*where, "two", "--lr", str(lr)])))
+    assert [code for code, _ in ended] == [0, 0], ended
+    for a, b in zip(*(steps(folder / run) for run in ("one", "two")), strict=True):
+        assert [b[k] for k in names] == pytest.approx([a[k] for k in names], rel=1e-2, abs=1e-4)
+    start, a, b = (load_file(folder / run / "model.safetensors") for run in ("start", "one", "two"))
+    assert drift(b, a, start) < 0.1
+    a, b = (json.loads((folder / run / "summary.json").read_text()) for run in ("one", "two"))
+    assert a["test"] == b["test"] and a["chance"] == b["chance"]

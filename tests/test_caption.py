@@ -1,25 +1,19 @@
 """Key frames, and captions of a vision-language model: real mp4 files, tiny models built from their configs."""
 
-import argparse
 import csv
 import json
 import math
-import os
-import socket
 import sys
 import time
 from pathlib import Path
 
 import common
-from contrastive import data as data_sets
 from contrastive import figures
 from contrastive.engine.processes import UserError
-from contrastive.evaluation.meta import meta_data
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import launch
 import mama
@@ -27,7 +21,6 @@ from helpers import TEXT, frame, frame_number, open_splits, write_captions, writ
 from tools import caption
 
 
-# ---------------------------------------------------- key frames -----------------------------------------------------
 def peaks_by_loop(features, k, q):
     """Eqs. 14-15 word by word, in logarithms, since exp underflows; no two frames may be equally dense."""
     n = len(features)
@@ -60,12 +53,12 @@ def test_still_shots_few_frames_equal_frames_and_what_is_refused():
         with pytest.raises(ValueError, match="finite"):
             mama.key_frames(bad, q=1)
 
-
-# ---------------------------------------------------- models of the test --------------------------------------------
 WORDS = ("write a short caption sentence for the video in order from left to right , top bottom user assistant "
          "question answer : image . cat dog bird horse runs jumps sleeps red blue green one two three under and again"
          ).split()
+
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
 FRAMES = {"a": 5, "b": 12, "c": 24, "d": 30, "e": 18}  # clips and their lengths
 
 
@@ -132,7 +125,6 @@ def videos(tmp_path_factory):
     (root / "z.mp4").write_bytes(TEXT)
     return root
 
-
 # a 2 x 2 picture, colours as features, 6 words
 SMALL = "--grid 2 2 --candidates 8 --frame-encoder colour --max-new-tokens 6 --batch 2 --cpu".split()
 
@@ -149,7 +141,6 @@ def run(*words):
         return {row["video"]: row["caption"] for row in csv.DictReader(f)}
 
 
-# ---------------------------------------------------- the picture ---------------------------------------------------
 def test_the_picture_shows_frames_from_left_to_right_and_top_to_bottom_in_a_square():
     frames = torch.stack([torch.full((3, 10, 16), 20 * i) for i in range(12)]).byte()
     picture = np.asarray(caption.grid_picture(frames, 3))  # 3 wide, 4 high: 48 x 40
@@ -178,7 +169,6 @@ def test_frame_features_of_a_clip_model_have_unit_length(tiny):
         caption.frame_features("small", "cpu")
 
 
-# ---------------------------------------------------- captions ------------------------------------------------------
 @pytest.mark.parametrize("kind", ["llava", "blip-2", "instructblip"])
 def test_a_csv_of_captions_that_the_scripts_read(kind, models, videos, tmp_path, capsys, monkeypatch):
     drawn = []
@@ -244,7 +234,6 @@ def test_greedy_captions_do_not_depend_on_the_batch_and_sampled_ones_on_the_seed
     assert sampled[0] == sampled[1] != sampled[2] and sampled[0] != greedy
 
 
-# ---------------------------------------------------- going on ------------------------------------------------------
 def caption_and_wait(flags, said, hold=0):
     """tools.caption, its words in a file; before clip `hold` it waits to be killed, which may come late."""
     sys.stdout = sys.stderr = open(said, "w", buffering=1, encoding="utf8")
@@ -264,8 +253,7 @@ def test_a_killed_call_goes_on_and_writes_the_same(models, videos, tmp_path, mon
                      [("d", k / 25, 2, "x") for k in range(20)])
     more = ["--video-dir", videos, "--grid", 1, 1, "--batch", 1, "--temperature", 1, "--seed", 3]
     whole, killed = (words_of(own, tmp_path / f"{name}.csv", models["llava"], *more) for name in ("whole", "killed"))
-    child = launch.server().Process(target=caption_and_wait, args=(killed, tmp_path / "said", 10))
-    child.start()
+    child = launch.forked(lambda: caption_and_wait(killed, tmp_path / "said", 10), tmp_path / "log")
     part = tmp_path / "killed.csv.0.jsonl"
     while not (part.exists() and part.read_text().count('"video"') > 2):
         assert child.is_alive(), (tmp_path / "said").read_text()
@@ -291,20 +279,12 @@ def test_a_caption_overrides_a_failure_of_another_process(tmp_path):
     assert [row["caption"] for row in caption.read_known(str(tmp_path / "c.csv")).values()] == ["said"] * 2
 
 
-def caption_on_rank(rank, port, flags, said):
-    """One of two processes, with what torchrun tells each of them."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
-    caption_and_wait(flags, f"{said}{rank}")
-
-
 def test_two_processes_write_the_file_that_one_writes(models, videos, tmp_path):
     one = run(videos, tmp_path / "one.csv", models["llava"], "--temperature", 1)
     flags = words_of(videos, tmp_path / "two.csv", models["llava"], "--temperature", 1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    launch.spawn(caption_on_rank, (port, flags, tmp_path / "said"), 2)
+    ended = launch.ranks(tmp_path, lambda rank: caption_and_wait(flags, tmp_path / f"said{rank}"))
     said = "".join((tmp_path / f"said{rank}").read_text() for rank in range(2))
+    assert [code for code, _ in ended] == [0, 0], said
     assert (tmp_path / "two.csv").read_bytes() == (tmp_path / "one.csv").read_bytes() and len(one) == 5
     assert said.count("5 captions; 1 clips") == 1
 
@@ -319,124 +299,3 @@ def test_what_cannot_be_is_refused_in_one_line(models, videos, tmp_path):
     with pytest.raises(UserError, match="name another file"):
         run(videos, tmp_path / "other.csv", models["llava"])
     assert (tmp_path / "other.csv").read_text() == "image,caption\na,b\n"
-
-
-# ---------------------------------------------------- captions of others --------------------------------------------
-def test_extra_captions_of_training_clips(tmp_path, capsys):
-    """By file name and window, in any folder; what matches nothing is counted."""
-    for k, name in enumerate(["x/e", "y/a", "b", "c"]):
-        write_video(tmp_path / "videos" / f"{name}.mp4", [k, k + 1, k + 2])
-    (tmp_path / "msrvtt").mkdir()
-    rows = [("x/e.mp4", None, None, "one"), ("y/a.mp4", None, None, "two"), ("b", 0.0, 0.1, "three"),
-            ("b", 0.1, 0.3, "four"), ("c", None, None, "five")]
-    write_rows(tmp_path / "train_9k.json", ["video", "start", "end", "caption"], rows)
-    write_rows(tmp_path / "more.csv", ["video", "start", "end", "caption"], [
-        ("e.mp4", "", "", "first"), ("b.mp4", "0.1", "0.3", "second"), ("b.mp4", "0.1", "0.3", "four"),
-        ("b.mp4", "", "", "of no window"), ("d.mp4", "", "", "of no clip"),
-        ("c", "", "", "third, with a comma")])
-    options = {"data_dir": str(tmp_path), "video_dir": str(tmp_path / "videos"), "frames": 2}
-    data = common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "more.csv"), **options)
-    assert [data.captions(i) for i in range(5)] == [["one", "first"], ["two"], ["three"], ["four", "second"],
-                                                    ["five", "third, with a comma"]]
-    assert "3 captions added from more.csv; 2 of its rows match no training clip, first b.mp4" in data.note
-    plain = common.load_data("msrvtt", "train", **options)
-    assert [plain.captions(i) for i in range(5)] == [["one"], ["two"], ["three"], ["four"], ["five"]]
-    assert torch.equal(data.read(3), plain.read(3)) and list(data.keys()) == list(plain.keys())
-    unfolded = common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "more.csv"), unfold_captions=True,
-                                **options)
-    assert len(unfolded) == 8 and unfolded.captions(1) == ["first"] and torch.equal(unfolded.read(1), plain.read(0))
-    write_rows(tmp_path / "none.csv", ["video", "caption"], [("d.mp4", "x")])
-    with pytest.raises(UserError, match="none of its 1 rows matches a clip of msrvtt"):
-        common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "none.csv"), **options)
-    for header, words in (("name,caption", "--image-column: none of video, video_path"),
-                          ("video,words", "--caption-column: none of caption, captions")):
-        (tmp_path / "odd.csv").write_text(f"{header}\nx,y\n")
-        with pytest.raises(UserError, match=f"^{words}.* is there; there are: {header.replace(',', ', ')}$"):
-            data_sets.add_captions(plain, tmp_path / "odd.csv")
-    drawn = common.Data("drawn", "train", common.make_table([["x"]], ["0"]), pixels=torch.zeros(1, 2, 3, 8, 8).byte())
-    with pytest.raises(UserError, match="drawn has no files of its own"):
-        data_sets.add_captions(drawn, tmp_path / "more.csv")
-
-
-def pairs_of(tmp_path, more, evals=(), **flags):
-    """The training split of tmp_path/own.csv with --extra-pairs `more`."""
-    args = argparse.Namespace(**({"video_dir": str(tmp_path), "frames": 2} | flags))
-    own = {k: getattr(args, k) for k in ("video_dir", "frames", "unfold_captions") if hasattr(args, k)}
-    data = common.load_data(str(tmp_path / "own.csv"), "train", **own)
-    return data, data_sets.add_pairs(data, more, args, {"x": dict(evals)})
-
-
-def test_captions_of_more_pairs_are_joined_as_those_of_the_set(tmp_path):
-    splits = ["train", "train", "val", "test"]
-    for name, first in (("own", 0), ("more", 4)):
-        for k in range(first, first + 4):
-            write_video(tmp_path / f"v{k}.mp4", [k, k + 1, k + 2])
-        rows = [(f"v{first + k}.mp4", f"{name} {k} {w}", splits[k]) for k in range(4) for w in ("one", "two")]
-        write_rows(tmp_path / f"{name}.csv", ["video", "caption", "split"], rows)
-    _, both = pairs_of(tmp_path, str(tmp_path / "more.csv"), join_captions=True)
-    assert both.captions(2) == ["more 0 one more 0 two"] and len(both) == 4
-
-
-def test_pairs_of_another_set_join_training(tmp_path):
-    """Their rows stand behind the set's own, read as they are alone; clips of the evaluation are left out by name."""
-    for k, name in enumerate(["v0", "v1", "v2", "v3", "v4", "v5", "more/w0", "more/w1", "more/v9"]):
-        write_video(tmp_path / f"{name}.mp4", [k, k + 1, k + 2])
-    write_rows(tmp_path / "own.csv", ["video", "caption", "label", "split"],
-               [(f"v{k}.mp4", f"own {k}", "ab"[k % 2], ("train", "val", "test")[max(0, k - 3)]) for k in range(6)])
-    speech = {v: {"start": [0.0, 0.1], "end": [0.1, 0.3], "text": [f"{v} one", f"{v} two"]} for v in ("w0", "w1", "v9")}
-    (tmp_path / "more" / "caption.json").write_text(json.dumps(speech))
-    held = common.Data("x", "test", common.make_table([["t"]], ["0"], [str(tmp_path / "elsewhere" / "v9.mp4")]))
-    data, both = pairs_of(tmp_path, f"howto100m={tmp_path / 'more'}", {"test": held})
-    alone = common.load_data("howto100m", "train", video_dir=str(tmp_path / "more"), frames=2)
-    kept = [i for i in range(len(alone)) if not alone.key(i).startswith("v9")]
-    assert len(data) == 4 and len(kept) == 4 and len(both) == 8 and both.own is data and data.own is None
-    for i in range(4):
-        assert both.captions(i) == data.captions(i) and torch.equal(both.read(i), data.read(i))
-        assert both.captions(4 + i) == alone.captions(kept[i])
-        assert torch.equal(both.read(4 + i), alone.read(kept[i])) and both.key(4 + i) == alone.key(kept[i])
-    assert not torch.equal(both.read(4), both.read(5))  # two windows of one video
-    for words in ("4 more pairs from howto100m, 50% of an epoch", "2 of clips that the evaluation reads left out"):
-        assert words in both.note, both.note
-    meta, _ = meta_data(both, {}, "own", "train", 8, 2)  # clean examples are the set's own
-    assert sorted(meta.keys()) == sorted(data.keys())
-    cut = both.select([5, 0])
-    assert cut.own is None and torch.equal(cut.read(0), both.read(5))
-    assert len(pairs_of(tmp_path, f"howto100m={tmp_path / 'more'}", unfold_captions=True)[1].which) == 10
-
-
-def test_pairs_come_from_the_csv_of_this_tool_and_train(tmp_path):
-    """Two steps of mama.py on a batch that takes every row of both; the log and a resumed run know them."""
-    for k in range(8):
-        write_video(tmp_path / f"v{k}.mp4", [k, k + 1, k + 2])
-        write_video(tmp_path / "more" / f"w{k}.mp4", [k + 9, k + 1, k + 2])
-    for name, file, start in (("own", "v", ""), ("more", "w", "more/")):
-        write_rows(tmp_path / f"{name}.csv", ["video", "start", "end", "caption", "split"],
-                   [(f"{start}{file}{k}.mp4", "0.0", "0.3", f"{name} {k}", ("train", "val", "test")[max(0, k - 5)])
-                    for k in range(8)])
-    flags = ["--dataset", str(tmp_path / "own.csv"), "--extra-pairs", str(tmp_path / "more.csv"), "--output-dir",
-             str(tmp_path / "runs"), "--run-name", "r", "--cpu", "--frames", "2", "--image-size", "32", "--workers",
-             "0", "--batch-size", "12", "--weighting", "none", "--eval-every", "0", "--max-steps", "1"]
-    args = mama.parse_args(flags)
-    train, evals = data_sets.open_data(args)
-    assert len(train) == 12 and len(evals[str(tmp_path / "own.csv")]["val"]) == 1
-    assert sorted({c.split()[0] for i in range(12) for c in train.captions(i)}) == ["more", "own"]
-    mama.main(args)
-    resumed = mama.parse_args(["--resume", str(tmp_path / "runs" / "r"), "--max-steps", "2"])
-    assert resumed.extra_pairs == [str(tmp_path / "more.csv")] and mama.main(resumed)["steps"] == 2
-
-
-def test_pairs_that_cannot_join_are_refused(tmp_path):
-    for name in ("v0", "v1", "v2"):
-        write_video(tmp_path / f"{name}.mp4", [1, 2])
-    rows = [("v0.mp4", "x", "train"), ("v1.mp4", "y", "val"), ("v2.mp4", "y", "test")]
-    write_rows(tmp_path / "own.csv", ["video", "caption", "split"], rows)
-    (tmp_path / "pictures").mkdir()
-    for k in range(40):
-        Image.new("RGB", (8, 8), (k, 0, 0)).save(tmp_path / "pictures" / f"{k}.png")
-    write_rows(tmp_path / "pictures" / "metadata.csv", ["file_name", "caption"], [(f"{k}.png", "x") for k in range(40)])
-    data = common.load_data(str(tmp_path / "own.csv"), "train", video_dir=str(tmp_path))
-    for more in ("moving-emoji", str(tmp_path / "pictures")):
-        with pytest.raises(UserError, match="^--extra-pairs .*only joins files with captions, videos to videos"):
-            pairs_of(tmp_path, more)
-    with pytest.raises(UserError, match=f"^--extra-captions {tmp_path}/gone.csv: "):
-        data_sets.add_captions(data, tmp_path / "gone.csv")

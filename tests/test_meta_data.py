@@ -1,5 +1,4 @@
-"""What MAMA's meta-data are on the paper's retrieval sets (Sec. 3.2): MSR-VTT's categories and clusters of captions in
-turn."""
+"""What MAMA's meta-data are on the paper's retrieval sets (Sec. 3.2): classes, or clusters of captions, in turn."""
 
 import json
 from collections import Counter
@@ -21,6 +20,7 @@ from tools import figures as several
 SMALL = ("--workers 0 --cpu --image-encoder small --text-encoder small --no-pretrained --embed-dim 16 "
          "--image-size 32 --frames 2 --text-length 16 --text-pooling mean --log-every 1 --batch-size 8 --max-steps 2 "
          "--meta-batch-size 2 --lr 1e-3").split()
+
 CATEGORY = {**{k: 0 if k < 9 else 7 if k < 11 else 19 for k in range(12)}, 12: 0, 13: 7, 14: 19, 15: 19}  # 12..: test
 
 
@@ -49,32 +49,6 @@ def meta_of(train, evals, args):
                      args.meta_balance)[0]
 
 
-# ---------------------------------------------------- classes -------------------------------------------------------
-def test_categories_of_msrvtt_are_its_classes(tmp_path):
-    flags = msrvtt(tmp_path)
-    train, evals, _ = opened(flags)
-    test = evals["msrvtt"]["test"]
-    assert train.label_names == test.label_names and len(train.label_names) == 20
-    of_pairs = [CATEGORY[int(key.removeprefix("video"))] for key in train.column("key")]  # the recipe unfolds them
-    assert train.labels.tolist() == of_pairs and len(set(train.column("key"))) == 12 < len(train)
-    assert test.labels.tolist() == [0, 7, 19, 19]
-    assert [train.label_names[k] for k in (0, 7, 19)] == ["music", "movie", "advertisement"]
-    assert "category" not in train.note and train.captions(0)[0] == "words 0 of a"
-    data_sets._named.cache_clear()
-    msrvtt(tmp_path, {k: c for k, c in CATEGORY.items() if k not in (5, 6, 14)})
-    train, evals, _ = opened(flags)
-    labels = dict(zip(train.column("key"), train.labels.tolist()))
-    assert [labels[f"video{k}"] for k in range(4, 8)] == [0, -1, -1, 0] and "without a class" in train.note
-    assert evals["msrvtt"]["test"].labels.tolist() == [0, 7, -1, 19]
-
-
-def test_categories_in_the_hub_s_rows(tmp_path):
-    write_video(tmp_path / "video0.mp4", [0, 1])
-    write_rows(tmp_path / "msrvtt_train_9k.json", ["video", "caption", "category"], [("video0.mp4", ["x", "y"], 18)])
-    data = common.load_data("msrvtt", "train", data_dir=str(tmp_path), frames=2)
-    assert data.labels.tolist() == [18] and data.label_names[18] == "beauty"
-
-
 def test_meta_data_of_msrvtt_are_balanced(tmp_path):
     """Two of each of three categories, of which one has three quarters of the rows; further pairs take no class away
     and are no meta-data."""
@@ -93,7 +67,6 @@ def test_meta_data_of_msrvtt_are_balanced(tmp_path):
     assert "at random" in meta.note and "would balance them" not in meta.note
 
 
-# ---------------------------------------------------- captions ------------------------------------------------------
 def talk(counts):
     """Data of captions about so many different things, each said so many times in two sentences a row."""
     words = ("cat dog horse bird fish cow").split()
@@ -143,19 +116,17 @@ def test_the_flag_chooses(tmp_path):
         meta_of(*opened(flags, "--meta-balance", "classes"))
 
 
-# ---------------------------------------------------- Fig. 5 --------------------------------------------------------
-def test_gain_by_category_of_msrvtt(tmp_path, capsys):
-    flags = msrvtt(tmp_path)
-    summary = run_script(mama, tmp_path / "mama", *flags, "--meta-size", "4")
-    run_script(mama, tmp_path / "infonce", *flags[:-4], "--loss", "infonce")
-    assert "balanced over label" in capsys.readouterr().out
-    found, right, share, keys = several.hits(tmp_path / "mama")
-    assert found.tolist() == ["music", "movie", "advertisement", "advertisement"] and len(keys) == 4
-    assert share == {"music": 9 / 12, "movie": 2 / 12, "advertisement": 1 / 12}
-    assert 100 * right.mean() == pytest.approx(summary["test"]["msrvtt"]["text_to_image"]["R@1"])
-    several.main(["concepts", str(tmp_path / "infonce"), str(tmp_path / "mama"), "--out", str(tmp_path / "c.png")])
-    said = capsys.readouterr().out
-    assert "   75.00 %" in said and "  music" in said and (tmp_path / "c.png").stat().st_size > 5000
+def test_meta_data_of_unfolded_rows_are_of_as_many_clips():
+    """With --unfold-captions the rows of a clip share its name; they would follow each other."""
+    captions = [[f"clip {i} take {k}" for k in range(5)] for i in range(60)]
+    table = common.make_table(captions, [f"v{i}" for i in range(60)], classes={"label": list("abcdef")},
+                              label=[i % 6 for i in range(60)])
+    data = common.Data("x", "train", table)
+    for captions_too in (False, True):
+        rows, _ = balanced_rows(data.unfold(), 30, () if captions_too else ("label",), captions_too)
+        assert len({data.unfold().key(i) for i in rows}) == 30
+    folded, unfolded = (balanced_rows(d, 30)[0] for d in (data, data.unfold()))
+    assert {data.key(i) for i in folded} == {data.unfold().key(i) for i in unfolded}
 
 
 def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, capsys):
@@ -186,16 +157,3 @@ def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, 
     said = capsys.readouterr().out
     assert "1 of 4 queries have no topic and are left out" in said and "% of the training rows, gain" in said
     assert (tmp_path / "t.png").stat().st_size > 5000
-
-
-def test_meta_data_of_unfolded_rows_are_of_as_many_clips():
-    """With --unfold-captions the rows of a clip share its name; they would follow each other."""
-    captions = [[f"clip {i} take {k}" for k in range(5)] for i in range(60)]
-    table = common.make_table(captions, [f"v{i}" for i in range(60)], classes={"label": list("abcdef")},
-                              label=[i % 6 for i in range(60)])
-    data = common.Data("x", "train", table)
-    for captions_too in (False, True):
-        rows, _ = balanced_rows(data.unfold(), 30, () if captions_too else ("label",), captions_too)
-        assert len({data.unfold().key(i) for i in rows}) == 30
-    folded, unfolded = (balanced_rows(d, 30)[0] for d in (data, data.unfold()))
-    assert {data.key(i) for i in folded} == {data.unfold().key(i) for i in unfolded}

@@ -616,9 +616,9 @@ def test_youcook2_with_real_clips(tmp_path, capsys):
 
 def test_epic_kitchens_with_real_clips(tmp_path, capsys, monkeypatch):
     """A replica of its files: captions by relevancy, the shift by the clip's own noun, MIR at the end."""
-    import test_mir
+    import test_epic
     for split in ("train", "test"):
-        test_mir.write_annotations(tmp_path, split)
+        test_epic.write_annotations(tmp_path, split)
     write_video(tmp_path / "videos" / "P01_01.MP4", range(225), fps=5)
     write_video(tmp_path / "videos" / "P02_03.MP4", range(30), fps=5)
     said = []
@@ -636,9 +636,9 @@ def test_epic_kitchens_with_real_clips(tmp_path, capsys, monkeypatch):
 
 
 def test_ssv2_lt_with_real_clips(tmp_path, capsys):
-    import test_mir
-    test_mir.write_ssv2(tmp_path, "train", range(100, 108), range(100, 108))
-    test_mir.write_ssv2(tmp_path, "val", [200, 201], [200, 201])
+    import test_video_sets
+    test_video_sets.write_ssv2(tmp_path, "train", range(100, 108), range(100, 108))
+    test_video_sets.write_ssv2(tmp_path, "val", [200, 201], [200, 201])
     for i in (*range(100, 108), 200, 201):
         write_video(tmp_path / "clips" / f"{i}.webm", range(i - 90, i - 84), "libvpx-vp9", 12)
     summary = main(tmp_path / "run", "--dataset", "ssv2-lt", "--data-dir", tmp_path, "--video-dir", tmp_path / "clips",

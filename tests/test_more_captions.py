@@ -1,12 +1,10 @@
-"""Questions about videos beside captions of a vision-language model (MAMA, Eq. 3 and Sec. 3.3): further captions of
-the videos that are asked about, and further pairs without a question, whose eta is 0."""
+"""Further captions of a set's clips and further pairs beside it, also beside questions (MAMA, Eq. 3 and Sec. 3.3)."""
 
+import argparse
 import json
-import shutil
 
 import common
 from contrastive import data as data_sets
-from contrastive.data.table import with_column
 from contrastive.encoders.texts import Tokenizer
 from contrastive.engine.processes import UserError
 from contrastive.evaluation import answers
@@ -14,17 +12,117 @@ from contrastive.evaluation.meta import meta_data
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from PIL import Image
 
-import launch
 import mama
-from helpers import drift, equal_files, run_script, write_rows, write_video
-from helpers import steps as logged
-from test_caption import SMALL, tiny_model
-from tools import caption
+from helpers import one_and_two, write_rows, write_video
+
+
+def test_extra_captions_of_training_clips(tmp_path, capsys):
+    """By file name and window, in any folder; what matches nothing is counted."""
+    for k, name in enumerate(["x/e", "y/a", "b", "c"]):
+        write_video(tmp_path / "videos" / f"{name}.mp4", [k, k + 1, k + 2])
+    (tmp_path / "msrvtt").mkdir()
+    rows = [("x/e.mp4", None, None, "one"), ("y/a.mp4", None, None, "two"), ("b", 0.0, 0.1, "three"),
+            ("b", 0.1, 0.3, "four"), ("c", None, None, "five")]
+    write_rows(tmp_path / "train_9k.json", ["video", "start", "end", "caption"], rows)
+    write_rows(tmp_path / "more.csv", ["video", "start", "end", "caption"], [
+        ("e.mp4", "", "", "first"), ("b.mp4", "0.1", "0.3", "second"), ("b.mp4", "0.1", "0.3", "four"),
+        ("b.mp4", "", "", "of no window"), ("d.mp4", "", "", "of no clip"),
+        ("c", "", "", "third, with a comma")])
+    options = {"data_dir": str(tmp_path), "video_dir": str(tmp_path / "videos"), "frames": 2}
+    data = common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "more.csv"), **options)
+    assert [data.captions(i) for i in range(5)] == [["one", "first"], ["two"], ["three"], ["four", "second"],
+                                                    ["five", "third, with a comma"]]
+    assert "3 captions added from more.csv; 2 of its rows match no training clip, first b.mp4" in data.note
+    plain = common.load_data("msrvtt", "train", **options)
+    assert [plain.captions(i) for i in range(5)] == [["one"], ["two"], ["three"], ["four"], ["five"]]
+    assert torch.equal(data.read(3), plain.read(3)) and list(data.keys()) == list(plain.keys())
+    unfolded = common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "more.csv"), unfold_captions=True,
+                                **options)
+    assert len(unfolded) == 8 and unfolded.captions(1) == ["first"] and torch.equal(unfolded.read(1), plain.read(0))
+    write_rows(tmp_path / "none.csv", ["video", "caption"], [("d.mp4", "x")])
+    with pytest.raises(UserError, match="none of its 1 rows matches a clip of msrvtt"):
+        common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "none.csv"), **options)
+    for header, words in (("name,caption", "--image-column: none of video, video_path"),
+                          ("video,words", "--caption-column: none of caption, captions")):
+        (tmp_path / "odd.csv").write_text(f"{header}\nx,y\n")
+        with pytest.raises(UserError, match=f"^{words}.* is there; there are: {header.replace(',', ', ')}$"):
+            data_sets.add_captions(plain, tmp_path / "odd.csv")
+    drawn = common.Data("drawn", "train", common.make_table([["x"]], ["0"]), pixels=torch.zeros(1, 2, 3, 8, 8).byte())
+    with pytest.raises(UserError, match="drawn has no files of its own"):
+        data_sets.add_captions(drawn, tmp_path / "more.csv")
+
+
+def pairs_of(tmp_path, more, evals=(), **flags):
+    """The training split of tmp_path/own.csv with --extra-pairs `more`."""
+    args = argparse.Namespace(**({"video_dir": str(tmp_path), "frames": 2} | flags))
+    own = {k: getattr(args, k) for k in ("video_dir", "frames", "unfold_captions") if hasattr(args, k)}
+    data = common.load_data(str(tmp_path / "own.csv"), "train", **own)
+    return data, data_sets.add_pairs(data, more, args, {"x": dict(evals)})
+
+
+def test_captions_of_more_pairs_are_joined_as_those_of_the_set(tmp_path):
+    splits = ["train", "train", "val", "test"]
+    for name, first in (("own", 0), ("more", 4)):
+        for k in range(first, first + 4):
+            write_video(tmp_path / f"v{k}.mp4", [k, k + 1, k + 2])
+        rows = [(f"v{first + k}.mp4", f"{name} {k} {w}", splits[k]) for k in range(4) for w in ("one", "two")]
+        write_rows(tmp_path / f"{name}.csv", ["video", "caption", "split"], rows)
+    _, both = pairs_of(tmp_path, str(tmp_path / "more.csv"), join_captions=True)
+    assert both.captions(2) == ["more 0 one more 0 two"] and len(both) == 4
+
+
+def test_pairs_of_another_set_join_training(tmp_path):
+    """Their rows stand behind the set's own, read as they are alone; clips of the evaluation are left out by name."""
+    for k, name in enumerate(["v0", "v1", "v2", "v3", "v4", "v5", "more/w0", "more/w1", "more/v9"]):
+        write_video(tmp_path / f"{name}.mp4", [k, k + 1, k + 2])
+    write_rows(tmp_path / "own.csv", ["video", "caption", "label", "split"],
+               [(f"v{k}.mp4", f"own {k}", "ab"[k % 2], ("train", "val", "test")[max(0, k - 3)]) for k in range(6)])
+    speech = {v: {"start": [0.0, 0.1], "end": [0.1, 0.3], "text": [f"{v} one", f"{v} two"]} for v in ("w0", "w1", "v9")}
+    (tmp_path / "more" / "caption.json").write_text(json.dumps(speech))
+    held = common.Data("x", "test", common.make_table([["t"]], ["0"], [str(tmp_path / "elsewhere" / "v9.mp4")]))
+    data, both = pairs_of(tmp_path, f"howto100m={tmp_path / 'more'}", {"test": held})
+    alone = common.load_data("howto100m", "train", video_dir=str(tmp_path / "more"), frames=2)
+    kept = [i for i in range(len(alone)) if not alone.key(i).startswith("v9")]
+    assert len(data) == 4 and len(kept) == 4 and len(both) == 8 and both.own is data and data.own is None
+    for i in range(4):
+        assert both.captions(i) == data.captions(i) and torch.equal(both.read(i), data.read(i))
+        assert both.captions(4 + i) == alone.captions(kept[i])
+        assert torch.equal(both.read(4 + i), alone.read(kept[i])) and both.key(4 + i) == alone.key(kept[i])
+    assert not torch.equal(both.read(4), both.read(5))  # two windows of one video
+    for words in ("4 more pairs from howto100m, 50% of an epoch", "2 of clips that the evaluation reads left out"):
+        assert words in both.note, both.note
+    meta, _ = meta_data(both, {}, "own", "train", 8, 2)  # clean examples are the set's own
+    assert sorted(meta.keys()) == sorted(data.keys())
+    cut = both.select([5, 0])
+    assert cut.own is None and torch.equal(cut.read(0), both.read(5))
+    assert len(pairs_of(tmp_path, f"howto100m={tmp_path / 'more'}", unfold_captions=True)[1].which) == 10
+
+
+def test_pairs_that_cannot_join_are_refused(tmp_path):
+    for name in ("v0", "v1", "v2"):
+        write_video(tmp_path / f"{name}.mp4", [1, 2])
+    rows = [("v0.mp4", "x", "train"), ("v1.mp4", "y", "val"), ("v2.mp4", "y", "test")]
+    write_rows(tmp_path / "own.csv", ["video", "caption", "split"], rows)
+    (tmp_path / "pictures").mkdir()
+    for k in range(40):
+        Image.new("RGB", (8, 8), (k, 0, 0)).save(tmp_path / "pictures" / f"{k}.png")
+    write_rows(tmp_path / "pictures" / "metadata.csv", ["file_name", "caption"], [(f"{k}.png", "x") for k in range(40)])
+    data = common.load_data(str(tmp_path / "own.csv"), "train", video_dir=str(tmp_path))
+    for more in ("moving-emoji", str(tmp_path / "pictures")):
+        with pytest.raises(UserError, match="^--extra-pairs .*only joins files with captions, videos to videos"):
+            pairs_of(tmp_path, more)
+    with pytest.raises(UserError, match=f"^--extra-captions {tmp_path}/gone.csv: "):
+        data_sets.add_captions(data, tmp_path / "gone.csv")
+
+
+# ---------------------------------------------------- beside questions -----------------------------------------------
 
 CPU = torch.device("cpu")
+
 LAYOUT = "video frame_count width height question answer qid type a0 a1 a2 a3 a4".split()
+
 HOW = ("--workers 0 --cpu --image-encoder small --text-encoder small --no-pretrained --embed-dim 16 "
        "--image-size 32 --frames 2 --text-length 16 --eval-every 0 --log-every 1").split()
 
@@ -44,10 +142,8 @@ def files(tmp_path_factory):
         write_rows(root / f"{split}.csv", LAYOUT, [
             (f"video{r['video_id']}", 3, 96, 64, r["question"], "abc".index(r["answer"]), r["id"],
              ["CW", "DO"][r["id"] % 2], *"abcde") for r in asked])
-    model = tiny_model("llava", root / "llava")
-    for out, flags in (("own.csv", ["--dataset", "msrvtt-qa", "--data-dir", root, "--video-dir", root / "videos"]),
-                       ("more.csv", ["--dataset", root / "more"])):
-        caption.main([*map(str, flags), "--out", str(root / out), "--model", model, *SMALL])
+    for file, videos in (("own.csv", range(6)), ("more.csv", range(8, 12))):
+        write_rows(root / file, ["video", "caption"], [(f"video{k}.mp4", f"clip {k} by a model") for k in videos])
     return root
 
 
@@ -61,19 +157,6 @@ def flags_of(files, name="nextqa"):
                              "--batch-size", "10", "--meta-batch-size", "4", "--meta-size", "8")]
 
 
-@pytest.mark.parametrize("more", [[], ["--extra-captions", "own.csv"]])
-def test_questions_are_not_ranked_as_captions(files, more, tmp_path):
-    """--task retrieval: they are the captions of these rows, of all or of those without a caption of their own."""
-    more = [str(files / word) if word.endswith("csv") else word for word in more]
-    train, _ = opened(files, "msrvtt-qa", more)
-    if more:                                                               # a row that nobody has described
-        train = with_column(train, "captions", [[q] if k == 3 else c for k, (q, c) in
-                                                enumerate(zip(train.column("question"), train.column("captions")))])
-    with pytest.raises(UserError, match="--task retrieval: msrvtt-qa has questions in place of captions"):
-        mama.answers.questions_of(train, mama.parse_args([*flags_of(files, "msrvtt-qa"), "--task", "retrieval"]))
-
-
-
 def extra(files, *names):
     """The flags of the two ways."""
     flags = {"captions": ["--extra-captions", files / "own.csv"],
@@ -81,19 +164,13 @@ def extra(files, *names):
     return [str(x) for name in names for x in flags[name]]
 
 
-# ---------------------------------------------------- data ----------------------------------------------------------
 def test_all_questions_about_a_video_take_its_caption(files):
     plain, _ = opened(files)
     data, evals = opened(files, more=extra(files, "captions"))
-    written = {row["video"]: row["caption"] for row in common.load_data(
-        str(files / "own.csv"), "train", video_dir=str(files / "videos")).table.map(
-            lambda r: {"video": r["key"], "caption": r["captions"][0]})}
     assert len(data) == len(plain) == 18 and "18 captions added from own.csv" in data.note
     for i in range(18):
-        assert plain.captions(i) == [plain.column("question")[i]]
-        assert data.captions(i) != [data.column("question")[i]] and len(data.captions(i)) == 1
-        assert data.captions(i) == data.captions(i - i % 3) and data.key(i) == plain.key(i)
-    assert {data.captions(i)[0] for i in range(0, 18, 3)} >= {*written.values()} and len(written) >= 1
+        assert plain.captions(i) == [plain.column("question")[i]] and data.key(i) == plain.key(i)
+        assert data.captions(i) == [f"clip {i // 3} by a model"]
     assert evals["msrvtt-qa"]["test"].captions(0) == ["what is number 7, 0"]
 
 
@@ -200,47 +277,10 @@ def test_the_loss_is_equation_3(files, name, monkeypatch):
         assert a.isfinite().all() and a.any() and (a - b).norm() < 1e-3 * b.norm()
 
 
-# ---------------------------------------------------- runs ----------------------------------------------------------
 SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()
 
 
 def test_two_processes_are_one(files, tmp_path):
     """Where one process has more questions than the other: losses, weights, what is answered, the towers."""
-    flags = [*flags_of(files, "msrvtt-qa"), *extra(files, "captions", "pairs"), *SGD, "--max-steps", "4",
-             "--output-dir", str(tmp_path)]
-    for run, processes, lr in (("start", 1, 0), ("one", 1, 0.02), ("two", 2, 0.02)):
-        launch.finish("mama", [*flags, "--lr", lr, "--run-name", run], tmp_path / f"{run}.txt", processes)
-    one, two = (logged(tmp_path / run) for run in ("one", "two"))
-    for a, b in zip(one, two, strict=True):
-        for k in ("loss", "L", "w", "CE", "answered"):
-            assert b[k] == pytest.approx(a[k], rel=1e-2, abs=1e-4), k
-    start, a, b = (load_file(tmp_path / run / "model.safetensors") for run in ("start", "one", "two"))
-    assert drift(b, a, start) < 0.1
-
-
-def test_a_run_goes_on_bitwise(files, tmp_path, capsys):
-    """The weights of three steps, and of two of them resumed from the first one's checkpoint."""
-    flags = [*flags_of(files), *extra(files, "captions", "pairs"), "--max-steps", "3", "--save-every", "1"]
-    for name in ("whole", "cut"):
-        summary = run_script(mama, tmp_path / name, *flags)
-    assert "have no question, and eta 0" in capsys.readouterr().out
-    assert summary["test"]["nextqa"]["questions"] == 3
-    assert all(0 < r["w"] < 1 and r["CE"] > 0 and 0 <= r["answered"] <= 100 for r in logged(tmp_path / "cut"))
-    (tmp_path / "cut" / "checkpoints" / "step_3.pt").unlink()
-    (tmp_path / "cut" / "model.safetensors").unlink()
-    mama.main(mama.parse_args(["--resume", str(tmp_path / "cut")]))
-    assert equal_files(*(tmp_path / name / "checkpoints/step_3.pt" for name in ("whole", "cut")))
-
-
-def test_what_has_only_questions_is_no_pair(files, tmp_path):
-    """--extra-pairs of a set of questions is refused with the reason."""
-    for k in range(3):
-        write_video(tmp_path / f"v{k}.mp4", [k, 1])
-    write_rows(tmp_path / "own.csv", ["video", "caption", "split"],
-               [(f"v{k}.mp4", "x y", s) for k, s in enumerate(("train", "val", "test"))])
-    more = tmp_path / "questions"
-    shutil.copytree(files / "videos", more)
-    shutil.copy(files / "train_qa.json", more)
-    args = mama.parse_args(["--dataset", str(tmp_path / "own.csv"), "--extra-pairs", f"msrvtt-qa={more}"])
-    with pytest.raises(UserError, match="only joins files with captions"):
-        data_sets.open_data(args)
+    flags = [*flags_of(files, "msrvtt-qa"), *extra(files, "captions", "pairs"), *SGD, "--max-steps", "4"]
+    one_and_two(tmp_path, flags, 0.02, ("loss", "L", "w", "CE", "answered"))

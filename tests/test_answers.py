@@ -1,29 +1,25 @@
-"""Answers to questions: the loss and the model by hand, scores and their accuracy, runs of both tasks and of the dual
-model, their gradients, chunks and processes, what is refused."""
+"""Answers to questions: loss and model by hand, accuracy, runs of both tasks, their gradients and processes."""
 
-import json
 import math
-from pathlib import Path
 
 import common
 from contrastive import evaluation
-from contrastive.encoders.base import STATS
 from contrastive.engine.processes import UserError
+from contrastive.evaluation.metrics import answer_hits
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import eval as eval_py
-import launch
 import mama
-from helpers import drift, encode, of_set, refused, write_rows
+from helpers import drift, of_set, one_and_two, refused, write_rows
 from helpers import steps as logged
 from tools import figures as several
 from tools import score
 
 CPU = torch.device("cpu")
+
 BASE = ["--cpu", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
         "--meta-size", "24", "--log-every", "1", "--eval-every", "0", "--max-steps", "2"]
 
@@ -38,7 +34,6 @@ def evaluate(checkpoint, *flags):
     return eval_py.main(eval_py.parse_args(flags))["datasets"]["moving-emoji"]
 
 
-# ---------------------------------------------------- loss ----------------------------------------------------------
 def test_answer_loss_against_a_loop():
     scores = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     scores[1, 3:] = -math.inf  # a question with three choices
@@ -52,7 +47,9 @@ def test_answer_loss_against_a_loop():
     assert leaf.grad.isfinite().all() and not leaf.grad[2].any() and not leaf.grad[1, 3:].any()
 
 
-# ---------------------------------------------------- model ---------------------------------------------------------
+# ---------------------------------------------------- model ----------------------------------------------------------
+
+
 def model_of(choices=(), **more):
     torch.manual_seed(0)
     towers = common.VisionEncoder("small", 16, False), common.TextEncoder("small", 16, length=12, vocabulary=50)
@@ -152,17 +149,55 @@ def test_fused_cosines_are_those_of_each_pair_alone():
         assert all(torch.allclose(whole, parts[name], rtol=1e-6, atol=1e-12) for parts in gradients[1:])
 
 
-def test_fused_loss_of_embeddings_is_the_pooled_one():
-    video, text = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(3))
-    sim = common.normalize(video) @ common.normalize(text).T
-    pooled, fused = mama.angular_margin_loss(video, text, 0.2, 0.4), mama.fused_margin_loss(sim, sim.T, 0.2, 0.4)
-    assert torch.allclose(pooled, fused, rtol=1e-5)
-    seen = mama.pair_cosines(sim)
-    health = common.embedding_health(video, text)
-    assert all(seen[k] == pytest.approx(health[k], rel=1e-4) for k in ("pos_cos", "neg_cos"))
+# ---------------------------------------------------- accuracy -------------------------------------------------------
 
 
-# ---------------------------------------------------- accuracy ------------------------------------------------------
+def test_a_hit_is_the_highest_score_and_ties_are_none():
+    inf = float("inf")
+    scores = torch.tensor([[0.1, 0.9, 0.3], [0.5, 0.5, 0.1], [2.0, 1.0, -inf], [0.0, 0.0, 0.0], [3.0, 1.0, 2.0]])
+    assert answer_hits(scores, torch.tensor([1, 0, 0, 2, -1])).tolist() == [True, False, True, False, False]
+    assert answer_hits(scores[:1].half(), torch.tensor([0])).tolist() == [False]
+    for bad in (float("nan"), inf):
+        with pytest.raises(ValueError, match="non-finite"):
+            answer_hits(torch.tensor([[bad, 0.0]]), torch.tensor([1]))
+
+
+def test_the_vocabulary_is_of_the_most_frequent_answers():
+    answers = ["two", "dog", "cat", "two", "cat", "two", "ant"]
+    assert evaluation.metrics.answer_vocabulary(answers) == ["two", "cat", "ant", "dog"]
+    vocabulary = evaluation.metrics.answer_vocabulary(answers, 2)
+    assert evaluation.metrics.answer_numbers(["cat", "dog", "two"], vocabulary).tolist() == [1, -1, 0]
+    assert evaluation.metrics.answer_numbers(["b", "z"], choices=[["a", "b"], ["a", "b", "c"]]).tolist() == [1, -1]
+
+
+def test_accuracy_by_hand():
+    assert evaluation.metrics.question_metrics([True, False, True, True]) == {"accuracy": 75.0}
+    known = [True, False, True, True, False]  # two answers are not in the vocabulary: wrong, and the bound is 60
+    assert evaluation.metrics.question_metrics([1, 0, 0, 1, 0], known=known) == {"accuracy": 40.0, "upper_bound": 60.0}
+    types = ["causal why", "causal how", "causal why", "temporal next", "descriptive"]
+    assert evaluation.metrics.question_metrics([1, 1, 0, 0, 1], types) == {
+        "accuracy": 60.0, "accuracy causal": pytest.approx(200 / 3), "accuracy causal how": 100.0,
+        "accuracy causal why": 50.0, "accuracy descriptive": 100.0, "accuracy temporal": 0.0,
+        "accuracy temporal next": 0.0}
+
+
+def test_answer_and_reason_must_both_be_right():
+    """Causal-VidQA: four questions a video in the mean of all, predictive and counterfactual right by both halves."""
+    types = ["descriptive", "explanatory", "predictive answer", "predictive reason", "counterfactual answer",
+             "counterfactual reason"]
+    hits = [[1, 0, 1, 1, 1, 0], [1, 1, 0, 1, 0, 0]]
+    pairs = [0, 1, 2, 2, 3, 3, 4, 5, 6, 6, 7, 7]
+    found = evaluation.metrics.question_metrics(sum(hits, []), types * 2, pairs)
+    assert found == {
+        "accuracy": 50.0,  # descriptive 2, explanatory 1, predictive 1, counterfactual 0 of 8
+        "accuracy descriptive": 100.0, "accuracy explanatory": 50.0, "accuracy predictive": 50.0,
+        "accuracy predictive answer": 50.0, "accuracy predictive reason": 100.0, "accuracy counterfactual": 0.0,
+        "accuracy counterfactual answer": 50.0, "accuracy counterfactual reason": 0.0}
+    chance = evaluation.metrics.question_metrics([1 / 5] * 12, types * 2, pairs)  # of a random choice among five
+    assert chance["accuracy"] == pytest.approx(100 * (0.2 + 0.2 + 0.04 + 0.04) / 4)
+    assert chance["accuracy predictive"] == pytest.approx(4.0) and chance["accuracy predictive reason"] == 20.0
+
+
 def data_of(asked, types=None, pairs=None, split="test"):
     """asked: (question, answer, choices) for each row; the clips differ."""
     columns = dict(zip(("question", "answer", "choices"), map(list, zip(*asked))))
@@ -254,22 +289,9 @@ def test_shuffled_videos_are_all_of_others():
     assert sorted(x.sum().item() for x in other.pixels) == sorted(x.sum().item() for x in data.pixels)
 
 
-def test_a_question_goes_with_the_video_that_was_read(tmp_path):
-    """Where a sample cannot be read, the next one takes its place with its own question."""
-    paths = [str(tmp_path / f"{i}.png") for i in range(8)]
-    for i, path in enumerate(paths):
-        Path(path).write_bytes(encode(np.full((8, 8, 3), 20 * i, np.uint8)) if i != 3 else b"damaged")
-    names = [str(i) for i in range(8)]
-    files = common.Data("asked", "train", common.make_table([["x"]] * 8, names, paths, question=names))
-    transform = common.EvalTransform(8, (0, 0, 0), (1, 1, 1))
-    batches = common.Batches(files, [common.Augment(8)], transform, 8, 0, 0, 1, CPU, max_bad_fraction=0.5)
-    batch = next(iter(batches))
-    assert sorted(batch["rows"].tolist()) == [0, 1, 2, 4, 4, 5, 6, 7] and 3 in batch["index"]
-    shown = (batch["views"][0].mean((1, 2, 3)) * 255 / 20).round().long()
-    assert shown.tolist() == batch["rows"].tolist()
-
-
 # ---------------------------------------------------- runs -----------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def runs_of(tmp_path_factory, without_pictures):
     """A run of each task, with the pictures of the first: (folder, {task: summary})."""
@@ -341,7 +363,6 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     with pytest.raises(UserError, match="none of its 1 rows matches a clip of files"):
         score.short_captions(data, str(tmp_path / "none.csv"))
 
-
 OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task", "qa-open", "--eta", "0"],
          "answers": ["--task", "qa-open", "--answers", "3"], "layers": ["--task", "qa-open", "--fusion-layers", "3"],
          "control": ["--task", "qa-open", "--shuffle-video"],
@@ -375,16 +396,6 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
         assert "not its embeddings before the fusion" in found["left_out"]["retrieval"]
         with pytest.raises(UserError, match="other: its model has no trained embeddings"):
             score.main([str(tmp_path / "other"), "--out", str(tmp_path / "scores"), "--cpu"])
-
-
-def test_questions_see_the_view_that_is_said(runs_of, tmp_path, monkeypatch):
-    seen, measure = [], evaluation.answers.evaluate
-    monkeypatch.setattr(evaluation.answers, "evaluate", lambda model, tokenizer, transform, *more: (
-        seen.append(transform), measure(model, tokenizer, transform, *more))[1])
-    flags = ["--eval-resize", "squash", "--image-stats", "imagenet", "--output-dir", str(tmp_path)]
-    found = evaluate(runs_of[0] / "qa-open", *flags)
-    assert found["views"] == "images seen as squash, statistics imagenet"
-    assert (seen[0].resize, seen[0].mean) == ("squash", STATS["imagenet"][0])
 
 
 def test_answers_are_concepts(runs_of):
@@ -422,7 +433,6 @@ def test_meta_gradient_of_questions(task, similarity, block):
     for a, b in zip(forward, second):
         assert a.isfinite().all() and a.any() and torch.allclose(a, b, rtol=1e-5, atol=1e-10)
 
-
 SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()  # as near as gradients are
 
 
@@ -436,42 +446,14 @@ def test_chunks_are_exact(tmp_path):
     losses = [[r["loss"] for r in logged(tmp_path / name)] for name in ("whole", "parts")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
-
-TWO = {"pooled": ["--task", "qa-choice"],
-       "fused": ["--task", "qa-open", "--qa-similarity", "fused", "--batch-size", "8", "--meta-batch-size", "4"]}
-
-
-@pytest.mark.parametrize("name", TWO)
-def test_two_processes_are_one(tmp_path, name):
-    """Losses, weights of the samples and accuracies, with the meta step; of fused pairs, whose texts differ in length
-    between the processes, too."""
-    flags = [*BASE, *TWO[name], *SGD, "--meta-every", "1", "--max-steps", "4", "--output-dir", str(tmp_path)]
-    for run, processes, lr in (("start", 1, 0), ("one", 1, 0.005), ("two", 2, 0.005)):
-        launch.finish("mama", [*flags, "--lr", lr, "--run-name", run], tmp_path / f"{run}.txt", processes)
-    one, two = (logged(tmp_path / run) for run in ("one", "two"))
-    for a, b in zip(one, two, strict=True):
-        for k in ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos"):
-            assert b[k] == pytest.approx(a[k], rel=1e-2, abs=1e-4), k
-    start, a, b = (load_file(tmp_path / run / "model.safetensors") for run in ("start", "one", "two"))
-    assert drift(b, a, start) < 0.1
-    a, b = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "two"))
-    assert a["test"] == b["test"] and a["chance"] == b["chance"]
+def test_two_processes_are_one(tmp_path):
+    """Losses, weights of the samples and accuracies, with the meta step; texts of fused pairs differ in length between
+    the processes."""
+    flags = [*BASE, "--task", "qa-open", "--qa-similarity", "fused", "--batch-size", "8", "--meta-batch-size", "4",
+             *SGD, "--meta-every", "1", "--max-steps", "4"]
+    one_and_two(tmp_path, flags, 0.005, ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos"))
 
 
-def test_a_fused_run_goes_on_bitwise(tmp_path):
-    """The weights of three steps, and of two of them resumed from the first one's checkpoint."""
-    main(tmp_path / "run", "--task", "qa-open", "--qa-similarity", "fused", "--max-steps", "3", "--save-every", "1",
-         "--batch-size", "8")
-    weights = tmp_path / "run" / "model.safetensors"
-    whole = load_file(weights)
-    weights.unlink()
-    (tmp_path / "run" / "checkpoints" / "step_3.pt").unlink()
-    mama.main(mama.parse_args(["--resume", str(tmp_path / "run")]))
-    again = load_file(weights)
-    assert again.keys() == whole.keys() and all(torch.equal(whole[k], again[k]) for k in whole)
-
-
-# ---------------------------------------------------- refused -------------------------------------------------------
 def test_what_cannot_be_asked():
     data = data_of([("0", "b", ["a", "b"]), ("1", "a", [])])
     assert not evaluation.answers.lacking(data, choices=False)
@@ -491,18 +473,6 @@ def test_what_cannot_be_asked():
      "--chunk-size: --qa-similarity fused needs all videos and texts at once")])
 def test_bad_flags(flags, words, capsys):
     assert words in refused(mama.parse_args, [*of_set(BASE, flags), *flags], capsys)
-
-
-def test_recipes_are_the_paper_s():
-    paper = dict(lr=2e-5, meta_lr=2e-5, virtual_lr=0, batch_size=4, epochs=10, frames=5, weight_decay=1e-3, beta1=0.9,
-                 beta2=0.98, image_size=224, tau=1, eta=1)
-    for name in ("msrvtt-qa", "msvd-qa", "tgif-qa-r-frame", "tgif-qa-r-action", "nextqa", "causal-vidqa"):
-        args = mama.parse_args(["--dataset", name])
-        assert args.task == ("qa-open" if name in ("msrvtt-qa", "msvd-qa", "tgif-qa-r-frame") else "qa-choice")
-        assert paper.items() <= vars(args).items()
-        assert mama.RECIPES[name]["recipe"].startswith("paper")
-    assert mama.parse_args([]).task == "retrieval" and mama.parse_args([]).caption_noise == 0.3
-    assert mama.parse_args(["--task", "qa-open"]).caption_noise == 0
 
 
 def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path, capsys):
