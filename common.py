@@ -23,15 +23,14 @@ from contrastive.data.table import Data, make_table
 from contrastive.data.views import Augment, key_hash, pick, uniforms  # image views and captions from numbers by key
 
 # ---- contrastive/encoders: towers by name ----
-from contrastive.encoders.base import FEATURES, TwoTower, functional_call, has_batchnorm, is_clip, statistics_stay
+from contrastive.encoders.base import TwoTower, functional_call, has_batchnorm, is_clip, statistics_stay
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
 from contrastive.encoders.models import EvalTransform, TextEncoder, VisionEncoder, build_model, load_model
 from contrastive.encoders.questions import QuestionAnswerer
 from contrastive.encoders.ssb import (  # towers over features, and captioning (NCL)
     Captioner,
     captioning_loss,
-    feature_recipe,
-    feature_words,
+    ssb_recipe,
     support_summary,
 )
 from contrastive.encoders.texts import (  # tokenizers; T and T~ (TeMo)

@@ -82,7 +82,7 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     the authors' code, which tests the best epoch; here it is the last. Table 2's accuracies by type: docs/methods.md.
 15. --qa-model vgt is the base of Table 2's best rows. It reads features of regions (--region-dir DIR), and
     encoders/vgt.py lists its differences. The paper takes "BERT-Base embeddings" and 32 random frames; here it is all
-    of BERT and the 32 frames of VGT's files, as in VGT's code. --qa-model dual: cosines of "question choice" texts.
+    of BERT and the 32 frames of VGT's files, as in VGT's code.
 """
 
 import argparse

@@ -301,8 +301,8 @@ def parse_args(argv=None):
               f"the margins of the run, {lowest:g} .. {highest:g}, must be from 0 to below 2 (cosines); see --alpha, "
               "--shift-min, --shift-max, --margin")
     p.require(args.clusters != "none" or not args.shifts, "--clusters none: --shifts need clusters; add --no-shifts")
-    p.require(args.cluster_encoder not in ("small", "features"),
-              f"--cluster-encoder {args.cluster_encoder}: has no trained weights; use tf-idf, an id or a folder")
+    p.require(args.cluster_encoder != "small",
+              "--cluster-encoder small: has no trained weights; use tf-idf, an id or a folder")
     return args
 
 

@@ -24,7 +24,7 @@ Commands:
     accelerate launch ncl.py                                     # moving emoji, two minutes on two CPU cores
     accelerate launch ncl.py --loss infonce                      # the CLIP4Clip baseline
     accelerate launch ncl.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS      # the paper's; msvd, ...
-    # Table 4: SSB with NCL, and with its own loss (--image-encoder features: smaller towers, any text encoder)
+    # Table 4: SSB with NCL, and with its own loss
     accelerate launch ncl.py --dataset msrvtt ... --image-encoder ssb --feature-dir MOTION APPEARANCE
     accelerate launch ncl.py --dataset msrvtt ... --image-encoder ssb --feature-dir MOTION APPEARANCE --loss max-margin
     accelerate launch ncl.py --dataset clips.csv --video-dir VIDEOS   # own data: columns video, caption[, start, end]
@@ -58,7 +58,6 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
     margin loss is summed over the batch (--loss-scale 64: App. C's factor 15 fits no mean), and its captioning loss
     is kept beside NCL's, as the paper does not say that it is dropped. Dropout (App. C: 0.1 on MSVD and MSR-VTT, 0 on
     ActivityNet) follows the first layer, the attention and the MLP of both heads; T5 keeps its own 0.1 as well.
-    --image-encoder features is smaller: one transformer layer, and CLIP4Clip's epochs, batch and decay.
 10. The pictures show only the run itself: Fig. 2 without biases, with the queue and with oracle (the paper: CLIP4Clip
     beside NCL with its queue), Fig. 6 its retrievals without sums, Fig. 7 a PCA for t-SNE. Table 5's row None is
     CLIP4Clip (--loss infonce), not NCL without biases. Figs. 7 and 8 show the start only if there is a val split (not
@@ -73,10 +72,10 @@ import math
 import common
 
 from common import (  # isort: skip
-    Captioner, Evaluator, FEATURES, Parser, Run, below_one, between, by_rows, captioning_loss, clean_exit, count,
-    feature_recipe, feature_words, fp32, freeze_as_clip4clip, gather, is_clip, nonnegative, normalize, on_card,
+    Captioner, Evaluator, Parser, Run, below_one, between, by_rows, captioning_loss, clean_exit, count,
+    fp32, freeze_as_clip4clip, gather, is_clip, nonnegative, normalize, on_card,
     one_number, open_data, part, per_anchor, positive, positive_index, rank, retrieval_both_ways, set_dropout,
-    support_summary, to_device, write_tensors)
+    ssb_recipe, support_summary, to_device, write_tensors)
 
 import torch
 import torch.nn as nn
@@ -265,14 +264,14 @@ RECIPES = {
 
 
 def loss_defaults(chosen):
-    """Defaults of --loss and of precomputed features; chosen: the flags recipe, loss and image_encoder."""
+    """Defaults of --loss and of SSB's towers; chosen: the flags recipe, loss and image_encoder."""
     defaults = {} if chosen.loss == "ncl" else dict(normalize="none")      # baselines are reported as they are
     if chosen.loss == "max-margin":
         defaults |= dict(learnable_tau=False)
     if chosen.image_encoder and not is_clip(chosen.image_encoder):         # of a recipe with another encoder
         defaults |= dict(freeze="none")
-    if chosen.image_encoder in FEATURES:                                   # SSB, or towers after it (App. C)
-        defaults |= feature_recipe(chosen, RECIPES[chosen.recipe]["pretrained"])
+    if chosen.image_encoder == "ssb":                                      # App. C
+        defaults |= ssb_recipe(chosen)
     return defaults
 
 
@@ -304,13 +303,13 @@ def parse_args(argv=None):
     g.add_argument("--flip", type=part, help="share of mirror images")
     g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
     g.add_argument("--text-dropout", action=yesno, default=True, help="a transformers text encoder keeps its own")
-    g = p.group("with --image-encoder features or ssb", image_encoder=FEATURES)
+    g = p.group("with --image-encoder ssb", image_encoder="ssb")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
                    help="VIDEO.npy (time, width), such as motion and appearance, resampled to --frames, concatenated")
     g.add_argument("--dropout", type=below_one, default=0.0, help="of these towers; App. C: 0.1, ActivityNet 0")
     args = p.parse(argv, RECIPES, loss_defaults)
-    p.require(args.image_encoder not in FEATURES or args.feature_dir, "--image-encoder features or ssb: --feature-dir?")
-    p.only(args.image_encoder not in FEATURES, "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
+    p.require(args.image_encoder != "ssb" or args.feature_dir, "--image-encoder ssb: --feature-dir?")
+    p.only(args.image_encoder != "ssb", "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
     p.require(not args.feature_dir or {word.partition("=")[0] for word in args.eval_datasets} <= {args.dataset},
               f"--eval-datasets: --feature-dir is of {args.dataset} alone; eval.py --feature-dir evaluates on others")
     return args
@@ -439,7 +438,9 @@ def banner_lines(own, args):
     lines = {"loss": f"{args.loss}{rounds}{factor}", "frozen": args.freeze,
              "temperature": f"gamma {float(gamma_of(own, args)):g}" + ", learnt" * args.learnable_tau,
              "test time": f"--normalize {args.normalize}; queues, of {args.dataset} alone: {args.queue_size:,} each"}
-    return lines | (feature_words(args) if args.image_encoder in FEATURES else {})
+    if args.image_encoder == "ssb":
+        lines["recipe"] = f"{args.recipe} (reconstruction of SSB; encoders/ssb.py says which values are from memory)"
+    return lines
 
 
 def evaluate_normalized(pieces, own, args):

@@ -205,17 +205,17 @@ def test_windows_of_own_data_are_clips_of_their_own(models, videos, tmp_path):
 
 def test_captions_of_frames_are_summed_up_by_another_model(models, videos, tmp_path, monkeypatch):
     import transformers as T
-    words, asked, true = tokenizer(), [], caption.summary_model
+    words, asked, true = tokenizer(), [], caption.language_model
     torch.manual_seed(2)  # others say nothing
     t5 = T.T5ForConditionalGeneration(T.T5Config(
         vocab_size=len(words), d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2, pad_token_id=0, eos_token_id=2,
         decoder_start_token_id=0))
     llama = T.LlamaForCausalLM(T.LlamaConfig(**SIZES, vocab_size=len(words), intermediate_size=16))
 
-    def listening(*args):
-        answers = true(*args)
-        return lambda texts: asked.extend(texts) or answers(texts)
-    monkeypatch.setattr(caption, "summary_model", listening)
+    def listening(name, args, sees=False):
+        answers = true(name, args, sees)
+        return answers if sees else lambda texts: asked.extend(texts) or answers(texts)
+    monkeypatch.setattr(caption, "language_model", listening)
     for name, model in (("t5", t5), ("lm", llama)):
         model.save_pretrained(tmp_path / name)
         words.save_pretrained(tmp_path / name)

@@ -95,7 +95,7 @@ def test_features_of_two_folders_stand_side_by_side(features):
     path, folders = features
     sets = [*open_splits(path, frames=4, feature_dir=folders).values()]
     assert sum(map(len, sets)) == 8 and data_clips.feature_shape(sets[0]) == [4, 5]
-    with pytest.raises(UserError, match="^--image-encoder features: the data set has pixels"):
+    with pytest.raises(UserError, match="^--image-encoder ssb: the data set has pixels"):
         data_clips.feature_shape(common.load_data("emoji", "val"))
     for d in sets:
         for i in range(len(d)):

@@ -10,8 +10,7 @@ from pathlib import Path
 import common
 from contrastive import data as data_sets
 from contrastive import engine
-from contrastive.encoders.base import SmallText
-from contrastive.encoders.towers import FeatureEncoder
+from contrastive.encoders.base import SmallText, Transformer
 from contrastive.engine.processes import UserError, write_json
 from contrastive.evaluation.meta import balanced_rows, meta_data
 
@@ -116,11 +115,12 @@ class Towers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.vision, self.text = FeatureEncoder(5, 4, width=16), SmallText(30, 7, width=16)
+        self.frame, self.blocks, self.text = nn.Linear(5, 16), Transformer(16, 1, 4), SmallText(30, 7, width=16)
         self.register_buffer("unused", torch.zeros(2))
 
     def forward(self, pixels, tokens):
-        return self.vision(pixels), self.text(**tokens)[1], None
+        video = self.blocks(self.frame(pixels), pixels.new_ones(pixels.shape[:2]).bool()).mean(1)
+        return video, self.text(**tokens)[1], None
 
 
 def transformer_batch(n, seed, dtype):

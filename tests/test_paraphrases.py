@@ -51,7 +51,7 @@ def test_write_paraphrases(pegasus, tmp_path):
     path.write_text(done + lines[1] + lines[2][:len(lines[2]) // 2], encoding="utf8")  # a kill in the third line
     paraphrase.main([*flags, str(path)])
     assert path.read_text(encoding="utf8").splitlines(keepends=True) == [done, lines[1], lines[2], lines[3]]
-    assert len(Paraphrases(path)) == 4 and Paraphrases(path).get(["a cat"]) == [["kept"] * 5]
+    assert len(Paraphrases(path).hashes) == 4 and Paraphrases(path).get(["a cat"]) == [["kept"] * 5]
     path.write_text(path.read_text(encoding="utf8").replace('"by": "', '"by": "other '), encoding="utf8")
     with pytest.raises(UserError, match="^--out [^ ]*: has paraphrases by other .*, not by .*name another file$"):
         paraphrase.main([*flags, str(path)])

@@ -148,7 +148,7 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, tmp_path):
         result, = eval_py.main(eval_py.parse_args([str(word) for word in command]))["datasets"].values()
         return result["metrics"]["text_to_image"]
     assert evaluate() == summary["test"][str(root / "clips.csv")]["normalize"]["none"]["text_to_image"]
-    with pytest.raises(UserError, match="features of width 6, in training 10"):
+    with pytest.raises(RuntimeError, match="Expected 10, got 6"):
         evaluate("--feature-dir", root / "motion")
 
 

@@ -296,7 +296,7 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     assert words(None, True, paper).startswith("WARNING: NOT THE PAPER'S T~")
     assert words(full, True, paper) == "T is the caption or a paraphrase, T~ a paraphrase, of 3 captions"
     assert words(full, False, paper) == "T is the caption, T~ a paraphrase, of 3 captions"
-    missing = "a paraphrase, of 2 captions; 1 of the first 3 have none"
+    missing = "of 2 captions, for one without another caption, else word dropout and swap; 1 of the first 3 have none"
     assert missing in words(partial, True, paper) and words(partial, True, paper).startswith("WARNING")
     assert "WARNING" not in words(None, True, temo.OWN["recipe"])
 

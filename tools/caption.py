@@ -28,7 +28,7 @@ import common
 from contrastive.data import data_options
 from contrastive.data.frames import read_frames
 from contrastive.data.table import VIDEO_TYPES, has_clips
-from contrastive.encoders.frozen import frame_features, summary_model, vision_language_model
+from contrastive.encoders.frozen import frame_features, language_model
 from contrastive.engine import processes
 from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import UserError, opening, rank, read_json, say, world, write_json
@@ -131,8 +131,8 @@ def write_all(args, clips, report):
 def work(args, batches):
     """Captions of this process's batches, written batch by batch."""
     columns, rows = args.grid
-    answers, features = vision_language_model(args, args.device), frame_features(args.frame_encoder, args.device)
-    summaries = summary_model(args, args.device) if args.summary_model else None
+    sees, features = language_model(args.model, args, sees=True), frame_features(args.frame_encoder, args.device)
+    summaries = language_model(args.summary_model, args) if args.summary_model else None
     for batch in tqdm(batches, desc="captions", unit="batch", disable=rank() > 0):
         frames, said = {}, {}
         for clip, path in batch:
@@ -144,9 +144,10 @@ def work(args, batches):
             frames[clip] = chosen_frames(candidates, features, columns * rows)
         torch.manual_seed(common.key_hash(f"{args.seed} {batch[0][0]}"))
         if frames and not summaries:
-            texts = answers([grid_picture(x, columns) for x in frames.values()], PROMPT)
+            texts = sees([PROMPT] * len(frames), [grid_picture(x, columns) for x in frames.values()])
         elif frames:
-            texts = [answers([grid_picture(frame[None], 1) for frame in x], FRAME_PROMPT) for x in frames.values()]
+            texts = [sees([FRAME_PROMPT] * len(x), [grid_picture(frame[None], 1) for frame in x])
+                     for x in frames.values()]
             texts = summaries([SUMMARY_PROMPT.format("\n".join(of_frames)) for of_frames in texts])
         for clip, text in zip(frames, texts if frames else ()):
             said[clip] = {"caption": text, "why": "" if text else "the model says nothing"}

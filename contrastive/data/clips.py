@@ -159,7 +159,7 @@ def _frames(place, key, axes):
     return x.reshape(-1, *x.shape[1 - axes:])
 
 
-def feature_shape(data, encoder="features"):
+def feature_shape(data, encoder="ssb"):
     """[T, F] of the features of a data set. Raises UserError if the first cannot be read or is pixels."""
     with opening(f"{data.name}: {data.key(0)}"):
         shape = list(data.read(0).shape)

@@ -17,8 +17,7 @@ STATS = {  # mean and standard deviation of the pixels, named after the weights 
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5,) * 3, (0.5,) * 3),
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
-FEATURES = ("features", "ssb")  # towers over precomputed features of a clip, of ncl.py
-FROM_FILES = (*FEATURES, "regions")  # and VGT's, of mama.py: all that read no pixels
+FROM_FILES = ("ssb", "regions")  # SSB's tower and VGT's read features of a clip, no pixels
 VIDEO = "video_"  # prefix of a timm ViT's name: one transformer over the patches of all frames
 CLIP_VIP = "clip_vip:"  # prefix of a CLIP's transformers id or folder: the same with proxy tokens, encoders/clip_vip.py
 FULL = {"dtype": torch.float32, "trust_remote_code": False}  # of transformers; some are saved in half precision
@@ -156,13 +155,12 @@ class Transformer(nn.ModuleList):
 class SmallText(nn.Module):
     """A transformer over WordPiece ids (B, L) -> hidden states of the tokens (B, L, width), their mean (B, width)."""
 
-    def __init__(self, vocabulary, length, width=128, layers=1, heads=4):
+    def __init__(self, vocabulary, length, width=128):
         super().__init__()
-        self.width = width
         self.token = nn.Embedding(vocabulary, width, padding_idx=0)
         self.position = nn.Parameter(torch.randn(length + 3, width) * 0.01)
         nn.init.normal_(self.token.weight, std=0.02)
-        self.blocks = Transformer(width, layers, heads)
+        self.blocks = Transformer(width, layers=1, heads=4)
         self.norm = nn.LayerNorm(width)
 
     def forward(self, input_ids, attention_mask):
@@ -227,21 +225,16 @@ def hub_encoder(name, half, pretrained, config):
     config: of a model that is rebuilt, as a dict; else None."""
     import transformers
     with opening(name):
-        if config:
-            config = transformers.AutoConfig.for_model(**config)
-        else:
-            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        of = transformers.AutoConfig
+        config = of.for_model(**config) if config else of.from_pretrained(name, trust_remote_code=False)
         encoder_alone = half == "text" and config.model_type == "t5"
         kind = transformers.AutoModelForTextEncoding if encoder_alone else transformers.AutoModel
-        if hasattr(config, "mask_ratio"):
-            config.mask_ratio = 0.0  # of ViT-MAE, which would drop patches in evaluation, too
         body = published(kind, name, config) if pretrained else kind.from_config(config, **FULL)
         if config.model_type != "clip":
             width = getattr(config, "hidden_size", 0) or config.hidden_sizes[-1]
             return Tower(body, width, config=config.to_dict())
-        projection = body.visual_projection if half == "vision" else body.text_projection
-        body = body.vision_model if half == "vision" else body.text_model
-        return Tower(body, body.config.hidden_size, projection, config.to_dict())
+        parts = {"vision": (body.vision_model, body.visual_projection), "text": (body.text_model, body.text_projection)}
+        return Tower(parts[half][0], parts[half][0].config.hidden_size, parts[half][1], config.to_dict())
 
 
 def published(kind, name, config):

@@ -4,10 +4,7 @@ CLIP's vision transformer reads all frames of a clip at once: the L patches of e
 proxy tokens, namely CLIP's class token and three new ones. Each patch gets the embedding of its position, as in an
 image, and of its frame. Proxies attend to everything; a patch attends only to the proxies and to its own frame. Frames
 thus exchange information through the proxies, at a cost that grows with T and not T^2. The class token after the last
-layer is the feature of the clip. An image is a clip of one frame. The text tower is CLIP's:
-
-    --image-encoder clip_vip:openai/clip-vit-base-patch32 --text-encoder openai/clip-vit-base-patch32 --embed-dim 512
-    --init-from pretrain_clipvip_base_32.pt
+layer is the feature of the clip. An image is a clip of one frame. The text tower is CLIP's; mama.py has the command.
 """
 
 import torch

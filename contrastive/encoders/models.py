@@ -6,7 +6,7 @@ from pathlib import Path
 from contrastive.data.table import decode
 
 from contrastive.encoders.base import (  # isort: skip
-    FEATURES, FROM_FILES, STATS, SmallText, Tower, TwoTower, hub_encoder, masked_mean, small_cnn)
+    FROM_FILES, STATS, SmallText, Tower, TwoTower, hub_encoder, masked_mean, small_cnn)
 from contrastive.encoders.questions import QuestionAnswerer
 from contrastive.encoders.ssb import TextHead, VideoTower
 from contrastive.encoders.texts import Tokenizer
@@ -42,13 +42,11 @@ class EvalTransform:
         """(..., 3, H, W) uint8 -> (..., 3, size, size) uint8; features stay as they are."""
         if image.is_floating_point():
             return image
-        from torchvision.transforms.v2 import InterpolationMode
-        from torchvision.transforms.v2 import functional as V
-        how = InterpolationMode.BICUBIC if self.bicubic else InterpolationMode.BILINEAR
-        resize = functools.partial(V.resize, interpolation=how, antialias=True)
-        if self.resize == "squash":
-            return resize(image, [self.size, self.size])
-        return V.center_crop(resize(image, [self.short]), [self.size, self.size])
+        from torchvision.transforms import v2
+        how = v2.InterpolationMode.BICUBIC if self.bicubic else v2.InterpolationMode.BILINEAR
+        side = [self.size, self.size] if self.resize == "squash" else [self.short]
+        resized = v2.functional.resize(image, side, interpolation=how, antialias=True)
+        return v2.functional.center_crop(resized, [self.size, self.size])
 
     def normalise(self, x):
         """(..., 3, S, S) float in 0..1 -> normalised."""
@@ -96,9 +94,6 @@ class VisionEncoder(nn.Module):
 
     def frames(self, pixels):
         """Features of each frame, (B * T, width); a video tower may return fewer time steps than frames."""
-        if (self.name in FEATURES) != (pixels.ndim == 3):
-            raise UserError("--image-encoder features and ssb read the features of --feature-dir in ncl.py, and no "
-                            "other encoder does")
         if self.whole_clips:
             return self.body(pixels)  # (B, width)
         if self.read:
@@ -216,8 +211,7 @@ def load_model(run_dir):
 
     model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
     They are not of unit length: `normalize` them, and their products are cosines.
-    Raises: UserError when the folder holds no model, or another than model.json says.
-    """
+    Raises: UserError when the folder holds no model, or another than model.json says."""
     from safetensors.torch import load_file
     run_dir, tokenizer = Path(run_dir), None
     spec = read_json(run_dir / "model.json")
@@ -225,9 +219,5 @@ def load_model(run_dir):
         if spec["text_encoder"]:
             tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
         model, transform = build_model(spec, tokenizer, pretrained=False)
-        tensors = load_file(run_dir / "model.safetensors")
-        if differ := sorted(tensors.keys() ^ model.state_dict().keys()):
-            raise UserError(f"{run_dir}: model.safetensors and model.json differ in {differ[0]}; a fork's backbone "
-                            "needs a name in image_tower, its loss's modules belong into `own` (docs/forking.md)")
-        model.load_state_dict(tensors)
+        model.load_state_dict(load_file(run_dir / "model.safetensors"))
     return model.eval(), tokenizer, transform

@@ -3,7 +3,7 @@
 import math
 
 from contrastive.encoders.base import Transformer, TwoTower
-from contrastive.engine.processes import UserError, gather, positive_index
+from contrastive.engine.processes import gather, positive_index
 from contrastive.evaluation.metrics import normalize
 
 import torch
@@ -16,21 +16,15 @@ class QuestionAnswerer(TwoTower):
     Args:
         vision, text: the towers.
         answers: the vocabulary of open questions, most frequent first; [] = questions with choices.
-        model: 'fusion'; or 'dual', only for questions with choices.
         layers: of the fusion.   frames: the most frames that a clip may have.
         similarity: how videos are compared with texts: 'pooled', before the fusion; 'fused', by a pass through it; or
             'none', by no loss.
-    block: how many texts at a time go through the fusion with all videos; 0 = automatic, see by_rows.
     """
     by_rows = staticmethod(lambda function, *rows, columns: function(*rows))  # a script's, which cuts them into blocks
 
     def __init__(self, vision, text, answers=(), model="fusion", layers=2, frames=1, similarity="pooled"):
         super().__init__(vision, text)
-        self.answers, self.model, self.frames, self.similarity = list(answers), model, frames, similarity
-        if model == "dual":
-            self.log_scale = nn.Parameter(torch.tensor(1 / 0.07).log())    # as CLIP's
-            return
-        width = text.width
+        self.answers, self.model, self.similarity, width = list(answers), model, similarity, text.width
         self.frame = nn.Linear(vision.width, width)
         self.place = nn.Parameter(torch.randn(1 + frames, width) * 0.02)   # of [CLS] and of each frame
         self.fusion = Transformer(width, layers, next(h for h in (12, 8, 4, 2, 1) if width % h == 0))
@@ -66,13 +60,9 @@ class QuestionAnswerer(TwoTower):
         choices = choices or {k: v[:, None] for k, v in question.items()}  # one choice: the question itself
         B, C = choices["input_ids"].shape[:2]
         flat = {k: choices[k].flatten(0, 1) for k in ("input_ids", "attention_mask")}                    # (B * C, L)
-        words, text = self.text.words(**flat)                              # (B * C, L, W), (B * C, D)
-        if self.model == "dual":
-            cosine = (normalize(video)[:, None] * normalize(text).unflatten(0, (B, C))).sum(-1)
-            scores = cosine * self.log_scale.exp()                         # (B, C)
-        else:
-            each = frames.repeat_interleave(C, 0)                          # (B * C, T, width)
-            scores = self.head(self.fuse(self.place[:1], each, words, flat["attention_mask"])).view(B, C)
+        words, _ = self.text.words(**flat)                                 # (B * C, L, W)
+        each = frames.repeat_interleave(C, 0)                              # (B * C, T, width)
+        scores = self.head(self.fuse(self.place[:1], each, words, flat["attention_mask"])).view(B, C)
         there = choices.get("there")
         return video, paired, scores if there is None else scores.masked_fill(~there, -math.inf)
 
@@ -80,9 +70,6 @@ class QuestionAnswerer(TwoTower):
         """Output (b, f, W) of the transformer at tokens `first` (f, W), which precede the frames (b, T, width) of a
         clip and words (b, L, W); keep (b, L) is 0 at padding."""
         b, T = frames.shape[:2]
-        if T > self.frames:
-            raise UserError(f"{T} frames per clip, but this model was made for at most {self.frames}; use "
-                            f"--frames {self.frames}")
         first = first.expand(b, -1, -1)                                    # (b, f, W)
         x = torch.cat([first, self.frame(frames) + self.place[1:1 + T], words], 1)   # (b, f + T + L, W)
         keep = torch.cat([keep.new_ones(b, first.shape[1] + T), keep], 1).bool()     # (b, f + T + L)

@@ -44,25 +44,11 @@ RECIPES = {
         dropout=0.0, text_dropout=False)}                                  # NCL; that this includes T5's is ours
 
 
-def feature_recipe(chosen, published):
-    """{flag: default} for --image-encoder ssb (MSR-VTT's, if SSB and NCL did not use the set), or for features, towers
-    after SSB.
-
-    Args: chosen: the flags image_encoder, recipe and loss.   published: the set's own recipe has pretrained towers."""
-    if chosen.image_encoder == "ssb":
-        recipe = RECIPES.get(chosen.recipe, RECIPE)
-        return recipe | dict(loss_scale=recipe["loss_scale"].get(chosen.loss, 1.0))
-    text = dict(text_encoder="t5-base", text_pooling="mean", lr=1e-4) if published else {}           # the rate is ours
-    scale = 1.0 if chosen.loss == "max-margin" else 15.0                   # NCL; that infonce has it too is ours
-    return text | dict(tau=0.07, learnable_tau=False, loss_scale=scale,    # NCL
-                       dropout=0.1 if chosen.recipe in ("msvd", "msrvtt") else 0.0)                 # NCL
-
-
-def feature_words(args):
-    """The banner's words on these towers."""
-    if args.image_encoder == "ssb":
-        return {"recipe": f"{args.recipe} (reconstruction of SSB; encoders/ssb.py says which values are from memory)"}
-    return {"features": "towers after SSB, without its captioning loss, epochs, batch and weight decay"}
+def ssb_recipe(chosen):
+    """{flag: default} for --image-encoder ssb; MSR-VTT's, if SSB and NCL did not use the set. chosen: the flags recipe
+    and loss."""
+    recipe = RECIPES.get(chosen.recipe, RECIPE)
+    return recipe | dict(loss_scale=recipe["loss_scale"].get(chosen.loss, 1.0))
 
 
 # ======================================================= towers ======================================================
@@ -102,8 +88,6 @@ class VideoTower(_Pooling):
         self.gru = nn.GRU(features, width // 2, batch_first=True, bidirectional=True)
 
     def forward(self, x):
-        if x.shape[2] != self.gru.input_size:
-            raise UserError(f"--feature-dir: features of width {x.shape[2]}, in training {self.gru.input_size}")
         keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # (B, T)
         return self.pool(self.gru(x)[0], keep)
 

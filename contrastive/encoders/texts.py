@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from contrastive.data.views import key_hash, pick
-from contrastive.engine.processes import UserError, barrier, opening, rank, read_json, say, to_device
+from contrastive.engine.processes import UserError, barrier, opening, rank, say, to_device
 
 import numpy as np
 import torch
@@ -83,8 +83,7 @@ def clean_caption(text, max_words=30):
 def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False, start=""):
     """The tokenizer of a text encoder; for 'small' a WordPiece learnt from captions() by the main process.
 
-    keep: a resumed run keeps the one in its folder.   start: weights of another run; if its text encoder is small, too,
-    its vocabulary is taken over."""
+    keep: a resumed run keeps the one in its folder.   start: weights of another run, whose vocabulary is taken over."""
     if name != "small":
         tokenizer = Tokenizer.load(name, length, clean)
         if len({*tokenizer.tokenizer(" ".join("abcdefghijklmnopqrstuvwxyz"))["input_ids"]}) <= 3:
@@ -92,9 +91,8 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
         return tokenizer
     if rank() == 0 and not (keep and (Path(folder) / "tokenizer.json").is_file()):
         theirs = (Path(start) if Path(start).is_dir() else Path(start).parent) / "tokenizer"
-        small = start and read_json(theirs.parent / "model.json", {}).get("text_encoder", "small") == "small"
         with opening(folder):
-            if small and theirs.is_dir():
+            if start and theirs.is_dir():
                 shutil.copytree(theirs, folder, dirs_exist_ok=True)
                 say(f"--init-from: with the vocabulary of {theirs}, on which its text encoder was trained")
             else:
@@ -148,9 +146,6 @@ class Paraphrases:
         self.order = np.argsort(hashes, kind="stable")
         self.hashes = hashes[self.order]
 
-    def __len__(self):
-        return len(self.hashes)
-
     def get(self, captions):
         wanted = np.array([key_hash(c) for c in captions], dtype=np.int64)
         at = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
@@ -160,16 +155,13 @@ class Paraphrases:
 
 
 def text_words(train, paraphrases, anchor, recipe):
-    """The sources of T and T~, for the banner, with a warning if paraphrases are lacking.
-
-    Args: train: Data; paraphrases: a Paraphrases or None; anchor: as in text_pair; recipe: its remark."""
+    """The sources of T and T~, for the banner, with a warning if paraphrases are lacking; recipe: its remark."""
     other = "templates around the captions" if train.templates else "another caption, else word dropout and swap"
     if not paraphrases:
         warning = "WARNING: NOT THE PAPER'S T~, paraphrases by PEGASUS (tools/paraphrase.py, --paraphrases FILE); "
         return warning * recipe.startswith("paper") + f"T is the caption, T~ {other}"
-    note = f"T is the caption{' or a paraphrase' * anchor}, T~ a paraphrase, of {len(paraphrases):,} captions"
-    if train.streamed:
-        return f"{note}; not checked in a stream: for a caption without one {other}"
-    some = list(train.first_captions(LOOKED_AT))
+    note = f"T is the caption{' or a paraphrase' * anchor}, T~ a paraphrase, of {len(paraphrases.hashes):,} captions"
+    some = [] if train.streamed else [*train.first_captions(LOOKED_AT)]
     missing = sum(not p for p in paraphrases.get(some))
-    return f"WARNING: {note}; {missing:,} of the first {len(some):,} have none: for these {other}" if missing else note
+    note += f", for one without {other}" * bool(missing or train.streamed)
+    return f"WARNING: {note}; {missing:,} of the first {len(some):,} have none" if missing else note

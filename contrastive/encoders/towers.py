@@ -4,33 +4,27 @@ import functools
 from pathlib import Path
 
 from contrastive.data.table import note_commit
-from contrastive.encoders.base import CLIP_VIP, FEATURES, STATS, VIDEO, SmallText, Tower, hub_encoder
+from contrastive.encoders.base import CLIP_VIP, STATS, VIDEO, Tower, hub_encoder
 from contrastive.encoders.clip_vip import ClipViP
 from contrastive.engine.processes import UserError, opening, read_json
 
 import torch
 import torch.nn as nn
 
-VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
-
 
 def image_tower(name, pretrained, image_size, config=None, features=(0, 0), frames=0):
     """The Tower of a name:
 
-    'features' (clips as (B, T, F)); 'regions' (VGT's features as they are); 'resnet18-cifar' (3x3 stem, no max-pool);
-    any timm name; 'video_' and a timm ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of
-    torchvision, Kinetics-400; also _t, _s); a transformers id or folder with a '/' (of a CLIP its vision tower, with
-    its own projection if D agrees; of others pooled features or the class token); 'clip_vip:' and a CLIP (CLIP-ViP's
-    tower, no mean over frames).
+    'regions' (VGT's features as they are); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_' and a timm
+    ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of torchvision, Kinetics-400; also
+    _t, _s); a transformers id or folder with a '/' (of a CLIP its vision tower, with its own projection if D agrees; of
+    others pooled features or the class token); 'clip_vip:' and a CLIP (CLIP-ViP's tower, no mean over frames).
 
-    Args: image_size: pixels of a side.   config: of a transformers model that is rebuilt.   features: (F, T) of
-        'features'.   frames: T, for a tower over whole clips."""
-    if name == "features":
-        body = FeatureEncoder(features[1], features[0])
-        return Tower(body, body.width)
+    Args: image_size: pixels of a side.   config: of a transformers model that is rebuilt.   features: (T, F) of
+        'regions'.   frames: T, for a tower over whole clips."""
     if name == "regions":
         return Tower(nn.Identity(), features[1])
-    if name in VIDEO_SWIN:
+    if name.startswith("swin3d_"):
         return video_swin(name, pretrained)
     if name.startswith(CLIP_VIP):
         tower = hub_encoder(name.removeprefix(CLIP_VIP), "vision", pretrained, config)
@@ -45,7 +39,8 @@ def image_tower(name, pretrained, image_size, config=None, features=(0, 0), fram
     tower = timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
     if not name.startswith(VIDEO):
         return tower
-    return tower._replace(body=VideoViT(tower.body, frames), whole_clips=True)
+    with opening(name):  # of timm's, it takes ViTs
+        return tower._replace(body=VideoViT(tower.body, frames), whole_clips=True)
 
 
 def hub_stats(name, otherwise):
@@ -78,18 +73,13 @@ def timm_encoder(name, pretrained, image_size):
 
 
 def read_hub(encoder, pixels):
-    """Pooled features of a transformers model, or its class token if it has none, or a pooler with a layer of its own,
-    which many published weights lack (ViT, DeiT); I-JEPA: the mean of the patches.
-
-    Returns: (B * T, width)."""
+    """Pooled features (B * T, width) of a transformers model; or its class token, if its pooler has a layer of its own,
+    which many published weights lack (ViT, DeiT)."""
     frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
     found = encoder.body(pixel_values=frames)
-    pooled = getattr(found, "pooler_output", None)
-    if encoder.config["model_type"] == "ijepa":  # it has neither
-        return found.last_hidden_state.mean(1)
-    if pooled is None or hasattr(getattr(encoder.body, "pooler", None), "dense"):
+    if hasattr(getattr(encoder.body, "pooler", None), "dense"):
         return found.last_hidden_state[:, 0]
-    return pooled.flatten(1)  # a ResNet's is (B * T, width, 1, 1)
+    return found.pooler_output.flatten(1)  # a ResNet's is (B * T, width, 1, 1)
 
 
 def video_swin(name, pretrained):
@@ -109,17 +99,6 @@ def read_swin(encoder, pixels):
     return features.transpose(1, 2).flatten(0, 1)
 
 
-class FeatureEncoder(SmallText):
-    """Precomputed features of a clip -> projection, one transformer layer, mean over time: (B, T, F) -> (B, width)."""
-
-    def __init__(self, features, length, width=256):
-        super().__init__(1, length, width)
-        self.token = nn.Linear(features, width)
-
-    def forward(self, x):
-        return super().forward(x, torch.ones(x.shape[:2], dtype=torch.long, device=x.device))[1]
-
-
 class VideoViT(nn.Module):
     """A timm ViT over the patches of all frames at once, after AVION: clips (B, T, 3, S, S) -> (B, width).
 
@@ -130,10 +109,6 @@ class VideoViT(nn.Module):
 
     def __init__(self, vit, frames):
         super().__init__()
-        if getattr(vit, "num_prefix_tokens", 0) != 1 or getattr(vit, "global_pool", "") != "token":
-            raise UserError(f"--image-encoder: after {VIDEO} give a timm ViT that reads its class token")
-        if not frames:
-            raise UserError(f"--image-encoder {VIDEO}...: it is for clips, but this data set has images")
         self.vit, self.temporal = vit, nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
         for norm in (m for m in vit.modules() if isinstance(m, nn.LayerNorm)):
             norm.eps = 1e-6  # AVION's; CLIP has 1e-5
@@ -159,14 +134,12 @@ def freeze_unused(model, tokenizer, spec):
     """Tries one example and freezes what gets no gradient (a mask token, a pooler): DDP would wait for it."""
     model.eval()
     shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
-    whole = model.vision.whole_clips and spec["image_encoder"].startswith(VIDEO)
-    shape = (spec["frames"], *shape) if whole else shape
+    shape = (spec["frames"], *shape) if spec.get("frames") else shape
     with opening(f"{spec['image_encoder']} at --image-size {spec['image_size']}, {spec['text_encoder'] or 'no texts'}"):
         with torch.enable_grad():
             tokens = tokenizer(["a"]) if tokenizer else None
             out = model(torch.zeros(1, *shape), tokens, *([tokens] if spec.get("questions") else []))  # (1, D) each
             sum(x.sum() for x in out if x is not None).backward()
-            refuse_blind(model.text)
     for p in model.parameters():
         p.requires_grad_(p.requires_grad and p.grad is not None)
     model.zero_grad(set_to_none=True)
@@ -183,24 +156,14 @@ def freeze_as_clip4clip(model):
         p.requires_grad_(False)
 
 
-def refuse_blind(text):
-    """Raises: UserError if the first token, which is the text's embedding, cannot see the others (a language model)."""
-    if text and text.name != "small" and text.pooling == "cls" and not text.is_clip:
-        ids = torch.tensor([[1, 2], [1, 3]])
-        first = text.words(ids, torch.ones_like(ids))[0][:, 0]                                # (2, width)
-        if torch.equal(*first):
-            raise UserError(f"{text.name}: its first token sees only itself; --text-pooling mean")
-
-
 def set_dropout(model, features, text=True):
-    """Sets the dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features and in SSB's
-    text head, after the first layer, the attention and the MLP. text False: none in a transformers text encoder, which
-    otherwise keeps its own."""
+    """Sets the dropout of a TwoTower in training: `features` (0..1) in SSB's tower and text head. text False: none in a
+    transformers text encoder, which otherwise keeps its own."""
     for module in model.text.modules() if not text else ():
         for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
             if isinstance(value, float) and ("dropout" in name or name == "p" and isinstance(module, nn.Dropout)):
                 setattr(module, name, 0.0)
-    if model.vision.name in FEATURES:
+    if model.vision.name == "ssb":
         model.vision.body.blocks.dropout = features
     if getattr(model.text, "head", None):
         model.text.head.blocks.dropout = features

@@ -41,7 +41,6 @@ import math
 
 from contrastive.data.clips import REGION_CLIP, box_numbers
 from contrastive.encoders.base import GroupNorm, TwoTower, masked_mean
-from contrastive.engine.processes import UserError
 
 import torch
 import torch.nn as nn
@@ -114,29 +113,18 @@ class VideoGraph(nn.Module):
         B, T, R = regions.shape[:3]
         places = self.box(boxes.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)                 # (B, T, R, BOX)
         x = F.elu(self.region(torch.cat([regions, places], -1)))                         # (B, T, R, d)
-        clips = x.unflatten(1, (-1, min(FRAMES, T)))                                     # (B, K, F, R, d)
+        clips = x.unflatten(1, (-1, FRAMES if T > 1 else 1))                             # (B, K, F, R, d)
         x = self.nodes(clips.transpose(2, 3).flatten(0, 2))                              # (B K R, F, d)
         x = x.unflatten(0, (-1, R)).transpose(1, 2)                                      # (B K, F, R, d)
-        edges = self.edges_of(x).flatten(0, 1)                                           # (B T, R, R)
-        nodes = self.pool(self.convolve(x.flatten(0, 1), edges))                         # (B T, d)
-        frames = self.norm(F.gelu(self.frame(frames)))                                   # (B, T, d)
-        return F.elu(self.merge(torch.cat([frames, nodes.view(B, T, -1)], -1)))
-
-    def edges_of(self, x):
-        """Nodes (n, F, R, d) of n clips -> edges (n, F, R, R), each row a distribution."""
-        edges = self.key(x) @ self.query(x).transpose(-1, -2)                            # (n, F, R, R)
-        return self.edges(edges.flatten(2)).view(edges.shape).softmax(-1)
-
-    def convolve(self, x, edges):
-        """Nodes (n, R, d) and edges (n, R, R) of n frames -> (n, R, d)."""
-        y = x
+        edges = self.key(x) @ self.query(x).transpose(-1, -2)                            # (B K, F, R, R)
+        edges = self.edges(edges.flatten(2)).view(-1, R, R).softmax(-1)                  # (B T, R, R)
+        x = y = x.flatten(0, 1)                                                          # (B T, R, d)
         for layer in self.graph:
             y = self.drop(F.relu(layer(y, edges)))
-        return x + y
-
-    def pool(self, x):
-        """Nodes (n, R, d) -> (n, d), their weighted mean."""
-        return (self.weight(x).softmax(1) * x).sum(1)
+        x = x + y
+        nodes = (self.weight(x).softmax(1) * x).sum(1)                                   # (B T, d), a weighted mean
+        frames = self.norm(F.gelu(self.frame(frames)))                                   # (B, T, d)
+        return F.elu(self.merge(torch.cat([frames, nodes.view(B, T, -1)], -1)))
 
 
 def attend_words(video, words, keep, there):
@@ -221,14 +209,8 @@ class VGT(TwoTower):
     def look(self, pixels, boxes=None):
         """Features of frames (B, T, features) and of regions (B, T, R, features), and boxes (B, T, R, 5). Without boxes
         each region is the whole frame."""
-        given = self.vision.name == "regions"
-        if given != (pixels.ndim == 3):
-            raise UserError("this model reads features of regions, which come with --region-dir" if given else
-                            "this model reads pixels, and --region-dir gives it features of regions")
         T, R = 1 if pixels.ndim == 4 else pixels.shape[1], self.regions
-        if T > 1 and T % FRAMES:
-            raise UserError(f"--frames {T}: VGT has clips of {FRAMES} frames; use a multiple of {FRAMES}")
-        if given:
+        if self.vision.name == "regions":
             x = pixels.unflatten(2, (1 + R, -1))                                         # (B, T, 1 + R, features + 5)
             return x[:, :, 0, :-5], x[:, :, 1:, :-5], x[:, :, 1:, -5:]
         B, side = len(pixels), pixels.shape[-1]
@@ -259,7 +241,7 @@ class VGT(TwoTower):
         """Steps 7 to 9: frames (B, T, d) -> f (B, d). Without words there is no step 8."""
         if words is not None and self.at_frames:
             video = attend_words(video, words, keep, there)
-        clips = video.unflatten(1, (-1, min(FRAMES, video.shape[1]))).mean(2)            # (B, K, d)
+        clips = video.unflatten(1, (-1, FRAMES if video.shape[1] > 1 else 1)).mean(2)    # (B, K, d)
         if words is not None:
             clips = attend_words(clips, words, keep, there)
         x = self.drop(self.norm(clips + places(*clips.shape[1:], clips)))                # (B, K, d)

@@ -24,7 +24,7 @@ def init_from(model, path):
     path = path / "model.safetensors" if path.is_dir() else path
     own, weights = model.state_dict(), tensors_of(path)
     released = next((RELEASED[k] for k in RELEASED if k in weights), None)
-    fit, how = of_towers(model, weights, *released, path) if released else by_name(own, weights)
+    fit, how = of_towers(model, weights, *released, path) if released else by_name(own, weights), "by name"
     if not fit:
         fit, how = by_order(own, weights), "as the image encoder, by order: no name fits, but every shape does"
     if not fit:
@@ -32,12 +32,10 @@ def init_from(model, path):
                         f"{list(weights)[:3]}, the model's {list(own)[:3]}")
     model.load_state_dict(fit, strict=False)
     left = [k for k in own if k not in fit]
-    say(f"--init-from: {len(fit)} of {len(own)} tensors read from the {len(weights)} of {path}, {how}"
-        + (f"; the others keep their usual start, first {left[0]} {tuple(own[left[0]].shape)}" if left else ""))
-    small = getattr(model.text, "name", "") == "small"
-    if small and any(k.startswith("text.") for k in fit) and not (path.parent / "tokenizer").is_dir():
-        say(f"WARNING: --init-from {path}: no tokenizer beside it; unless both were learnt from the same captions, the "
-            "small text encoder reads its words by another vocabulary")
+    say(f"--init-from: {len(fit)} of {len(own)} tensors read from the {len(weights)} of {path}, {how}, first "
+        f"{next(iter(fit))}" + f"; the others keep their usual start, first {''.join(left[:1])}" * bool(left))
+    if "text.body.token.weight" in fit and not (path.parent / "tokenizer").is_dir():  # of a small text encoder
+        say(f"WARNING: --init-from {path}: no tokenizer beside it, so its words may be read by another vocabulary")
     return fit
 
 
@@ -55,14 +53,12 @@ def tensors_of(path):
 
 
 def by_name(own, weights):
-    """({our name: tensor} of the tower that most of the weights' names and shapes fit, how they were found)."""
-    fit, how = {}, "by name"
+    """{our name: tensor} of the tower that most of the weights' names and shapes fit."""
+    found = []
     for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
         named = {prefix + k: v for k, v in weights.items()}
-        found = {k: v for k, v in named.items() if k in own and own[k].shape == v.shape}
-        if len(found) > len(fit):
-            fit, how = found, f"as {prefix}* by name"
-    return fit, how
+        found.append({k: v for k, v in named.items() if k in own and own[k].shape == v.shape})
+    return max(found, key=len)
 
 
 def by_order(own, weights):
@@ -75,8 +71,9 @@ def by_order(own, weights):
 
 # ---------------------------------------- released by papers ----------------------------------------------------------
 def of_towers(model, weights, tower, renamed, encoder, path):
-    """({our name: tensor} of released weights, how they were found): all of the video tower and, if it is a CLIP's, of
-    the text tower. Raises: UserError if one has no place, or a place none."""
+    """{our name: tensor} of released weights: all of the video tower and, if it is a CLIP's, of the text tower.
+
+    Raises: UserError if one has no place, or a place none."""
     if not isinstance(model.vision.body, tower):
         raise UserError(f"--init-from {path}: load it into --image-encoder {encoder}")
     towers = ("vision.", "text.") if model.text and model.text.is_clip else ("vision.",)
@@ -87,7 +84,7 @@ def of_towers(model, weights, tower, renamed, encoder, path):
     for k, shape in wrong.items():
         raise UserError(f"--init-from {path}: {len(wrong)} of its tensors fit nowhere, or are lacking, first {k} "
                         f"{shape}; it is for --image-encoder {encoder}")
-    return theirs, f"by the names of {tower.__name__}"
+    return theirs
 
 
 # AVION's names -> ours, replaced in this order; attn.Wqkv, mlp.fc1 and mlp.fc2 are its names with flash attention

@@ -2,13 +2,12 @@
 
 The model is a small VIOLET (Fu et al. 2021). [CLS], one token per frame and the words of the question go through one
 transformer, and a linear layer on [CLS] scores the answers. An open question has one score per answer of a vocabulary.
-A question with choices has one score per text "question choice", fused in the same way. The model `dual` has no fusion:
-its scores are cosines of the video with these texts. Below the fusion there are always two towers, and by default their
-embeddings give the cosine of a video and a text. With `similarity` fused, every video goes through the fusion with
-every text, after one token for the video and one for the text in place of [CLS]; the cosine is that of their outputs.
-The model `vgt` is in encoders/vgt.py.
+A question with choices has one score per text "question choice", fused in the same way. Below the fusion there are two
+towers, and by default their embeddings give the cosine of a video and a text. With `similarity` fused, every video goes
+through the fusion with every text, after one token for the video and one for the text in place of [CLS]; the cosine is
+that of their outputs. The model is common.QuestionAnswerer; `vgt` is in encoders/vgt.py.
 
-The other models are common.QuestionAnswerer. This file has the flags, prepares the input and scores the output.
+This file has the flags, prepares the input and scores the output.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from contrastive.encoders.vgt import FRAMES
 from contrastive.engine.processes import UserError, mean_over_processes, say, to_device
 from contrastive.engine.ranges import below_one, between, count
 from contrastive.evaluation.embed import encode_images
-from contrastive.evaluation.metrics import answer_hits, answer_numbers, answer_vocabulary, question_metrics
+from contrastive.evaluation.metrics import answer_hits, answer_vocabulary, question_metrics
 
 import numpy as np
 import torch
@@ -31,8 +30,8 @@ import torch.nn.functional as F
 def add_flags(p):
     """The flags of mama.py's models that answer questions."""
     g = p.group("with --task qa-open or qa-choice", task=("qa-open", "qa-choice"))
-    g.add_argument("--qa-model", choices=["fusion", "dual", "vgt"], default="fusion",
-                   help="one transformer of frames and words; cosines with 'question choice' (qa-choice); VGT's graph")
+    g.add_argument("--qa-model", choices=["fusion", "vgt"], default="fusion",
+                   help="one transformer of frames and words, as VIOLET's; or VGT's graph")
     g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
                    help="s_ij of Eq. 1: before the fusion; or in it, which all B x N pairs go through")
     g.add_argument("--shuffle-video", action=argparse.BooleanOptionalAction, default=False,
@@ -55,7 +54,6 @@ def check_flags(p, args):
     p.require(args.contrastive_weight or args.task != "retrieval" and args.eta,
               "--contrastive-weight 0: without questions (--task qa-open or qa-choice, --eta above 0) no loss is left")
     p.only(args.contrastive_weight, "with --contrastive-weight above 0", "--loss", "--qa-similarity")
-    p.require(args.qa_model != "dual" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
     p.require(not fused or args.qa_model == "fusion", "--qa-similarity fused: only with --qa-model fusion")
     p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at once")
     p.require(files == (args.image_encoder == "regions"),
@@ -135,8 +133,11 @@ def asked_choices(questions, choices, model, tokenizer):
 def right_answers(data, rows, vocabulary):
     """(B,) long: index of each row's right answer in the vocabulary, -1 if it is not there or the row has no question.
     Without a vocabulary: its index among the row's choices."""
-    answers = [data.cell("answer", i) for i in rows]
-    return answer_numbers(answers, vocabulary, None if vocabulary else [_choices(data, i) for i in rows])
+    number, answers = {answer: k for k, answer in enumerate(vocabulary)}, [data.cell("answer", i) for i in rows]
+    if vocabulary:
+        return torch.tensor([number.get(a, -1) for a in answers])
+    choices = [_choices(data, i) for i in rows]
+    return torch.tensor([of_row.index(a) if a in of_row else -1 for a, of_row in zip(answers, choices)])
 
 
 def questions_of(train, args):
@@ -155,8 +156,8 @@ def questions_of(train, args):
     if args.qa_model == "vgt" and args.image_encoder != "regions" and train.column("boxes") is None:
         raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own, as moving-emoji has; give features of "
                         "regions with --region-dir DIR --image-encoder regions")
-    paired = args.contrastive_weight or args.qa_model == "dual"           # a loss compares videos with texts
-    found = {"answers": known, "model": args.qa_model, "similarity": args.qa_similarity if paired else "none"}
+    similarity = args.qa_similarity if args.contrastive_weight else "none"
+    found = {"answers": known, "model": args.qa_model, "similarity": similarity}
     if args.qa_model == "vgt":
         return found | {"regions": args.regions, "dropout": args.dropout, "at_frames": args.dataset in AT_FRAMES}
     return found | {"layers": args.fusion_layers, "frames": args.frames}

@@ -8,15 +8,9 @@ from contrastive.encoders.base import STATS
 from contrastive.encoders.models import EvalTransform
 from contrastive.engine.processes import UserError
 from contrastive.evaluation.embed import encode_images, encode_texts, on_card
-from contrastive.evaluation.metrics import (
-    head_mid_tail,
-    knn_accuracy,
-    knn_chance,
-    linear_probe,
-    normalize,
-    recalls,
-    zero_shot_accuracy,
-)
+
+from contrastive.evaluation.metrics import (  # isort: skip
+    head_mid_tail, knn_accuracy, knn_chance, linear_probe, normalize, recalls, zero_shot_accuracy)
 
 import numpy as np
 import torch
@@ -51,19 +45,15 @@ def with_class(labels, *features):
     return *(x[torch.from_numpy(rows)] for x in features), labels[rows]
 
 
-def view_of(transform, name, trained_on, resize="auto", stats="auto"):
-    """(the view of a set's classes, how it resizes, its statistics), in training and in eval.py. auto: `own`, as
-    trained; but a run that squashes (the CC3M trainer's recipe) sees the classes of other sets than `trained_on` as
-    that trainer does: cropped, with ImageNet's or CIFAR's statistics."""
-    usual = "own", "own"
-    if transform.resize == "squash" and name != trained_on:
-        usual = "crop", "cifar" if name.startswith("cifar") else "imagenet"
-    resize, stats = (auto if asked == "auto" else asked for asked, auto in zip((resize, stats), usual))
-    cifar = CIFAR_STATS["cifar100" if name.startswith("cifar100") else "cifar10"]
-    known = STATS | {"own": (transform.mean, transform.std), "cifar": cifar}
-    view = EvalTransform(transform.size, *known[stats], transform.resize if resize == "own" else resize,
-                         transform.size / transform.short, transform.bicubic)
-    return view, resize, stats
+def view_of(transform, name, trained_on, own=False):
+    """(the view of a set's classes, None if it is `transform`; words on it). A run that squashes (the CC3M trainer's
+    recipe) sees the classes of other sets than `trained_on` as that trainer does: cropped, with ImageNet's or CIFAR's
+    statistics; own: as those of its own set."""
+    if own or transform.resize != "squash" or name == trained_on:
+        return None, ""
+    stats = next((s for s in ("cifar100", "cifar10") if name.startswith(s)), "imagenet")
+    view = EvalTransform(transform.size, *(STATS | CIFAR_STATS)[stats], "crop", transform.size / transform.short)
+    return view, f"images of the tasks by class seen as crop, statistics {stats}"
 
 
 def labelled(model, data, transform, device, workers, projected):

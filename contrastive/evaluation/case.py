@@ -3,13 +3,14 @@
 import argparse
 from pathlib import Path
 
-from contrastive.data import data_options, load_data, splits_of
+from contrastive.data import data_options, load_data
 from contrastive.data.long_tail import labelled_splits
-from contrastive.encoders.base import clip_width
+from contrastive.data.table import EmptySplit
+from contrastive.encoders.base import CLIP_VIP
 from contrastive.encoders.models import build_model, load_model, untrained
 from contrastive.encoders.texts import Tokenizer, build_tokenizer
 from contrastive.engine.processes import UserError, opening, read_json, say, slug
-from contrastive.evaluation.by_class import padded_and_flipped, view_of
+from contrastive.evaluation.by_class import padded_and_flipped
 from contrastive.evaluation.clusters import Clusters
 from contrastive.evaluation.embed import encode_images, encode_texts
 
@@ -20,8 +21,8 @@ from safetensors.torch import load_file
 ALTER_TRAINING = "unfold_captions", "caption_noise", "extra_captions", "extra_pairs"  # flags: only a run's training set
 QUEUE = 16_384  # stand-ins that are drawn from a train split
 SCRIPTS = "temperature_schedules", "mmts", "ncl", "mama", "temo"
-SAID = ("normalize", "queue_size", "iterations", "text_length", "frames", "knn_features", "eval_resize", "image_stats",
-        "hold_out_val", "image_column", "caption_column", "label_column", "same_text")  # compared with the run's own
+SAID = ("normalize", "queue_size", "text_length", "frames", "knn_features", "image_column", "caption_column",
+        "label_column", "same_text")  # flags that are compared with the run's own
 
 
 class Subject:
@@ -34,23 +35,20 @@ class Subject:
         self.towers = model.to(device), tokenizer, transform
         self.knn_features = args.knn_features or self.own.get("knn_features") or "projected"
         queues = run / "queues.safetensors"                                # of an NCL run: texts, videos (K, D), gamma
-        with opening(queues):
-            self.queues = load_file(queues) if self.own and queues.is_file() else {}
+        with opening(queues):                                              # its own queries are those of train
+            self.queues = load_file(queues) if queues.is_file() and args.split != "train" else {}
+        self.clusters = Clusters(run, device) if (run / "clusters.json").is_file() else None     # of an MM-TS run
         self.gamma = args.gamma
-        self.clusters = None                                               # of an MM-TS run
-        if self.own and (run / "clusters.json").is_file():
-            self.clusters = Clusters(run, device)
         if args.normalize == "dsl":  # CLIP-ViP's; a run's own, such as MAMA's 1, may do nothing
             self.gamma = args.gamma or 0.01
         elif (args.normalize != "none" or self.queues) and not args.gamma:
             self.gamma = self.queues["gamma"].item() if self.queues else _gamma(self.own, run)
-        self.meta_data = read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt weights from these
+        self.meta_data = read_json(run / "meta_data.json", {})             # mama.py learnt weights from these
         for name in SAID:
             value, trained = getattr(args, name), self.own.get(name)
-            if trained is not None and value not in ("", 0, "auto", "own", trained):
+            if trained is not None and value not in ("", 0, trained):
                 say(f"--{name.replace('_', '-')} {value}: {trained} in training")
-        by_name = Path("runs/eval") / slug(args.checkpoint or args.image_encoder)
-        self.folder = Path(args.output_dir or (run / "eval" if self.own else by_name))
+        self.folder = Path(args.output_dir or (run / "eval" if self.own else Path("runs/eval") / slug(args.checkpoint)))
         with opening(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -59,29 +57,14 @@ class Subject:
         spec = read_json(Path(self.args.checkpoint) / "model.json") if self.own else None
         return untrained(spec, self.own["seed"]) if spec else None
 
-    def views(self, name):
-        """(transform of a set's images, that of the tasks by class or None if it is the same, words on both)."""
-        asked = self.towers[2], name
-        flags = self.args.eval_resize, self.args.image_stats
-        view, *usual = view_of(*asked, name, *flags)
-        of_classes, *by_class = view_of(*asked, self.own.get("dataset"), *flags)
-        of_whom = "" if by_class == usual else "of the tasks by class "
-        words = f"images {of_whom}seen as {by_class[0]}, statistics {by_class[1]}"
-        return view, of_classes if of_whom else None, "" if by_class == ["own", "own"] else words
-
     def open(self, name, folder):
         """A function split -> Data as the run read it: with its long tail, without its meta-data and what else only its
-        training had (ALTER_TRAINING); None for few-shot images that the run does not have.
-
-        Raises: UserError for a val split whose images the run trained on."""
+        training had (ALTER_TRAINING); None for few-shot images that the run does not have."""
         own, args, mine = self.own, self.args, name == self.own.get("dataset")
         names = {"class_names": args.class_names} if args.class_names else {}
         options = data_options(argparse.Namespace(**own | names), name, folder)
         options |= data_options(argparse.Namespace(**vars(args) | {"dataset": ""}))
         options |= {"image_size": self.towers[2].size} | dict.fromkeys(ALTER_TRAINING, 0)
-        held_out = args.hold_out_val and "val" not in splits_of(name)
-        if args.split == "val" and held_out and mine and not own.get("hold_out_val"):
-            raise UserError(f"--hold-out-val: the run trained on all of {name}, also on what would be held out")
         tail = mine and "imbalance_ratio" in own                           # temperature_schedules.py or a fork
         sets = labelled_splits(argparse.Namespace(**own | options)) if tail else {}
         if sets and own.get("train_features") == "augmented" and args.split != "train":
@@ -90,30 +73,32 @@ class Subject:
         def split_of(split):
             if split == "few-shot":
                 return sets.get(split)
+            if sets and split not in sets:
+                raise EmptySplit(f"{name} has no {split} split, as in the run")
             data = sets[split] if sets else load_data(name, split, **options)
             learnt = set(self.meta_data.get("train" if split == "train" and mine else f"{name} {split}", ()))
             return data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
         return split_of
 
-    def stand_ins(self, name, split_of, transform):
+    def stand_ins(self, name, split_of):
         """(texts (K, D), videos (K, D)) for --normalize: the queues of an NCL run, else embeddings of randomly drawn
-        training examples and of their captions; (None, None) if the test queries alone are used (dsl, and oracle
-        without a queue)."""
+        training examples and of their captions; ((), ()) if the test queries alone are used (dsl, and oracle without
+        a queue)."""
         args, queues, how = self.args, self.queues, f"{name}: --normalize {self.args.normalize}: by"
         if self.own.get("script", "ncl") not in SCRIPTS:
             say(f"WARNING: --normalize: by ncl.py's functions; those of {self.own['script']}.py may differ")
         of_run = queues and name == self.own.get("dataset")
         if args.as_trained and not of_run:                                 # as its training evaluates other sets
-            return None, None
+            return (), ()
         if args.normalize == "dsl" or args.normalize == "oracle" and not of_run:
             say(f"{how} all test queries, so no fair result; gamma {self.gamma:.3g}")
-            return None, None
+            return (), ()
         if of_run:
             texts, videos = (queues[kind][-args.queue_size:] for kind in ("texts", "videos"))   # 0: all
         else:
             def some(n):
                 return np.random.default_rng(42).permutation(n)[:args.queue_size or QUEUE]
-            train, (model, tokenizer, _) = split_of("train"), self.towers
+            train, (model, tokenizer, transform) = split_of("train"), self.towers
             if train.streamed:
                 raise UserError(f"{how} the checkpoint's queue, which it lacks: its training set is a stream")
             rows = np.sort(some(len(train)))                               # encode_images returns them in this order
@@ -150,25 +135,24 @@ def _gamma(own, run):
 
 
 def open_model(args):
-    """(model, tokenizer, transform, flags of its run): of a run folder, a CLIP by name, or a pair of encoders."""
-    if args.checkpoint and (Path(args.checkpoint) / "args.json").is_file():
-        model, tokenizer, transform = load_model(args.checkpoint)
+    """(model, tokenizer, transform, flags of its run): of a run folder, or of a CLIP by name, at its own size."""
+    run = Path(args.checkpoint)
+    if (run / "args.json").is_file():
+        model, tokenizer, transform = load_model(run)
         if args.text_length and tokenizer:
-            trained = tokenizer.length
             tokenizer = Tokenizer(tokenizer.tokenizer, args.text_length, tokenizer.clean)
-            if model.text.name == "small" and tokenizer.length > trained:
-                raise UserError(f"--text-length {args.text_length}: the run's text encoder has {trained} positions")
-        return model, tokenizer, transform, read_json(Path(args.checkpoint) / "args.json")
-    image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
-    width, tokenizer = clip_width(image), build_tokenizer(text, args.text_length or 77)
-    spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,
-                text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop",
-                frames=args.frames or 12)
+        return model, tokenizer, transform, read_json(run / "args.json")
+    from transformers import AutoConfig
+    name = args.checkpoint.removeprefix(CLIP_VIP)
+    with opening(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if config.model_type != "clip":
+        raise UserError(f"--checkpoint {name}: neither the folder of a run nor a CLIP, but {config.model_type}")
+    tokenizer = build_tokenizer(name, args.text_length or 77)
+    spec = dict(image_encoder=args.checkpoint, text_encoder=name, embed_dim=config.projection_dim,
+                image_size=config.vision_config.image_size, text_length=77, text_pooling="cls", image_stats="encoder",
+                eval_resize="crop")
     torch.manual_seed(42)
     model, transform = build_model(spec, tokenizer, True, args.init_from)
-    transform.bicubic = bool(width)                                        # a CLIP, as its own processor
-    projections = {"vision.projection.weight", "text.projection.weight"}
-    if not projections <= model.from_file and (not width or clip_width(text) != width):
-        args.knn_features, tokenizer = args.knn_features or "backbone", None
-        say("the projections of this pair are random: only its image features (knn, probe) are meaningful")
+    transform.bicubic = True                                               # as its own processor
     return model.eval(), tokenizer, transform, {}

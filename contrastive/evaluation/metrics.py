@@ -45,7 +45,10 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         raise ValueError(f"query {int((~known.any(1)).nonzero()[0])} has no positive")
     first = positives.gather(1, known.long().argmax(1, keepdim=True))  # (Q, 1)
     positives = torch.where(known, positives, first)  # padding repeats a positive: no effect on a maximum or a mask
-    found, total = [], log_mass(query, gallery, dsl, rows) if dsl else None
+    found, total = [], 0.0
+    if dsl:
+        masses = ((normalize(part) @ gallery.T).double().div(dsl).logsumexp(0) for part in query.split(rows))
+        total = torch.stack([*masses]).logsumexp(0)  # (G,), over all queries
     for i in range(0, len(query), rows):
         sim = normalize(query[i:i + rows]) @ gallery.T  # (c, G)
         if dsl:
@@ -62,12 +65,6 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         found.append(1 + (sim >= best).sum(1))
     found = torch.cat(found).cpu().numpy()  # (Q,)
     return found if ranks else recalls(found)
-
-
-def log_mass(query, gallery, gamma, rows):
-    """(G,) log sum of exp(cosine / gamma) over all queries (Q, D), for each item of the gallery (G, D) of unit rows."""
-    parts = ((normalize(part) @ gallery.T).double() / gamma for part in query.split(rows))  # (c, G) each
-    return torch.stack([torch.logsumexp(part, 0) for part in parts]).logsumexp(0)
 
 
 def recalls(ranks):
@@ -131,10 +128,8 @@ def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_cl
     Args: train (M, D), test (Q, D), labels long.
     Returns: {top1, mean_per_class} in percent (mean over the classes of the test set), with per_class=True also
         per_class {class: percent}.
-    Raises: ValueError on non-finite features or k > M.
+    Raises: ValueError on non-finite features.
     """
-    if k > len(train):
-        raise ValueError(f"k = {k} is more than the {len(train)} training items")
     train, test = normalize(train), normalize(test)
     finite(train=train, test=test)
     train_labels, test_labels = train_labels.to(train.device).long(), test_labels.to(train.device).long()
@@ -320,16 +315,6 @@ def answer_vocabulary(answers, size=1500):
     """The most frequent answers of a training split, for open questions; ties are in alphabetical order."""
     counts = Counter(answers)
     return sorted(counts, key=lambda a: (-counts[a], a))[:size]
-
-
-def answer_numbers(answers, vocabulary=None, choices=None):
-    """(Q,) long: the index of each answer in the vocabulary, or among its own choices (Q lists); -1 = not there."""
-    if choices is not None:
-        places = [c.index(a) if a in c else -1 for a, c in zip(answers, choices, strict=True)]
-    else:
-        number = {answer: i for i, answer in enumerate(vocabulary)}
-        places = [number.get(a, -1) for a in answers]
-    return torch.tensor(places, dtype=torch.long)
 
 
 def answer_hits(scores, answers):

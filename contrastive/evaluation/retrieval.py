@@ -13,19 +13,11 @@ from contrastive.engine.processes import UserError, flatten
 from contrastive.evaluation import answers
 from contrastive.evaluation.by_class import class_metrics, labelled, view_of, with_class, zero_shot
 from contrastive.evaluation.embed import encode_images, encode_texts, on_card
-from contrastive.evaluation.metrics import (
-    class_relevancy,
-    embedding_health,
-    finite,
-    mir_chance,
-    mir_metrics,
-    modality_gap,
-    multi_hot,
-    normalize,
-    retrieval_chance,
-    retrieval_metrics,
-)
 from contrastive.evaluation.trivial import trivial_accuracy
+
+from contrastive.evaluation.metrics import (  # isort: skip
+    class_relevancy, embedding_health, finite, mir_chance, mir_metrics, modality_gap, multi_hot, normalize,
+    retrieval_chance, retrieval_metrics)
 
 import numpy as np
 import torch
@@ -264,8 +256,7 @@ class Evaluator:
         limits, knn_features = getattr(args, "shot_limits", None), getattr(args, "knn_features", "projected")
         for name, splits in self.sets.items():
             if split in splits:
-                view, *how = view_of(self.towers[2], name, args.dataset)
-                seen = None if how == ["own", "own"] else view
+                seen, _ = view_of(self.towers[2], name, args.dataset)
                 found[name] = measure(self.towers, splits[split], self.device, self.tasks[name, split], self.train,
                                       self.few, limits, knn_features, args.workers, seen, trivial)
                 found[name][0].update(self.also(found[name][2]) if self.also else {})
