@@ -802,7 +802,7 @@ def test_gradients_and_queue_on_several_processes(tmp_path):
 
 # ---------------------------------------------------- bad input ------------------------------------------------------
 @pytest.mark.parametrize("flags,message", [
-    ("--tau-head 1 --tau-tail 0.1 --tau-max 0.6", "--tau-max: only without --tau-head and --tau-tail"),
+    ("--tau-head 1 --tau-tail 0.1 --tau-max 0.6", "--tau-max: only without --schedule fixed, --tau-head and"),
     ("--tau-max 0.05", "must be at least --tau-min"), ("--tau-head 1", "give both"), ("--tau-tail 1", "give both"),
     ("--stop-at-phase 0.7 --period 99", "hold no full --period"),
     ("--loss moco --chunk-size 8", "not with --loss moco"),

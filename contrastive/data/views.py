@@ -1,5 +1,6 @@
 """Random numbers, image views, and the texts of a batch."""
 
+import dataclasses
 import hashlib
 
 from contrastive.engine.processes import to_device
@@ -44,6 +45,7 @@ def pick(captions, u):
 GREY = (0.2989, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
 
 
+@dataclasses.dataclass(eq=False)
 class Augment:
     """One random image view: crop and RandAugment per sample, then flip, colour, grey and blur in batch, on the device.
 
@@ -53,14 +55,19 @@ class Augment:
         blur, jitter_p: probabilities; brightness, contrast, saturation, hue: strengths as in torchvision.ColorJitter;
         randaugment: (operations, magnitude out of 30), or (0, 0); squash: with no crop, do not keep the aspect.
     """
+    size: int
+    scale_min: float = 1.0
+    flip: float = 0.0
+    jitter_p: float = 0.0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    grey: float = 0.0
+    blur: float = 0.0
+    randaugment: tuple = (0, 0)
+    squash: bool = False
     DRAWS = 16
-
-    def __init__(self, size, scale_min=1.0, flip=0.0, jitter_p=0.0, brightness=0.0, contrast=0.0, saturation=0.0,
-                 hue=0.0, grey=0.0, blur=0.0, randaugment=(0, 0), squash=False):
-        self.size, self.scale_min, self.squash, self.randaugment = size, scale_min, squash, randaugment
-        self.flip, self.grey, self.blur = flip, grey, blur
-        self.jitter_p, self.brightness, self.contrast = jitter_p, brightness, contrast
-        self.saturation, self.hue = saturation, hue
 
     def boxes(self, height, width, u):
         """Random-resized-crop boxes (B, 4) long (top, left, height, width) for draws u (B, DRAWS); aspect 3/4..4/3.
@@ -89,20 +96,28 @@ class Augment:
         if self.flip:
             x = torch.where(u[:, 4] < self.flip, x.flip(-1), x)
         if self.jitter_p and (self.brightness or self.contrast or self.saturation or self.hue):
-            on = (u[:, 5] < self.jitter_p).flatten()  # (B,)
-            everywhere = x.is_cuda or torch.compiler.is_compiling()
-            rows = slice(None) if everywhere else on.nonzero().flatten()  # on a CPU only the rows that are jittered
-            f = 2 * u[rows] - 1  # (b, DRAWS, 1, 1, 1)
-            y = (x[rows] * (1 + f[:, 6] * self.brightness)).clamp_(0, 1)
-            y = _blend(y, luma(y).mean((-2, -1), keepdim=True), 1 + f[:, 7] * self.contrast)
-            y = _blend(y, luma(y), 1 + f[:, 8] * self.saturation)
-            y = shift_hue(y, f[:, 9] * self.hue) if self.hue else y
-            x = torch.where(on[:, None, None, None], y, x) if everywhere else x.index_copy(0, rows, y)
+            x = _where(u[:, 5] < self.jitter_p, self._jittered, x, u)
         if self.grey:
             x = torch.where(u[:, 10] < self.grey, luma(x).expand_as(x), x)
         if self.blur:
-            x = torch.where(u[:, 11] < self.blur, gaussian_blur(x, 0.1 + 1.9 * u[:, 14, 0, 0, 0]), x)
+            x = _where(u[:, 11] < self.blur, lambda x, u: gaussian_blur(x, 0.1 + 1.9 * u[:, 14, 0, 0, 0]), x, u)
         return x
+
+    def _jittered(self, x, u):
+        f = 2 * u - 1  # (B, DRAWS, 1, 1, 1)
+        x = (x * (1 + f[:, 6] * self.brightness)).clamp_(0, 1)
+        x = _blend(x, luma(x).mean((-2, -1), keepdim=True), 1 + f[:, 7] * self.contrast)
+        x = _blend(x, luma(x), 1 + f[:, 8] * self.saturation)
+        return shift_hue(x, f[:, 9] * self.hue) if self.hue else x
+
+
+def _where(on, change, x, u):
+    """change(x, u) of the samples where on (B, 1, 1, 1), else x; a CPU changes only these, a card would wait for them.
+    """
+    if x.is_cuda or torch.compiler.is_compiling():
+        return torch.where(on, change(x, u), x)
+    rows = on.flatten().nonzero().flatten()
+    return x.index_copy(0, rows, change(x[rows], u[rows])) if len(rows) else x
 
 
 LEVELS = np.arange(256.0)

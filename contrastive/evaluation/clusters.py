@@ -1,7 +1,6 @@
 """The cluster of each caption or example, and the size of each cluster, from which MM-TS derives its temperatures.
 
-They are made once, into clusters.safetensors (ids, labels, sizes, centroids) and clusters.json (settings, sizes, some
-captions) of the run folder, from where a resumed run reads them.
+They are made once, into clusters.safetensors and clusters.json of the run folder, where a resumed run reads them.
 """
 
 import collections
@@ -120,8 +119,7 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
         found = [named[i] for i in rows]
         if not found:
             raise UserError(f"--clusters {source}: no example of {train.name} has one")
-    if first:
-        entries = [train.key(i) for i in rows]
+    entries = [train.key(i) for i in rows] if first else entries
     if embeddings is not None:
         k = args.num_clusters or min(200, max(2, len(embeddings) // 4), len(embeddings))
         with opening(f"--clusters {source}"):  # too few of them, or not finite
@@ -133,8 +131,7 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
         some = np.random.default_rng(args.seed).permutation(len(labels))[:1000]  # for a picture
         tensors |= {"centroids": centroids(embeddings, labels, counts), "sample": embeddings[some],
                     "sample_labels": labels[some]}
-    examples = []
-    K = len(sizes)
+    K, examples = len(sizes), []
     for c in sorted({*range(min(5, K)), K // 2, *range(max(0, K - 5), K)}):  # Tables 10 to 12, Fig. 6
         inside = np.random.default_rng([args.seed, c]).permutation((labels == c).nonzero().flatten().numpy())[:5]
         texts = [entries[j] if by == "caption" else train.captions(rows[j])[0] for j in inside]
@@ -154,8 +151,7 @@ def distinct_captions(train):
     """Three lists: the distinct captions, the first row of each, and how often each occurs."""
     if train.streamed:
         pairs = [(-1, text) for text in train.first_captions(STREAMED)]
-        say(f"clusters: of the {len(pairs):,} captions of the stream's first {STREAMED:,} samples; another one gets "
-            "the nearest centroid's; without --streaming all are clustered")
+        say(f"clusters: of {len(pairs):,} captions of the stream's start; another one gets the nearest centroid's")
     else:
         pairs = [(i, text) for i in range(len(train)) for text in train.captions(i)]
     counts = collections.Counter(text for _, text in pairs)
