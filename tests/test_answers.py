@@ -384,7 +384,8 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
     if name == "fused":
         assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
         assert evaluate(tmp_path / "other", "--output-dir", str(tmp_path))["metrics"] == summary["test"]["moving-emoji"]
-        found = evaluate(tmp_path / "other", "--tasks", "retrieval", "knn", "--output-dir", str(tmp_path))
+        found = evaluate(tmp_path / "other", "--tasks", "retrieval", "knn", "--knn-features", "backbone", "--output-dir",
+                         str(tmp_path))
         assert "not its embeddings before the fusion" in found["left_out"]["retrieval"]
         with pytest.raises(UserError, match="other: its model has no trained embeddings"):
             score.main([str(tmp_path / "other"), "--out", str(tmp_path / "scores"), "--cpu"])
@@ -477,7 +478,7 @@ def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path, capsys):
     assert "that of the answers alone" in said and "mu 0" not in said
     assert [row["loss"] for row in logged(tmp_path / "alone")] == pytest.approx([r["CE"] for r in
                                                                                  logged(tmp_path / "alone")])
-    found = evaluate(tmp_path / "alone", "--tasks", "qa", "retrieval", "gap", "knn")["left_out"]
+    found = evaluate(tmp_path / "alone", "--tasks", "probe", "retrieval", "gap", "knn")["left_out"]
     why = "the model was trained with --contrastive-weight 0, on answers alone, not its embeddings"
     assert found == dict.fromkeys(("retrieval", "gap", "knn"), why)
     found = evaluate(tmp_path / "alone", "--tasks", "knn", "--knn-features", "backbone")  # these the answers trained
