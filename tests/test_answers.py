@@ -384,8 +384,8 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
     if name == "fused":
         assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
         assert evaluate(tmp_path / "other", "--output-dir", str(tmp_path))["metrics"] == summary["test"]["moving-emoji"]
-        found = evaluate(tmp_path / "other", "--tasks", "retrieval", "knn", "--knn-features", "backbone", "--output-dir",
-                         str(tmp_path))
+        tasks = "--tasks", "retrieval", "knn", "--knn-features", "backbone"
+        found = evaluate(tmp_path / "other", *tasks, "--output-dir", str(tmp_path))
         assert "not its embeddings before the fusion" in found["left_out"]["retrieval"]
         with pytest.raises(UserError, match="other: its model has no trained embeddings"):
             score.main([str(tmp_path / "other"), "--out", str(tmp_path / "scores"), "--cpu"])
