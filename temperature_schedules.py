@@ -356,8 +356,7 @@ def parse_args(argv=None):
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
     p.require(args.imbalance_ratio == 0 or args.imbalance_ratio >= 1,
               f"--imbalance-ratio {args.imbalance_ratio}: must be at least 1, or 0 to leave the data as they are")
-    p.only(not args.index_file or args.dataset == "imagenet100-lt" and args.imbalance_ratio >= 1,
-           "where a long tail is drawn, not with --index-file", "--split-seed")
+    p.only(not args.index_file or args.dataset == "imagenet100-lt", "without --index-file", "--split-seed")
     p.require(not any(args.shot_limits) or 0 < args.shot_limits[1] <= args.shot_limits[0] + 1,
               f"--shot-limits {args.shot_limits[0]} {args.shot_limits[1]}: TAIL must be from 1 to HEAD + 1, or both 0")
     p.require(not args.stop_at_phase or args.epochs >= args.period,
