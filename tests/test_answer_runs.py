@@ -130,7 +130,8 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
     if name == "fused":
         assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
         assert evaluate(tmp_path / "other", "--output-dir", str(tmp_path))["metrics"] == summary["test"]["moving-emoji"]
-        found = evaluate(tmp_path / "other", "--tasks", "retrieval", "knn", "--output-dir", str(tmp_path))
+        tasks = "--tasks", "retrieval", "knn", "--knn-features", "backbone"
+        found = evaluate(tmp_path / "other", *tasks, "--output-dir", str(tmp_path))
         assert "not its embeddings before the fusion" in found["left_out"]["retrieval"]
         with pytest.raises(UserError, match="other: its model has no trained embeddings"):
             score.main([str(tmp_path / "other"), "--out", str(tmp_path / "scores"), "--cpu"])
@@ -214,6 +215,11 @@ def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path, capsys):
     assert "that of the answers alone" in said and "mu 0" not in said
     assert [row["loss"] for row in logged(tmp_path / "alone")] == pytest.approx([r["CE"] for r in
                                                                                  logged(tmp_path / "alone")])
+    found = evaluate(tmp_path / "alone", "--tasks", "probe", "retrieval", "gap", "knn")["left_out"]
+    why = "the model was trained with --contrastive-weight 0, on answers alone, not its embeddings"
+    assert found == dict.fromkeys(("retrieval", "gap", "knn"), why)
+    found = evaluate(tmp_path / "alone", "--tasks", "knn", "--knn-features", "backbone")  # these the answers trained
+    assert not found["left_out"] and "knn@1" in found["metrics"]
     main(tmp_path / "half", "--task", "qa-open", "--contrastive-weight", "0.5", "--weighting", "none", "--tau", "1",
          "--margin-schedule", "none")
     row, said = logged(tmp_path / "half")[0], capsys.readouterr().out
@@ -239,3 +245,23 @@ def test_the_look_ahead_has_the_contrastive_weight(weight):
                     for eta, w in ((1.0, float(weight)), (1.0, 0.0)))
     pair = mama.losses_of(model, 0.5, 0.2, CPU, eta=0.0)(parameters, batch)
     assert torch.allclose(whole, alone + float(weight) * pair)
+
+
+@pytest.mark.parametrize("model, weight, expected", [("fusion", "0", "none"), ("vgt", "0", "none"),
+                                                     ("vgt", "1", "pooled")])
+def test_which_losses_train_the_embeddings_of_a_model(model, weight, expected):
+    args = mama.parse_args(["--task", "qa-choice", "--qa-model", model, "--contrastive-weight", weight, "--clips", "9",
+                            "2", "2"])
+    assert evaluation.answers.questions_of(common.open_data(args)[0], args)["similarity"] == expected
+
+
+@pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
+def test_cut_questions_and_choices_are_counted(runs_of, task, tmp_path, capsys):
+    folder = runs_of[0] / task
+    found = evaluate(folder, "--text-length", "6", "--output-dir", str(tmp_path))["metrics"]["texts_cut"]
+    data, whole = common.load_data("moving-emoji", "test", clips=(64, 24, 24)), common.load_model(folder)[1]
+    texts = data.column("question")
+    if task == "qa-choice":
+        texts = [f"{q} {choice}" for q, choices in zip(texts, data.column("choices")) for choice in choices]
+    assert found == sum(len(ids) > 6 for ids in whole.tokenizer([*texts])["input_ids"]) > 0
+    assert f", {found} texts cut" in capsys.readouterr().out

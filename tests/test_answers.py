@@ -196,6 +196,9 @@ def number(texts):
             "attention_mask": torch.ones(len(texts), 1, dtype=torch.long)}
 
 
+number.cut = lambda texts: 0
+
+
 def scored(model, data, batch=256):
     view = common.EvalTransform(8, (0, 0, 0), (1, 1, 1))
     return evaluation.answers.evaluate(model, number, view, data, CPU, batch=batch)
