@@ -49,11 +49,10 @@ Differences from the paper and from the authors' code (released only for EPIC-KI
     100,000 in mini-batches. If all clusters have the same size, all get sh-.
  8. An example without a cluster counts as one of the smallest. The code gives it frequency 1, which may be smaller.
  9. VAST's audio, subtitles and re-ranking ("with refinement") are not reproduced: YouCook2 and SSv2-LT use CLIP's
-    ViT-B/16 with VAST's fine-tuning values. VAST learns InfoNCE's temperature, starting at 0.07: its baseline is
-    --no-schedule --no-shifts --learnable-tau (AVION's is frozen). "SentenceBERT" does not name a model; we chose
-    all-MiniLM-L6-v2. SSv2-LT's temperatures are those of a cell of Table 8 with Table 7's R@1; two more cells have it.
-    Its epochs and batch, which nobody says, are YouCook2's, its 2e-5 that of VAST's other sets. Both towers learn at
-    one rate (VAST's vision: 5e-7), and the test has the 8 frames of training (VAST: 16).
+    ViT-B/16 with VAST's fine-tuning values, but one rate for both towers (VAST's vision: 5e-7) and 8 frames in the test
+    (VAST: 16). VAST learns InfoNCE's temperature, from 0.07: its baseline is --no-schedule --no-shifts --learnable-tau
+    (AVION's is frozen). "SentenceBERT" names no model; we chose all-MiniLM-L6-v2. SSv2-LT's temperatures are a cell of
+    Table 8 with Table 7's R@1; two more cells have it. Its epochs and batch, which nobody says, are YouCook2's.
 10. CC3M's batch, epochs, optimiser and text tower are not stated. Our guess is the CC3M trainer's (iSogCLR,
     DistilBERT), in bf16 for its fp16; warm-ups start near 0 (AVION: at 1e-6, the CC3M trainer: at 1e-5). The learning
     rate's cosine is by step. Table 1's "Avg." is the mean of both R@1, beside R-Mean.
@@ -441,8 +440,7 @@ def banner_lines(clusters, steps, period, args):
     name, values = WORDS[args.loss], "temperature" if args.loss == "infonce" else "margin"
     alpha, sh_min, sh_max, source = ranges_of(args.recipe, args.loss)
     same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
-    words = f"{name} {low:g}" + f" .. {high:g}" * (low < high)
-    words += f" over the run, period {period:g} steps" * args.schedule
+    words = f"{name} {low:g} .. {high:g}" + f" over the run, period {period:g} steps" * args.schedule
     words += f" ({source if same else 'by flags'})" * (args.schedule or args.shifts)
     if args.learnable_tau:
         kind, words = "learnt tau (a baseline)", f"tau {args.tau:g}, learnt"

@@ -33,14 +33,12 @@ Commands:
 A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
 
 Differences from the paper (there is no authors' code) and from CLIP4Clip, its base:
- 1. Eqs. 8 and 9 are printed with their right-hand sides exchanged; rows sum to 1/m and columns to 1/n (it matters for
-    queues).
+ 1. Eqs. 8 and 9 are printed with right-hand sides exchanged; rows sum to 1/m, columns to 1/n (it matters for queues).
  2. The code of Fig. 4 is printed as an image, which we could not read. Here: the log domain, rows first, columns last,
     4 rounds; a plain exp overflows at gamma = 0.01.
  3. After 4 rounds at gamma = 0.01 the sums are far from 1; the paper calls the residual small. It is logged, as the
     error after a batch's biases.
- 4. a cancels in text -> video and b in video -> text, since a softmax does not see a constant: each direction needs one
-    bias only.
+ 4. a cancels in text -> video and b in video -> text (a softmax sees no constant): each direction needs one bias.
  5. The paper does not say whether a gradient flows through the biases. By default none does (at convergence it is
     zero, Eq. 28); with detach=False of ncl_loss it does.
  6. Adam: torch's AdamW with CLIP4Clip's beta2, epsilon and weight decay; its BertAdam has no bias correction and clips
