@@ -40,8 +40,7 @@ paper's text differ, or both leave something open:
  1. Eq. 4 is printed as tau_min + tau_alpha sqrt(s) for similarities in 0..1. In the code they are (1 + cosine) / 2: an
     unrelated pair has 0.038, not 0.010. --similarity cosine: the bare cosine, 0 where it is negative.
  2. In the code a gradient flows through tau_ij, for DySTreSS too; the paper is silent. --detach-tau stops it.
- 3. The CC3M code encodes I~ and T~ without gradient, in a forward of their own; the paper is silent, CC12M's code lets
-    it in (--grad-augmented).
+ 3. The paper is silent; the CC3M code encodes I~ and T~ apart, without gradient, CC12M's with it (--grad-augmented).
  4. I~ is a second draw of I's own transform in the CC3M code (--image-aug same), SimCLR's view in the CC12M code
     (simclr, with a flag for each strength), a crop alone in a version of it (crop); the paper is silent.
  5. With --paraphrases and unimodal losses T is drawn from the caption and its paraphrases, T~ from the paraphrases
@@ -562,6 +561,7 @@ def numbers_of(embeddings, features, tau_of, how, args, run):
         return numbers
     temperatures = tau_of(image[:2048] @ text[:2048].T)                    # (n, n), of at most 2,048 pairs
     n, on_pairs = len(temperatures), temperatures.diagonal().mean().item()
+    numbers |= {} if parts_of(args)["at_tau"] else {"tau": temperatures.mean().item()}           # no term at --tau
     return numbers | {"tau_pos": on_pairs, "tau_neg": (temperatures.sum().item() - n * on_pairs) / max(1, n * n - n)}
 
 

@@ -62,7 +62,8 @@ class OneLine(argparse.ArgumentParser):
         return args
 
 
-# Flags that a resumed run may change: none of them changes what a step computes, but for --max-steps and --epochs.
+# Flags that a resumed run may change: of what a step computes, the last two change all, --max-steps and --epochs the
+# schedules, and the others nothing.
 CHANGEABLE = {"--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
               "--data-dir", "--video-dir", "--frame-cache", "--max-bad-fraction", "--workers", "--eval-datasets",
               "--max-steps", "--epochs", "--chunk-size", "--grad-checkpointing", "--mixed-precision", "--lr"}
