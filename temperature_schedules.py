@@ -129,7 +129,7 @@ def moco_loss(q, k, queue, tau):
     """
     q, k, queue = normalize(q), normalize(k.detach()), normalize(queue)    # (B, D), (B, D), (K, D)
     logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.T], 1)     # (B, 1 + K)
-    logits = logits / per_anchor(tau, q)
+    logits = logits / per_anchor(tau, q)                                   # (B, 1 + K)
     return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device))
 
 
@@ -303,7 +303,7 @@ def parse_args(argv=None):
     g.add_argument("--tau-min", type=positive, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
     g = p.group("without --schedule fixed, --tau-head and --tau-tail", tau_head=False, schedule=SCHEDULES)
     g.add_argument("--tau-max", type=positive, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
-    g = p.group("with --schedule fixed", schedule="fixed")
+    g = p.group("with --schedule fixed, without --tau-head and --tau-tail", tau_head=False, schedule="fixed")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn it, from --tau-min on; not of the paper")
     g = p.group("with --loss moco", loss="moco")
     g.add_argument("--queue-size", type=count, help="K, keys in MoCo's queue; paper 10,000")
@@ -468,6 +468,7 @@ def main(args):
         optimizer.zero_grad()
         if args.learnable_tau:
             own["tau"]["log_tau"].data.clamp_(min=math.log(0.01))          # as CLIP's
+            tau = own["tau"]["log_tau"].detach().exp()
         if moco:
             update_momentum(own["key"], tower, args.momentum)
             own["queue"].push(keys)
@@ -519,9 +520,10 @@ def random_guess(run):
 def banner_lines(run, sizes, head_classes, tau_of):
     """The method's lines of the banner: {word: text}."""
     args = run.args
-    highest = args.tau_min if args.schedule == "fixed" else args.tau_max
     last = tau_of(max(0, run.last - 1) // run.per_epoch)
-    tau = f"{args.schedule}, {args.tau_min:g} .. {highest:g}, period {args.period:g} epochs, last {last:.3f}"
+    tau = f"{args.schedule}, {args.tau_min:g} .. {args.tau_max:g}, period {args.period:g} epochs, last {last:.3f}"
+    if args.schedule == "fixed":
+        tau = f"fixed, {args.tau_min:g}"
     if args.learnable_tau:
         tau = f"learnt, from {args.tau_min:g} on"
     if args.tau_head:
