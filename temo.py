@@ -477,6 +477,7 @@ def main(args):
     if augmented:
         words = text_words(train, paraphrases, args.paraphrase_anchor, RECIPES[args.recipe]["recipe"])
     run.begin(evaluator, random_guess(args), banner_lines(args, tau_of) | {"texts": words})
+    run.loss_word = "L_MM" if parts_of(args)["blended"] else "loss"        # of the bar: the sum climbs by its weights
     for batch in batches:
         progress = run.step / run.total                                    # t of Eq. 8
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))

@@ -325,8 +325,7 @@ def parse_args(argv=None):
                    help="largest class over smallest; paper 50, 100, 150; 1 = balanced; 0 = as the data are")
     g.add_argument("--split-seed", type=whole, default=0, help="of the classes' order and images; paper: 0, 1, 2")
     g.add_argument("--index-file", default="", metavar="FILE",
-                   help="training images: .npy of torchvision's indices (SDCLR's splits of CIFAR), or lines "
-                        "'path class' (imagenet100-lt)")
+                   help="training images: .npy of torchvision's indices (CIFAR), or lines 'path class' (ImageNet)")
     g.add_argument("--val-file", default="", metavar="FILE",
                    help="val images, the same; empty = a tenth of each class (CIFAR), none (imagenet100-lt)")
     g.add_argument("--test-file", default="", metavar="FILE", help="test images of imagenet100-lt, the same")
@@ -357,6 +356,7 @@ def parse_args(argv=None):
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
     p.require(args.imbalance_ratio == 0 or args.imbalance_ratio >= 1,
               f"--imbalance-ratio {args.imbalance_ratio}: must be at least 1, or 0 to leave the data as they are")
+    p.only(not args.index_file or args.dataset == "imagenet100-lt", "without --index-file", "--split-seed")
     p.require(not any(args.shot_limits) or 0 < args.shot_limits[1] <= args.shot_limits[0] + 1,
               f"--shot-limits {args.shot_limits[0]} {args.shot_limits[1]}: TAIL must be from 1 to HEAD + 1, or both 0")
     p.require(not args.stop_at_phase or args.epochs >= args.period,
@@ -407,7 +407,7 @@ def main(args):
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
         optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
     # <<< shared
-    if args.decay_all:                                                     # also biases, norms and scalars
+    if args.decay_all:                                                     # also biases and norms; not a learnt tau
         optimizer.param_groups[1]["weight_decay"] = args.weight_decay
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint

@@ -148,7 +148,7 @@ def estimate(line, cards):
         whole = max(local, args.meta_batch_size // cards)
         kept = max(kept, forward_of(model, lambda: inputs(whole), "no")[0])
     elif args.grad_checkpointing:  # and what one layer keeps while it runs again
-        recompute(model, True)
+        recompute(model)
         kept = largest + forward_of(model, lambda: inputs(chunk), precision)[0]
     every = sum(p.numel() for p in model.parameters())
     learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)

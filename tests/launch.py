@@ -12,6 +12,7 @@ from pathlib import Path
 
 from contrastive import engine
 
+from accelerate.state import AcceleratorState
 from torch.utils.data._utils import signal_handling
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +56,7 @@ def forked(work, log, **environment):
     signal_handling._SIGCHLD_handler_set = False  # the next loader sets it again, here and in the fork
 
     def inside():
+        AcceleratorState._reset_state(reset_partial_state=True)  # this process may have been one of one
         os.environ.update(environment)
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

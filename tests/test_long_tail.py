@@ -157,9 +157,7 @@ def test_imagenet100_list_files(lists):
     sets = open_sets()
     assert set(sets) == {"train", "test"} and keys_of(sets["train"]) == listed("index")  # nothing is held out
     assert sizes_of(sets["train"]).tolist() == [48, 30, 6] and keys_of(sets["test"]) == listed("test")
-    with pytest.raises(UserError, match="--hold-out-val: nothing is held out of imagenet100-lt; --val-file names"):
-        open_sets(hold_out_val=True)
-    sets = open_sets("val", "few_shot", hold_out_val=True)
+    sets = open_sets("val", "few_shot")
     assert keys_of(sets["val"]) == listed("val") and keys_of(sets["few-shot"]) == listed("few_shot")
 
 

@@ -322,3 +322,10 @@ def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch, picture
     assert all(row[k] == pytest.approx(0.15, abs=1e-6) for row in theirs for k in ("tau_pos", "tau_neg"))
     assert all(0.05 <= row["tau_neg"] < 0.149 for row in ours)
     assert theirs[0]["L_M-MM"] != pytest.approx(ours[0]["L_M-MM"], rel=1e-3)
+
+
+def test_the_bar_shows_a_loss_that_does_not_climb_by_its_weights(tmp_path, capsys):
+    run_script(temo, tmp_path / "r", *QUICK, "--image-size", 16, "--eval-every", 0)
+    last, said = steps(tmp_path / "r")[-1], capsys.readouterr()
+    assert f"L_MM={last['L_MM']:.3f}" in said.err and f"loss={last['loss']:.3f}" not in said.err
+    assert "random guess loss 2.773 at the start, 8.318 at the end" in said.out  # of the sum

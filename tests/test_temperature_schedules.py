@@ -389,3 +389,23 @@ def test_figure_4_is_the_mean_over_the_last_period_of_runs(tmp_path, capsys):
     assert {line.split()[1] for line in out.splitlines() if line.lstrip()[:2] in ("0.", "1.")} == {"60.00"}
     with pytest.raises(UserError, match="last full period"):
         several.last_period(tmp_path / write_run(tmp_path / "short", 300, 200, peak(300, 50.0)))
+
+
+def test_a_seed_that_draws_no_split_is_refused(capsys):
+    lists = "--index-file a --test-file b --data-dir .".split()
+    for flags, allowed in ((["--dataset", "cifar10-lt"], True), (["--dataset", "cifar10-lt", *lists[:2]], False),
+                           (["--dataset", "imagenet100-lt", *lists, "--imbalance-ratio", "50"], True)):
+        asked = [*flags, "--split-seed", "3"]
+        if allowed:
+            assert ts.parse_args(asked).split_seed == 3
+        else:
+            said = helpers.refused(ts.parse_args, asked, capsys)
+            assert "--split-seed: only without --index-file; it would have no effect" in said
+
+
+def test_decay_of_all_but_a_learnt_tau(tmp_path):
+    few = "--cpu --workers 0 --max-steps 1 --batch-size 8 --image-size 16 --eval-every 0".split()
+    run_script(ts, tmp_path / "r", *few, *"--decay-all --weight-decay 0.3 --schedule fixed --learnable-tau".split())
+    state = torch.load(tmp_path / "r" / "checkpoints" / "step_1.pt", weights_only=True)
+    groups = state["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.3, 0] and len(groups[2]["params"]) == 1

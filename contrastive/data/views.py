@@ -230,7 +230,7 @@ def crop_batch(augment, images, u):
     x = torch.bmm(x.reshape(M, C * H, W), cols.transpose(1, 2))  # (M, C * H, size), one product for each image
     out = (rows[:, None] @ x.view(M, C, H, augment.size)).clamp_(0, 1)  # (M, 3, size, size)
     out = out.unflatten(0, images.shape[:-3])  # (B, [T,] 3, size, size)
-    if augment.randaugment[0]:
+    if augment.randaugment[0]:  # by Pillow: a card waits; no recipe has it for sets in memory
         pairs = zip((out * 255).round().byte().cpu(), u)
         views = [randaugment(x, row, *augment.randaugment) for x, row in pairs]
         out = torch.stack(views).to(images.device) / 255
