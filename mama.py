@@ -353,9 +353,8 @@ GRAPH = dict(                                                              # wit
 VGT = ASKED | {name: recipe | GRAPH | dict(text_length=38 if name in ("nextqa", "causal-vidqa") else 20)
                for name, recipe in RECIPES.items() if "task" in recipe}
 VGT["nextqa"]["regions"] = 5                                               # of 20 in its file
-VGT["moving-emoji"] = ASKED["moving-emoji"] | dict(
-    recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0,
-    lr=5e-4)                                                               # benchmarks/results/vgt_moving_emoji.md
+VGT["moving-emoji"] = ASKED["moving-emoji"] | dict(                        # benchmarks/results/vgt_moving_emoji.md
+    recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0, lr=5e-4)
 TAU_LIMITS = 0.005, 1.0                                                    # of a learnable tau; CLIP-ViP's
 
 

@@ -264,9 +264,7 @@ EMOJI = CIFAR | dict(
     crop_min=0.3, hue=0.02,  # small, since hue tells classes apart
     imbalance_ratio=0.0, train_features="clean", save_every=100, eval_every=50, eval_epoch="", log_every=5)
 MOVING = EMOJI | dict(recipe="ours; as emoji, classes = verbs", frames=4, flip=0.0, crop_min=0.6)
-SCENES = EMOJI | dict(
-    recipe="ours", image_size=32, epochs=60.0, crop_min=0.3, hue=0.5, imbalance_ratio=100.0, eval_every=0,
-    log_every=20, save_every=1000)
+SCENES = EMOJI | dict(epochs=60.0, hue=0.5, imbalance_ratio=100.0, eval_every=0, log_every=20, save_every=1000)
 OWN = EMOJI | dict(
     recipe="ours; small tower from scratch", image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cifar10-lt": CIFAR, "cifar100-lt": CIFAR, "imagenet100-lt": IMAGENET100,
@@ -523,9 +521,7 @@ def banner_lines(run, sizes, head_classes, tau_of):
     last = tau_of(max(0, run.last - 1) // run.per_epoch)
     tau = f"{args.schedule}, {args.tau_min:g} .. {args.tau_max:g}, period {args.period:g} epochs, last {last:.3f}"
     if args.schedule == "fixed":
-        tau = f"fixed, {args.tau_min:g}"
-    if args.learnable_tau:
-        tau = f"learnt, from {args.tau_min:g} on"
+        tau = f"learnt, from {args.tau_min:g} on" if args.learnable_tau else f"fixed, {args.tau_min:g}"
     if args.tau_head:
         tau = f"coarse: {args.tau_head:g} for {len(head_classes)} head classes, {args.tau_tail:g} for the others"
     if run.last < run.total:
