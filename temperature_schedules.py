@@ -129,7 +129,7 @@ def moco_loss(q, k, queue, tau):
     """
     q, k, queue = normalize(q), normalize(k.detach()), normalize(queue)    # (B, D), (B, D), (K, D)
     logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.T], 1)     # (B, 1 + K)
-    logits = logits / per_anchor(tau, q)
+    logits = logits / per_anchor(tau, q)                                   # (B, 1 + K)
     return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device))
 
 
@@ -264,9 +264,7 @@ EMOJI = CIFAR | dict(
     crop_min=0.3, hue=0.02,  # small, since hue tells classes apart
     imbalance_ratio=0.0, train_features="clean", save_every=100, eval_every=50, eval_epoch="", log_every=5)
 MOVING = EMOJI | dict(recipe="ours; as emoji, classes = verbs", frames=4, flip=0.0, crop_min=0.6)
-SCENES = EMOJI | dict(
-    recipe="ours", image_size=32, epochs=60.0, crop_min=0.3, hue=0.5, imbalance_ratio=100.0, eval_every=0,
-    log_every=20, save_every=1000)
+SCENES = EMOJI | dict(epochs=60.0, hue=0.5, imbalance_ratio=100.0, eval_every=0, log_every=20, save_every=1000)
 OWN = EMOJI | dict(
     recipe="ours; small tower from scratch", image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cifar10-lt": CIFAR, "cifar100-lt": CIFAR, "imagenet100-lt": IMAGENET100,
@@ -303,7 +301,7 @@ def parse_args(argv=None):
     g.add_argument("--tau-min", type=positive, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
     g = p.group("without --schedule fixed, --tau-head and --tau-tail", tau_head=False, schedule=SCHEDULES)
     g.add_argument("--tau-max", type=positive, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
-    g = p.group("with --schedule fixed", schedule="fixed")
+    g = p.group("with --schedule fixed, without --tau-head and --tau-tail", tau_head=False, schedule="fixed")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn it, from --tau-min on; not of the paper")
     g = p.group("with --loss moco", loss="moco")
     g.add_argument("--queue-size", type=count, help="K, keys in MoCo's queue; paper 10,000")
@@ -469,6 +467,7 @@ def main(args):
         optimizer.zero_grad()
         if args.learnable_tau:
             own["tau"]["log_tau"].data.clamp_(min=math.log(0.01))          # as CLIP's
+            tau = own["tau"]["log_tau"].detach().exp()
         if moco:
             update_momentum(own["key"], tower, args.momentum)
             own["queue"].push(keys)
@@ -520,11 +519,10 @@ def random_guess(run):
 def banner_lines(run, sizes, head_classes, tau_of):
     """The method's lines of the banner: {word: text}."""
     args = run.args
-    highest = args.tau_min if args.schedule == "fixed" else args.tau_max
     last = tau_of(max(0, run.last - 1) // run.per_epoch)
-    tau = f"{args.schedule}, {args.tau_min:g} .. {highest:g}, period {args.period:g} epochs, last {last:.3f}"
-    if args.learnable_tau:
-        tau = f"learnt, from {args.tau_min:g} on"
+    tau = f"{args.schedule}, {args.tau_min:g} .. {args.tau_max:g}, period {args.period:g} epochs, last {last:.3f}"
+    if args.schedule == "fixed":
+        tau = f"learnt, from {args.tau_min:g} on" if args.learnable_tau else f"fixed, {args.tau_min:g}"
     if args.tau_head:
         tau = f"coarse: {args.tau_head:g} for {len(head_classes)} head classes, {args.tau_tail:g} for the others"
     if run.last < run.total:

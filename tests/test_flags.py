@@ -64,6 +64,7 @@ REFUSED = {  # script: {flags: words of the one line}
         "--schedule fixed --tau-max 0.5": "--tau-max: only without --schedule fixed",
         "--tau-head 1 --tau-tail 0.1 --schedule step": "--schedule: only without --tau-head",
         "--schedule fixed --learnable-tau --tau-min 0.001": "--tau-min: if learnt at least 0.01",
+        "--recipe cifar10-lt --loss sdclr --tau-head 1 --tau-tail 0.1 --learnable-tau": "without --tau-head",
         "--tau-head 1": "give both", "--tau-tail 1": "give both", "--prune 0.9": "--prune: only with --loss sdclr",
         "--queue-size 9": "--queue-size: only with --loss moco", "--loss moco --chunk-size 8": "not with --loss moco",
         "--loss moco --head-norm none": "--head-norm: only with --loss simclr or sdclr",

@@ -241,6 +241,18 @@ def test_meta_data_of_val_leave_every_evaluation(tmp_path):
     assert summary["val"]["moving-emoji"]["images"] == result["datasets"]["moving-emoji"]["metrics"]["images"] == 6
 
 
+def test_bad_samples_of_the_meta_data_are_counted_and_listed(tmp_path):
+    """Those of val are nowhere else: training does not read them, and they leave its evaluation."""
+    flags = ["--dataset", helpers.write_captions(tmp_path / "data", 120), "--val-fraction", 0.2, "--meta-set", "val",
+             *"--meta-size 4 --meta-batch-size 4 --image-size 16 --batch-size 8 --max-steps 2 --workers 0".split()]
+    lost = meta_of(*map(str, flags))[2].column("key")[1]
+    (tmp_path / "data" / lost).unlink()
+    few_steps(mama, tmp_path / "r", *flags, "--max-bad-fraction", 0.5, base=["--cpu"])
+    assert (tmp_path / "r" / "bad_samples.txt").read_text().split("\t")[0] == lost
+    with pytest.raises(UserError, match=f"1 of about .* the first: {lost}: .*No such file"):
+        few_steps(mama, tmp_path / "s", *flags, "--max-bad-fraction", 0, base=["--cpu"])
+
+
 def test_meta_data_by_name_and_too_little_of_them(tmp_path):
     names = tmp_path / "names.txt"
     names.write_text("".join(f"train {i}\n" for i in (9, 3, 5, 9, 7, 8, 1, 2, 0)))

@@ -107,6 +107,13 @@ def test_the_temperature_is_that_of_the_epoch(tmp_path):
     assert [row["tau"] for row in log] == [ts.temperature(k // 2, period=3) for k in range(6)]
 
 
+def test_a_learnt_tau_is_logged_as_it_is_saved(tmp_path):
+    flags = "--max-steps 2 --schedule fixed --learnable-tau --lr 0.1 --lr-schedule constant".split()
+    taus = [row["tau"] for row in few_steps(ts, tmp_path / "a", *flags, base=MOVING)]
+    saved = torch.load(tmp_path / "a" / "checkpoints" / "step_2.pt", weights_only=True)["own"]["tau.log_tau"]
+    assert taus[1] == saved.exp().item() and len({0.2, *taus}) == 3
+
+
 # ---------------------------------------------------- SDCLR ----------------------------------------------------------
 def test_prune_masks_keep_the_largest_weights_of_all_layers_together():
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Linear(20, 5))

@@ -165,12 +165,13 @@ def questions_of(train, args):
 
 def guess_of(train, questions):
     """Mean answer loss of a random guess, in nats: the logarithm of the size of the vocabulary or of the mean number of
-    choices, times the share of the rows that have a question; 0 for retrieval."""
+    choices, times the share of the rows that have such a loss (answer_loss); 0 for retrieval."""
     if not questions:
         return 0.0
-    some = asked(train)
-    many = len(questions["answers"]) or sum(map(len, some.column("choices"))) / len(some)
-    return math.log(many) * len(some) / len(train)
+    some, known = asked(train), set(questions["answers"])
+    many = len(known) or sum(map(len, some.column("choices"))) / len(some)
+    right = sum(a in known for a in some.column("answer")) if known else len(some)
+    return math.log(many) * right / len(train)
 
 
 def question_lines(questions, train, args):

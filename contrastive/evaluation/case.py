@@ -76,7 +76,7 @@ class Subject:
             if sets and split not in sets:
                 raise EmptySplit(f"{name} has no {split} split, as in the run")
             data = sets[split] if sets else load_data(name, split, **options)
-            learnt = set(self.meta_data.get("train" if split == "train" and mine else f"{name} {split}", ()))
+            learnt = set(self.meta_data.get(f"{name} {split}", ()))
             return data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
         return split_of
 
