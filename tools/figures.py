@@ -305,7 +305,8 @@ SEVERAL = {"temperatures": (log_of, several.draw_temperatures), "gap": (results_
 def clusters_of(argv):
     """Makes the clusters of mmts.py with these flags, draws them, prints captions of the largest and smallest ones."""
     args = mmts.parse_args(argv)
-    folder = Path(args.output_dir) / (args.run_name or f"clusters__{slug(args.dataset)}__s{args.seed}")
+    name = f"clusters__{slug(args.dataset)}__{slug(args.clusters)}__s{args.seed}"
+    folder = Path(args.output_dir) / (args.run_name or name)
     train = load_data(args.dataset, "train", **data_options(args, without_videos=args.clusters != "vision"))
     check_source(train, args.clusters)
     with opening(folder):
