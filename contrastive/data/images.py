@@ -118,7 +118,7 @@ def from_tars(name, split, folder, options):
         tars = sorted(f"hf://{path}" for path in paths)
     else:
         if not folder:
-            say(f"{name}: {repo} from the hub or its cache; training with --streaming starts at once, without a download")
+            say(f"{name}: {repo} from the hub or its cache; training may have --streaming, without a download")
             folder = hub_folder(repo, [patterns[split], "*.txt"], revision)
         tars = sorted(map(str, folder.glob(patterns[split])))
     tars = [tar for tar in tars if split != "train" or Path(tar).name != patterns.get("val")]
