@@ -68,10 +68,10 @@ def test_words_below_bars_do_not_touch(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(compared, "save_figure", lambda fig, path: drawn.append(fig))
     errors = {mode: {"error": {"text_to_image": 0.3, "image_to_text": 0.4}} for mode in ("none", "queue")}
-    compared.draw_errors({"ncl": {"moving-emoji": {"normalize": errors}}}, "")
+    compared.draw_errors({"ncl": {name: {"normalize": errors} for name in ("moving-emoji", "activitynet")}}, "")
     drawn[0].draw_without_rendering()
     boxes = [label.get_window_extent() for label in drawn[0].axes[0].get_xticklabels()]
-    assert len(boxes) == 4 and all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:]))
+    assert len(boxes) == 8 and all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:]))
 
 
 def test_pairs_queries_and_modalities_by_hand(runs, tmp_path, capsys):
