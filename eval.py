@@ -87,12 +87,13 @@ def parse_args(argv=None):
               "--split train: the queue holds its own queries; that is --normalize oracle")
     p.require("qa" not in args.tasks or len(args.tasks) == 1, "--tasks qa: its model answers questions; give it alone")
     a_run = (Path(args.checkpoint) / "args.json").is_file()
+    own = read_json(Path(args.checkpoint) / "args.json") if a_run else {}
     args.as_trained = not args.normalize
     if args.as_trained:
-        own = read_json(Path(args.checkpoint) / "args.json") if a_run and args.split != "train" else {}
-        args.normalize = own.get("normalize", "none")
+        args.normalize = own.get("normalize", "none") if args.split != "train" else "none"
     p.only(not a_run, "with a CLIP by name: a run has its own weights", "--init-from")
     p.only(not args.tasks or "retrieval" in args.tasks, "with --tasks retrieval", "--normalize")
+    p.only(own.get("eval_resize") == "squash", "of a run that squashes images", "--own-view")
     p.only(args.normalize != "none", "with --normalize queue, oracle or dsl", "--gamma")
     p.only(args.normalize == "queue", "with --normalize queue", "--queue-size")
     p.only(not args.tasks or "knn" in args.tasks, "with --tasks knn", "--knn-features")
