@@ -350,6 +350,7 @@ def parse_args(argv=None):
     last = math.inf if args.max_steps else args.epochs
     p.require(args.schedule == "fixed" or args.tau_max >= args.tau_min,
               f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
+    p.require(not args.learnable_tau or args.tau_min >= 0.01, "--tau-min: if learnt at least 0.01")
     p.require((args.tau_head > 0) == (args.tau_tail > 0),
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
     p.require(args.imbalance_ratio == 0 or args.imbalance_ratio >= 1,

@@ -38,6 +38,7 @@ REFUSED = {  # script: {flags: words of the one line}
         "--tau 0": "--tau 0: must be at least 1e-12", "--beta2 1": "--beta2 1: must be between 0 and 1",
         "--crop-min 2": "must be between 0 and 1", "--randaugment-magnitude 40": "must be between 0 and 30",
         "--mixed-precision fp8": "invalid choice: 'fp8'",
+        "--randaugment-magnitude 9": "--randaugment-magnitude: only with --randaugment-ops above 0",
         "--clip-law zipf": "unknown: --clip-law zipf; near it:",           # of moving-emoji, and not of emoji
         "--dataset moving-emoji --fold 3": "unknown: --fold 3; near it:",
         "--max-step 2": "unknown: --max-step 2; near it: --max-steps",
@@ -62,6 +63,7 @@ REFUSED = {  # script: {flags: words of the one line}
         "--tau-max 0.05": "must be at least --tau-min",
         "--schedule fixed --tau-max 0.5": "--tau-max: only without --schedule fixed",
         "--tau-head 1 --tau-tail 0.1 --schedule step": "--schedule: only without --tau-head",
+        "--schedule fixed --learnable-tau --tau-min 0.001": "--tau-min: if learnt at least 0.01",
         "--recipe cifar10-lt --loss sdclr --tau-head 1 --tau-tail 0.1 --learnable-tau": "without --tau-head",
         "--tau-head 1": "give both", "--tau-tail 1": "give both", "--prune 0.9": "--prune: only with --loss sdclr",
         "--queue-size 9": "--queue-size: only with --loss moco", "--loss moco --chunk-size 8": "not with --loss moco",
@@ -76,6 +78,8 @@ REFUSED = {  # script: {flags: words of the one line}
         "--loss max-margin --no-shifts --margin 2": "the margins of the run, 1.9 .. 2.1, must be",
         "--shift-min 0.2 --shift-max 0.1": "--shift-min 0.2: larger than --shift-max 0.1",
         "--learnable-tau": "--learnable-tau: only with --loss infonce --no-schedule --no-shifts",
+        "--no-schedule --no-shifts --learnable-tau --tau 0.001": "--tau: if learnt in (0.01, 1.0)",
+        "--randaugment-magnitude 9": "--randaugment-magnitude: only with --randaugment-ops above 0",
         "--clusters none": "--shifts need clusters", "--cluster-encoder small": "small: has no trained weights",
         "--tau 0.1": "--tau: only with --loss infonce --no-shifts",
         "--no-shifts --shift-max 1": "--shift-max: only with --shifts",
@@ -84,6 +88,7 @@ REFUSED = {  # script: {flags: words of the one line}
     "ncl": {
         "--margin 0.1": "--margin: only with --loss max-margin", "--image-encoder ssb": "--feature-dir",
         "--loss max-margin --learnable-tau": "--learnable-tau: only with --loss ncl or infonce",
+        "--learnable-tau --tau 0.001": "--tau: if learnt at least 0.01",
         "--feature-dir .": "--feature-dir: only with --image-encoder ssb",
         "--optimizer sgd --beta2 0.9": "--beta2: only with --optimizer adamw or adam"},
     "mama": {
@@ -183,7 +188,8 @@ PAPER = [  # script, flags, what the papers and their code say
     ("mmts", "--dataset epic-kitchens-100", dict(loss="max-margin", alpha=0.2, shift_min=0.17, shift_max=0.3)),
     ("mmts", "--dataset epic-kitchens-100 --loss infonce", dict(alpha=0.08, shift_min=0.05, shift_max=0.2)),
     ("mmts", "--dataset youcook2", dict(
-        loss="infonce", alpha=0.06, shift_min=0.06, shift_max=0.09, label_smoothing=0.1, clusters="captions")),
+        loss="infonce", alpha=0.06, shift_min=0.06, shift_max=0.09, label_smoothing=0.1, clusters="captions", eps=1e-6,
+        grad_clip=0)),
     ("mmts", "--dataset youcook2 --loss max-margin", dict(alpha=0.2, shift_min=0.1, shift_max=0.3, label_smoothing=0)),
     ("mmts", "--dataset ssv2-lt", dict(
         alpha=0.04, shift_min=0.07, shift_max=0.11, label_smoothing=0.1, clusters="label")),
@@ -296,6 +302,17 @@ def test_resume_with_a_changed_flag(words, tmp_path, capsys):
         ncl.parse_args, ["--resume", str(tmp_path)], capsys)
     longer = parse("temo", ["--resume", str(tmp_path), "--epochs", "50"])
     assert (longer.epochs, longer.max_steps) == (50, 0)  # a saved number of steps would win
+
+
+@pytest.mark.parametrize("name, words", [
+    ("temo", "--loss infonce --lr 0.1"), ("temo", "--dataset cc3m --row a --lr 0.1"), ("mmts", "--loss max-margin"),
+    ("ncl", "--dataset msrvtt --image-encoder ssb --feature-dir x --lr 0.1"), ("mama", "--task qa-open --lr 0.1")])
+def test_a_resumed_run_differs_from_its_recipe_as_before(name, words, tmp_path):
+    """Its loss, which chose its defaults, is not named again."""
+    first = parse(name, words)
+    (tmp_path / "args.json").write_text(json.dumps(vars(first) | {"script": name, "resume": ""}))
+    resumed = parse(name, ["--resume", str(tmp_path), "--max-steps", "7"])
+    assert first.changed and resumed.changed == [*first.changed, "--max-steps"]
 
 
 def test_a_resume_of_no_run(tmp_path):

@@ -196,6 +196,12 @@ def test_another_shape_or_number_is_refused_in_one_line(name):
             loss(value)
 
 
+def test_both_directions_have_no_temperature_per_pair():
+    """Its rows are the anchors of one of them."""
+    with pytest.raises(ValueError, match="give a number"):
+        temo.multimodal_loss(X, Y, torch.full((B, B), 0.5))
+
+
 def test_a_list_is_no_temperature():
     with pytest.raises(ValueError, match="or a tensor"):
         temo.info_nce(X, Y, [0.5] * B)

@@ -122,6 +122,15 @@ def test_the_banner_s_random_guess(words, guess, tmp_path, capsys):
     assert f"random guess loss {guess}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words, said", [
+    ("", "tau 0.04 .. 0.16 over the run, period 12 steps (ours)"), ("--no-schedule", "tau 0.08 .. 0.12 (ours)"),
+    ("--no-shifts --alpha 0.1", "tau 0.05 .. 0.15 over the run, period 12 steps (by flags)"),
+    ("--no-schedule --no-shifts", "tau 0.1 .. 0.1"), ("--no-schedule --no-shifts --learnable-tau", "tau 0.1, learnt")])
+def test_the_banner_says_of_the_temperature_what_is_used(words, said):
+    lines = mmts.banner_lines(None, 60, 12.0, mmts.parse_args(words.split()))
+    assert lines["temperature"] == said
+
+
 def test_a_learnt_tau_moves_within_its_limits(tmp_path):
     main(tmp_path / "a", *"--no-schedule --no-shifts --learnable-tau --clusters none --tau 0.0101".split())
     taus = [r["tau"] for r in steps(tmp_path / "a")]

@@ -192,6 +192,12 @@ def test_the_temperature_of_ts_is_that_of_the_step(tmp_path):
     assert len({round(row["tau"], 4) for row in log}) > 1
 
 
+@pytest.mark.parametrize("words", ["--loss dystress", "--row b"])
+def test_the_temperature_of_a_loss_without_tau_is_the_mean_of_its_pairs(words, tmp_path):
+    row, = few_steps(temo, tmp_path / "a", *words.split(), "--max-steps", 1, base=SMALL)
+    assert row["tau"] == pytest.approx((row["tau_pos"] + 15 * row["tau_neg"]) / 16) != 0.1
+
+
 def test_slip_adds_its_weighted_image_loss(tmp_path, monkeypatch):
     seen, simclr_loss = [], temo.simclr_loss
     monkeypatch.setattr(temo, "simclr_loss", lambda *args: (seen.append(args[:2]), simclr_loss(*args))[1])

@@ -62,7 +62,8 @@ class OneLine(argparse.ArgumentParser):
         return args
 
 
-# Flags that a resumed run may change: none of them changes what a step computes, but for --max-steps and --epochs.
+# Flags that a resumed run may change: of what a step computes, the last two change all, --max-steps and --epochs the
+# schedules, and the others nothing.
 CHANGEABLE = {"--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
               "--data-dir", "--video-dir", "--frame-cache", "--max-bad-fraction", "--workers", "--eval-datasets",
               "--max-steps", "--epochs", "--chunk-size", "--grad-checkpointing", "--mixed-precision", "--lr"}
@@ -133,7 +134,9 @@ class Parser(OneLine):
         if {"--epochs", "--max-steps"} & self.given == {"--epochs"}:
             args.max_steps = 0  # a saved number of steps would win
         args.given = sorted(self.given)  # Run fits others to the data and the image encoder
-        args.changed = [f"--{k.replace('_', '-')}" for k, v in (recipe | own).items() if getattr(args, k, v) != v]
+        usual = {k: v for k, v in saved.items() if k in known - {"resume"}} or recipe | own  # of a resumed run its own
+        changed = [f"--{k.replace('_', '-')}" for k, v in usual.items() if getattr(args, k) != v]
+        args.changed = [*dict.fromkeys(saved.get("changed", []) + changed)]
         lacking = [f"--{k.replace('_', '-')}" for k, v in vars(args).items() if v is None]
         self.require(not lacking, f"{'/'.join(lacking)}: no default; give one in parse_args or in every recipe")
         wrong = sorted(self.given & {o for a in self._actions for o in a.option_strings} - CHANGEABLE) if saved else []
