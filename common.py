@@ -319,7 +319,10 @@ def cosine_lr(step, total, warmup, peak, end, schedule="cosine"):
 
 
 def decay_groups(modules, weight_decay):
-    """Parameter groups for an optimiser: weight decay for matrices and kernels, none for biases, norms and scalars."""
+    """Parameter groups for an optimiser: weight decay for matrices and kernels, none for biases and norms, and none for
+    scalars, such as a learnt tau, which make a third group where there are some."""
     params = [p for m in modules for p in m.parameters() if p.requires_grad]
+    scalars = [p for p in params if p.ndim == 0]
     return [{"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
-            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
+            {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+            *[{"params": scalars, "weight_decay": 0.0}] * bool(scalars)]

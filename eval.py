@@ -31,7 +31,7 @@ from contrastive.engine.log import versions
 from contrastive.engine.processes import UserError, clean_exit, join, rank, read_json, say, world, write_json
 from contrastive.engine.ranges import count, nonnegative, whole
 from contrastive.evaluation.by_class import view_of
-from contrastive.evaluation.case import Subject
+from contrastive.evaluation.case import Subject, resolved
 from contrastive.evaluation.clusters import head_mid_tail
 from contrastive.evaluation.retrieval import LEARNT, TASKS, lacks, measure, retrieval_both_ways, table, usual_tasks
 from contrastive.figures.base import draw_answers, draw_histograms, draw_retrieval, similarity_histograms
@@ -65,6 +65,7 @@ def parse_args(argv=None):
     g.add_argument("--class-names", choices=["wordnet", "clip"], default="", help="ImageNet's; empty = wordnet")
     g.add_argument("--max-captions", type=whole, default=0,
                    help="of an image; 5 = COCO's usual 25,000 captions; 0 = all, or as many as the set's protocol has")
+    g.add_argument("--same-text", choices=["positive", "wrong"], default="", help="as in training; empty = as the run")
     g = p.add_argument_group("tasks")
     g.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
                    help="those that a set does not support are left out, with the reason; none = those of training, "
@@ -86,12 +87,13 @@ def parse_args(argv=None):
               "--split train: the queue holds its own queries; that is --normalize oracle")
     p.require("qa" not in args.tasks or len(args.tasks) == 1, "--tasks qa: its model answers questions; give it alone")
     a_run = (Path(args.checkpoint) / "args.json").is_file()
+    own = read_json(Path(args.checkpoint) / "args.json") if a_run else {}
     args.as_trained = not args.normalize
     if args.as_trained:
-        own = read_json(Path(args.checkpoint) / "args.json") if a_run and args.split != "train" else {}
-        args.normalize = own.get("normalize", "none")
+        args.normalize = own.get("normalize", "none") if args.split != "train" else "none"
     p.only(not a_run, "with a CLIP by name: a run has its own weights", "--init-from")
     p.only(not args.tasks or "retrieval" in args.tasks, "with --tasks retrieval", "--normalize")
+    p.only(own.get("eval_resize") == "squash", "of a run that squashes images", "--own-view")
     p.only(args.normalize != "none", "with --normalize queue, oracle or dsl", "--gamma")
     p.only(args.normalize == "queue", "with --normalize queue", "--queue-size")
     p.only(not args.tasks or "knn" in args.tasks, "with --tasks knn", "--knn-features")
@@ -104,6 +106,7 @@ def wanted_sets(args, own):
     wanted = {}
     for word in args.datasets or own.get("eval_datasets") or [own.get("dataset", "")]:
         name, folder = parted(word, "=")
+        name = own.get("dataset", "") if resolved(name) == resolved(own.get("dataset", "")) else name
         if name == SEVENTEEN:
             wanted |= {one: folder and str(Path(folder) / one) for one in TEMO_17}
         else:
@@ -127,7 +130,8 @@ class Case:
         if LEARNT & {*tasks} and data.labels is not None and args.split != "train":  # there each would find itself
             with contextlib.suppress(EmptySplit):
                 self.train = self.split_of("train")
-        self.left_out = {t: why for t in tasks if (why := lacks(t, self.data, subject.towers, self.train, names))}
+        found = self.data, subject.towers, self.train, names, subject.knn_features
+        self.left_out = {task: why for task in tasks if (why := lacks(task, *found))}
         self.tasks = [task for task in tasks if task not in self.left_out]
 
     def evaluate(self):

@@ -353,9 +353,8 @@ GRAPH = dict(                                                              # wit
 VGT = ASKED | {name: recipe | GRAPH | dict(text_length=38 if name in ("nextqa", "causal-vidqa") else 20)
                for name, recipe in RECIPES.items() if "task" in recipe}
 VGT["nextqa"]["regions"] = 5                                               # of 20 in its file
-VGT["moving-emoji"] = ASKED["moving-emoji"] | dict(
-    recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0,
-    lr=5e-4)                                                               # benchmarks/results/vgt_moving_emoji.md
+VGT["moving-emoji"] = ASKED["moving-emoji"] | dict(                        # benchmarks/results/vgt_moving_emoji.md
+    recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0, lr=5e-4)
 TAU_LIMITS = 0.005, 1.0                                                    # of a learnable tau; CLIP-ViP's
 
 
@@ -489,7 +488,7 @@ def main(args):
         every = args.meta_every if args.weighting == "meta" else 1         # L2RW looks ahead at each step
         first, last = (-(-step // every) for step in (run.step, run.last))
         meta_batches = iter(common.Batches(meta, [view], transform, args.meta_batch_size, args.seed, first, last,
-                                           run.device, min(2, args.workers), args.max_bad_fraction, run.folder))
+                                           run.device, min(2, args.workers)))
 
     # ------------------------------------------- loop ----------------------------------------------------------------
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args)
@@ -506,7 +505,9 @@ def main(args):
         inputs = inputs_of(batch, tokenizer, run.device, train, questions)
         due = args.weighting == "meta" and run.step % args.meta_every == 0
         if due or args.weighting == "l2rw":
-            meta_inputs = inputs_of(next(meta_batches), tokenizer, run.device, meta, questions)
+            meta_batch = next(meta_batches)
+            batch["bad"] += meta_batch["bad"]                              # counted and listed with the batch's own
+            meta_inputs = inputs_of(meta_batch, tokenizer, run.device, meta, questions)
             losses = losses_of(plain, tau, mu, run.device, args.eta, contrast, args.contrastive_weight)
             theta = {k: p for k, p in plain.named_parameters() if p.requires_grad}
             look_ahead = losses, theta, inputs, meta_inputs

@@ -49,10 +49,10 @@ Differences from the paper and from the authors' code (released only for EPIC-KI
     100,000 in mini-batches. If all clusters have the same size, all get sh-.
  8. An example without a cluster counts as one of the smallest. The code gives it frequency 1, which may be smaller.
  9. VAST's audio, subtitles and re-ranking ("with refinement") are not reproduced: YouCook2 and SSv2-LT use CLIP's
-    ViT-B/16 with VAST's fine-tuning values. VAST learns InfoNCE's temperature, starting at 0.07: its baseline is
-    --no-schedule --no-shifts --learnable-tau (AVION's is frozen). "SentenceBERT" does not name a model; we chose
-    all-MiniLM-L6-v2. SSv2-LT's temperatures are those of a cell of Table 8 with Table 7's R@1; two more cells have it.
-    Its epochs and batch, which nobody says, are YouCook2's; both towers learn at VAST's 3e-5 (VAST's vision: 5e-7).
+    ViT-B/16 with VAST's fine-tuning values, but one rate for both towers (VAST's vision: 5e-7) and 8 frames in the test
+    (VAST: 16). VAST learns InfoNCE's temperature, from 0.07: its baseline is --no-schedule --no-shifts --learnable-tau
+    (AVION's is frozen). "SentenceBERT" names no model; we chose all-MiniLM-L6-v2. SSv2-LT's temperatures are a cell of
+    Table 8 with Table 7's R@1; two more cells have it. Its epochs and batch, which nobody says, are YouCook2's.
 10. CC3M's batch, epochs, optimiser and text tower are not stated. Our guess is the CC3M trainer's (iSogCLR,
     DistilBERT), in bf16 for its fp16; warm-ups start near 0 (AVION: at 1e-6, the CC3M trainer: at 1e-5). The learning
     rate's cosine is by step. Table 1's "Avg." is the mean of both R@1, beside R-Mean.
@@ -98,7 +98,7 @@ def cluster_shift(sizes, sh_min, sh_max):
     """
     sizes = torch.as_tensor(sizes, dtype=torch.float64)                    # (K,)
     spread = sizes.max() - sizes.min()
-    share = (sizes - sizes.min()) / spread if spread else torch.zeros_like(sizes)
+    share = (sizes - sizes.min()) / spread if spread else torch.zeros_like(sizes)        # (K,) 0..1
     return (share * (sh_max - sh_min) + sh_min).float()
 
 
@@ -205,13 +205,12 @@ VAST = AVION | dict(
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16", embed_dim=512,
     eval_resize="squash", frames=8,  # random in their segments, in evaluation their middles (data/videos.py)
     # 3e-5 in VAST's script for YouCook2, 2e-5 for its other sets
-    epochs=30.0, batch_size=64, lr=3e-5, lr_end=0.0, lr_schedule="linear", warmup_epochs=3.0, beta2=0.98, grad_clip=2.0,
+    epochs=30.0, batch_size=64, lr=3e-5, lr_end=0.0, lr_schedule="linear", warmup_epochs=3.0, beta2=0.98, eps=1e-6,
     loss="infonce", label_smoothing=0.1, clusters="captions", crop_min=1.0)
 MOVING = CC3M | dict(
     recipe="ours",
-    image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
+    image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128, clean_captions=False,
     image_size=32, image_stats="encoder", eval_resize="crop", frames=4, text_length=24, text_pooling="mean",
-    clean_captions=False,
     epochs=24.0, batch_size=128, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98, grad_clip=1.0,
     tau=0.1, cluster_encoder="tf-idf",
     crop_min=0.8, flip=0.0, jitter=0.2, randaugment_ops=0, randaugment_magnitude=0,
@@ -300,6 +299,8 @@ def parse_args(argv=None):
     p.require(args.loss != "max-margin" or 0 <= lowest <= highest < 2,
               f"the margins of the run, {lowest:g} .. {highest:g}, must be from 0 to below 2 (cosines); see --alpha, "
               "--shift-min, --shift-max, --margin")
+    p.only(args.randaugment_ops, "with --randaugment-ops above 0", "--randaugment-magnitude")
+    p.require(not args.learnable_tau or TAU_LIMITS[0] <= args.tau <= TAU_LIMITS[1], f"--tau: if learnt in {TAU_LIMITS}")
     p.require(args.clusters != "none" or not args.shifts, "--clusters none: --shifts need clusters; add --no-shifts")
     p.require(args.cluster_encoder != "small",
               "--cluster-encoder small: has no trained weights; use tf-idf, an id or a folder")
@@ -439,7 +440,8 @@ def banner_lines(clusters, steps, period, args):
     name, values = WORDS[args.loss], "temperature" if args.loss == "infonce" else "margin"
     alpha, sh_min, sh_max, source = ranges_of(args.recipe, args.loss)
     same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
-    words = f"{name} {low:g} .. {high:g} over the run, period {period:g} steps ({source if same else 'by flags'})"
+    words = f"{name} {low:g} .. {high:g}" + f" over the run, period {period:g} steps" * args.schedule
+    words += f" ({source if same else 'by flags'})" * (args.schedule or args.shifts)
     if args.learnable_tau:
         kind, words = "learnt tau (a baseline)", f"tau {args.tau:g}, learnt"
     lines = {"loss": f"{args.loss}, {kind}", values: words}

@@ -33,19 +33,17 @@ Commands:
 A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
 
 Differences from the paper (there is no authors' code) and from CLIP4Clip, its base:
- 1. Eqs. 8 and 9 are printed with their right-hand sides exchanged; rows sum to 1/m and columns to 1/n (it matters for
-    queues).
+ 1. Eqs. 8 and 9 are printed with right-hand sides exchanged; rows sum to 1/m, columns to 1/n (it matters for queues).
  2. The code of Fig. 4 is printed as an image, which we could not read. Here: the log domain, rows first, columns last,
     4 rounds; a plain exp overflows at gamma = 0.01.
  3. After 4 rounds at gamma = 0.01 the sums are far from 1; the paper calls the residual small. It is logged, as the
     error after a batch's biases.
- 4. a cancels in text -> video and b in video -> text, since a softmax does not see a constant: each direction needs one
-    bias only.
+ 4. a cancels in text -> video and b in video -> text (a softmax sees no constant): each direction needs one bias.
  5. The paper does not say whether a gradient flows through the biases. By default none does (at convergence it is
     zero, Eq. 28); with detach=False of ncl_loss it does.
  6. Adam: torch's AdamW with CLIP4Clip's beta2, epsilon and weight decay; its BertAdam has no bias correction and clips
     each tensor as well. Norms, biases and the logit scale are not decayed (CLIP4Clip decays CLIP's norms by an accident
-    of names).
+    of names). The towers run in bf16 (CLIP4Clip: float32; --mixed-precision no), which is not measured at scale.
  7. The learning rate follows a cosine to 0 after the warm-up; CLIP4Clip's drops to 0.976 of the peak at its end. Frames
     are uniform in time, CLIP4Clip's uniform over a list of one frame a second; a short clip repeats frames, CLIP4Clip
     pads and masks. Frames are scaled twice (8/7 of the size while decoding, then antialiased bilinear); CLIP4Clip once,
@@ -168,7 +166,7 @@ class QueryQueue(nn.Module):
     def push(self, x):
         """Add this step's embeddings of all processes: (B, D) local rows, any scale."""
         x, size = gather(normalize(x)), len(self.queries)                  # (N, D)
-        at = (self.count + torch.arange(len(x), device=x.device))[-size:] % size
+        at = (self.count + torch.arange(len(x), device=x.device))[-size:] % size        # (min(N, size),)
         self.queries[at] = x[-size:].to(self.queries)
         self.count += len(x)
 
@@ -236,20 +234,18 @@ CLIP4CLIP = dict(
     image_encoder="openai/clip-vit-base-patch32", text_encoder="openai/clip-vit-base-patch32", pretrained=True,
     embed_dim=512, image_size=224, image_stats="encoder", eval_resize="crop", frames=12, frame_sampling="uniform",
     text_length=32, text_pooling="cls", clean_captions=False, unfold_captions=True, join_captions=False,
-    freeze="clip4clip",
     epochs=5.0, batch_size=128, chunk_size=32, optimizer="adamw", lr=1e-7, lr_end=0.0, lr_schedule="cosine",
     warmup_epochs=0.0, warmup_fraction=0.1, weight_decay=0.2, beta1=0.9, beta2=0.98, eps=1e-6, grad_clip=1.0,
     tau=0.01, learnable_tau=True, loss_scale=1.0, queue_size=16_384, crop_min=1.0, flip=0.0, jitter=0.0,
-    mixed_precision="no", log_every=50, save_every=500, eval_every=0)
-PARAGRAPHS = CLIP4CLIP | dict(
-    epochs=10.0, chunk_size=8, text_length=64, frames=64, unfold_captions=False)
+    freeze="clip4clip", mixed_precision="bf16", log_every=50, save_every=500, eval_every=0)
+PARAGRAPHS = CLIP4CLIP | dict(epochs=10.0, chunk_size=8, text_length=64, frames=64, unfold_captions=False)
 IMAGES = CLIP4CLIP | dict(recipe="ours; as msrvtt, on images", chunk_size=0, unfold_captions=False)
 MOVING = CLIP4CLIP | dict(
     recipe="ours",
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128, freeze="none",
     image_size=32, image_stats="encoder", frames=4, text_length=24, text_pooling="mean", unfold_captions=False,
     epochs=24.0, chunk_size=0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, warmup_fraction=0.0, weight_decay=0.1, eps=1e-8,
-    tau=0.1, learnable_tau=False, queue_size=2000,
+    tau=0.1, learnable_tau=False, queue_size=2000, mixed_precision="no",
     crop_min=0.8, jitter=0.2, log_every=10, save_every=120, eval_every=120)
 EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
 OWN = MOVING | dict(
@@ -308,6 +304,7 @@ def parse_args(argv=None):
                    help="VIDEO.npy (time, width), such as motion and appearance, resampled to --frames, concatenated")
     g.add_argument("--dropout", type=below_one, default=0.0, help="of these towers; App. C: 0.1, ActivityNet 0")
     args = p.parse(argv, RECIPES, loss_defaults)
+    p.require(not args.learnable_tau or args.tau >= 0.01, "--tau: if learnt at least 0.01")
     p.require(args.image_encoder != "ssb" or args.feature_dir, "--image-encoder ssb: --feature-dir?")
     p.only(args.image_encoder != "ssb", "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
     p.require(not args.feature_dir or {word.partition("=")[0] for word in args.eval_datasets} <= {args.dataset},
@@ -387,7 +384,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         if args.learnable_tau:
-            own["tau"]["log_tau"].data.clamp_(min=math.log(0.01))   # as CLIP's
+            own["tau"]["log_tau"].data.clamp_(min=math.log(0.01))            # as CLIP's
         own["texts"].push(text)
         own["videos"].push(video)
 

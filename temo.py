@@ -40,8 +40,7 @@ paper's text differ, or both leave something open:
  1. Eq. 4 is printed as tau_min + tau_alpha sqrt(s) for similarities in 0..1. In the code they are (1 + cosine) / 2: an
     unrelated pair has 0.038, not 0.010. --similarity cosine: the bare cosine, 0 where it is negative.
  2. In the code a gradient flows through tau_ij, for DySTreSS too; the paper is silent. --detach-tau stops it.
- 3. The CC3M code encodes I~ and T~ without gradient, in a forward of their own; the paper is silent, CC12M's code lets
-    it in (--grad-augmented).
+ 3. The paper is silent; the CC3M code encodes I~ and T~ apart, without gradient, CC12M's with it (--grad-augmented).
  4. I~ is a second draw of I's own transform in the CC3M code (--image-aug same), SimCLR's view in the CC12M code
     (simclr, with a flag for each strength), a crop alone in a version of it (crop); the paper is silent.
  5. With --paraphrases and unimodal losses T is drawn from the caption and its paraphrases, T~ from the paraphrases
@@ -107,7 +106,9 @@ def info_nce(anchor, candidates, tau, block=0):
 
 
 def multimodal_loss(image, text, tau, block=0):
-    """L_MM (Eq. 3, averaged as in Algorithm 1): the mean of both directions of InfoNCE. tau as in info_nce."""
+    """L_MM (Eq. 3, averaged as in Algorithm 1): the mean of both directions of InfoNCE. tau as there, but no (B, N)."""
+    if not callable(tau):
+        per_anchor(tau, image)                                             # one per pair would be of one direction
     return (info_nce(image, text, tau, block) + info_nce(text, image, tau, block)) / 2
 
 
@@ -125,7 +126,7 @@ def pair_temperature(sim, loss="temo", tau_min=0.01, tau_alpha=0.04, detach=Fals
 
     detach: no gradient through tau_ij.   similarity: 'cosine' is Eq. 4 on the bare cosine, 0 where it is negative."""
     sim = sim.detach() if detach else sim
-    if loss == "temo":                                                     # (1 + .) / 2 of the second is the cosine
+    if loss == "temo":                                                     # Eq. 4 makes s of 2 s - 1
         return modulated_temperature(2 * sim.clamp(min=0) - 1 if similarity == "cosine" else sim, tau_min, tau_alpha)
     return dystress_temperature(sim, tau_min, tau_min + tau_alpha, loss == "dystress-shifted")
 
@@ -306,12 +307,10 @@ EMOJI = dict(
     tau=0.1, tau_min=0.05, tau_alpha=0.1,
     image_aug="same", grad_augmented=False, paraphrase_anchor=True,
     crop_min=0.35, flip=0.5, aug_flip=0.5, randaugment_ops=0, randaugment_magnitude=0, jitter=0.4,
-    # no change of hue: captions name colours
-    aug_crop_min=0.2, aug_jitter=0.4, aug_hue=0.0, aug_blur=0.0,
+    aug_crop_min=0.2, aug_jitter=0.4, aug_hue=0.0, aug_blur=0.0,           # no other hue: captions name colours
     mixed_precision="no", eval_datasets=[], log_every=5, save_every=100, eval_every=70)
-MOVING = EMOJI | dict(
-    recipe="ours; as emoji, no mirror images: left and right are words of the captions",
-    image_size=32, frames=4, epochs=40.0, batch_size=128, flip=0.0, aug_flip=0.0, crop_min=0.8, aug_crop_min=0.5)
+MOVING = EMOJI | dict(recipe="ours; as emoji, no mirror images: left and right are words of captions", image_size=32,
+                      frames=4, epochs=40.0, batch_size=128, flip=0.0, aug_flip=0.0, crop_min=0.8, aug_crop_min=0.5)
 OWN = EMOJI | dict(recipe="ours; small towers from scratch", image_size=64, text_length=32, aug_hue=0.1,
                    log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN}
@@ -403,7 +402,7 @@ def parse_args(argv=None):
     g.add_argument("--crop-min", type=part, help="I: least area of the crop; CC3M trainer 0.5")
     g.add_argument("--flip", type=part, help="I: share of mirror images; CC3M trainer 0.5, SLIP 0")
     g.add_argument("--jitter", type=part, help="I: of brightness, contrast, saturation, in 80 %% of the views")
-    g.add_argument("--randaugment-ops", type=whole, help="I: each with probability 1/2; CC3M trainer 2")
+    g.add_argument("--randaugment-ops", type=whole, help="I: each with probability 1/2; CC3M trainer 2; 0 = off")
     g.add_argument("--randaugment-magnitude", type=between(0, 30, int), help="I: 0..30; CC3M trainer's 7 of 10 = 21")
     g = p.group("with I~ and T~ (--loss temo and --unimodal)", augmented=True)
     g.add_argument("--grad-augmented", action=yesno, help="gradient into I~ and T~ (CC12M code; CC3M's has none)")
@@ -419,6 +418,7 @@ def parse_args(argv=None):
     g.add_argument("--aug-hue", type=between(0, 0.5), help="I~: strength, 0..0.5; SLIP 0.1")
     g.add_argument("--aug-blur", type=part, help="I~: share of blurred images; SimCLR 0.5")
     args = p.parse(argv, RECIPES, defaults_of, ("--row", "--image-expert", "--text-expert"), parts_of)
+    p.only(args.randaugment_ops, "with --randaugment-ops above 0", "--randaugment-magnitude")
     p.require(not args.learnable_tau or args.tau_clamp[0] <= args.tau <= args.tau_clamp[1],
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
     p.require(args.base or args.modulated or args.unimodal != "none",
@@ -477,6 +477,7 @@ def main(args):
     if augmented:
         words = text_words(train, paraphrases, args.paraphrase_anchor, RECIPES[args.recipe]["recipe"])
     run.begin(evaluator, random_guess(args), banner_lines(args, tau_of) | {"texts": words})
+    run.loss_word = "L_MM" if parts_of(args)["blended"] else "loss"        # of the bar: the sum climbs by its weights
     for batch in batches:
         progress = run.step / run.total                                    # t of Eq. 8
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
@@ -546,8 +547,7 @@ def banner_lines(args, tau_of):
 def numbers_of(embeddings, features, tau_of, how, args, run):
     """Columns of the log: the terms of the loss, common.embedding_health, and the temperatures (Fig. 2).
 
-    embeddings: I, T[, I~, T~], (B, D) each; features: of experts; tau_of: cosines (n, n) -> temperatures; how: the
-    keywords of pair_temperature."""
+    embeddings: I, T[, I~, T~], (B, D) each; features: of experts; tau_of: pair_temperature; how: its keywords."""
     image, text, *more = embeddings
     if features:
         terms = expert_terms({"image": image, "text": text}, features, args.tau, args.tau_min, args.tau_alpha)
@@ -561,6 +561,7 @@ def numbers_of(embeddings, features, tau_of, how, args, run):
         return numbers
     temperatures = tau_of(image[:2048] @ text[:2048].T)                    # (n, n), of at most 2,048 pairs
     n, on_pairs = len(temperatures), temperatures.diagonal().mean().item()
+    numbers |= {} if parts_of(args)["at_tau"] else {"tau": temperatures.mean().item()}           # no term at --tau
     return numbers | {"tau_pos": on_pairs, "tau_neg": (temperatures.sum().item() - n * on_pairs) / max(1, n * n - n)}
 
 

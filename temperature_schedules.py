@@ -129,7 +129,7 @@ def moco_loss(q, k, queue, tau):
     """
     q, k, queue = normalize(q), normalize(k.detach()), normalize(queue)    # (B, D), (B, D), (K, D)
     logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.T], 1)     # (B, 1 + K)
-    logits = logits / per_anchor(tau, q)
+    logits = logits / per_anchor(tau, q)                                   # (B, 1 + K)
     return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device))
 
 
@@ -264,9 +264,7 @@ EMOJI = CIFAR | dict(
     crop_min=0.3, hue=0.02,  # small, since hue tells classes apart
     imbalance_ratio=0.0, train_features="clean", save_every=100, eval_every=50, eval_epoch="", log_every=5)
 MOVING = EMOJI | dict(recipe="ours; as emoji, classes = verbs", frames=4, flip=0.0, crop_min=0.6)
-SCENES = EMOJI | dict(
-    recipe="ours", image_size=32, epochs=60.0, crop_min=0.3, hue=0.5, imbalance_ratio=100.0, eval_every=0,
-    log_every=20, save_every=1000)
+SCENES = EMOJI | dict(epochs=60.0, hue=0.5, imbalance_ratio=100.0, eval_every=0, log_every=20, save_every=1000)
 OWN = EMOJI | dict(
     recipe="ours; small tower from scratch", image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cifar10-lt": CIFAR, "cifar100-lt": CIFAR, "imagenet100-lt": IMAGENET100,
@@ -303,7 +301,7 @@ def parse_args(argv=None):
     g.add_argument("--tau-min", type=positive, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
     g = p.group("without --schedule fixed, --tau-head and --tau-tail", tau_head=False, schedule=SCHEDULES)
     g.add_argument("--tau-max", type=positive, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
-    g = p.group("with --schedule fixed", schedule="fixed")
+    g = p.group("with --schedule fixed, without --tau-head and --tau-tail", tau_head=False, schedule="fixed")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn it, from --tau-min on; not of the paper")
     g = p.group("with --loss moco", loss="moco")
     g.add_argument("--queue-size", type=count, help="K, keys in MoCo's queue; paper 10,000")
@@ -325,8 +323,7 @@ def parse_args(argv=None):
                    help="largest class over smallest; paper 50, 100, 150; 1 = balanced; 0 = as the data are")
     g.add_argument("--split-seed", type=whole, default=0, help="of the classes' order and images; paper: 0, 1, 2")
     g.add_argument("--index-file", default="", metavar="FILE",
-                   help="training images: .npy of torchvision's indices (SDCLR's splits of CIFAR), or lines "
-                        "'path class' (imagenet100-lt)")
+                   help="training images: .npy of torchvision's indices (CIFAR), or lines 'path class' (ImageNet)")
     g.add_argument("--val-file", default="", metavar="FILE",
                    help="val images, the same; empty = a tenth of each class (CIFAR), none (imagenet100-lt)")
     g.add_argument("--test-file", default="", metavar="FILE", help="test images of imagenet100-lt, the same")
@@ -353,10 +350,12 @@ def parse_args(argv=None):
     last = math.inf if args.max_steps else args.epochs
     p.require(args.schedule == "fixed" or args.tau_max >= args.tau_min,
               f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
+    p.require(not args.learnable_tau or args.tau_min >= 0.01, "--tau-min: if learnt at least 0.01")
     p.require((args.tau_head > 0) == (args.tau_tail > 0),
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
     p.require(args.imbalance_ratio == 0 or args.imbalance_ratio >= 1,
               f"--imbalance-ratio {args.imbalance_ratio}: must be at least 1, or 0 to leave the data as they are")
+    p.only(not args.index_file or args.dataset == "imagenet100-lt", "without --index-file", "--split-seed")
     p.require(not any(args.shot_limits) or 0 < args.shot_limits[1] <= args.shot_limits[0] + 1,
               f"--shot-limits {args.shot_limits[0]} {args.shot_limits[1]}: TAIL must be from 1 to HEAD + 1, or both 0")
     p.require(not args.stop_at_phase or args.epochs >= args.period,
@@ -407,7 +406,7 @@ def main(args):
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
         optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
     # <<< shared
-    if args.decay_all:                                                     # also biases, norms and scalars
+    if args.decay_all:                                                     # also biases and norms; not a learnt tau
         optimizer.param_groups[1]["weight_decay"] = args.weight_decay
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
@@ -468,6 +467,7 @@ def main(args):
         optimizer.zero_grad()
         if args.learnable_tau:
             own["tau"]["log_tau"].data.clamp_(min=math.log(0.01))          # as CLIP's
+            tau = own["tau"]["log_tau"].detach().exp()
         if moco:
             update_momentum(own["key"], tower, args.momentum)
             own["queue"].push(keys)
@@ -519,11 +519,10 @@ def random_guess(run):
 def banner_lines(run, sizes, head_classes, tau_of):
     """The method's lines of the banner: {word: text}."""
     args = run.args
-    highest = args.tau_min if args.schedule == "fixed" else args.tau_max
     last = tau_of(max(0, run.last - 1) // run.per_epoch)
-    tau = f"{args.schedule}, {args.tau_min:g} .. {highest:g}, period {args.period:g} epochs, last {last:.3f}"
-    if args.learnable_tau:
-        tau = f"learnt, from {args.tau_min:g} on"
+    tau = f"{args.schedule}, {args.tau_min:g} .. {args.tau_max:g}, period {args.period:g} epochs, last {last:.3f}"
+    if args.schedule == "fixed":
+        tau = f"learnt, from {args.tau_min:g} on" if args.learnable_tau else f"fixed, {args.tau_min:g}"
     if args.tau_head:
         tau = f"coarse: {args.tau_head:g} for {len(head_classes)} head classes, {args.tau_tail:g} for the others"
     if run.last < run.total:

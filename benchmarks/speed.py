@@ -1,6 +1,7 @@
 """The rows of speed and memory that docs/ quotes: ratios against the plain product, a plain pipeline or a peer.
 
     python -m benchmarks.speed [--only ranks jpeg views cc3m_views steps ...]     # updates results/speed.json
+    python -m benchmarks.speed memory "temo.py --dataset cc3m" ...                # estimates; results/recipes.json, .md
 
 Timings are CPU seconds of one thread. Variants take turns, in a different order each round, since each changes caches
 and free memory for the next; ratios are medians of each round's ratio. Peak memory is the growth of the process's
@@ -16,6 +17,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections import deque
@@ -23,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import common
+from contrastive.data.clips import Clips
 from contrastive.data.table import IN_MEMORY, decode
 from contrastive.data.views import crop_batch
 from contrastive.encoders.base import STATS
@@ -38,6 +41,7 @@ import mmts
 import ncl
 import temo
 import temperature_schedules as ts
+from benchmarks import recipes
 from benchmarks.compare import RESULTS, machine
 
 
@@ -306,10 +310,36 @@ def loss_memory(rounds):
     return {f"{name}_mib_8192": peak_mib(name, of_losses, 8192) for name in ("temo", "nt_xent")}
 
 
+def decode_clips(rounds, n=8):
+    """Clips/s of one core: 12 frames of a clip of 10 s (H.264, 340 x 256, 25 frames/s), from the file and from
+    --frame-cache."""
+    import av
+
+    noise = np.random.default_rng(0).integers(0, 255, (250, 8, 10, 3), dtype=np.uint8)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [f"{folder}/{i}.mp4" for i in range(n)]
+        for file in files:
+            with av.open(file, "w") as out:
+                stream = out.add_stream("libx264", rate=25, options={"crf": "23"})
+                stream.width, stream.height, stream.pix_fmt = 340, 256, "yuv420p"
+                for small in np.repeat(noise, 2, 0)[:250]:
+                    picture = av.VideoFrame.from_ndarray(small, format="rgb24").reformat(340, 256)
+                    out.mux(stream.encode(picture))
+                out.mux(stream.encode(None))
+        size = os.path.getsize(files[0])
+        readers = {"file": Clips(), "cache": Clips(cache=folder)}
+        t = times({name: functools.partial(lambda read: [*map(read, files)], read) for name, read in readers.items()},
+                  rounds + 1)
+    return {"mp4_bytes": size} | {f"{name}_clips_per_s": n / float(np.median(t[name])) for name in t}
+
+
 def main():
     """Run the chosen benchmarks and update speed.json."""
     benchmarks = {"ranks": ranks, "jpeg": jpeg, "views": views, "cc3m_views": cc3m_views, "steps": steps,
-                  "sinkhorn": sinkhorn, "mama_step": mama_step, "loss_memory": loss_memory}
+                  "sinkhorn": sinkhorn, "mama_step": mama_step, "loss_memory": loss_memory,
+                  "decode_clips": decode_clips}
+    if sys.argv[1:2] == ["memory"]:
+        return recipes.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=list(benchmarks), default=list(benchmarks), help="which to run")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; the median counts")

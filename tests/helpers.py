@@ -14,6 +14,7 @@ import common
 from contrastive.data import HELD_OUT, held_out_place
 from contrastive.data.table import EmptySplit
 from contrastive.engine.processes import UserError
+from contrastive.engine.run import Run
 
 import numpy as np
 import pytest
@@ -335,6 +336,16 @@ def run_script(script, folder, *flags, base=(), pictures=False):
             patch.setattr(script, "draw", lambda *a, **k: None)
         where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
         return script.main(script.parse_args([*of_set(base, flags), *where, *map(str, flags)]))
+
+
+def few_steps(script, folder, *flags, base=()):
+    """The rows of a run that neither evaluates nor finishes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "val_pieces", {}, raising=False)
+        patch.setattr(Run, "evaluate_val", lambda run: run.log.write({"step": run.step, "eval": {}}))
+        patch.setattr(Run, "finish", lambda run, *_, **__: run.bar.close())
+        run_script(script, folder, *flags, base=base)
+    return steps(folder)
 
 
 def rows(folder):

@@ -8,11 +8,11 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 from contrastive import engine
 
+from accelerate.state import AcceleratorState
 from torch.utils.data._utils import signal_handling
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,17 +36,6 @@ def spawn(function, arguments, processes, join=True):
     return torch.multiprocessing.start_processes(function, arguments, processes, join, start_method="forkserver")
 
 
-def start(script, flags, log, hold=0, **environment):
-    """`python SCRIPT.py FLAGS` without its pictures, its words in the file `log`; a process that can be killed.
-
-    script: a name, or the path of a fork that lies elsewhere; hold: after this step it waits for whoever is to kill it,
-    whose poll may come late on a busy machine."""
-    Path(log).write_text("")
-    process = server().Process(target=_run, args=(script, [str(f) for f in flags], str(log), environment, hold))
-    process.start()
-    return process
-
-
 def free_port():
     """A port on which the processes of a run can meet, as text."""
     with socket.socket() as free:
@@ -54,14 +43,11 @@ def free_port():
         return str(free.getsockname()[1])
 
 
-def start_all(script, flags, log, processes, hold=0, **environment):
-    """The same as so many processes of one run, with what torchrun tells each of them: a list of processes."""
-    if processes == 1:
-        return [start(script, flags, log, hold, **environment)]
+def world_of(processes):
+    """What torchrun tells each process of a run: a list of environments."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(processes),
              "LOCAL_WORLD_SIZE": str(processes)}
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    return [start(script, flags, log, hold, **environment, **place, **rank) for rank in ranks]
+    return [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def forked(work, log, **environment):
@@ -70,6 +56,7 @@ def forked(work, log, **environment):
     signal_handling._SIGCHLD_handler_set = False  # the next loader sets it again, here and in the fork
 
     def inside():
+        AcceleratorState._reset_state(reset_partial_state=True)  # this process may have been one of one
         os.environ.update(environment)
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -90,19 +77,24 @@ def ended(process, seconds=300):
     return process.exitcode
 
 
-def ranks(folder, work, numbers=(0, 1)):
-    """[(exit code, stderr)] of forks work(rank) that are the ranks of a world of two; their stderr in
-    folder/rank0.log."""
-    logs = [folder / f"rank{n}.log" for n in numbers]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    processes = [forked(functools.partial(work, n), log, RANK=str(n), LOCAL_RANK=str(n), **place)
-                 for n, log in zip(numbers, logs)]
+def ranks(folder, work):
+    """[(exit code, stderr)] of forks work(rank) that are the ranks of a world of two; stderr in folder/rank0.log."""
+    logs = [folder / f"rank{n}.log" for n in (0, 1)]
+    processes = [forked(functools.partial(work, n), logs[n], **environment)
+                 for n, environment in enumerate(world_of(2))]
     return [(ended(process), log.read_text(errors="replace")) for process, log in zip(processes, logs)]
 
 
 def finish(script, flags, log, processes=1):
-    """The same, to its end; it must end well."""
-    run = start_all(script, flags, log, processes)
+    """`python SCRIPT.py FLAGS` without its pictures, its words in the file `log`, as so many processes; all end well.
+
+    script: a name, or the path of a fork that lies elsewhere."""
+    Path(log).write_text("")
+    environments = world_of(processes) if processes > 1 else [{}]
+    run = [server().Process(target=_run, args=(script, [str(f) for f in flags], str(log), environment))
+           for environment in environments]
+    for process in run:
+        process.start()
     for process in run:
         process.join(600)
     codes = [process.exitcode for process in run]
@@ -111,7 +103,7 @@ def finish(script, flags, log, processes=1):
     assert codes == [0] * processes, (codes, Path(log).read_text()[-3000:])
 
 
-def _run(script, flags, log, environment, hold):
+def _run(script, flags, log, environment):
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -122,15 +114,7 @@ def _run(script, flags, log, environment, hold):
     sys.path.insert(0, str(Path(script).parent))
     script = Path(script).stem
     sys.argv = [f"{script}.py", *flags]
-    from contrastive.engine.run import Run
     module = importlib.import_module(script)
     module.draw = lambda *_, **__: None  # the pictures take longer than these runs
-    done = Run.done
-
-    def done_and_held(run, *args, **more):
-        done(run, *args, **more)
-        if run.step == hold:
-            time.sleep(600)
-    Run.done = done_and_held
     with engine.processes.clean_exit():
         module.main(module.parse_args(flags))

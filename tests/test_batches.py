@@ -3,7 +3,6 @@
 import itertools
 import multiprocessing
 import os
-import pickle
 from collections import defaultdict
 
 import common
@@ -150,13 +149,6 @@ def test_two_processes_get_the_batches_of_one(tmp_path):
         assert np.array_equal(np.concatenate([a["draws"], b["draws"]]), whole["draws"])
     assert bad_left == bad_right == [*alone.bad] == [bad]
     assert (tmp_path / "bad_samples.txt").read_text().count("\n") == 1
-
-
-def test_data_arrive_whole_in_a_spawned_worker(sets):
-    for data in (sets["memory"].select([4, 1]).unfold(), sets["clips"]):
-        there = pickle.loads(pickle.dumps(data))
-        assert torch.equal(there.read(1), data.read(1)) and there.captions(1) == data.captions(1)
-        assert there.groups.tolist() == data.groups.tolist() and [*there.keys()] == [*data.keys()]
 
 
 # ---------------------------------------------------- bad samples ---------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 import torch
 from scipy import stats  # comes with scikit-learn
 
-from benchmarks import claims, compare, gpu
+from benchmarks import claims, compare, gpu, recipes
 
 # a script that any other may stand beside: its test metric is 50 + 10 tau + noise by seed, less some 20 with --worse
 FORK = '''
@@ -244,3 +244,29 @@ def test_the_idle_part_of_a_card(monkeypatch):
     events = [SimpleNamespace(time_range=SimpleNamespace(start=a, end=b), device_type=kind, is_user_annotation=False)
               for a, b in spans]
     assert gpu.idle(SimpleNamespace(events=lambda: events)) == pytest.approx(0.2)
+
+
+def test_what_a_step_keeps_and_computes_is_counted_without_a_card():
+    class Toy(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
+
+        def forward(self, x):
+            y = self.layers(x)[:, None]                                    # (n, 1, L = 10, 8), one head
+            return torch.nn.functional.scaled_dot_product_attention(y, y, y)
+    kept, flops, largest = recipes.forward_of(Toy(), lambda: {"x": torch.zeros(3, 10, 4)}, "no")
+    x, y, out, log_sum = (4 * n for n in (3 * 10 * 4, 3 * 10 * 8, 3 * 10 * 8, 3 * 32))    # of 10, padded to 32
+    assert largest in (x, y) and x + y + out <= kept <= x + y + out + log_sum + 16    # two random states
+    assert flops == 2 * 3 * 10 * 4 * 8 + 2 * 2 * 3 * 10 * 10 * 8
+    half, *_ = recipes.forward_of(Toy().layers, lambda: {"input": torch.zeros(3, 10, 4)}, "bf16")
+    assert half == 2 * (3 * 10 * 4 + 3 * 10 * 8)
+
+
+def test_a_recipe_needs_less_in_chunks_and_with_layers_that_run_again():
+    line = "temo.py --dataset moving-emoji --frames 2 --image-size 32 --batch-size 64 --image-encoder test_vit"
+    whole, chunks, again = (recipes.estimate(f"{line} {more}", 1) for more in (
+        "", "--chunk-size 16", "--grad-checkpointing"))
+    assert math.isclose(whole["GB kept"], 4 * chunks["GB kept"], rel_tol=0.01)
+    assert again["GB kept"] < 0.8 * whole["GB kept"] and whole["GB"] > recipes.estimate(line, 8)["GB"]
+    assert chunks["GFLOP of a sample"] == again["GFLOP of a sample"] > whole["GFLOP of a sample"]

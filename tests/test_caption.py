@@ -5,7 +5,6 @@ import json
 import math
 import sys
 import time
-from pathlib import Path
 
 import common
 from contrastive import figures
@@ -192,17 +191,6 @@ def test_a_csv_of_captions_that_the_scripts_read(kind, models, videos, tmp_path,
     assert splits["train"].read(0).shape[:2] == (2, 3)
 
 
-def test_windows_of_own_data_are_clips_of_their_own(models, videos, tmp_path):
-    windows = [("d", 0, 1, "one"), ("d", 2, 3, "two"), ("d", 2, 3, "three"), *(("a", k / 9, 2, "x") for k in range(9))]
-    own = write_rows(tmp_path / "own.csv", ["video", "start", "end", "caption"], windows)
-    run(own, tmp_path / "new.csv", models["llava"], "--video-dir", videos)
-    wanted = common.load_data(str(own), "train", video_dir=str(videos))
-    with open(tmp_path / "new.csv", newline="", encoding="utf8") as f:
-        rows = {(r["video"], float(r["start"]), float(r["end"])) for r in csv.DictReader(f)}
-    sources = [row["source"] for row in wanted.sources]
-    assert rows == {(Path(s["path"]).name, s["start"], s["end"]) for s in sources} and len(rows) == len(wanted)
-
-
 def test_captions_of_frames_are_summed_up_by_another_model(models, videos, tmp_path, monkeypatch):
     import transformers as T
     words, asked, true = tokenizer(), [], caption.language_model
@@ -285,6 +273,7 @@ def test_two_processes_write_the_file_that_one_writes(models, videos, tmp_path):
     ended = launch.ranks(tmp_path, lambda rank: caption_and_wait(flags, tmp_path / f"said{rank}"))
     said = "".join((tmp_path / f"said{rank}").read_text() for rank in range(2))
     assert [code for code, _ in ended] == [0, 0], said
+    assert len([*tmp_path.glob("two.csv.*.jsonl")]) == 2  # each has its own part
     assert (tmp_path / "two.csv").read_bytes() == (tmp_path / "one.csv").read_bytes() and len(one) == 5
     assert said.count("5 captions; 1 clips") == 1
 

@@ -11,8 +11,11 @@ from tools import check
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "--dataset moving-emoji --clips 32 8 8 --frames 2 --embed-dim 8 --batch-size 8".split()
 FLAGS = {"margin": TINY, "memory": [*TINY, "--weighting", "none", "--tau", "0.1"]}
-OF_FIVE = {"temo": "", "temperature_schedules": "", "ncl": "", "mmts": "--num-clusters 4",
-           "mama": "--meta-size 8 --meta-batch-size 4"}
+OF_FIVE = [("temo", ""), ("temo", "--loss slip"), ("temperature_schedules", "--schedule fixed --learnable-tau"),
+           ("temperature_schedules", "--loss moco --queue-size 32"), ("temperature_schedules", "--loss sdclr"),
+           ("ncl", "--learnable-tau --queue-size 32"), ("mmts", "--num-clusters 4"),
+           ("mmts", "--clusters none --no-schedule --no-shifts --learnable-tau"),
+           ("mama", "--meta-size 8 --meta-batch-size 4 --meta-every 2 --learnable-tau --tau .5")]
 FAULTS = {  # what is planted into a fork, and the line that must say so: fork, old, new, line
     "a local variable as state": ("memory", 'own["memory"]', "memory", "kill and resume"),
     "a missing gather": ("memory", "texts = gather(normalize(text))", "texts = normalize(text)", "two processes"),
@@ -54,13 +57,13 @@ def test_a_fault_is_found_and_said_where(fault, tmp_path, capsys):
     assert code == 1 and {promise for promise, line in said.items() if "DIFFERS" in line} == {red}, said
 
 
-@pytest.mark.parametrize("script", OF_FIVE)
-def test_the_five_keep_them(script, capsys):
-    """MAMA's own holds what Adam trains, and its look ahead refuses chunks."""
-    code, said = lines(ROOT / f"{script}.py", [*TINY, *OF_FIVE[script].split()], capsys)
+@pytest.mark.parametrize("script, words", OF_FIVE)
+def test_the_five_keep_them(script, words, capsys):
+    """Two optimisers, queues, MoCo's keys, masks, clusters, learnt taus; MoCo and a look ahead refuse chunks."""
+    code, said = lines(ROOT / f"{script}.py", [*TINY, *words.split()], capsys)
     left_out = "left out; error: --chunk-size" in said["chunks"]
-    assert code == 0 and left_out == (script == "mama"), said
-    assert ("own " in said["two processes"]) == (script in ("mama", "ncl"))
+    assert code == 0 and left_out == (script == "mama" or "moco" in words), said
+    assert ("own " in said["two processes"]) == any(word in words for word in ("learnable", "slip", "moco"))
 
 
 def test_what_is_no_script_is_refused_in_one_line():

@@ -157,6 +157,41 @@ def test_what_differs_from_training_is_said(run, tmp_path, capsys):
     assert cut == sum(n > 4 for n in lengths) and 0 < cut < len(lengths) and f", {cut} captions cut" in said
 
 
+def test_repeated_texts_are_right_unless_a_paper_or_the_run_says_otherwise(sets, tmp_path, capsys):
+    names, words = helpers.write_images(tmp_path, range(40)), ["a pear", "a plum"]
+    rows = [(x, words[i % 2], "test" if i < 20 else "train") for i, x in enumerate(names)]
+    csv = helpers.write_rows(tmp_path / "twice.csv", ["image", "caption", "split"], rows)
+    folder, own, of_run = train(tmp_path / "r", ["--dataset", csv, "--batch-size", "8", "--same-text", "wrong"])
+    said = "20 captions, 20 repeated captions wrong; number (chance)"
+    assert said in "".join(of_run)
+    found = evaluate("--checkpoint", folder)["datasets"][str(csv)]
+    assert said in (out := capsys.readouterr().out) and " in training" not in out
+    assert found["metrics"] == own[str(csv)]
+    assert found["chance"]["image_to_text"]["R@1"] == pytest.approx(5)
+    found = evaluate("--checkpoint", folder, "--same-text", "positive")["datasets"][str(csv)]
+    assert "--same-text positive: wrong in training" in capsys.readouterr().out
+    assert found["metrics"]["repeated_captions_positive"] == 20
+    assert found["chance"]["image_to_text"]["R@1"] == pytest.approx(50)
+    coco = {asked: common.load_data("coco", "test", data_dir=str(sets / "coco"), same_text=asked).same_text
+            for asked in ("auto", "wrong", "positive")}
+    assert coco == {"auto": "wrong", "wrong": "wrong", "positive": "positive"}           # by the papers' protocol
+    for name in (str(csv), "emoji", "moving-emoji"):
+        assert common.load_data(name, "test").same_text == "positive"
+
+
+def test_own_data_by_another_path_are_those_of_the_run(tmp_path, monkeypatch):
+    """Its columns and its folder, however the path is written."""
+    names = helpers.write_images(tmp_path, range(24))
+    rows = [(x, f"picture {i}", "test" if i < 8 else "train") for i, x in enumerate(names)]
+    helpers.write_rows(tmp_path / "clips.csv", ["image", "words", "split"], rows)
+    monkeypatch.chdir(tmp_path)
+    words = ["--dataset", "clips.csv", "--caption-column", "words", "--batch-size", "8"]
+    folder, own, _ = train(tmp_path / "r", words)
+    for other in ("./clips.csv", tmp_path / "clips.csv"):
+        found = evaluate("--checkpoint", folder, "--datasets", other)["datasets"]
+        assert found["clips.csv"]["metrics"] == own["clips.csv"]
+
+
 def test_neighbours_by_the_embeddings_or_the_features(runs):
     """A run and eval.py, against one neighbour by hand; eval.py can be told otherwise."""
     folder, own, _ = runs("backbone")
@@ -259,6 +294,9 @@ def test_the_views_of_the_cc3m_trainer(runs, sets, tmp_path, monkeypatch):
                     *((name, "test", "squash", *half) for name in ("dtd", "cifar100", "coco", "emoji")),
                     ("emoji", "train", "squash", *half)}
     assert result["dtd"]["views"] == "images of the tasks by class seen as crop, statistics imagenet"
+    seen.clear()
+    evaluate("--checkpoint", folder, "--output-dir", tmp_path, "--own-view", "--tasks", "knn", "--datasets", names[0])
+    assert seen == {("dtd", split, "squash", *half) for split in ("train", "test")}
     assert not result["emoji"]["views"]
 
 
@@ -364,7 +402,8 @@ def test_queries_of_a_class_do_not_stand_together_in_the_queue(run, monkeypatch)
     ("", "required: --checkpoint"),
     ("--checkpoint x --normalize queue --split train", "--normalize oracle"),
     ("--checkpoint x --tasks qa gap", "--tasks qa: its model answers questions; give it alone"),
-    ("--checkpoint RUN --init-from w.pt", "--init-from: only with a CLIP by name: a run has its own weights")])
+    ("--checkpoint RUN --init-from w.pt", "--init-from: only with a CLIP by name: a run has its own weights"),
+    ("--checkpoint RUN --own-view", "--own-view: only of a run that squashes images")])
 def test_bad_flags(flags, message, run, capsys):
     assert message in helpers.refused(eval_py.parse_args, flags.replace("RUN", str(run)).split(), capsys)
 

@@ -135,8 +135,8 @@ def test_a_grouped_set_ranks_clips_by_their_best_caption():
     image, text = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).split([4, 12])
     sim = F.normalize(image, dim=1) @ F.normalize(text, dim=1).T           # (4, 12)
     own, best = torch.arange(12)[:, None] // 3, sim.unflatten(1, (4, 3)).amax(2)
-    pieces = {"image": image, "text": text, "owner": own[:, 0].numpy(), "positives": own, "positives_of_image": None,
-              "data": types.SimpleNamespace(grouped=True)}
+    pieces = {"image": image, "text": text, "owner": own[:, 0].numpy(), "positives": own,
+              "positives_of_image": torch.arange(12).view(4, 3), "data": types.SimpleNamespace(grouped=True)}
     found, chance = evaluation.retrieval.retrieval_both_ways(pieces)
     ranks = {"image_to_text": (best >= best.diagonal()[:, None]).sum(1),
              "text_to_image": (sim.T >= sim.T.gather(1, own)).sum(1)}
@@ -155,6 +155,38 @@ def test_r_mean_is_the_mean_of_six_recalls():
         six = [found[way][f"R@{k}"] for way in ("text_to_image", "image_to_text") for k in (1, 5, 10)]
         assert found["R-Mean"] == pytest.approx(np.mean(six)) and max(six) < found["text_to_image"]["R@50"]
         assert found["R@1-Mean"] == pytest.approx((six[0] + six[3]) / 2)   # "Avg." of MM-TS's Table 1
+
+
+class Perfect(torch.nn.Module):
+    """The embedding of a text is its letter; its own tokenizer."""
+
+    def tokenizer(self, texts):
+        return {"letters": F.one_hot(torch.tensor([ord(t) - ord("a") for t in texts]), 8).float()}
+
+    def forward(self, tokens):
+        return None, tokens["letters"]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("same_text", ["positive", "wrong"])
+def test_a_perfect_model_and_a_text_that_two_items_have(same_text, grouped, capsys):
+    """Items 1 and 6 of eight say 'b': from an item either text is right, or its twin ties with its own and is wrong;
+    from the text neither item can be told, whatever the flag."""
+    captions, model = [[c] for c in "abcdefbg"], Perfect()
+    table = common.make_table(captions, [*map(str, range(8))])
+    data = common.Data("mine", "test", table, same_text=same_text, grouped=grouped)
+    image = model.tokenizer([c for [c] in captions])["letters"]
+    tokenizer = type("Tokens", (), {"__call__": lambda self, texts: model.tokenizer(texts), "cut": lambda *_: 0})()
+    pieces = evaluation.retrieval.retrieval_pieces(model, tokenizer, data, np.arange(8), image, torch.device("cpu"))
+    metrics, chance = evaluation.retrieval.retrieval_both_ways(pieces)
+    assert pieces["repeated"] == 2 and metrics["text_to_image"]["R@1"] == 75
+    right = same_text == "positive"
+    assert metrics["image_to_text"]["R@1"] == (100 if right else 75)
+    assert chance["image_to_text"]["R@1"] == pytest.approx(100 * (6 + 2 * (2 if right else 1)) / 64)
+    metrics |= {"captions": 8, f"repeated_captions_{same_text}": 2}
+    said = evaluation.retrieval.table("mine", metrics, {})
+    assert f"8 captions, 2 repeated captions {same_text}; " in said
+    assert "another image has the same words (--same-text); in text -> image nothing tells them apart" in said
 
 
 def test_chance_of_a_random_neighbour():

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 
 import common
 from contrastive import data as data_sets
@@ -211,6 +212,9 @@ def test_pairs_beside_questions_have_none(files, name):
     assert questions["answers"] == (["a", "b", "c"] if name == "msrvtt-qa" else [])
     guess = torch.tensor(3.0 if name == "msrvtt-qa" else 5.0).log().item() * 18 / len(data)
     assert answers.guess_of(data, questions) == pytest.approx(guess) and answers.guess_of(data, None) == 0
+    some = dict(questions, answers=["a"]) if name == "msrvtt-qa" else questions            # others enter no loss
+    share = sum(not some["answers"] or a == "a" for a in own.column("answer")) / len(data)
+    assert answers.guess_of(data, some) == pytest.approx(math.log(len(some["answers"]) or 5) * share)
     assert not answers.lacking(data, name == "nextqa")
     tokenizer = Tokenizer(common.train_wordpiece(answers.texts(data)), 16)
     line = answers.question_lines(questions, data, args)["paired text"]

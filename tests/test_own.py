@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import temo
+import temperature_schedules
 from helpers import (
     CLASSES,
     caption,
@@ -154,7 +155,18 @@ def test_more_or_less_of_train_is_val(fraction, tmp_path):
 
 def test_val_fraction_is_refused_where_nothing_is_held_out(capsys):
     assert "for own data" in refused(temo.parse_args, ["--val-fraction", "0.1"], capsys)  # emoji has a val
-    assert temo.parse_args(["--dataset", "x.csv", "--val-fraction", "0.1"]).val_fraction == 0.1
+    for flags in (["--dataset", "x.csv"], ["--eval-datasets", "imagenet", "--hold-out-val"]):
+        assert temo.parse_args([*flags, "--val-fraction", "0.1"]).val_fraction == 0.1
+
+
+@pytest.mark.parametrize("script, flags", [
+    (temo, ""), (temo, "--dataset x.csv"), (temo, "--eval-datasets x.csv"), (temperature_schedules, ""),
+    (temperature_schedules, "--dataset cifar10-lt"), (temperature_schedules, "--dataset imagenet100-lt")])
+def test_nothing_is_held_out_for_val_where_there_is_one(script, flags, capsys):
+    said = "--hold-out-val: only for named sets without val"
+    assert said in refused(script.parse_args, [*flags.split(), "--hold-out-val"], capsys)
+    for allowed in (["--dataset", "cifar10"], ["--eval-datasets", "coco", "imagenet"][:3 * (script is temo)]):
+        assert not allowed or script.parse_args([*allowed, "--hold-out-val"]).hold_out_val
 
 
 def test_held_out_splits_are_a_twentieth_each_and_the_same_every_time(tmp_path):

@@ -72,18 +72,18 @@ def place(tmp_path_factory):
 
 def parse(words):
     """The flags of a command as its program reads them; of a tool without a parser of its own, that it has them."""
-    program, flags = words[2], words[3:]
     if words[1] != "-m":
         at = next(k for k, word in enumerate(words) if word in SCRIPTS)
-        SCRIPTS[words[at]].parse_args(words[at + 1:])
-    elif program == "benchmarks.compare":
+        return SCRIPTS[words[at]].parse_args(words[at + 1:])
+    program, flags = words[2], words[3:]
+    if program == "benchmarks.compare":
         asked = compare.parse_args(flags)
         for script, *more in (shlex.split(c) + asked.shared for c in asked.commands):
             SCRIPTS[script].parse_args([*more, f"--{asked.vary}", "0"])
     elif flags[:2] == ["clusters", "mmts.py"]:
         mmts.parse_args(flags[2:])
     elif program == "tools.figures":
-        assert flags[0] in several.FIGURES | several.SEVERAL and len(flags) > 1, words
+        assert not flags or flags[0] in several.FIGURES | several.SEVERAL and len(flags) > 1, words
     else:
         source = Path(importlib.util.find_spec(program).origin).read_text(encoding="utf8")
         assert all(f'"{flag}"' in source for flag in flags if flag.startswith("--")), words

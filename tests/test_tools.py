@@ -2,21 +2,26 @@
 run has, through open_clip's own loader, the embeddings that it has here."""
 
 import json
+import math
 import re
 
 import common
+from contrastive.engine.processes import UserError, write_json
 from contrastive.figures import several as compared
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
 
+import mama
 import ncl
 import temo
 import temperature_schedules
-from helpers import picture, rows, run_script, steps, write_captions
+from helpers import picture, rows, run_script, steps, write_captions, write_images, write_rows
 from tools import figures as several
+from tools import score
 from tools.export import export
 
 SMALL = "--cpu --batch-size 32 --image-size 16 --embed-dim 16 --log-every 1 --eval-every 0 --workers 0".split()
@@ -177,3 +182,72 @@ def test_what_open_clip_cannot_express_is_refused_in_one_line(flags, words, expo
     with pytest.raises(ValueError, match=words) as refusal:
         export(folder, tmp_path / "out")
     assert "\n" not in str(refusal.value) and not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------- MAMA's margins and concepts -----------------------------------
+MAMA = [*"--cpu --clips 64 16 16 --batch-size 16 --log-every 1 --eval-every 0 --weighting none".split()]
+
+
+def folder_of(path, val=10.0, **flags):
+    """What tools.figures margins reads of a finished run."""
+    path.mkdir(parents=True)
+    args = dict(margin_schedule="logistic", a0=2.0, a1=10.0, a2=0.1, seed=0, task="retrieval", dataset="set", tau=0.1)
+    write_json(path / "args.json", args | {"run_name": path.name, "changed": [path.name]} | flags)
+    write_json(path / "summary.json", {"val": {"set": {"text_to_image": {"R@1": val}, "accuracy": val + 1}}})
+    return str(path)
+
+
+def test_margins_of_several_runs(tmp_path, capsys):
+    folders = [folder_of(tmp_path / "none", 5, margin_schedule="none"), folder_of(tmp_path / "one", 10),
+               folder_of(tmp_path / "two", 20, seed=1), folder_of(tmp_path / "wide", 8, a0=4.0),
+               folder_of(tmp_path / "slow", 9, a2=0.01), folder_of(tmp_path / "still", 12, margin_schedule="constant")]
+    several.main(["margins", *folders, "--out", str(tmp_path / "a.png")])
+    said = capsys.readouterr().out
+    over = "margin (Fig. 4, left), a2 = 0.1: "
+    assert f"{over}0: 5.00 (1 runs)\n" in said and f"{over}0.2: 15.00 (2 runs)\n" in said
+    assert f"{over}0.4: 8.00" in said and "(Fig. 4, left), constant: 0.2: 12.00" in said
+    assert "middle), mu = 0.2: 0.01: 9.00" in said and "middle), mu = 0.2: 0.1: 15.00 (2 runs)" in said
+    with pytest.raises(UserError, match=r"differ in --tau \(0.2, 0.1\)"):
+        several.main(["margins", folders[1], folder_of(tmp_path / "tau", tau=0.2), "--out", str(tmp_path / "b.png")])
+
+
+def test_queries_without_a_class_are_no_concept(tmp_path, capsys):
+    """Class -1 is no name of the last class; further pairs, which have no classes, take none away."""
+    splits = ["train"] * 10 + ["val"] * 2 + ["test"] * 6
+    rows = [(name, f"words {k}", "" if k in (0, 14) else "ab"[k % 2], splits[k])
+            for k, name in enumerate(write_images(tmp_path, range(18)))]
+    write_rows(tmp_path / "own.csv", ["image", "caption", "label", "split"], rows)
+    more = [(f"b/{name}", "x") for name in write_images(tmp_path / "b", range(30, 50))]
+    write_rows(tmp_path / "more.csv", ["image", "caption"], more)
+    run_script(mama, tmp_path / "r", "--dataset", tmp_path / "own.csv", "--extra-pairs", tmp_path / "more.csv",
+               "--max-steps", 1, base=MAMA)
+    found, right, share, keys = several.hits(tmp_path / "r")
+    assert sorted(found) == ["a", "a", "b", "b", "b"] and len(keys) == len(right) == 5 and "014.png" not in keys
+    assert share == {"a": 0.4, "b": 0.5}
+    assert "1 of 6 queries have no label and are left out" in capsys.readouterr().out
+
+
+def test_scores_are_of_a_clip_s_own_captions(tmp_path):
+    """Whatever captions the run has swapped, and with a row for each of them."""
+    args = vars(mama.parse_args([*MAMA, "--caption-noise", "0.9", "--unfold-captions"]))
+    write_json(tmp_path / "args.json", args)
+    data = score.data_of(tmp_path, "train")
+    clean = common.load_data("moving-emoji", "train", clips=args["clips"])
+    assert data.column("captions") == clean.column("captions") and list(data.keys()) == list(clean.keys())
+
+
+def test_gain_by_concept(tmp_path):
+    base, other = np.array([0, 1, 0, 0, 1.0]), np.array([1, 1, 0, 1, 0.0])
+    found = several.gains(np.array(["a", "a", "a", "b", "c"]), base, other, {"a": 0.5, "b": 0.3, "c": 0.2})
+    assert found == [(0.5, 1, 2, 3, "a"), (0.3, 0, 1, 1, "b"), (0.2, 1, 0, 1, "c")]
+    assert [several.relative(a, b) for _, a, b, *_ in found] == [100, pytest.approx(math.nan, nan_ok=True), -100]
+    assert [(name, g) for name, *_, g in several.thirds(found)] == [("frequent", 100), ("rare", 0)]
+    summary = run_script(mama, tmp_path / "run", "--max-steps", 2, base=MAMA)
+    run_script(mama, tmp_path / "other", "--max-steps", 2, "--margin-schedule", "none", base=MAMA)
+    several.main(["concepts", *map(str, (tmp_path / "run", tmp_path / "other")), "--out", str(tmp_path / "c.png")])
+    _, hits, share, _ = several.hits(tmp_path / "run")
+    ours = summary["test"]["moving-emoji"]["text_to_image"]["R@1"]
+    assert 100 * hits.mean() == pytest.approx(ours) and sum(share.values()) == pytest.approx(1)
+    run_script(mama, tmp_path / "fewer", *"--max-steps 1 --clips 64 24 9".split(), base=MAMA)
+    with pytest.raises(UserError, match="its test queries and their concepts are not those of"):
+        several.main(["concepts", str(tmp_path / "run"), str(tmp_path / "fewer")])

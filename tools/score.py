@@ -67,7 +67,7 @@ def scores_of(folder, data, pairs, device):
 
     Raises: UserError if the run has no trained embeddings."""
     model, tokenizer, transform = common.load_model(folder)
-    if tokenizer is None or getattr(model, "similarity", "") == "fused":
+    if tokenizer is None or getattr(model, "similarity", "") in ("fused", "none"):
         raise UserError(f"{folder}: its model has no trained embeddings of videos and texts")
     index, video, *_ = encode_images(model.to(device), data, transform, device, workers=2, rows=list(pairs))  # (M, D)
     texts = encode_texts(model, tokenizer, [text for i in index for text in pairs[i]], device)

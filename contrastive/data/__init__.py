@@ -67,6 +67,11 @@ def facts_of(word):
     return find_set(name).SETS[name] if name in MODULES else {}
 
 
+def of_a_paper(name):
+    """Whether this is a set of the papers, neither a user's own nor one that is drawn."""
+    return isinstance(MODULES.get(name), str) and "drawn" not in facts_of(name)
+
+
 def splits_of(name, hold_out_val=False):
     """The splits of a data set; one by name that comes without val has it only if it is held out of train."""
     own = tuple(facts_of(name).get("splits", ("train", "val", "test")))
@@ -89,8 +94,8 @@ def load_data(name, split, **options):
     of_hub = facts.get("repo") or facts.get("base") if facts else not Path(name).expanduser().exists()
     if options.get("revision") and (not of_hub or facts and options.get("data_dir")):
         raise UserError(f"--dataset {name}@{options['revision']}: only what is read from the hub has a revision")
-    join, unfold, extra, relevancy = (options.pop(k, None) for k in (
-        "join_captions", "unfold_captions", "extra_captions", "caption_relevancy"))
+    join, unfold, extra, relevancy, same_text = (options.pop(k, None) for k in (
+        "join_captions", "unfold_captions", "extra_captions", "caption_relevancy", "same_text"))
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v not in (None, "", [])}
     splits = {split: _named(name, split, **given)} if facts else _own(name, **given)
     data = splits.get(split)
@@ -109,6 +114,9 @@ def load_data(name, split, **options):
                         "--extra-captions")
     if join:
         data = with_column(data, "captions", [[" ".join(of_row)] for of_row in data.column("captions")])
+    wrong = same_text == "wrong" or same_text != "positive" and of_a_paper(name)
+    if wrong and not data.streamed:
+        data = dataclasses.replace(data, same_text="wrong")
     if split != "train":
         return data
     if relevancy and (data.sentences is None or unfold or extra):
@@ -179,7 +187,7 @@ def hold_out(splits, val_fraction=HELD_OUT):
 # ---- the data of a run ----
 # The flags of a script that load_data takes as options: of any set, of own data as well, and of the training set alone.
 SET_FLAGS = ("frames", "frame_sampling", "frame_cache", "image_size", "hold_out_val", "val_fraction", "regions",
-             "video_dir")
+             "video_dir", "same_text")
 OWN_FLAGS = ("join_captions", "image_column", "caption_column", "label_column")
 RUN_FLAGS = ("data_dir", "feature_dir", "region_dir", "unfold_captions", "streaming", "extra_captions",
              "caption_relevancy", "revision")

@@ -115,8 +115,6 @@ def _rows(base, kind, file, n):
 
 def _listed(name, files, options):
     """imagenet100-lt: the splits of SDCLR's lists, lines of 'relative/path class'; nothing is held out of train."""
-    if options.get("hold_out_val") and not files["val"]:
-        raise UserError(f"--hold-out-val: nothing is held out of {name}; --val-file names its val images")
     if not (files["index"] and files["test"] and options.get("data_dir")):
         raise UserError(f"--dataset {name} needs --data-dir (an ImageNet tree), --index-file and --test-file "
                         "(lines 'path class', as SDCLR's split/imagenet-100/*.txt)")

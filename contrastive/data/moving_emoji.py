@@ -21,7 +21,8 @@ import torch.nn.functional as F
 CLIPS = (2000, 300, 300)  # of train, val and test, without --clips
 SCENES, SCENE_CLASSES = (500, 10, 25), 60  # emoji-scenes: images per class of train, val and test; nouns
 SETS = {"moving-emoji": {
-    "splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji", "options": {
+    "drawn": True, "splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji",
+    "options": {
         "--clips": dict(type=between(2, 10**6, int), nargs=3, default=list(CLIPS), metavar=("TRAIN", "VAL", "TEST"),
                         help="clips of each split"),
         "--clip-law": dict(choices=["once", "zipf"], default="once",
@@ -30,7 +31,8 @@ SETS = {"moving-emoji": {
         "--caption-noise": dict(type=part, default=0.0,
                                 help="share of the training clips that get another clip's captions, 0..1")}},
     "emoji-scenes": {
-        "splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji", "options": {
+        "drawn": True, "splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji",
+        "options": {
             "--scenes": dict(type=between(2, 10**5, int), nargs=3, default=list(SCENES),
                              metavar=("TRAIN", "VAL", "TEST"), help="images per class of each split")}}}
 COLOURS = {"white": (255, 255, 255), "grey": (150, 150, 150), "yellow": (250, 225, 120),

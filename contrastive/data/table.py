@@ -46,6 +46,7 @@ class Data:
     prompts: tuple = None             # zero-shot templates with {c}
     has_captions: bool = True         # False if class names take their place
     grouped: bool = False             # video -> text ranks videos by their best caption (MSVD's protocol)
+    same_text: str = "positive"       # of a text that repeats one of the item's own, another's; or wrong
     max_captions: int = 0             # captions of an example used in evaluation; 0 = all
     shards: np.ndarray = None         # (M,) number of the tar of each row
     rows: np.ndarray = None           # (M,) row numbers in the table that was opened first

@@ -96,20 +96,28 @@ class Augment:
         if self.flip:
             x = torch.where(u[:, 4] < self.flip, x.flip(-1), x)
         if self.jitter_p and (self.brightness or self.contrast or self.saturation or self.hue):
-            on = (u[:, 5] < self.jitter_p).flatten()  # (B,)
-            everywhere = x.is_cuda or torch.compiler.is_compiling()
-            rows = slice(None) if everywhere else on.nonzero().flatten()  # on a CPU only the rows that are jittered
-            f = 2 * u[rows] - 1  # (b, DRAWS, 1, 1, 1)
-            y = (x[rows] * (1 + f[:, 6] * self.brightness)).clamp_(0, 1)
-            y = _blend(y, luma(y).mean((-2, -1), keepdim=True), 1 + f[:, 7] * self.contrast)
-            y = _blend(y, luma(y), 1 + f[:, 8] * self.saturation)
-            y = shift_hue(y, f[:, 9] * self.hue) if self.hue else y
-            x = torch.where(on[:, None, None, None], y, x) if everywhere else x.index_copy(0, rows, y)
+            x = _where(u[:, 5] < self.jitter_p, self._jittered, x, u)
         if self.grey:
             x = torch.where(u[:, 10] < self.grey, luma(x).expand_as(x), x)
         if self.blur:
-            x = torch.where(u[:, 11] < self.blur, gaussian_blur(x, 0.1 + 1.9 * u[:, 14, 0, 0, 0]), x)
+            x = _where(u[:, 11] < self.blur, lambda x, u: gaussian_blur(x, 0.1 + 1.9 * u[:, 14, 0, 0, 0]), x, u)
         return x
+
+    def _jittered(self, x, u):
+        f = 2 * u - 1  # (B, DRAWS, 1, 1, 1)
+        x = (x * (1 + f[:, 6] * self.brightness)).clamp_(0, 1)
+        x = _blend(x, luma(x).mean((-2, -1), keepdim=True), 1 + f[:, 7] * self.contrast)
+        x = _blend(x, luma(x), 1 + f[:, 8] * self.saturation)
+        return shift_hue(x, f[:, 9] * self.hue) if self.hue else x
+
+
+def _where(on, change, x, u):
+    """change(x, u) of the samples where on (B, 1, 1, 1), else x; a CPU changes only these, a card would wait for them.
+    """
+    if x.is_cuda or torch.compiler.is_compiling():
+        return torch.where(on, change(x, u), x)
+    rows = on.flatten().nonzero().flatten()
+    return x.index_copy(0, rows, change(x[rows], u[rows])) if len(rows) else x
 
 
 LEVELS = np.arange(256.0)
@@ -222,7 +230,7 @@ def crop_batch(augment, images, u):
     x = torch.bmm(x.reshape(M, C * H, W), cols.transpose(1, 2))  # (M, C * H, size), one product for each image
     out = (rows[:, None] @ x.view(M, C, H, augment.size)).clamp_(0, 1)  # (M, 3, size, size)
     out = out.unflatten(0, images.shape[:-3])  # (B, [T,] 3, size, size)
-    if augment.randaugment[0]:
+    if augment.randaugment[0]:  # by Pillow: a card waits; no recipe has it for sets in memory
         pairs = zip((out * 255).round().byte().cpu(), u)
         views = [randaugment(x, row, *augment.randaugment) for x, row in pairs]
         out = torch.stack(views).to(images.device) / 255

@@ -145,7 +145,7 @@ class TextEncoder(nn.Module):
             mask = attention_mask  # of a (B, L) one transformers asks whether it is all 1, which waits for a card
             if self.is_clip:
                 mask = None                                                # causal, and pads follow the end token
-            elif self.config["model_type"] in ("bert", "distilbert"):
+            elif self.config["model_type"] in ("bert", "distilbert", "t5"):
                 mask = attention_mask[:, None, None].bool()                # (B, 1, 1, L), which is taken as it is
             found = self.body(input_ids=input_ids, attention_mask=mask)
             words, out = found.last_hidden_state, found.last_hidden_state[:, 0]

@@ -17,7 +17,8 @@ class QuestionAnswerer(TwoTower):
         vision, text: the towers.
         answers: the vocabulary of open questions, most frequent first; [] = questions with choices.
         layers: of the fusion.   frames: the most frames that a clip may have.
-        similarity: how videos are compared with texts: 'pooled', before the fusion; or 'fused', by a pass through it.
+        similarity: how videos are compared with texts: 'pooled', before the fusion; 'fused', by a pass through it; or
+            'none', by no loss.
     """
     by_rows = staticmethod(lambda function, *rows, columns: function(*rows))  # a script's, which cuts them into blocks
 

@@ -26,7 +26,7 @@ RECIPE = dict(  # for every data set, instead of the script's own values
     text_pooling="ssb", embed_dim=1024,                                    # memory
     optimizer="adam", lr=5e-5, grad_clip=0.2, batch_size=64,               # memory
     weight_decay=1e-5,                                                     # memory, weak
-    lr_schedule="constant", lr_end=5e-5, warmup_epochs=0.0, warmup_fraction=0.0,  # ours
+    lr_schedule="constant", lr_end=5e-5, warmup_epochs=0.0, warmup_fraction=0.0, mixed_precision="no",  # ours
     beta1=0.9, beta2=0.999, eps=1e-8,                                      # Adam's own
     tau=0.07, learnable_tau=False,                                         # NCL
     # max-margin: the sum over the batch, as in VSE++'s code; it fits App. C's 15 (ours); infonce as NCL (ours)

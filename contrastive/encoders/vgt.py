@@ -160,11 +160,13 @@ class VGT(TwoTower):
         text: the text encoder, without a projection.   width: d.   tokenizer: reads the answers of the vocabulary.
         answers: the vocabulary; [] = questions with choices.   regions: R.   at_frames: step 8 sees frames as well.
     """
-    model, similarity = "vgt", "pooled"
+    model = "vgt"
 
-    def __init__(self, vision, text, width, tokenizer, answers=(), regions=10, dropout=0.3, at_frames=False, **_):
+    def __init__(self, vision, text, width, tokenizer, answers=(), regions=10, dropout=0.3, at_frames=False,
+                 similarity="pooled", **_):
         super().__init__(vision.requires_grad_(False), text)
         self.answers, self.regions, self.at_frames, self.known = list(answers), regions, at_frames, None
+        self.similarity = similarity
         features = vision.width // (1 + regions) - 5 if vision.name == "regions" else vision.width
         self.graph = VideoGraph(features, width, regions, dropout)
         self.words = nn.Linear(text.width, width)

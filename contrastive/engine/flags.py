@@ -62,7 +62,8 @@ class OneLine(argparse.ArgumentParser):
         return args
 
 
-# Flags that a resumed run may change: none of them changes what a step computes, but for --max-steps and --epochs.
+# Flags that a resumed run may change: of what a step computes, the last two change all, --max-steps and --epochs the
+# schedules, and the others nothing.
 CHANGEABLE = {"--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
               "--data-dir", "--video-dir", "--frame-cache", "--max-bad-fraction", "--workers", "--eval-datasets",
               "--max-steps", "--epochs", "--chunk-size", "--grad-checkpointing", "--mixed-precision", "--lr"}
@@ -133,7 +134,9 @@ class Parser(OneLine):
         if {"--epochs", "--max-steps"} & self.given == {"--epochs"}:
             args.max_steps = 0  # a saved number of steps would win
         args.given = sorted(self.given)  # Run fits others to the data and the image encoder
-        args.changed = [f"--{k.replace('_', '-')}" for k, v in (recipe | own).items() if getattr(args, k, v) != v]
+        usual = {k: v for k, v in saved.items() if k in known - {"resume"}} or recipe | own  # of a resumed run its own
+        changed = [f"--{k.replace('_', '-')}" for k, v in usual.items() if getattr(args, k) != v]
+        args.changed = [*dict.fromkeys(saved.get("changed", []) + changed)]
         lacking = [f"--{k.replace('_', '-')}" for k, v in vars(args).items() if v is None]
         self.require(not lacking, f"{'/'.join(lacking)}: no default; give one in parse_args or in every recipe")
         wrong = sorted(self.given & {o for a in self._actions for o in a.option_strings} - CHANGEABLE) if saved else []
@@ -144,8 +147,9 @@ class Parser(OneLine):
                 value = bool(facts[name]) if isinstance(wanted, bool) else facts[name]
                 holds = value in wanted if isinstance(wanted, tuple) else value == wanted
                 self.only(holds, g.title, *(a.option_strings[0] for a in g._group_actions))
-        held_out = not facts_of(chosen.dataset) or args.hold_out_val and "val" not in splits_of(chosen.dataset)
-        self.only(held_out, "for own data, or with --hold-out-val of a set without val", "--val-fraction")
+        sets = [chosen.dataset, *(parted(word, "=")[0] for word in getattr(args, "eval_datasets", []))]
+        self.only(any(splits_of(s) != splits_of(s, True) for s in sets), "for named sets without val", "--hold-out-val")
+        self.only(args.hold_out_val or not all(map(facts_of, sets)), "for own data or --hold-out-val", "--val-fraction")
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
         return args
@@ -177,6 +181,8 @@ class Parser(OneLine):
         if self.texts:
             add("--knn-features", choices=["projected", "backbone"], default="projected",
                 help="of nearest neighbours: after the projection (TeMo's code), or before")
+            add("--same-text", choices=["auto", "positive", "wrong"], default="auto",
+                help="of texts that repeat a positive's; auto by set")
             add("--eval-datasets", nargs="*", default=[], metavar="SET", help="NAME[=DIR] of sets; none = --dataset")
             add = self.add_argument_group("texts").add_argument
             add("--text-encoder", help="small, or a transformers id or folder (CLIP: its text tower)")
@@ -188,7 +194,7 @@ class Parser(OneLine):
         add = self.add_argument_group("pixels").add_argument
         add("--image-size", type=between(8, 4096, int), help="pixels of a side")
         add("--image-stats", choices=["encoder", "imagenet", "clip", "half"],
-            help="mean and std of pixels; encoder: those of its weights")
+            help="mean, std of pixels; encoder: of its weights")
         add("--eval-resize", choices=["crop", "squash"], help="short side, then centre; or both sides (CC3M trainer)")
         add("--frames", type=count, help="T of a clip; CLIP4Clip: 12, for paragraphs 64")
         add("--frame-sampling", choices=["uniform", "middle", "random"],
@@ -204,7 +210,7 @@ class Parser(OneLine):
         add("--epochs", type=positive, help="passes over the training set")
         add("--max-steps", type=whole, default=0, help="in place of --epochs; schedules span them; 0 = off")
         add("--batch-size", type=between(2, 10**9, int), help="N, GLOBAL: of all processes; sets the negatives")
-        add("--chunk-size", type=whole, default=0, help="examples encoded at a time, the same gradient; 0 = all")
+        add("--chunk-size", type=whole, default=0, help="examples encoded at a time: less memory; 0 = all")
         add("--optimizer", choices=["adamw", "adam", "sgd"], help="sgd takes --beta1 as its momentum")
         add("--lr", type=rate, help="peak learning rate")
         add("--lr-end", type=rate, help="last learning rate of cosine and linear")

@@ -110,8 +110,8 @@ def inputs(data, rows, tokenizer, vocabulary, device, model="fusion"):
     if not vocabulary:
         choices = [_choices(data, i) or [""] for i in rows]
         C = max(map(len, choices))
-        join = separator(model, tokenizer)
-        words = [f"{q}{join}{c}" for q, some in zip(questions, choices) for c in [*some, *[""] * (C - len(some))]]
+        some = [[*of_row, *[""] * (C - len(of_row))] for of_row in choices]
+        words = asked_choices(questions, some, model, tokenizer)           # B * C texts
         there = torch.tensor([[k < len(some) for k in range(C)] for some in choices])                    # (B, C)
         found["choices"] = {k: v.unflatten(0, (-1, C)) for k, v in tokenizer(words).items()} | {"there": there}
     return {k: {n: to_device(t, device) for n, t in v.items()} if isinstance(v, dict) else to_device(v, device)
@@ -122,6 +122,12 @@ def separator(model, tokenizer):
     """What stands between a question and its choice: for VGT the text encoder's own token, BERT's [SEP]; or a blank."""
     token = tokenizer.tokenizer.sep_token if model == "vgt" else ""
     return f" {token} " if token else " "
+
+
+def asked_choices(questions, choices, model, tokenizer):
+    """The texts "question choice" of Q questions, in order; choices: Q lists."""
+    join = separator(model, tokenizer)
+    return [f"{question}{join}{choice}" for question, some in zip(questions, choices) for choice in some]
 
 
 def right_answers(data, rows, vocabulary):
@@ -150,21 +156,22 @@ def questions_of(train, args):
     if args.qa_model == "vgt" and args.image_encoder != "regions" and train.column("boxes") is None:
         raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own, as moving-emoji has; give features of "
                         "regions with --region-dir DIR --image-encoder regions")
+    similarity = args.qa_similarity if args.contrastive_weight else "none"
+    found = {"answers": known, "model": args.qa_model, "similarity": similarity}
     if args.qa_model == "vgt":
-        return {"answers": known, "model": "vgt", "regions": args.regions, "dropout": args.dropout,
-                "at_frames": args.dataset in AT_FRAMES}
-    return {"answers": known, "model": args.qa_model, "layers": args.fusion_layers, "frames": args.frames,
-            "similarity": args.qa_similarity}
+        return found | {"regions": args.regions, "dropout": args.dropout, "at_frames": args.dataset in AT_FRAMES}
+    return found | {"layers": args.fusion_layers, "frames": args.frames}
 
 
 def guess_of(train, questions):
     """Mean answer loss of a random guess, in nats: the logarithm of the size of the vocabulary or of the mean number of
-    choices, times the share of the rows that have a question; 0 for retrieval."""
+    choices, times the share of the rows that have such a loss (answer_loss); 0 for retrieval."""
     if not questions:
         return 0.0
-    some = asked(train)
-    many = len(questions["answers"]) or sum(map(len, some.column("choices"))) / len(some)
-    return math.log(many) * len(some) / len(train)
+    some, known = asked(train), set(questions["answers"])
+    many = len(known) or sum(map(len, some.column("choices"))) / len(some)
+    right = sum(a in known for a in some.column("answer")) if known else len(some)
+    return math.log(many) * right / len(train)
 
 
 def question_lines(questions, train, args):
@@ -236,9 +243,10 @@ def evaluate(model, tokenizer, transform, data, device, workers=0, batch=256):
     Returns: metrics; chance: of the most frequent training answer, or of a random choice; the pieces that `draw` needs.
         Videos that cannot be read are left out and counted."""
     width = len(model.answers) or max(len(_choices(data, i)) for i in range(len(data)))
+    kind = getattr(model, "model", "fusion")
 
     def answer(rows, pixels):
-        asked = inputs(data, rows, tokenizer, model.answers, device, getattr(model, "model", "fusion"))
+        asked = inputs(data, rows, tokenizer, model.answers, device, kind)
         video, _, scores = model(pixels, None, asked["question"], asked.get("choices"))
         return video, F.pad(scores, (0, width - scores.shape[1]), value=-math.inf)                       # (b, width)
     index, _, scores, bad = encode_images(model, data, transform, device, batch, workers, forward=answer)
@@ -251,6 +259,11 @@ def evaluate(model, tokenizer, transform, data, device, workers=0, batch=256):
     known = (right >= 0).numpy() if model.answers else None
     guess = (right == 0).numpy() if model.answers else [1 / len(_choices(data, i)) for i in index]
     metrics = question_metrics(hits, types, pairs, known) | {"questions": len(index), "unreadable": len(bad)}
+    read = [data.cell("question", i) for i in index]                       # (Q,)
+    if not model.answers:
+        read = asked_choices(read, [_choices(data, i) for i in index], kind, tokenizer)
+    if cut := tokenizer.cut(read):
+        metrics["texts_cut"] = cut
     chance = question_metrics(guess, types, pairs)
     given = [model.answers[k] if model.answers else _choices(data, i)[k]
              for i, k in zip(index, scores.argmax(1).tolist())]

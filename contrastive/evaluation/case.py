@@ -22,7 +22,7 @@ ALTER_TRAINING = "unfold_captions", "caption_noise", "extra_captions", "extra_pa
 QUEUE = 16_384  # stand-ins that are drawn from a train split
 SCRIPTS = "temperature_schedules", "mmts", "ncl", "mama", "temo"
 SAID = ("normalize", "queue_size", "text_length", "frames", "knn_features", "image_column", "caption_column",
-        "label_column")  # flags that are compared with the run's own
+        "label_column", "same_text")  # flags that are compared with the run's own
 
 
 class Subject:
@@ -76,7 +76,7 @@ class Subject:
             if sets and split not in sets:
                 raise EmptySplit(f"{name} has no {split} split, as in the run")
             data = sets[split] if sets else load_data(name, split, **options)
-            learnt = set(self.meta_data.get("train" if split == "train" and mine else f"{name} {split}", ()))
+            learnt = set(self.meta_data.get(f"{name} {split}", ()))
             return data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
         return split_of
 
@@ -113,6 +113,12 @@ class Subject:
     def picture(self, kind, name):
         """Path of a picture of a set."""
         return self.folder / f"{kind}_{slug(name)}.png"
+
+
+def resolved(name):
+    """Own data by their path, however it is written; another name as it stands."""
+    path = Path(name).expanduser()
+    return path.resolve() if name and path.exists() else name
 
 
 def _gamma(own, run):

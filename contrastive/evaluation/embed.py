@@ -56,11 +56,12 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
     batch = max(1, batch // frames_of(data))
     few = data.pixels is not None or len(mine) < 2 * batch  # then starting workers costs more than they save
     workers = 0 if few else min(workers, CORES)
-    batches = loader(mine, workers, batch_size=batch, collate_fn=functools.partial(read_batch, data, transform))
+    batches = loader(mine, workers, batch_size=batch, collate_fn=functools.partial(read_batch, data, transform),
+                     pin_memory=device.type == "cuda")
     for good, pixels, broken in batches:
         bad |= {data.key(i): why for i, why in broken.items()}
         if good:
-            pixels = pixels.to(device)
+            pixels = pixels.to(device, non_blocking=True)
             if pixels.dtype == torch.uint8:
                 pixels = transform.normalise(pixels.float() / 255)
             e, f = forward(good, pixels) if forward else model(pixels)[::2]  # (b, D), (b, width)

@@ -25,7 +25,8 @@ import torch
 TASKS = "retrieval", "mir", "zero-shot", "knn", "probe", "gap", "qa"
 BY_CAPTION, LEARNT, BY_CLASS = {"retrieval", "gap", "mir"}, {"knn", "probe"}, {"knn", "probe", "zero-shot"}
 # in a table's first line
-COUNTS = "clips", "images", "captions", "questions", "captions_cut", "unreadable", "without_class"
+COUNTS = ("clips", "images", "captions", "questions", "captions_cut", "repeated_captions_positive",
+          "repeated_captions_wrong", "texts_cut", "unreadable", "without_class")
 FEW_QUERIES = 50  # with fewer, a single query moves the numbers
 
 
@@ -35,23 +36,41 @@ def positives_table(query_groups, gallery_groups):
     members = {}
     for j, g in enumerate(gallery_groups):
         members.setdefault(int(g), []).append(j)
-    width = max(len(m) for m in members.values())
-    return torch.tensor([(members[int(g)] + [-1] * width)[:width] for g in query_groups])
+    return padded([members[int(g)] for g in query_groups])
+
+
+def padded(rows):
+    """Q lists of numbers -> (Q, P) long, padded with -1."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [-1] * (width - len(row)) for row in rows])
+
+
+def repeated_texts(texts, groups):
+    """{text: its places} of the C texts that items of several groups (C,) have, word for word."""
+    places = {}
+    for c, text in enumerate(texts):
+        places.setdefault(text, []).append(c)
+    return {text: of for text, of in places.items() if len({*groups[of]}) > 1}
 
 
 def retrieval_pieces(model, tokenizer, data, index, image, device):
     """Encodes the captions of the encoded images, for retrieval metrics and pictures. Every caption is a query.
 
     Returns: dict of image (M, D), text (C, D), owner (C,) row of each caption's image, texts, index (M,) into data,
-        positives both ways; device: where similarities are computed."""
+        positives both ways, repeated texts as data.same_text says; device: where similarities are computed; cut,
+        repeated: how many texts."""
     pairs = [(c, k) for k, i in enumerate(index) for c in data.captions(i)[:data.max_captions or None]]
     texts, owner = [c for c, _ in pairs], np.array([k for _, k in pairs])
     # if class names serve as captions, each image of the class is a positive
     groups = (data.groups if data.has_captions or data.labels is None else data.labels)[index]  # (M,)
+    to_text, repeated = positives_table(groups, groups[owner]), repeated_texts(texts, groups[owner])  # (M, P)
+    if repeated and data.same_text == "positive":
+        own = [{c for c in row if c >= 0} for row in to_text.tolist()]
+        to_text = padded([sorted(row.union(*(repeated.get(texts[c], ()) for c in row))) for row in own])
     text = encode_texts(model, tokenizer, texts, device)
     return {"image": image, "text": text, "owner": owner, "texts": texts, "index": index, "data": data,
             "cut": tokenizer.cut(texts), "device": device, "positives": positives_table(groups[owner], groups),
-            "positives_of_image": positives_table(groups, groups[owner])}
+            "positives_of_image": to_text, "repeated": sum(map(len, repeated.values()))}
 
 
 def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
@@ -65,7 +84,8 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
     to_image, to_text = pieces["positives"], pieces["positives_of_image"]
     groups, ranked = None, len(text)
     if pieces["data"].grouped:
-        groups, ranked, to_text = torch.from_numpy(pieces["owner"]), len(image), torch.arange(len(image))[:, None]
+        groups, ranked = torch.from_numpy(pieces["owner"]), len(image)
+        to_text = padded([sorted({*pieces["owner"][[c for c in row if c >= 0]]}) for row in to_text.tolist()])
     metrics = {"text_to_image": retrieval_metrics(text, image, to_image, image_bias, dsl=dsl),
                "image_to_text": retrieval_metrics(image, text, to_text, text_bias, groups, dsl=dsl)}
     chance = {"text_to_image": retrieval_chance(to_image, len(image)),
@@ -123,10 +143,10 @@ def usual_tasks(model, tokenizer, data):
     return ("retrieval", "gap", "mir", "knn", *by_name) if tokenizer else ("knn", "probe")
 
 
-def lacks(task, data, towers, train=None, names=False):
+def lacks(task, data, towers, train=None, names=False, knn_features="projected"):
     """Why a task cannot be done on these data with this model, in words; "" if it can.
 
-    names: class names serve as captions where there are no others, as in training."""
+    names: class names serve as captions where there are no others, as in training.   knn_features: as in measure."""
     model, tokenizer, _ = towers
     if task == "qa":
         answering = hasattr(model, "answers")
@@ -143,8 +163,12 @@ def lacks(task, data, towers, train=None, names=False):
         return "the classes have no names"
     if task not in LEARNT and not tokenizer:
         return "the model has no text encoder"
-    if task not in LEARNT and getattr(model, "similarity", "") == "fused":
+    by_features = task == "probe" or task == "knn" and knn_features == "backbone"
+    similarity = "" if by_features else getattr(model, "similarity", "")
+    if similarity == "fused":
         return "the model was trained with --qa-similarity fused, not its embeddings before the fusion"
+    if similarity == "none":
+        return "the model was trained with --contrastive-weight 0, on answers alone, not its embeddings"
     if getattr(model, "model", "") == "vgt" and model.vision.name != "regions":
         return "the model needs boxes, which only questions bring: --tasks qa"
     return ""
@@ -171,6 +195,8 @@ def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_
         counts |= {"captions_cut": pieces["cut"]} if pieces["cut"] else {}
     if "retrieval" in tasks:
         found.append(retrieval_both_ways(pieces))
+        if pieces["repeated"]:
+            counts[f"repeated_captions_{data.same_text}"] = pieces["repeated"]
     if "gap" in tasks:
         found.append(gap_of(pieces))
     if "mir" in tasks:
@@ -256,6 +282,10 @@ def table(title, metrics, chance):
         lines.append(f"  {label.replace('image', 'video') if clips else label:<24} {'  '.join(cells)}")
         beside = [f"{k} {of[group]['mean_per_class']:.2f}" for k, of in trivial if group in of]
         lines += [f"  {'':<24} mean_per_class of {', '.join(beside)}"] if beside else []
+    if any(kind.startswith("repeated") for kind in counts):
+        it = "video" if clips else "image"
+        lines.append(f"  repeated captions: another {it} has the same words (--same-text); in text -> {it} nothing "
+                     "tells them apart")
     few = [f"of {n} {kind} one is worth {100 / n:.1f} points" for kind, n in counts.items()
            if kind in COUNTS[:4] and n < FEW_QUERIES]
     return "\n".join(lines + ["FEW QUERIES: " + ", ".join(few)] if few else lines)

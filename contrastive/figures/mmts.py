@@ -111,5 +111,5 @@ def draw_figures(folder, args, total, train, clusters, shifts, period, curve):
         draw_map(clusters.tensors["sample"].numpy(), clusters.tensors["sample_labels"].numpy(), folder / "tsne.png",
                  title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")
     if not train.streamed:
-        unit = "captions" if clusters.by in ("caption", "both") else "examples"
+        unit = "captions" if clusters.by == "caption" else "examples"
         draw_clusters(train, clusters.meta["examples"], folder / "clusters.png", f"{source} (Fig. 6)", unit)

@@ -120,7 +120,7 @@ def draw_phase(ax, run, tau_of):
     ax.scatter(phase, values[1:], s=20, color=[shade(s, run) for s in steps[1:]])
     ax.set(title="few-shot probe over the period (Fig. 4)", xlabel="phase of the period; light = early",
            ylabel="val top-1, %", xlim=(-0.05, 1.05))
-    if args.tau_head or args.schedule == "random" or not len(phase):       # no wave, or no evaluation on val
+    if args.tau_head or args.schedule in ("random", "fixed") or not len(phase):  # no wave, or no evaluation on val
         return
     beside, trained = ax.twinx(), np.arange(math.ceil(run.step / run.per_epoch))  # epochs; tau is constant in each
     beside.plot(trained % args.period / args.period, [tau_of(e) for e in trained], ".", ms=3, color="tab:orange")

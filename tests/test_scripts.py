@@ -1,0 +1,203 @@
+"""The five scripts side by side, of each one short run: its rates and steps, its numbers and eval.py's, its pictures;
+then that every flag acts, and the promises of tools.check."""
+
+import functools
+import importlib
+import runpy
+import sys
+
+import common
+from contrastive.engine.processes import flatten, read_json
+from contrastive.engine.run import Run
+
+import pytest
+import torch
+
+import eval as eval_py
+import launch
+from helpers import few_steps, run_script, steps
+
+DRAWS = True
+NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
+TOTAL, CLIP = 10, 1e-2
+SMALL = [*"--cpu --workers 0 --dataset moving-emoji --clips 32 16 16 --frames 2 --image-size 16".split(),
+         *"--batch-size 16 --log-every 1 --eval-every 0".split()]          # two steps an epoch
+SLOPE = [*f"--max-steps {TOTAL} --warmup-epochs 1 --lr 1 --lr-schedule linear --lr-end 0.1 --optimizer sgd".split(),
+         *f"--beta1 0 --weight-decay 0 --grad-clip {CLIP}".split()]
+OF = {"temperature_schedules": ["--period", "3"], "mmts": ["--num-clusters", "4"],
+      "mama": ["--meta-size", "4", "--meta-batch-size", "2"]}
+PICTURES = {
+    "temo": {"curves", "evaluation", "retrieval", "similarities", "positive_pairs"},
+    "temperature_schedules": {"curves", "classes", "figures"},
+    "mmts": {"curves", "evaluation", "retrieval", "temperatures", "distribution", "tsne", "clusters"},
+    "ncl": {"curves", "retrieval", "normalization", "modalities"},
+    "mama": {"curves", "retrieval", "weights"}}
+each_script = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """{script's name: (its folder, how far all weights went in each step)} of one run of each script."""
+    @functools.cache
+    def run(name):
+        script, folder, seen = importlib.import_module(name), tmp_path_factory.mktemp(name) / "run", []
+
+        def watch(method):
+            def after(run, *args):
+                out = method(run, *args)
+                seen.append([p.detach().clone() for g in run.optimizer.param_groups for p in g["params"]])
+                return out
+            return after
+        with pytest.MonkeyPatch.context() as patch:
+            for method in ("begin", "done"):
+                patch.setattr(Run, method, watch(getattr(Run, method)))
+            run_script(script, folder, *SLOPE, *OF.get(name, ()), base=SMALL, pictures=True)
+        ways = [sum((a - b).square().sum().item() for a, b in zip(*two)) ** 0.5 for two in zip(seen, seen[1:])]
+        return folder, ways
+    return run
+
+
+@each_script
+def test_the_learning_rate_is_that_of_step_warm_up_and_schedule(run_of, name):
+    log = steps(run_of(name)[0])
+    assert [row["step"] for row in log] == [*range(1, TOTAL + 1)]
+    assert [row["lr"] for row in log] == pytest.approx([1.0, *(0.1 + 0.9 * (1 - k / 9) for k in range(9))])
+
+
+@each_script
+def test_a_step_of_sgd_goes_as_far_as_rate_and_clip_say(run_of, name):
+    """Gradients are longer than the clip, so that a step has the length rate times clip."""
+    folder, ways = run_of(name)
+    assert ways == pytest.approx([row["lr"] * CLIP for row in steps(folder)], rel=1e-2)
+
+
+@each_script
+def test_what_a_run_leaves(run_of, name):
+    """Its summary, its model, its pictures; a checkpoint is read with weights_only=True, and nothing runs code."""
+    folder, _ = run_of(name)
+    summary = read_json(folder / "summary.json")
+    assert (summary["script"], summary["dataset"], summary["steps"], summary["batch"]) == (name, "moving-emoji", 10, 16)
+    assert summary["processes"] == 1 and summary["bad_samples"] == 0 and summary["chance"]["moving-emoji"]
+    assert PICTURES[name] == {p.stem for p in folder.glob("*.png") if p.stat().st_size > 5000}
+    suffixes = {p.suffix for p in folder.rglob("*") if p.is_file()}
+    assert suffixes <= {".json", ".jsonl", ".safetensors", ".png", ".pt"}
+    model, tokenizer, transform = common.load_model(folder)
+    features = model(transform(torch.zeros(2, 3, 30, 40, dtype=torch.uint8))[None])[2]
+    assert features.shape == (1, model.vision.width) and bool(tokenizer) == (name != "temperature_schedules")
+
+
+@each_script
+def test_eval_gives_the_numbers_of_the_run(run_of, name, tmp_path):
+    folder, _ = run_of(name)
+    flags = ["--checkpoint", str(folder), "--cpu", "--workers", "0", "--output-dir", str(tmp_path)]
+    found = eval_py.main(eval_py.parse_args(flags))["datasets"]["moving-emoji"]["metrics"]
+    trained = flatten(read_json(folder / "summary.json")["test"]["moving-emoji"])
+    both = {k: v for k, v in flatten(found).items() if k in trained}
+    assert both == {k: trained[k] for k in both} and len(both) > 10
+    assert "text_to_image/R@1" in both or name == "temperature_schedules"
+
+
+@each_script
+def test_the_command_prints_one_line_and_ends_with_2(name, monkeypatch, tmp_path):
+    """In a process of its own, which clean_exit ends."""
+    script = importlib.import_module(name)
+    monkeypatch.setattr(sys, "argv", [script.__file__, "--dataset", "/no/such"])
+    process = launch.forked(lambda: runpy.run_path(script.__file__, run_name="__main__"), tmp_path / "said")
+    assert launch.ended(process) == 2
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("error: --dataset /no/such: no such file or folder") and said.count("\n") == 1
+
+
+# ----------------------------------------------- every flag acts -----------------------------------------------------
+ACTS = {  # script, flags: what changes the losses of a run with them
+    ("temo", ""): "--tau .2, --tau-min .1, --tau-alpha .3, --row a, --row b, --row c, --row d, --row e, --row f, "
+                  "--detach-tau, --similarity cosine, --grad-augmented, --image-aug crop, --image-aug simclr, "
+                  "--loss infonce, --loss ts, --loss dystress, --loss dystress-shifted, --loss cwcl, --loss slip, "
+                  # of all scripts
+                  "--seed 1, --batch-size 8, --lr .1, --optimizer sgd, --optimizer adam, --lr-schedule constant, "
+                  "--lr-schedule linear, --lr-end .01, --warmup-fraction .5, --weight-decay 0, --beta1 .5, --beta2 .5, "
+                  "--eps .1, --grad-clip .01, --image-size 24, --frames 3, --text-length 5, --embed-dim 8, "
+                  "--image-stats imagenet, --clean-captions, --join-captions, "
+                  "--unfold-captions, --caption-noise .9, --mixed-precision bf16",
+    ("temo", "--loss infonce"): "--learnable-tau",
+    ("temo", "--loss infonce --learnable-tau --lr .1"): "--tau-clamp .099 .101",
+    ("temperature_schedules", ""): "--loss moco, --loss sdclr, --schedule step, --schedule random, --schedule fixed, "
+                                   "--schedule oscillating, --tau-min .2, --tau-max .5, --tau-head 1 --tau-tail .1, "
+                                   "--head-norm batch, --imbalance-ratio 2",
+    ("temperature_schedules", "--imbalance-ratio 2"): "--split-seed 1",
+    ("temperature_schedules", "--schedule fixed"): "--learnable-tau",
+    ("temperature_schedules", "--loss moco --queue-size 64"): "--queue-size 32, --momentum .5",
+    ("temperature_schedules", "--loss sdclr"): "--prune .5",
+    ("temperature_schedules", "--image-encoder resnet18-cifar --weight-decay .1"): "--decay-all, --no-zero-init",
+    ("mmts", ""): "--alpha .02, --shift-min .06, --shift-max .2, --periods 1.5, --label-smoothing .1, "
+                  "--num-clusters 5, --clusters noun, --no-schedule, --no-shifts, --loss max-margin",
+    ("mmts", "--no-shifts"): "--tau .2, --no-schedule",
+    ("mmts", "--no-shifts --loss max-margin"): "--margin .3, --no-schedule",
+    ("mmts", "--loss max-margin"): "--alpha .02, --no-schedule, --shift-max .25",
+    ("mmts", "--no-schedule --no-shifts"): "--learnable-tau",
+    ("ncl", ""): "--loss infonce, --loss max-margin, --learnable-tau, --iterations 1, --loss-scale 3, --tau .2",
+    ("ncl", "--loss max-margin"): "--margin .5",
+    ("mama", "--a0 8"): "--weighting joint, --weighting focal, --weighting spl, --weighting l2rw, --weighting none, "
+                        "--margin-schedule constant, --a0 4, --a1 20, --a2 1, --tau .2, "
+                        "--meta-lr .1, --virtual-lr 5, --meta-size 9, --meta-batch-size 4, --meta-every 2, "
+                        "--meta-set val, --learnable-tau, --contrastive-weight 2, --weight-hidden 5",
+    ("mama", ""): "--loss infonce, --margin-schedule none", ("mama", "--weighting focal"): "--focal-gamma 1",
+    ("mama", "--weighting spl"): "--spl-start .9"}
+
+
+@pytest.fixture(scope="module")
+def losses_of(tmp_path_factory):
+    """The losses of three steps of a script with these flags, once for each."""
+    @functools.cache
+    def run(name, words):
+        base = [*SMALL, *OF.get(name, ()), "--max-steps", "3"]
+        folder = tmp_path_factory.mktemp("acts") / "a"
+        return [row["loss"] for row in few_steps(importlib.import_module(name), folder, *words.split(), base=base)]
+    return run
+
+
+@pytest.mark.parametrize("name, words, flag", [(*of, flag) for of, flags in ACTS.items() for flag in flags.split(", ")])
+def test_every_flag_acts(losses_of, name, words, flag):
+    without, acts = losses_of(name, words), losses_of(name, f"{words} {flag}")
+    assert len(without) == 3 and acts != without
+
+
+@each_script
+def test_workers_and_chunks_change_nothing(losses_of, name):
+    """Of a set in memory there are no workers; a look ahead has no chunks."""
+    more = " --weighting none" if name == "mama" else ""
+    whole, chunks = losses_of(name, more), losses_of(name, f"{more} --chunk-size 5")
+    assert chunks == pytest.approx(whole, rel=1e-4)
+
+
+# ----------------------------------------------- views ---------------------------------------------------------------
+JITTERED = {"flags": "--crop-min .3 --flip .1 --jitter .2",
+            "views": [dict(scale_min=0.3, flip=0.1, jitter_p=1, brightness=0.2, contrast=0.2, saturation=0.2)]}
+STRONG = dict(scale_min=0.6, flip=0.7, jitter_p=0.8, brightness=0.15, contrast=0.15, saturation=0.15, hue=0.45,
+              grey=0.55, blur=0.65)
+VIEWS = {
+    "ncl": JITTERED, "mama": JITTERED,
+    "mmts": {"flags": f"{JITTERED['flags']} --randaugment-ops 1 --randaugment-magnitude 5",
+             "views": [JITTERED["views"][0] | dict(randaugment=(1, 5))]},
+    "temperature_schedules": {"flags": "--crop-min .6 --flip .7 --jitter-p .8 --jitter .15 --hue .45 --grey .55 "
+                                       "--blur .65", "views": [STRONG] * 2},
+    "temo": {"flags": "--crop-min .3 --flip .1 --jitter .2 --randaugment-ops 1 --randaugment-magnitude 5 "
+                      "--image-aug simclr --aug-crop-min .6 --aug-flip .7 --aug-jitter .15 --aug-hue .45 "
+                      "--aug-blur .65",
+             "views": [JITTERED["views"][0] | dict(jitter_p=0.8, randaugment=(1, 5)),
+                       STRONG | dict(grey=0.2)]}}
+
+
+@each_script
+def test_each_strength_of_a_view_is_that_of_its_own_flag(name, tmp_path, monkeypatch):
+    class Views(Exception):
+        pass
+
+    def stop(run, views, transform):
+        raise Views([vars(v) for v in views])
+    monkeypatch.setattr(Run, "batches", stop)
+    with pytest.raises(Views) as found:
+        run_script(importlib.import_module(name), tmp_path / "run", *OF.get(name, ()), *VIEWS[name]["flags"].split(),
+                   "--image-size", 24, "--max-steps", 1, base=SMALL)
+    usual = dict(size=24, hue=0, grey=0, blur=0, randaugment=(0, 0), squash=False)
+    assert found.value.args[0] == [usual | view for view in VIEWS[name]["views"]]
