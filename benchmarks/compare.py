@@ -273,7 +273,8 @@ def draw(lines, title, unit, path):
 def spread(values):
     """'mean ± standard deviation' (of a sample; of one value there is none)."""
     values = list(values)
-    return f"{statistics.mean(values):.2f}" + f" ± {statistics.stdev(values):.2f}" * (len(values) > 1)
+    mean = f"{statistics.mean(values):.2f}"
+    return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
 def write(stem, results, arms, lines):

@@ -57,6 +57,7 @@ def test_without_a_spread_there_is_no_evidence():
     for these, those in (({0: 1.0, 3: 9.0}, {0: 0.0, 4: 1.0}), ({0: 1.0, 1: 2.0}, {0: 0.0, 1: 1.0})):
         line = compare.paired(these, those)
         assert line["half"] == line["smallest_effect"] == math.inf and line["p"] == line["mean"] == 1
+    assert compare.spread([2.0]) == "2.00" and compare.spread(iter([1.0, 3.0])) == "2.00 ± 1.41"
 
 
 def test_holm_decides_over_all_lines():

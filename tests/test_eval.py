@@ -417,3 +417,8 @@ def test_what_a_run_cannot_give(name, flags, message, runs, tmp_path):
     (tmp_path / "half" / "args.json").write_text("{}")
     with pytest.raises(UserError, match=message):
         evaluate("--checkpoint", runs(name)[0] if name else tmp_path / "half", *flags.split(), "--output-dir", tmp_path)
+
+
+def test_a_run_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match="^--checkpoint .*nowhere .no args.json of a run there, so a CLIP by name.: "):
+        evaluate("--checkpoint", tmp_path / "nowhere", "--datasets", "emoji")

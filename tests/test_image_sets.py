@@ -169,7 +169,7 @@ def test_cc3m_streams_or_is_indexed(hub):
 
 def test_without_the_hub_one_line_says_what_to_do():
     for name, split in (("coco", "test"), ("cifar10", "test"), ("cc3m", "val")):
-        complains(name, split, "--data-dir names a local copy")
+        complains(name, split, f"a local copy: --data-dir, to evaluate on {name}=DIR")
 
 
 def test_the_17_sets_of_table_7_are_there():

@@ -156,4 +156,5 @@ def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, 
     several.main(["concepts", *folders, "--topics", "2", "--out", str(tmp_path / "t.png")])
     said = capsys.readouterr().out
     assert "1 of 4 queries have no topic and are left out" in said and "% of the training rows, gain" in said
+    assert "nan" not in said and "gain - (the first run has no hit)" in said
     assert (tmp_path / "t.png").stat().st_size > 5000

@@ -135,8 +135,8 @@ def test_a_grouped_set_ranks_clips_by_their_best_caption():
     image, text = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).split([4, 12])
     sim = F.normalize(image, dim=1) @ F.normalize(text, dim=1).T           # (4, 12)
     own, best = torch.arange(12)[:, None] // 3, sim.unflatten(1, (4, 3)).amax(2)
-    pieces = {"image": image, "text": text, "owner": own[:, 0].numpy(), "positives": own, "positives_of_image": None,
-              "data": types.SimpleNamespace(grouped=True)}
+    pieces = {"image": image, "text": text, "owner": own[:, 0].numpy(), "positives": own,
+              "positives_of_image": torch.arange(12).view(4, 3), "data": types.SimpleNamespace(grouped=True)}
     found, chance = evaluation.retrieval.retrieval_both_ways(pieces)
     ranks = {"image_to_text": (best >= best.diagonal()[:, None]).sum(1),
              "text_to_image": (sim.T >= sim.T.gather(1, own)).sum(1)}

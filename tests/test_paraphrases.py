@@ -41,6 +41,9 @@ def test_write_paraphrases(pegasus, tmp_path):
     write_rows(tmp_path / "own.csv", ["image", "caption", "split"], rows)
     path = tmp_path / "p.jsonl"
     flags = f"--dataset {tmp_path}/own.csv --model {pegasus} --batch 2 --cpu --out".split()
+    with pytest.raises(UserError, match="^--model .*none"):                # and leaves no empty file behind
+        paraphrase.main([*flags, str(path), "--model", str(tmp_path / "none")])
+    assert not path.exists()
     paraphrase.main([*flags, str(path)])
     lines = path.read_text(encoding="utf8").splitlines(keepends=True)
     rows = [json.loads(line) for line in lines]

@@ -9,6 +9,7 @@ import transformers as T
 
 import ncl
 import temo
+from helpers import write_captions
 from test_models import SPEC
 
 
@@ -69,3 +70,17 @@ def test_recipe(tmp_path):
             assert (args.tau, args.learnable_tau, args.captioning_weight, args.support_tau) == (0.07, False, 10, 0.1)
             assert args.normalize == ("queue" if loss == "ncl" else "none") and args.chunk_size == 0
 
+
+
+def test_the_banner_names_the_recipes_and_the_weights(tmp_path, capsys, monkeypatch):
+    """Of a data set without a recipe, and of a timm name without a tag; the weights are not loaded here."""
+    import timm
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **more: create(name, **more))
+    data = write_captions(tmp_path, 60)
+    temo.main(temo.parse_args(["--dataset", str(data), "--image-encoder", "test_vit", "--pretrained", "--text-encoder",
+                               "small", "--cpu", "--workers", "0", "--max-steps", "1", "--batch-size", "8",
+                               "--output-dir", str(tmp_path / "runs")]))
+    said = capsys.readouterr().out
+    assert f"{data} has none of its own: --recipe emoji|" in said
+    assert "published weights (test_vit.r160_in1k), where there are some" in said

@@ -7,6 +7,7 @@ import re
 
 import common
 from contrastive.engine.processes import UserError, write_json
+from contrastive.figures import several as compared
 
 import numpy as np
 import pytest
@@ -68,6 +69,16 @@ def test_results_and_logs_are_those_of_the_runs(runs, tmp_path, capsys):
     assert f"negative pairs (Fig. 2), temo: {first:.4f} first, {last:.4f} last" in said and len(said) == 5
 
 
+def test_words_below_bars_do_not_touch(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(compared, "save_figure", lambda fig, path: drawn.append(fig))
+    errors = {mode: {"error": {"text_to_image": 0.3, "image_to_text": 0.4}} for mode in ("none", "queue")}
+    compared.draw_errors({"ncl": {name: {"normalize": errors} for name in ("moving-emoji", "activitynet")}}, "")
+    drawn[0].draw_without_rendering()
+    boxes = [label.get_window_extent() for label in drawn[0].axes[0].get_xticklabels()]
+    assert len(boxes) == 8 and all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:]))
+
+
 def test_pairs_queries_and_modalities_by_hand(runs, tmp_path, capsys):
     pieces = {name: several.pieces_of(runs[name][0]) for name in (*TEMO, *NCL)}
     cosines = {name: F.cosine_similarity(p["text"], p["image"][p["owner"]]) for name, p in pieces.items()}
@@ -96,7 +107,7 @@ def test_classes_by_temperature(runs, tmp_path, capsys):
     said = draw(runs, "tails", TS, tmp_path, capsys)
     for line, name in zip(said, TS):
         of_class = runs[name][1]["test"]["emoji"]["knn@1"]["mean_per_class"]
-        assert line.startswith(f"{name[3:]}: MAA {of_class:.1f} %; by class, largest first: ")
+        assert line.startswith(f"{name[3:]}: mean of classes {of_class:.1f} %; by class, largest first: ")
         assert len(re.findall(r"\d+\.\d", line.partition("first: ")[2])) == len(common.load_data(
             "emoji", "test", by_class=True).label_names)
 

@@ -245,17 +245,20 @@ def draw_concepts(folders, topics=0):
     if x.min() > 0:
         left.set_xscale("log")
         left.xaxis.set(major_formatter="{x:g}", minor_formatter="")
-    right.bar([name for name, *_ in parts], [gain for *_, gain in parts])
+    right.bar(range(len(parts)), [gain for *_, gain in parts])
     right.set(title="by thirds of the queries", xlabel="how frequent in training",
-              ylabel="gain, % of the first run's")
+              ylabel="gain, % of the first run's", xlim=(-0.6, len(parts) - 0.4))
+    names = [f"{name}:\nfirst has 0" if np.isnan(gain) else name for name, *_, gain in parts]
+    right.set_xticks(range(len(parts)), names)
     for ax in (left, right):
         ax.axhline(0, color="grey", lw=0.8)
     fig.suptitle(f"test hits: {100 * base.mean():.1f} -> {100 * other.mean():.1f} %")
     said = [f"{100 * f:8.2f} % {gain:+8.1f} % {100 * (b - a) / n:+8.1f} {n:6d}  {c}".replace("+nan %", "   - %")
             for (f, a, b, n, c), gain in zip(found, y)]
     said = ["   share   gain, %   points queries  concept", *said]
-    return fig, said + [f"{name}: {100 * low:.2f} to {100 * high:.2f} % of the training rows, gain {gain:+.2f} %"
-                        for name, high, low, gain in parts]
+    of_thirds = [f"{name}: {100 * low:.2f} to {100 * high:.2f} % of the training rows, gain {gain:+.2f} %"
+                 for name, high, low, gain in parts]
+    return fig, said + [line.replace("+nan %", "- (the first run has no hit)") for line in of_thirds]
 
 
 # ---- TS, TeMo, NCL: several.py ----
@@ -305,7 +308,8 @@ SEVERAL = {"temperatures": (log_of, several.draw_temperatures), "gap": (results_
 def clusters_of(argv):
     """Makes the clusters of mmts.py with these flags, draws them, prints captions of the largest and smallest ones."""
     args = mmts.parse_args(argv)
-    folder = Path(args.output_dir) / (args.run_name or f"clusters__{slug(args.dataset)}__s{args.seed}")
+    name = f"clusters__{slug(args.dataset)}__{slug(args.clusters)}__s{args.seed}"
+    folder = Path(args.output_dir) / (args.run_name or name)
     train = load_data(args.dataset, "train", **data_options(args, without_videos=args.clusters != "vision"))
     check_source(train, args.clusters)
     with opening(folder):

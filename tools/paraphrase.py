@@ -53,12 +53,12 @@ def main(argv=None):
     args = p.parse_args(argv)
     out, by = Path(args.out), f"{args.model}, {LENGTH} tokens"
     with opening(f"--out {out}"):
-        out.touch()
-        lines = out.read_text(encoding="utf8").splitlines(keepends=True)
+        lines = out.read_text(encoding="utf8").splitlines(keepends=True) if out.exists() else []
         rows = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill has cut the last one
         if others := {row["by"] for row in rows} - {by}:
             raise UserError(f"--out {out}: has paraphrases by {others.pop()}, not by {by}; name another file")
-        out.write_text("".join(lines[:len(rows)]), encoding="utf8")
+        if len(rows) < len(lines):
+            out.write_text("".join(lines[:len(rows)]), encoding="utf8")
     done, data = {row["caption"] for row in rows}, common.load_data(args.dataset, "train", **data_options(args))
     todo = [caption for caption in dict.fromkeys(data.first_captions()) if caption not in done]
     say(f"{len(done)} captions are in {out}, {len(todo)} to do")

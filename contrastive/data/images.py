@@ -89,7 +89,7 @@ SETS = {
 def load(name, split, options):
     """One split of a set of SETS as Data; with options["streaming"] the train split of tars is a Stream."""
     folder = Path(options["data_dir"]).expanduser() if options.get("data_dir") else None
-    with opening(f"{name}: {folder or SETS[name]['repo']} (--data-dir names a local copy)"):
+    with opening(f"{name}: {folder or SETS[name]['repo']} (a local copy: --data-dir, to evaluate on {name}=DIR)"):
         return (from_tars if "files" in SETS[name] else from_table)(name, split, folder, options)
 
 
@@ -118,7 +118,7 @@ def from_tars(name, split, folder, options):
         tars = sorted(f"hf://{path}" for path in paths)
     else:
         if not folder:
-            say(f"{name}: {repo} from the hub or its cache; --streaming starts at once, without a download")
+            say(f"{name}: {repo} from the hub or its cache; training may have --streaming, without a download")
             folder = hub_folder(repo, [patterns[split], "*.txt"], revision)
         tars = sorted(map(str, folder.glob(patterns[split])))
     tars = [tar for tar in tars if split != "train" or Path(tar).name != patterns.get("val")]

@@ -45,8 +45,8 @@ class Run:
 
     def __init__(self, file, args, train, evals, recipes=None):
         self.started, self.script = time.time(), Path(file).stem  # a resume moves the start back by the time before
-        self.args, self.train, self.evals = args, train, evals
-        self.remark = (recipes or {}).get(args.recipe, {}).get("recipe", "")
+        self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
+        self.remark = self.recipes.get(args.recipe, {}).get("recipe", "")
         if self.remark.startswith(("paper", "the paper")) and not (args.cpu or torch.cuda.is_available()):
             with opening(f"recipe {args.recipe} without a card is for --cpu; torch"):
                 torch.cuda.init()  # torch's own reason, such as an old driver
@@ -194,7 +194,11 @@ class Run:
         recipe = f"{args.recipe} ({self.remark})" + f", but {', '.join(args.changed)} by flag" * bool(args.changed)
         sizes = [f"{name}: " + ", ".join(f"{len(d):,} {d.split}" + f" ({d.note})" * (d.note not in ("", train.note))
                                          for d in of.values()) for name, of in self.evals.items()]
-        weights = f"weights of {self.start[1]}" if self.start[1] else "published weights, where there are some"
+        if args.recipe == "own" != args.dataset:
+            recipe += f"; {args.dataset} has none of its own: --recipe {'|'.join(self.recipes)}"
+        timm = getattr(getattr(self.tower.vision.body, "vit", self.tower.vision.body), "pretrained_cfg", {})
+        tag = f" ({timm['architecture']}.{timm['tag']})" if timm.get("tag") else ""  # a name without one has one, too
+        weights = f"weights of {self.start[1]}" if self.start[1] else f"published weights{tag}, where there are some"
         weights = weights if any(self.start) else "from scratch"
         towers = ", ".join([args.image_encoder] + ([args.text_encoder] if self.tower.text else []))
         size, parts = args.batch_size, f" in chunks of {args.chunk_size}" * bool(args.chunk_size)

@@ -144,7 +144,7 @@ def open_model(args):
         return model, tokenizer, transform, read_json(run / "args.json")
     from transformers import AutoConfig
     name = args.checkpoint.removeprefix(CLIP_VIP)
-    with opening(name):
+    with opening(f"--checkpoint {name} (no args.json of a run there, so a CLIP by name)"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if config.model_type != "clip":
         raise UserError(f"--checkpoint {name}: neither the folder of a run nor a CLIP, but {config.model_type}")

@@ -212,7 +212,7 @@ def draw_retrieval(pieces, path, queries=6, bias=None):
     hits = [(f"{'hit' if rank[q] == 1 else f'miss (rank {rank[q]})'}: {pieces['texts'][rows[q]]}", right[q], sim[q],
              [f"{s:.2f}" for s in sim[q]]) for q in hit + miss[:queries - len(hit)]]
     below = "cosine" if bias is None else "adjusted similarity"
-    draw_hits(pieces, hits, path, f"{below} below; {100 * (rank == 1).mean():.0f} % of {len(rank)} queries are hits")
+    draw_hits(pieces, hits, path, f"{below} below; {100 * (rank == 1).mean():.1f} % of {len(rank)} queries are hits")
 
 
 def draw_hits(pieces, hits, path, title):
@@ -296,6 +296,7 @@ def draw_histograms(stages, path, title):
                 ax.axvline(h["threshold"], ymax=0.6, color=f"C{k}", lw=1.2, ls=ls)
         ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density",
                xlim=(edges[:-1][used].min() - 0.04, edges[1:][used].max() + 0.04))
+        ax.locator_params(axis="x", nbins=5)                               # more numbers would run into each other
         if len(stages) > 1:
             legend_above(ax)
     fig.suptitle(f"{title}\nlines: above the negatives' mode, the first cosine where positives are denser")

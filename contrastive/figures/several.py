@@ -29,14 +29,18 @@ def draw_temperatures(of, path):
     return said
 
 
+def labelled(sets, read):
+    """{name of a set and label, a line each: value} of a run."""
+    return {f"{name}\n{k}".strip(): v for name, metrics in sets.items() for k, v in read(metrics).items()}
+
+
 def draw_bars(of, panels, path):
     """A bar for each run. of: {run: {set: test metrics}}; panels: {title: function(metrics) -> {label: value}}."""
-    fig, axes = figure(len(panels), width=5)
+    tables = [{run: labelled(sets, read) for run, sets in of.items()} for read in panels.values()]
+    labels_of = [list(dict.fromkeys(label for values in found.values() for label in values)) for found in tables]
+    fig, axes = figure(len(panels), width=max(5, 1.4 * max(map(len, labels_of))))        # room for the labels' words
     said = []
-    for ax, (title, read) in zip(axes, panels.items()):
-        found = {run: {f"{name}\n{k}".strip(): v for name, metrics in sets.items() for k, v in read(metrics).items()}
-                 for run, sets in of.items()}
-        labels = list(dict.fromkeys(label for values in found.values() for label in values))
+    for ax, title, found, labels in zip(axes, panels, tables, labels_of):
         if not labels:
             raise UserError(f"{title}: no run has these results")
         for k, (run, values) in enumerate(found.items()):
@@ -44,7 +48,7 @@ def draw_bars(of, panels, path):
             ax.bar(at, [values.get(label, np.nan) for label in labels], 0.8 / len(of), label=run)
             said += [f"{title}, {' '.join(label.split())}, {run}: {v:.3f}" for label, v in values.items()]
         ax.set(title=title)
-        ax.set_xticks(range(len(labels)), labels)
+        ax.set_xticks(range(len(labels)), [label.replace(", ", ",\n") for label in labels])
         legend_above(ax)
     save_figure(fig, path)
     return said
@@ -131,7 +135,7 @@ def draw_tails(of, path):
     said = []
     for k, ((run, p), place) in enumerate(zip(of.items(), axes)):
         order, known = np.argsort(-p["sizes"], kind="stable"), p["per_class"]            # classes, largest first
-        title = f"{run}: MAA {np.mean(list(known.values())):.1f} %"
+        title = f"{run}: mean of classes {np.mean(list(known.values())):.1f} %"
         draw_space(place, p["train_features"], p["train_labels"], p["sizes"], p["names"], known, f"{title} (Fig. 3)")
         values = [known.get(int(c), 0) for c in order]
         axes[-1].plot(values, label=title, **line_style(k, len(of), points=True))
