@@ -214,6 +214,9 @@ def test_health_against_loops():
     assert found["pos_cos"] == pytest.approx(np.mean([x @ y for x, y in zip(a, b)]), rel=1e-3)
     assert found["pos_std"] == pytest.approx(np.std([x @ y for x, y in zip(a, b)]), rel=1e-3)   # TeMo, App. G
     assert found["gap"] == pytest.approx(np.linalg.norm(a.mean(0) - b.mean(0)), rel=1e-4)
+    rows = [[math.exp(x @ y / 0.07) for y in b] for x in a]
+    losses = [-math.log(one[i] / sum(one)) for way in (rows, zip(*rows)) for i, one in enumerate(way)]
+    assert found["info_nce"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
 def test_no_image_is_its_own_negative():

@@ -105,14 +105,17 @@ def embedding_health(image, text, limit=1024):
 
     std: mean over dimensions of the standard deviation times sqrt(D) (1 = spread over the sphere, 0 = collapse);
     alignment: mean squared distance of pairs; uniformity: log mean exp(-2 d^2) of images; pos_cos, neg_cos; pos_std:
-    standard deviation of the pairs' cosines (TeMo, App. G: higher under TeMo); gap."""
+    standard deviation of the pairs' cosines (TeMo, App. G: higher under TeMo); gap; info_nce: the loss of both
+    directions at a temperature of 0.07, whatever the run's, so that it can be compared along runs and between them."""
     a, b = normalize(image[:limit]), normalize(text[:limit])  # (n, D) each
     sim = a @ b.T  # (n, n)
+    info_nce = F.cross_entropy(torch.cat([sim, sim.T]) / 0.07, torch.arange(len(sim), device=sim.device).repeat(2))
     far = torch.pdist(a).pow(2) if len(a) > 1 else a.new_zeros(1)
     pos, root = sim.diagonal(), a.shape[1] ** 0.5
     return {"std_image": a.std(0).mean().item() * root, "std_text": b.std(0).mean().item() * root,
             "alignment": (2 - 2 * pos).mean().item(), "uniformity": far.mul(-2).exp().mean().log().item(),
-            **pair_cosines(sim), "pos_std": pos.std(correction=0).item(), "gap": modality_gap(a, b)}
+            **pair_cosines(sim), "pos_std": pos.std(correction=0).item(), "gap": modality_gap(a, b),
+            "info_nce": info_nce.item()}
 
 
 def pair_cosines(sim):
