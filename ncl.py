@@ -427,6 +427,7 @@ def random_guess(tokenizer, args):
     return guess, guess
 
 
+@torch.no_grad()
 def banner_lines(own, args):
     """The banner's words on the method."""
     rounds = f", {args.iterations} rounds of Sinkhorn-Knopp" if args.loss == "ncl" else ""

@@ -120,7 +120,7 @@ def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
     out = capsys.readouterr().out
     assert summary["batch"] == 23 and "; --batch-size 256 -> 23, which fits the data" in out
     assert "batch        23 = 1 x 23; 22 negatives" in out
-    said = "recipe       own (ours; small towers from scratch), but --image-size by flag\n"
+    said = f"recipe       own (ours; small towers from scratch), but --image-size by flag; {good} has none "
     assert out.startswith(f"temo.py\n  {said}") and "FEW QUERIES: of " in out
     assert temo.parse_args(["--resume", str(tmp_path / "r")]).batch_size == 23
     said = evaluation.retrieval.table("emoji", {"captions": 80, "images": 16, "unreadable": 3}, {})
