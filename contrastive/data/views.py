@@ -42,9 +42,6 @@ def pick(captions, u):
 
 
 # =================================================== image views ====================================================
-GREY = (0.2989, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
-
-
 @dataclasses.dataclass(eq=False)
 class Augment:
     """One random image view: crop and RandAugment per sample, then flip, colour, grey and blur in batch, on the device.
@@ -106,14 +103,13 @@ class Augment:
     def _jittered(self, x, u):
         f = 2 * u - 1  # (B, DRAWS, 1, 1, 1)
         x = (x * (1 + f[:, 6] * self.brightness)).clamp_(0, 1)
-        x = _blend(x, luma(x).mean((-2, -1), keepdim=True), 1 + f[:, 7] * self.contrast)
-        x = _blend(x, luma(x), 1 + f[:, 8] * self.saturation)
+        x = torch.lerp(luma(x).mean((-2, -1), keepdim=True), x, 1 + f[:, 7] * self.contrast).clamp_(0, 1)
+        x = torch.lerp(luma(x), x, 1 + f[:, 8] * self.saturation).clamp_(0, 1)
         return shift_hue(x, f[:, 9] * self.hue) if self.hue else x
 
 
 def _where(on, change, x, u):
-    """change(x, u) of the samples where on (B, 1, 1, 1), else x; a CPU changes only these, a card would wait for them.
-    """
+    """change(x, u) of the samples where on (B, 1, 1, 1), else x; a CPU changes only these, a card would wait."""
     if x.is_cuda or torch.compiler.is_compiling():
         return torch.where(on, change(x, u), x)
     rows = on.flatten().nonzero().flatten()
@@ -138,9 +134,8 @@ OPERATIONS = {
 
 def randaugment(image, u, operations, magnitude):
     """Applies `operations` random OPERATIONS to (..., 3, H, W) uint8, each with probability 1/2, by the sample's draws
-    u (DRAWS,); magnitude: out of 30. Choices, signs and strengths are those of torchvision's v2.RandAugment, and the
-    images equal its within one grey level, but for single pixels of shears and rotations; it takes several times as
-    long."""
+    u (DRAWS,); magnitude: out of 30. Choices, signs and strengths are those of torchvision's v2.RandAugment, which is
+    several times slower, and the images equal its within one grey level, but for single pixels that move."""
     random = torch.Generator().manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
     planes = [Image.fromarray(plane) for plane in image.flatten(0, -3).numpy()]  # ... * 3 of (H, W)
     for _ in range(operations):
@@ -181,13 +176,9 @@ def _sharpened(plane, ratio):
 
 
 def luma(x):
-    """Brightness of RGB images by ITU-R 601, (..., 3, H, W) -> (..., 1, H, W)."""
+    """Brightness of RGB images by ITU-R 601, as torchvision, (..., 3, H, W) -> (..., 1, H, W)."""
     r, g, b = x.unbind(-3)
-    return (GREY[0] * r + GREY[1] * g + GREY[2] * b).unsqueeze(-3)
-
-
-def _blend(x, other, ratio):
-    return torch.lerp(other.expand_as(x), x, ratio.expand_as(x) if torch.is_tensor(ratio) else ratio).clamp_(0, 1)
+    return (0.2989 * r + 0.587 * g + 0.114 * b).unsqueeze(-3)
 
 
 def shift_hue(x, shift):
