@@ -78,11 +78,13 @@ def ended(process, seconds=300):
 
 
 def ranks(folder, work):
-    """[(exit code, stderr)] of forks work(rank) that are the ranks of a world of two; stderr in folder/rank0.log."""
+    """[(exit code, stderr)] of forks work(rank) that are the ranks of a world of two; stderr in folder/rank0.log, here
+    without the sign for one line up, which tqdm writes where an earlier test left a progress bar open."""
     logs = [folder / f"rank{n}.log" for n in (0, 1)]
     processes = [forked(functools.partial(work, n), logs[n], **environment)
                  for n, environment in enumerate(world_of(2))]
-    return [(ended(process), log.read_text(errors="replace")) for process, log in zip(processes, logs)]
+    codes = [ended(process) for process in processes]
+    return [(code, log.read_text(errors="replace").replace("\x1b[A", "")) for code, log in zip(codes, logs)]
 
 
 def finish(script, flags, log, processes=1):

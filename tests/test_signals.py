@@ -145,7 +145,7 @@ def test_too_many_bad_samples_stop_both_processes(lagged, data, tmp_path, monkey
     put_off(monkeypatch, lagged)
     flags = ["--max-steps", 9, "--log-every", 9, "--save-every", 0, "--max-bad-fraction", 0.001]
     (code, said), (other, theirs) = launch.ranks(tmp_path, lambda rank: run(data, tmp_path / "a", *flags))
-    error, = [line for line in said.replace("\x1b[A", "").splitlines() if line.startswith("error:")]
+    error, = [line for line in said.splitlines() if line.startswith("error:")]
     assert code == other == 2 and "1 of about " in error and "UserError" not in said + theirs
     assert (tmp_path / "a" / "bad_samples.txt").read_text().count("\n") == 1
 
