@@ -484,7 +484,7 @@ def main(args):
     say(f"tested: the weights of epoch {epoch:g}, {val}")
     if "best" in own:
         tower.load_state_dict(own.pop("best").state_dict())
-        say(f"other splits: --eval-epoch {epoch:g}")                       # App. A.2
+        say(f"other splits: this command, their --split-seed or --index-file, --eval-epoch {epoch:g}")  # App. A.2
     def sphere(features):                                                  # (M, width) -> (M, D), unit rows
         return normalize(project(tower.head, features)).cpu()
     return run.finish(lambda run: draw(run, sizes, tau_of, sphere), eval_epoch=epoch, eval_epoch_val=mean)

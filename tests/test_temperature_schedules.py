@@ -287,7 +287,7 @@ def test_recipes_that_end_at_their_worst_phase_choose_the_epoch_on_val(folders, 
                    *"--image-size 8 --eval-epoch auto".split())
     per_epoch = summary["steps"] // 21
     assert [r["step"] for r in rows(tmp_path / "auto") if "eval" in r] == [0, 20 * per_epoch, 21 * per_epoch]
-    assert f"other splits: --eval-epoch {summary['eval_epoch']:g}\n" in capsys.readouterr().out
+    assert f"their --split-seed or --index-file, --eval-epoch {summary['eval_epoch']:g}\n" in capsys.readouterr().out
 
 
 def test_stop_at_phase_keeps_the_schedules(tmp_path):
