@@ -70,6 +70,7 @@ def legend_above(ax):
     ax.legend(loc="upper center", ncols=columns)
     row = 1.7 * LETTERS / 72 * ax.figure.dpi / ax.bbox.height    # as a part of the panel, which the layout makes lower
     low, high = ax.get_ylim()
+    ax.set_yticks([tick for tick in ax.get_yticks() if low <= tick <= high])     # none in the legend's room: no 150 %
     ax.set_ylim(low, low + (high - low) / (1 - min(0.6, row * math.ceil(len(names) / columns))))
 
 
@@ -202,12 +203,11 @@ def draw_hits(pieces, hits, path, title):
                                f"green = right, {title}", width, words=0.5)
 
 
-def draw_pairs(pieces, path, n=6):
+def draw_pairs(pieces, path):
     """Draws the pairs with the lowest and the highest cosine, as pictures with their captions."""
-    image_of_text = pieces["image"][pieces["owner"]]             # (C, D)
-    sim = (normalize(pieces["text"]) * normalize(image_of_text)).sum(1)  # (C,)
+    sim = (normalize(pieces["text"]) * normalize(pieces["image"][pieces["owner"]])).sum(1)       # (C,)
     order, data = sim.argsort().tolist(), pieces["data"]
-    n = min(n, len(order) // 2) or 1
+    n = max(1, min(6, len(order) // 2))
     table = [(label, [(picture(data, int(pieces["index"][pieces["owner"][row]])), f"cos {sim[row]:.2f}",
                        wrap(pieces["texts"][row], 20), False) for row in rows])
              for label, rows in (("lowest", order[:n]), ("highest", order[-n:][::-1]))]
@@ -215,15 +215,15 @@ def draw_pairs(pieces, path, n=6):
                                "cosine", width=1.7, words=1.1)
 
 
-def draw_answers(pieces, path, each=4):
-    """Draws questions with the given answer and, if it is wrong, the right one.
+def draw_answers(pieces, path):
+    """Draws four questions with a right and four with a wrong answer, chosen with a fixed seed.
 
-    Args: pieces: of evaluation/answers.py; each: how many right and how many wrong ones, drawn with a fixed seed."""
+    pieces: of evaluation/answers.py."""
     data, index, hits = pieces["data"], pieces["index"], np.asarray(pieces["hits"])
     questions, answers = data.column("question"), data.column("answer")
     order, table = np.random.default_rng(0).permutation(len(index)), []
     for label, those in (("right", order[hits[order] > 0]), ("wrong", order[hits[order] == 0])):
-        rows = [(int(index[r]), pieces["given"][r]) for r in those[:each]]
+        rows = [(int(index[r]), pieces["given"][r]) for r in those[:4]]
         table.append((label, [(picture(data, i), wrap(questions[i], 34), f"given: {wrap(given, 27)}"
                                + f"\nright: {wrap(answers[i], 27)}" * (label == "wrong"), label == "right")
                               for i, given in rows]))
