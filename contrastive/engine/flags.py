@@ -117,6 +117,9 @@ class Parser(OneLine):
         own = own(chosen) if own else {}
         known = {a.dest for a in self._actions}  # another set's recipe may have flags of that set alone
         recipe = {k: v for k, v in recipes[chosen.recipe].items() if k in known and k != "recipe"}
+        of_its_set = {flag[2:].replace("-", "_") for flag in facts_of(chosen.recipe).get("options", {})}
+        wrong = sorted(recipes[chosen.recipe].keys() - known - of_its_set - {"recipe"})
+        self.require(not wrong, f"recipe {chosen.recipe}: there is no flag {', '.join(wrong)}")
         if "eval_datasets" in recipe:  # the set that the recipe was made for is the one that is named now
             sets = recipe["eval_datasets"]
             recipe["eval_datasets"] = [chosen.dataset if name == chosen.recipe else name for name in sets]
