@@ -220,13 +220,13 @@ def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
 def test_a_row_that_fails_ends_no_other(tmp_path, monkeypatch):
     """A row of an earlier call stays; the process of the row `unknown` does not know it."""
     monkeypatch.setattr(gpu, "CARD", True)                                       # here; the rows' processes look again
-    monkeypatch.setattr(gpu, "ROWS", gpu.ROWS | {"unknown": gpu.row_loss})
+    monkeypatch.setattr(gpu, "ROWS", gpu.ROWS | {"unknown": gpu.row_mama})
     (tmp_path / "gpu.json").write_text(json.dumps({"waits": {"results": {"temo": 0}}}))
     monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    gpu.main(["--only", "unknown", "memory"])
+    gpu.main(["--only", "unknown", "loss"])
     found = {name: row["results"] for name, row in json.loads((tmp_path / "gpu.json").read_text()).items()}
     assert found["unknown"]["failed"] == "exit 1: KeyError: 'unknown'" and found["waits"] == {"temo": 0}
-    assert found["memory"]["counted_mib"] > 64 * 12 * 197 * 768 * 4 / 2**20           # at least the blocks' inputs
+    assert found["loss"].keys() == {"temo", "infonce", "nt_xent"} and found["loss"]["temo"]["ms"] > 0
     assert "| waits | temo | 0 |" in (tmp_path / "gpu.md").read_text()
 
 
