@@ -9,7 +9,7 @@ from contrastive.data.annotations import Files
 import numpy as np
 import pytest
 
-from helpers import TEXT, complains, numbers, write_clips, write_json, write_rows
+from helpers import TEXT, complains, numbers, write_clips, write_files
 
 
 def row(**columns):
@@ -114,22 +114,8 @@ def replica(tmp_path_factory):
     for name, first, length in (("v_a.mp4", 0, 80), ("deep/er/b.webm", 5, 20), ("c.gif", 25, 8)):
         write_clips(root / "videos", {first: name}, length, fps=2)
     for layout, files in FILES.items():
-        (root / layout).mkdir()
-        for name, content in files.items():
-            write(root / layout / name, content)
+        write_files(root / layout, files)
     return root
-
-
-def write(path, content):
-    """The content as the ending of the path has it."""
-    if isinstance(content, str):
-        path.write_text(content)
-    elif path.suffix == ".pkl":
-        path.write_bytes(pickle.dumps(content, protocol=2))
-    elif path.suffix == ".parquet":
-        write_rows(path, [*content[0]], [row.values() for row in content])
-    else:
-        write_json(path, content)
 
 
 def opened(root, layout, split, **options):
@@ -180,7 +166,7 @@ def test_a_damaged_annotation_file_is_named(content, tmp_path):
     for name, split, file in (("msrvtt", "train", "MSRVTT_data.json"), ("activitynet", "train", "train.json"),
                               ("youcook2", "test", "youcookii_annotations_trainval.json"),
                               ("msrvtt", "test", "msrvtt_test_1k.json")):
-        write(tmp_path / "MSRVTT_train.9k.csv", "video_id\na\n")
+        write_files(tmp_path, {"MSRVTT_train.9k.csv": "video_id\na\n"})
         (tmp_path / file).write_bytes(content)
         complains(name, split, file, data_dir=str(tmp_path))
 
@@ -195,7 +181,7 @@ class Attack:
 
 def test_a_pickle_is_data_or_refused(tmp_path):
     write_clips(tmp_path, {0: "v0.avi"})
-    write(tmp_path / "train_list.txt", "v0\n")
+    write_files(tmp_path, {"train_list.txt": "v0\n"})
     bad = {pickle.dumps({"v0": Attack(tmp_path / "marker")}, protocol=p): "asks for posix.system" for p in (0, 2, 4)}
     bad |= {b"cbuiltins\neval\n(S'1'\ntR.": "asks for builtins.eval", b"": "", TEXT: ""}
     for data, words in bad.items():
