@@ -24,7 +24,8 @@ from tools.export import export
 SMALL = "--cpu --batch-size 32 --image-size 16 --embed-dim 16 --log-every 1 --eval-every 0 --workers 0".split()
 CLIPS = "--dataset moving-emoji --clips 64 24 24 --max-steps 4 --lr 0.01"
 RUNS = {"infonce": (temo, f"{CLIPS} --loss infonce"), "temo": (temo, CLIPS), "ncl": (ncl, CLIPS),
-        "ts": (temperature_schedules, "--dataset emoji --imbalance-ratio 50 --max-steps 2 --train-features augmented")}
+        "ts": (temperature_schedules,
+               "--dataset emoji-scenes --scenes 9 2 2 --imbalance-ratio 3 --max-steps 2 --train-features augmented")}
 TEMO, NCL = ("infonce", "temo"), ("infonce", "ncl")
 
 
