@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import eval as eval_py
 import mama
-from helpers import drift, of_set, one_and_two, refused, write_rows
+from helpers import DRAW, drift, of_set, one_and_two, refused, write_rows
 from helpers import steps as logged
 from test_answers import data_of, model_of, words
 from tools import score
@@ -34,11 +34,11 @@ def evaluate(checkpoint, *flags):
 
 
 @pytest.fixture(scope="module")
-def runs_of(tmp_path_factory, without_pictures):
+def runs_of(tmp_path_factory):
     """A run of each task, with the pictures of the first: (folder, {task: summary})."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mama, "draw", without_pictures[mama])
+        patch.setattr(mama, "draw", DRAW[mama])
         summary = main(folder / "qa-open", "--task", "qa-open")
     return folder, {"qa-open": summary, "qa-choice": main(folder / "qa-choice", "--task", "qa-choice")}
 

@@ -41,7 +41,7 @@ def resumed_from_step_2(script, folder):
     script.main(script.parse_args(["--resume", str(folder)]))
 
 
-def test_a_weighting_is_what_is_said_drawn_and_resumed(tmp_path, capsys, pictures):
+def test_a_weighting_is_what_is_said_drawn_and_resumed(tmp_path, capsys):
     own = fork(mama, tmp_path, END, f"\n{BLOCKS[0]}\n{END}")
     own = fork(own, tmp_path, "    own.to(run.device)\n", f"{BLOCKS[1]}    own.to(run.device)\n")
     run_script(own, tmp_path / "a", *TINY, *"--save-every 2 --weighting median --a0 2".split(), pictures=True)

@@ -22,7 +22,6 @@ from helpers import few_steps, losses, run_script, steps, unit, write_captions, 
 from tools import figures as several
 
 N, D = 7, 5
-DRAWS = True  # main below says which runs do
 TINY = ["--cpu", "--clips", "64", "24", "24", "--batch-size", "32", "--num-clusters", "12"]
 TINY += ["--image-size", "16", "--embed-dim", "16", "--max-steps", "4", "--log-every", "1", "--eval-every", "0"]
 

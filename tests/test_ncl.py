@@ -20,7 +20,6 @@ import ncl
 from helpers import few_steps, fork, losses, panel, rows, run_script, unit, write_rows
 
 N, D = 12, 6
-DRAWS = True  # where a test asks for it, see `main`
 SMALL = [*"--cpu --clips 64 16 16 --batch-size 16 --max-steps 4 --log-every 1 --eval-every 0".split()]
 
 

@@ -17,7 +17,6 @@ import eval as eval_py
 import launch
 from helpers import few_steps, run_script, steps
 
-DRAWS = True
 NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
 TOTAL, CLIP = 10, 1e-2
 SMALL = [*"--cpu --workers 0 --dataset moving-emoji --clips 32 16 16 --frames 2 --image-size 16".split(),

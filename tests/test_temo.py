@@ -312,7 +312,7 @@ def test_the_threshold_of_figures_4_and_5():
     assert figures.base.similarity_histograms(pieces | {"text": -image})["threshold"] is None
 
 
-def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch, pictures):
+def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch):
     """Its modulated_temperature serves the loss, the columns of the log and what is drawn from them."""
     flags = [*QUICK, *"--eval-every 0 --dataset moving-emoji --clips 32 16 16".split()]
     own = fork(temo, tmp_path, "return tau_min + tau_alpha * ((1 + sim) / 2).clamp(min=1e-8).sqrt()",

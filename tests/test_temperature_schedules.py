@@ -28,8 +28,7 @@ MOVING = [*SMALL, *"--dataset moving-emoji --clips 32 16 16 --frames 2 --batch-s
 
 
 def main(folder, *flags):
-    """A run; the fixture `pictures` says whether it draws."""
-    return run_script(ts, folder, *flags, pictures=True)
+    return run_script(ts, folder, *flags)
 
 
 # ---------------------------------------------------- method ---------------------------------------------------------
@@ -343,7 +342,7 @@ def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch
 
 
 # ---------------------------------------------------- pictures -------------------------------------------------------
-def test_figures_have_a_fork_s_schedule_and_z(tmp_path, monkeypatch, pictures):
+def test_figures_have_a_fork_s_schedule_and_z(tmp_path, monkeypatch):
     """The temperature beside the class sizes and over the period (Fig. 4) is the script's own, which the loss has.
     Fig. 2 is of z, whose cosines may be negative: features are never below 0."""
     own = fork(ts, tmp_path, "    phase = (epoch % period) / period ", "    return 0.3 + epoch / 100\n    phase = 0 ")
