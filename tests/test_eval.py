@@ -330,7 +330,7 @@ def test_training_images_of_other_classes_are_none(run, sets, tmp_path):
     train, test = (common.load_data("emoji", split) for split in ("train", "test"))
     table = test.table.cast_column("label", datasets.ClassLabel(names=[f"{n} " for n in test.label_names]))
     for data, lacking in ((test, ""), (dataclasses.replace(test, table=table), why["knn"])):
-        assert evaluation.retrieval.lacks("knn", data, (None,) * 3, train) == lacking
+        assert evaluation.retrieval.lacks(["knn"], data, (None,) * 3, train)["knn"] == lacking
 
 
 def test_a_set_of_which_nothing_can_be_read(tmp_path):

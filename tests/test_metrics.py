@@ -192,7 +192,8 @@ def test_a_perfect_model_and_a_text_that_two_items_have(same_text, grouped, caps
 def test_chance_of_a_random_neighbour():
     """Three training images of class 0 and one of class 1: each class is guessed as often as it is seen."""
     def chance(labels):
-        return evaluation.metrics.knn_chance(np.array([0, 0, 0, 1]), np.array(labels))
+        rows = [(x := torch.eye(4)[:len(y)], x, np.array(y)) for y in ([0, 0, 0, 1], labels)]
+        return evaluation.by_class.class_metrics(["knn"], *rows)[1]["knn@1"]
     assert chance([0, 1]) == {"top1": 50, "mean_per_class": 50}
     assert chance([0, 0, 0, 1]) == {"top1": 62.5, "mean_per_class": 50}
     assert chance([0, 0]) == {"top1": 75, "mean_per_class": 75}

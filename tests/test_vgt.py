@@ -38,8 +38,9 @@ def numbers(*shape, seed=0):
 
 def test_a_question_and_its_choice_are_parted_by_the_token_of_the_text_encoder():
     def of(token, model="vgt"):
-        return evaluation.answers.separator(model, Namespace(tokenizer=Namespace(sep_token=token)))
-    assert [of("</s>"), of(None), of("[SEP]", "fusion")] == [" </s> ", " ", " "]
+        tokenizer = Namespace(tokenizer=Namespace(sep_token=token))
+        return evaluation.answers.asked_choices(["q"], [["a", "b"]], model, tokenizer)
+    assert [of("</s>"), of(None), of("[SEP]", "fusion")] == [["q </s> a", "q </s> b"], ["q a", "q b"], ["q a", "q b"]]
 
 
 # ---------------------------------------------------- steps ---------------------------------------------------------

@@ -14,7 +14,7 @@ from contrastive.data.clips import feature_shape
 from contrastive.data.table import COMMITS, frames_of, has_clips
 
 from contrastive.encoders.base import (  # isort: skip
-    CLIP_VIP, FROM_FILES, VIDEO, channels_last, clip_width, has_batchnorm, recompute, sync_batchnorm)
+    CLIP_VIP, FROM_FILES, VIDEO, batchnorms, channels_last, clip_width, recompute, sync_batchnorm)
 from contrastive.encoders.models import build_model, spec_of, untrained
 from contrastive.encoders.texts import build_tokenizer
 from contrastive.engine import checkpoints
@@ -23,7 +23,7 @@ from contrastive.engine.log import Log, commit, peak_memory_mb, versions
 from contrastive.engine.processes import (  # isort: skip
     UserError, barrier, gather_objects, mean_over_processes, on_main, opening, rank, say, set_up, to_device,
     world, write_json, write_tensors)
-from contrastive.evaluation.retrieval import report
+from contrastive.evaluation.retrieval import table
 from contrastive.figures.base import similarity_histograms
 
 import torch
@@ -139,7 +139,7 @@ class Run:
         self.parameters = sum(p.numel() for p in (*self.trained.parameters(), *learnt))
         torch.manual_seed(self.args.seed + rank())  # the weights are the same on all processes; dropout should not be
         # DDP sends all buffers in each forward; only BatchNorm's on CPUs differ between processes (sync_batchnorm)
-        self.accelerator.ddp_handler.broadcast_buffers = self.device.type == "cpu" and has_batchnorm(self.trained)
+        self.accelerator.ddp_handler.broadcast_buffers = self.device.type == "cpu" and bool(batchnorms(self.trained))
         model = torch.compile(self.trained) if self.args.compile else self.trained
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         parts = {"model": self.trained, "own": own, "optimizer": self.optimizer, "second": second,
@@ -348,7 +348,10 @@ class Run:
             "versions": versions(args.cpu), **extra}
         if rank() == 0:
             write_json(self.folder / "summary.json", summary)
-        say(report(summary, self.folder))
+        for name, metrics in test.items():
+            say(table(f"\n{name} (test)", metrics, chance[name]))
+        say(f"\n{self.step} steps, {wall:.0f} s, {summary['samples_per_s']:.0f} samples/s with evaluations, "
+            f"{summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples\nrun folder: {self.folder}")
         if rank() == 0:
             draw(self)
         barrier()
