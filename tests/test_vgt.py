@@ -1,6 +1,5 @@
 """VGT: each step against a loop, its authors' files, runs on moving-emoji and on files, refusals."""
 
-import json
 import math
 from argparse import Namespace
 
@@ -293,10 +292,9 @@ def test_a_run_and_its_evaluation(tmp_path, task):
     first = common.VisionEncoder("small", 0, False, 16).state_dict()
     assert all(torch.equal(whole[f"vision.{k}"], v) for k, v in first.items())
     assert evaluated(folder, "qa")["metrics"] == test
-    with pytest.raises(UserError, match="nothing was measured"):
+    why = "the model needs boxes, which only questions bring: --tasks qa"
+    with pytest.raises(UserError, match=f"moving-emoji: gap: {why}; moving-emoji: knn: {why}"):
         evaluated(folder, "gap", "knn")
-    left_out = json.loads((folder / "eval" / "eval.json").read_text())["datasets"]["moving-emoji"]["left_out"]
-    assert set(left_out.values()) == {"the model needs boxes, which only questions bring: --tasks qa"}
 
 
 @pytest.mark.parametrize("flags, words", [
