@@ -11,7 +11,7 @@ from pathlib import Path
 
 from contrastive.data.batches import Batches
 from contrastive.data.clips import feature_shape
-from contrastive.data.table import COMMITS, frames_of, has_clips
+from contrastive.data.table import COMMITS, frames_of
 
 from contrastive.encoders.base import (  # isort: skip
     CLIP_VIP, FROM_FILES, VIDEO, batchnorms, channels_last, clip_width, recompute, sync_batchnorm)
@@ -112,8 +112,8 @@ class Run:
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
         if args.image_encoder in FROM_FILES:
             self.spec["features"] = feature_shape(self.train, args.image_encoder)
-        if args.image_encoder.startswith(VIDEO) and has_clips(self.train):
-            self.spec["frames"] = frames_of(self.train)
+        if args.image_encoder.startswith(VIDEO) and (frames := frames_of(self.train)):
+            self.spec["frames"] = frames
         self.spec |= {"questions": questions} if questions else {}
         again = args.resume and checkpoints.checkpoints_of(self.folder)  # its weights are in the checkpoint
         self.start = (False, "") if again else (args.pretrained, args.init_from)
@@ -348,11 +348,10 @@ class Run:
             "versions": versions(args.cpu), **extra}
         if rank() == 0:
             write_json(self.folder / "summary.json", summary)
-        for name, metrics in test.items():
-            say(table(f"\n{name} (test)", metrics, chance[name]))
-        say(f"\n{self.step} steps, {wall:.0f} s, {summary['samples_per_s']:.0f} samples/s with evaluations, "
-            f"{summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples\nrun folder: {self.folder}")
-        if rank() == 0:
+            for name, metrics in test.items():
+                say(table(f"\n{name} (test)", metrics, chance[name]))
+            say(f"\n{self.step} steps, {wall:.0f} s, {summary['samples_per_s']:.0f} samples/s with evaluations, "
+                f"{summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples\nrun folder: {self.folder}")
             draw(self)
         barrier()
         self.accelerator.end_training()  # trackers and the process group are closed
@@ -362,8 +361,7 @@ class Run:
         """Writes the encoders, which load_model reads (model.safetensors, model.json, tokenizer/), and own.safetensors,
         the parameters of the loss, if it has any."""
         write_tensors(self.folder / "model.safetensors", self.tower.state_dict())
-        own = {k: p for k, p in self.own.named_parameters() if p.requires_grad}
-        if own:
+        if own := {k: p for k, p in self.own.named_parameters() if p.requires_grad}:
             write_tensors(self.folder / "own.safetensors", own)
         write_json(self.folder / "model.json", self.spec)
         if self.tokenizer:

@@ -1,6 +1,6 @@
 """What a kNN or a probe has to be clearly above: raw pixels, a histogram of 64 colours, and the untrained tower."""
 
-from contrastive.data.table import has_clips
+from contrastive.data.table import frames_of
 from contrastive.encoders.models import EvalTransform
 from contrastive.engine.processes import say
 from contrastive.evaluation.by_class import class_metrics, labelled
@@ -34,7 +34,7 @@ def trivial_accuracy(train, test, few, transform, device, workers, projected, ta
         tasks: knn, probe.   models: {name: model}, measured beside the trivial ones; projected: kNN on its embeddings,
         else on features. Pixels are those of a view at most SIDE or CLIP_SIDE high and wide; sets of features from
         files have none: only the models are measured. Collective."""
-    size = min(transform.size, CLIP_SIDE if has_clips(train) else SIDE)
+    size = min(transform.size, CLIP_SIDE if frames_of(train) else SIDE)
     view = EvalTransform(size, (0, 0, 0), (1, 1, 1), transform.resize, transform.size / transform.short)
     features = {}                                                          # {name: {part: as of `labelled`}}
     parts = {"train": train, "test": test} | ({"few": few} if few else {})
