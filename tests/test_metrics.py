@@ -212,7 +212,7 @@ def test_linear_probe_is_linear_svc():
     x, q = unit(120, 10, seed=2).numpy(), unit(600, 10, seed=3).numpy()
     y, truth = rng.permutation(np.repeat(np.arange(4), 30)), rng.integers(0, 4, 600)
     data, found = [torch.from_numpy(a) for a in (3 * x, y, 2 * q, truth)], []
-    for seed, few in ((42, None), (42, 5), (7, 5)):
+    for seed, few in ((42, None), (42, 5), (1, 5)):
         order = np.random.RandomState(seed).permutation(120)
         rows = np.concatenate([order[y[order] == c][:few] for c in range(4)]) if few else np.arange(120)
         expected = LinearSVC(random_state=42).fit(x[rows], y[rows]).predict(q)
