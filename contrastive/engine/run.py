@@ -23,7 +23,7 @@ from contrastive.engine.log import Log, commit, peak_memory_mb, versions
 from contrastive.engine.processes import (  # isort: skip
     UserError, barrier, gather_objects, mean_over_processes, on_main, opening, rank, say, set_up, to_device,
     world, write_json, write_tensors)
-from contrastive.evaluation.retrieval import table
+from contrastive.evaluation.retrieval import report
 from contrastive.figures.base import similarity_histograms
 
 import torch
@@ -348,10 +348,7 @@ class Run:
             "versions": versions(args.cpu), **extra}
         if rank() == 0:
             write_json(self.folder / "summary.json", summary)
-            for name, metrics in test.items():
-                say(table(f"\n{name} (test)", metrics, chance[name]))
-            say(f"\n{self.step} steps, {wall:.0f} s, {summary['samples_per_s']:.0f} samples/s with evaluations, "
-                f"{summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples\nrun folder: {self.folder}")
+            say(report(summary, self.folder))
             draw(self)
         barrier()
         self.accelerator.end_training()  # trackers and the process group are closed

@@ -275,3 +275,12 @@ def table(title, metrics, chance):
     few = [f"of {n} {kind} one is worth {100 / n:.1f} points" for kind, n in counts.items()
            if kind in COUNTS[:4] and n < FEW_QUERIES]
     return "\n".join(lines + ["FEW QUERIES: " + ", ".join(few)] if few else lines)
+
+
+def report(summary, folder):
+    """The text at the end of a run: one table per evaluation set, its speed, and the run folder."""
+    tables = [table(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
+    end = (f"{summary['steps']} steps, {summary['wall_s']:.0f} s, "
+           f"{summary['samples_per_s']:.0f} samples/s with evaluations, "
+           f"{summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples")
+    return "\n".join([*tables, "", end, f"run folder: {folder}"])
