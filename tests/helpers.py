@@ -6,9 +6,7 @@ import importlib.util
 import io
 import json
 import pickle
-import struct
 import tarfile
-import zlib
 from pathlib import Path
 
 import common
@@ -52,16 +50,6 @@ def encode(array, kind="png", **options):
     image, out = array if isinstance(array, Image.Image) else Image.fromarray(array), io.BytesIO()
     image.save(out, kind, **options)
     return out.getvalue()
-
-
-def png16(array):
-    """Bytes of a 16-bit png: (H, W, channels) of 0..65535; PIL cannot write the coloured ones."""
-    h, w, c = array.shape
-    def chunk(name, data):
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-    head = struct.pack(">IIBBBBB", w, h, 16, {1: 0, 3: 2, 4: 6}[c], 0, 0, 0)
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
 def write_images(folder, numbers, kind="png", **size):
@@ -260,13 +248,6 @@ def write_clips(folder, clips, length=8, fps=10):
         write_video(Path(folder) / name, range(length * k, length * (k + 1)), codec, fps, pixels=pixels)
 
 
-def write_json(path, content):
-    """The content as JSON, also for endings that are none of write_rows'."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(content), encoding="utf8")
-    return Path(path)
-
-
 def write_files(root, files):
     """{path below root: content}: texts as they are, else a pickle, a table of rows or JSON by the ending."""
     for name, content in files.items():
@@ -279,7 +260,7 @@ def write_files(root, files):
         elif path.suffix == ".parquet":
             write_rows(path, [*content[0]], [row.values() for row in content])
         else:
-            write_json(path, content)
+            path.write_text(json.dumps(content), encoding="utf8")
     return Path(root)
 
 
