@@ -1,5 +1,5 @@
 """The five scripts side by side, of each one short run: its rates and steps, its numbers and eval.py's, its pictures;
-then that every flag acts, and the promises of tools.check."""
+then a learnt tau, that every flag acts, and the views. test_check.py has the promises."""
 
 import functools
 import importlib
@@ -24,7 +24,7 @@ SMALL = [*"--cpu --workers 0 --dataset moving-emoji --clips 32 16 16 --frames 2 
          *"--batch-size 16 --log-every 1 --eval-every 0".split()]          # two steps an epoch
 SLOPE = [*f"--max-steps {TOTAL} --warmup-epochs 1 --lr 1 --lr-schedule linear --lr-end 0.1 --optimizer sgd".split(),
          *f"--beta1 0 --weight-decay 0 --grad-clip {CLIP}".split()]
-OF = {"temperature_schedules": ["--period", "3"], "mmts": ["--num-clusters", "4"],
+OF = {"temperature_schedules": ["--period", "3"], "mmts": ["--num-clusters", "4"], "ncl": ["--iterations", "3"],
       "mama": ["--meta-size", "4", "--meta-batch-size", "2"]}
 PICTURES = {
     "temo": {"curves", "evaluation", "retrieval", "similarities", "positive_pairs"},
@@ -58,17 +58,13 @@ def run_of(tmp_path_factory):
 
 
 @each_script
-def test_the_learning_rate_is_that_of_step_warm_up_and_schedule(run_of, name):
-    log = steps(run_of(name)[0])
+def test_a_step_of_sgd_goes_as_far_as_the_rate_of_the_step_and_the_clip_say(run_of, name):
+    """Warm-up and line; gradients are longer than the clip, so that a step has the length rate times clip."""
+    folder, ways = run_of(name)
+    log = steps(folder)
     assert [row["step"] for row in log] == [*range(1, TOTAL + 1)]
     assert [row["lr"] for row in log] == pytest.approx([1.0, *(0.1 + 0.9 * (1 - k / 9) for k in range(9))])
-
-
-@each_script
-def test_a_step_of_sgd_goes_as_far_as_rate_and_clip_say(run_of, name):
-    """Gradients are longer than the clip, so that a step has the length rate times clip."""
-    folder, ways = run_of(name)
-    assert ways == pytest.approx([row["lr"] * CLIP for row in steps(folder)], rel=1e-2)
+    assert ways == pytest.approx([row["lr"] * CLIP for row in log], rel=1e-2)
 
 
 @each_script
@@ -106,6 +102,20 @@ def test_the_command_prints_one_line_and_ends_with_2(name, monkeypatch, tmp_path
     assert launch.ended(process) == 2
     said = (tmp_path / "said").read_text()
     assert said.startswith("error: --dataset /no/such: no such file or folder") and said.count("\n") == 1
+
+
+LEARNT = {"temo": "--loss infonce", "temperature_schedules": "--schedule fixed", "ncl": "", "mama": "",
+          "mmts": "--no-schedule --no-shifts --clusters none"}
+
+
+@each_script
+def test_a_learnt_tau_is_logged_as_it_is_saved_and_does_not_decay(name, tmp_path):
+    flags = f"{LEARNT[name]} --learnable-tau --max-steps 2 --lr 0.1 --weight-decay 0.3".split()
+    log = few_steps(importlib.import_module(name), tmp_path / "a", *flags, base=[*SMALL, *OF.get(name, ())])
+    state = torch.load(tmp_path / "a" / "checkpoints" / "step_2.pt", weights_only=True)
+    assert log[0]["tau"] != log[1]["tau"] == pytest.approx(state["own"]["tau.log_tau"].exp().item(), rel=1e-6)
+    *_, last = state["optimizer"]["param_groups"]
+    assert last["weight_decay"] == 0 and len(last["params"]) == 1
 
 
 # ----------------------------------------------- every flag acts -----------------------------------------------------
@@ -188,16 +198,31 @@ VIEWS = {
                        STRONG | dict(grey=0.2)]}}
 
 
-@each_script
-def test_each_strength_of_a_view_is_that_of_its_own_flag(name, tmp_path, monkeypatch):
+@pytest.fixture
+def views_of(tmp_path, monkeypatch):
+    """Function of a script's name and flags -> its views, as dicts."""
     class Views(Exception):
         pass
 
     def stop(run, views, transform):
         raise Views([vars(v) for v in views])
+
+    def found(name, flags):
+        with pytest.raises(Views) as seen:
+            run_script(importlib.import_module(name), tmp_path / "run", *OF.get(name, ()), *flags.split(),
+                       "--image-size", 24, "--max-steps", 1, base=SMALL)
+        return seen.value.args[0]
     monkeypatch.setattr(Run, "batches", stop)
-    with pytest.raises(Views) as found:
-        run_script(importlib.import_module(name), tmp_path / "run", *OF.get(name, ()), *VIEWS[name]["flags"].split(),
-                   "--image-size", 24, "--max-steps", 1, base=SMALL)
+    return found
+
+
+@each_script
+def test_each_strength_of_a_view_is_that_of_its_own_flag(name, views_of):
     usual = dict(size=24, hue=0, grey=0, blur=0, randaugment=(0, 0), squash=False)
-    assert found.value.args[0] == [usual | view for view in VIEWS[name]["views"]]
+    assert views_of(name, VIEWS[name]["flags"]) == [usual | view for view in VIEWS[name]["views"]]
+
+
+@pytest.mark.parametrize("words, flips", [("", [0.3, 0.3]), ("--image-aug crop", [0.3, 0]), ("--row e", [0.3]),
+                                          ("--loss slip --aug-flip 0.1", [0.3, 0.1, 0.1])])
+def test_the_views_of_temo_s_losses(words, flips, views_of):
+    assert [view["flip"] for view in views_of("temo", f"--flip 0.3 {words}")] == flips
