@@ -1,20 +1,16 @@
 """docs/forking.md as it stands: a new weighting, rate, schedule, backbone and data set run, resume, and are what banner
-and pictures say; losses in somebody's own loop, in another folder."""
+and pictures say; its loop with weights."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import common
 from contrastive.engine.checkpoints import checkpoints_of
-from contrastive.engine.processes import read_json
 
 import pytest
 import torch
 
-import launch
+import eval as eval_py
 import mama
 import mmts
 import ncl
@@ -66,27 +62,23 @@ def test_a_schedule_is_what_is_said_and_refused(tmp_path, capsys):
 
 
 def test_a_backbone_and_a_data_set_of_one_s_own_are_trained_and_evaluated(tmp_path, monkeypatch, capsys):
-    """As a user does it: mine.py, then eval.py in a process of its own, from the folder of the pictures. Its name
-    stands in what it leaves, and temo.py does not go on with it."""
+    """From the folder of the pictures. The fork's name stands in what it leaves, and temo.py does not go on with it."""
     for split, n in (("train", 24), ("test", 8)):
         write_images(tmp_path / "pictures" / split, range(n))
-    text = Path(temo.__file__).read_text(encoding="utf8")
-    text = text.replace("import argparse\n", "import argparse\nfrom pathlib import Path\n\nimport timm\n", 1)
-    text = text.replace(END, f"\n{BLOCKS[3]}\n\n{BLOCKS[6]}\n{END}", 1)
-    (tmp_path / "mine.py").write_text(text, encoding="utf8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(common.SETS, "mine", None)                         # it goes with this test
+    own = fork(temo, tmp_path, "import argparse\n", "import argparse\nfrom pathlib import Path\n\nimport timm\n")
+    own = fork(own, tmp_path, END, f"\n{BLOCKS[3]}\n\n{BLOCKS[6]}\n{END}")
     flags = [*"--cpu --workers 0 --image-size 16 --embed-dim 8 --batch-size 8 --max-steps 2 --eval-every 0".split(),
-             *"--log-every 1 --dataset mine --image-encoder mynet --loss infonce --learnable-tau".split()]
-    launch.finish(tmp_path / "mine.py", [*flags, "--output-dir", tmp_path, "--run-name", "a"], tmp_path / "log")
-    assert read_json(tmp_path / "a" / "summary.json")["script"] == "mine"
-    assert "a run of mine.py, not of temo.py" in refused(temo.parse_args, ["--resume", str(tmp_path / "a")], capsys)
-    command = [sys.executable, ROOT / "eval.py", "--import", "mine", "--checkpoint", "a", "--cpu", "--workers", "0"]
-    done = subprocess.run([*command, "--tasks", "retrieval"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    evaluated = json.loads((tmp_path / "a" / "eval" / "eval.json").read_text())["datasets"]["mine"]["metrics"]
-    trained = read_json(tmp_path / "a" / "summary.json")["test"]["mine"]
-    assert evaluated["images"] == 8 and {k: trained[k] for k in evaluated} == evaluated
+             *"--dataset mine --image-encoder mynet --loss infonce --learnable-tau".split()]
+    summary, name = run_script(own, tmp_path / "a", *flags), Path(own.__file__).stem
+    assert summary["script"] == name and summary["test"]["mine"]["images"] == 8
+    said = refused(temo.parse_args, ["--resume", str(tmp_path / "a")], capsys)
+    assert f"a run of {name}.py, not of temo.py" in said
+    flags = f"--import {name} --checkpoint a --cpu --workers 0 --tasks retrieval".split()
+    evaluated = eval_py.main(eval_py.parse_args(flags))["datasets"]["mine"]["metrics"]
+    assert {k: summary["test"]["mine"][k] for k in evaluated} == evaluated
     names = {}
     exec(BLOCKS[7].replace("runs/NAME", "a"), names)
     assert names["own"].keys() == {"tau.log_tau"}
@@ -105,59 +97,18 @@ def test_a_weighting_without_its_network_ends_the_run_at_once(tmp_path):
         run_script(fork(mama, tmp_path, line, "weight = torch.ones_like(sample)"), tmp_path / "a", *TINY, *META)
 
 
-def test_what_banner_and_bar_say_of_a_loss(tmp_path, capsys):
-    """Nothing where a fork has no random_guess; losses without the weights that grow or are learnt along the run."""
-    own = fork(temo, tmp_path, "\nif __name__ ==", "\nrandom_guess = lambda *_: None\nif __name__ ==")
-    for script, flags, word in ((own, ["--dataset", "moving-emoji"], "L_MM"), (mama, META, "L")):
-        log, said = few_steps(script, tmp_path / word, *TINY, *flags), capsys.readouterr()
-        shown = re.findall(rf" {word}=([\d.]+)", said.err)
-        assert shown and shown[-1] == f"{log[-1][word]:.3f}" != f"{log[-1]['loss']:.3f}" and " loss=" not in said.err
-        assert ("random guess" in said.out) == ("negatives" in said.out) == (script is mama)
-
-
-# ---------------------------------------------------- in somebody's own loop ---------------------------------------
 def test_the_loop_with_weights():
-    """The weight network learns, and its weights are in the encoders' loss."""
-    class Pair(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.video, self.text = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
-
+    """Of the page: the weight network learns, and its weights are in the encoders' loss."""
+    class Pair(torch.nn.ModuleList):
         def forward(self, video, text):
-            return self.video(video), self.text(text)
+            return self[0](video), self[1](text)
     torch.manual_seed(0)
-    model, loader = Pair(), [(torch.randn(6, 8), torch.randn(6, 8)) for _ in range(3)]
+    model = Pair([torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)])
+    loader = [(torch.randn(6, 8), torch.randn(6, 8)) for _ in range(3)]
     names = dict(model=model, loader=loader, meta_loader=loader[::-1], lr=5e-6, tau=0.5,
                  optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    before = model.video.weight.clone()
+    before = model[0].weight.clone()
     code, = (block for block in BLOCKS if "weightnet_gradient" in block)
     exec(code, names)
     sizes = names["gradient"][0].abs()                                     # the page: 1e-8 to 1e-7
-    assert not torch.equal(before, model.video.weight) and 0 < sizes[sizes > 0].median() < 1e-7
-
-
-TRAIN = """
-import torch
-import utils
-from mycode import common
-from temo import temo_loss
-class Pairs(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-    def __getitem__(self, i):
-        return torch.randn(4), torch.randn(4)
-if __name__ == "__main__":
-    loader = torch.utils.data.DataLoader(Pairs(), 4, num_workers=1, multiprocessing_context="spawn")
-    print([temo_loss(x, y, x, y, 0.5).isfinite().item() for x, y in loader], utils.OURS, common.OURS)
-"""
-
-
-def test_from_another_folder_beside_its_own_files(tmp_path):
-    """Modules, folders and a package of the user's, called as ours, and spawned workers."""
-    for name, text in {"train.py": TRAIN, "utils.py": "OURS = 1", "tools/notes.py": "", "mycode/__init__.py": "",
-                       "mycode/common.py": "OURS = 2"}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "[True, True] 1 2", done.stderr
+    assert not torch.equal(before, model[0].weight) and 0 < sizes[sizes > 0].median() < 1e-7

@@ -135,25 +135,24 @@ def test_value_and_gradient_are_finite_at_the_ends(name):
 
 # ----------------------------------------------- a random guess -----------------------------------------------------
 ONES, RIGHT = torch.ones(N, D, dtype=torch.float64), torch.zeros(N, N, dtype=torch.float64)
-SIZES = torch.tensor([12, 4])                                              # of clusters
-SHARES = SimpleNamespace(sizes=SIZES)
+CLUSTERS = SimpleNamespace(sizes=torch.tensor([12, 4]))
 
 
-def shifted_margins(args):
-    """(N,) of MM-TS half a period after the start, of examples of both clusters."""
-    return mmts.sample_temperature(4, mmts.shifts_of(SHARES, args)[:2].repeat_interleave(SIZES), 8, args.alpha)
+def of_mmts(args):
+    """Half a period after the start, examples of both clusters."""
+    shifts = mmts.shifts_of(CLUSTERS, args)
+    margins = mmts.sample_temperature(4, shifts[:2].repeat_interleave(CLUSTERS.sizes), 8, args.alpha)     # (N,)
+    return mmts.random_guess(4, shifts, CLUSTERS, 8, args), mmts.max_margin_loss(ONES, ONES, margins)
 
 
 GUESSES = {  # script and flags: what its banner says, and its loss where all cosines are equal
     "temperature_schedules --loss moco --queue-size 12": lambda a: (
         ts.random_guess(SimpleNamespace(args=a))[1], ts.moco_loss(ONES, ONES, ONES[:12], 0.3)),
-    "temperature_schedules": lambda a: (ts.random_guess(SimpleNamespace(args=a))[0], ts.nt_xent(ONES, ONES, 0.3)),
     "temo": lambda a: (temo.random_guess(a)[1], temo.temo_loss(ONES, ONES, ONES, ONES, 1)),
     "temo --loss slip": lambda a: (
         temo.random_guess(a)[0], temo.multimodal_loss(ONES, ONES, 0.1) + temo.simclr_loss(ONES, ONES, 0.1)),
     "ncl --loss-scale 3": lambda a: (ncl.random_guess(None, a)[0], 3 * ncl.ncl_loss(ONES, ONES, 0.1)),
-    "mmts --loss max-margin": lambda a: (mmts.random_guess(4, mmts.shifts_of(SHARES, a), SHARES, 8, a),
-                                         mmts.max_margin_loss(ONES, ONES, shifted_margins(a))),
+    "mmts --loss max-margin": of_mmts,
     "mama": lambda a: (mama.random_guess(0.2, a), mama.fused_margin_loss(RIGHT, RIGHT, a.tau, 0.2).mean())}
 
 

@@ -62,6 +62,7 @@ def test_the_order_of_a_script(name):
     assert not re.search(r"self\.(model|tower|trained)\(|\.backward\(|optimizer\.step\(|zero_grad\(|torch\.optim", run)
     code = text.split('"""', 2)[2]                                         # a copy is another script
     assert f"{name}.py" not in code and code.count("__file__") == 2
+    assert code.endswith('if __name__ == "__main__":\n    with clean_exit():\n        main(parse_args())\n')
 
 
 def test_learning_rates():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import common
 from contrastive import figures
-from contrastive.engine.processes import UserError, write_json
+from contrastive.engine.processes import write_json
 from contrastive.evaluation.retrieval import Evaluator
 
 import numpy as np
@@ -210,26 +210,8 @@ def test_a_replaced_image_has_the_temperature_of_its_own_class(tmp_path):
     assert any((np.asarray(batch["rows"]) != np.asarray(batch["index"])).any() for batch in seen)
 
 
-def test_decay_all_is_of_biases_and_norms_but_of_no_tau(tmp_path):
-    flags = "--max-steps 1 --decay-all --weight-decay 0.3 --schedule fixed --learnable-tau".split()
-    few_steps(ts, tmp_path / "r", *flags, base=MOVING)
-    state = torch.load(tmp_path / "r" / "checkpoints" / "step_1.pt", weights_only=True)
-    groups = state["optimizer"]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.3, 0.3, 0] and len(groups[2]["params"]) == 1
-
-
-def test_a_seed_that_draws_no_split_is_refused(capsys):
-    lists = "--index-file a --test-file b --data-dir .".split()
-    said = helpers.refused(ts.parse_args, ["--dataset", "cifar10-lt", *lists[:2], "--split-seed", "3"], capsys)
-    assert "--split-seed: only without --index-file; it would have no effect" in said
-    assert ts.parse_args(["--dataset", "imagenet100-lt", *lists, "--split-seed", "3"]).split_seed == 3
-
-
 # ---------------------------------------------------- which weights are tested --------------------------------------
-def test_recipes_that_end_at_their_worst_phase_choose_the_epoch_on_val(tmp_path):
-    """Of every 20 epochs and the last."""
-    assert {name for name in ts.RECIPES if ts.parse_args(["--dataset", name]).eval_epoch == "auto"} == {
-        "cifar10-lt", "cifar100-lt", "fashion-mnist-lt"}
+def test_the_epoch_is_chosen_among_every_twentieth_and_the_last(tmp_path):
     few_steps(ts, tmp_path / "a", *"--epochs 21 --batch-size 32 --eval-epoch auto".split(), base=MOVING)
     assert [r["step"] for r in rows(tmp_path / "a") if "eval" in r] == [0, 20, 21]
 
@@ -297,23 +279,17 @@ def test_figures_have_a_fork_s_schedule_and_z(tmp_path, monkeypatch):
     assert list(line.get_xdata()) == [0, 1 / 3, 2 / 3, 0]
 
 
-def write_run(folder, period, epochs, accuracy):
-    """What tools.figures phase reads of a run with 4 steps an epoch: accuracy(phase) at every tenth epoch."""
-    folder.mkdir()
-    write_json(folder / "args.json", {"dataset": "d", "period": period, "schedule": "cos", "tau_head": 0.0})
-    write_json(folder / "summary.json", {"steps": 4 * epochs, "epochs": epochs})
-    found = [{"step": 4 * e, "eval": {"d": {"few-shot": {"top1": accuracy(e)}}}} for e in range(0, epochs + 1, 10)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [{"step": 1, "loss": 2.0}, *found]))
-    return folder
-
-
 def test_figure_4_is_the_mean_over_the_last_period_of_runs(tmp_path, capsys):
-    def peak(period, height):
-        return lambda e: height - 10 * abs((e % period) / period - 0.7) - (100 if e < period else 0)
-    runs = [write_run(tmp_path / "a", 100, 200, peak(100, 50.0)),
-            write_run(tmp_path / "b", 200, 410, peak(200, 60.0))]          # 10 epochs of a third period do not count
-    several.main(["phase", *map(str, runs), "--out", str(tmp_path / "p.png")])
+    """tools.figures phase, of runs with 4 steps an epoch; 10 epochs of a third period do not count."""
+    for name, period, epochs, height in (("a", 100, 200, 50.0), ("b", 200, 410, 60.0)):
+        folder, log = tmp_path / name, [{"step": 1, "loss": 2.0}]
+        for e in range(0, epochs + 1, 10):
+            top1 = height - 10 * abs((e % period) / period - 0.7) - (100 if e < period else 0)
+            log.append({"step": 4 * e, "eval": {"d": {"few-shot": {"top1": top1}}}})
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+        write_json(folder / "args.json", {"dataset": "d", "period": period, "schedule": "cos", "tau_head": 0.0})
+        write_json(folder / "summary.json", {"steps": 4 * epochs, "epochs": epochs})
+    several.main(["phase", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "p.png")])
     out = capsys.readouterr().out
     assert "best at phase 0.700" in out and "0.700    55.00     5.00" in out and (tmp_path / "p.png").stat().st_size
-    with pytest.raises(UserError, match="last full period"):
-        several.last_period(write_run(tmp_path / "short", 300, 200, peak(300, 50.0)))
