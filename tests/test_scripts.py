@@ -146,14 +146,6 @@ def test_every_flag_acts(losses_of, name, words, flag):
     assert len(without) == 3 and acts != without
 
 
-@each_script
-def test_workers_and_chunks_change_nothing(losses_of, name):
-    """Of a set in memory there are no workers; a look ahead has no chunks."""
-    more = " --weighting none" if name == "mama" else ""
-    whole, chunks = losses_of(name, more), losses_of(name, f"{more} --chunk-size 5")
-    assert chunks == pytest.approx(whole, rel=1e-4)
-
-
 # ----------------------------------------------- views ---------------------------------------------------------------
 JITTERED = {"flags": "--crop-min .3 --flip .1 --jitter .2",
             "views": [dict(scale_min=0.3, flip=0.1, jitter_p=1, brightness=0.2, contrast=0.2, saturation=0.2)]}
