@@ -254,6 +254,9 @@ def test_the_value_of_a_flag_stands_in_one_place(monkeypatch, capsys):
     monkeypatch.setitem(ncl.RECIPES, "own", {k: v for k, v in ncl.OWN.items() if k not in ("tau", "lr_end")})
     said = refused(ncl.parse_args, ["--dataset", "mine.csv"], capsys)
     assert said == "error: --tau/--lr-end: no default; give one in parse_args or in every recipe\n"
+    monkeypatch.setitem(ncl.RECIPES, "own", ncl.RECIPES["msrvtt"] | {"warm_up_epochs": 3.0})
+    said = refused(ncl.parse_args, ["--dataset", "mine.csv"], capsys)
+    assert said == "error: recipe own: there is no flag warm_up_epochs\n"
 
 
 def test_a_paper_s_recipe_wants_a_card_or_to_be_told(tmp_path, monkeypatch):
