@@ -31,12 +31,6 @@ def parameters(rows=slice(0, N), dtype=torch.float64, device="cpu", block=0):
     return SimpleNamespace(**taus, features=features, keys=keys, block=block)
 
 
-def coarse(like):
-    """(B,) temperatures of TS's coarse supervision: the classes are the places in the batch of this process."""
-    labels = torch.arange(len(like), device=like.device) % 2
-    return ts.coarse_temperature(labels, {0}, 1.0, 0.1)
-
-
 LOSSES = {  # e: I, T, I~, T~ (B, D) each, p: parameters -> (), the mean over these rows
     "temo": lambda e, p: temo.temo_loss(*e, 0.3, p.tau, block=p.block),
     "temo, detached": lambda e, p: temo.temo_loss(*e, 0.3, detach=True, block=p.block),
@@ -62,7 +56,6 @@ LOSSES = {  # e: I, T, I~, T~ (B, D) each, p: parameters -> (), the mean over th
     "mama": lambda e, p: mama.angular_margin_loss(*e[:2], p.tau, 0.2, p.block).mean()}
 IN_BLOCKS = [*LOSSES]
 LOSSES |= {  # those without blocks of rows
-    "ts, coarse": lambda e, p: ts.nt_xent(*e[:2], coarse(e[0])),
     "moco": lambda e, p: sum(ts.moco_loss(*pair, p.keys, p.tau) for pair in (e[::2], e[1::2])),  # I and I~, T and T~
     "hardest negative": lambda e, p: ncl.max_margin_loss(e[1], e[0]),
     "mama, fused": lambda e, p: mama.fused_margin_loss(

@@ -196,8 +196,12 @@ def test_the_margin_and_the_weights_are_those_of_the_step(tmp_path):
     log = few_steps(mama, tmp_path / "spl", *"--max-steps 4 --weighting spl --a0 4".split(), base=BASE)
     assert [row["w"] for row in log] == [k / 16 for k in (8, 10, 12, 14)]
     assert [row["mu"] for row in log] == pytest.approx([mama.margin(k, 4.0) for k in range(4)])
-    for row in few_steps(mama, tmp_path / "none", *"--max-steps 2 --weighting none".split(), base=BASE):
+    flags = "--max-steps 2 --weighting none --batch-size 64 --caption-noise 0.2".split()
+    train = common.load_data("moving-emoji", "train", clips=[64, 16, 16], caption_noise=0.2)
+    swapped = int(np.sum(train.column("noisy")))                           # of all 64 clips, which are a batch
+    for row in few_steps(mama, tmp_path / "none", *flags, base=BASE):
         assert row["loss"] == pytest.approx(row["L"], rel=1e-5) and row["w"] == 1
+        assert 64 * row["L"] == pytest.approx(swapped * row["L_mismatched"] + (64 - swapped) * row["L_matched"])
     for row in few_steps(mama, tmp_path / "l2rw", *"--max-steps 2 --weighting l2rw".split(), base=BASE):
         assert row["w"] == pytest.approx(1, rel=1e-5)
 

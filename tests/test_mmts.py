@@ -182,7 +182,6 @@ def test_youcook2_with_real_clips(tmp_path):
              *"--batch-size 8 --num-clusters 3 --cluster-encoder tf-idf --max-steps 2".split()]
     summary = main(tmp_path / "run", *flags, "--video-dir", tmp_path / "videos")
     assert summary["test"]["youcook2"]["images"] == 4 and summary["bad_samples"] == 0
-
     shutil.rmtree(tmp_path / "videos")
     flags += ["--output-dir", tmp_path, "--run-name", "words", "--cpu"]
     several.main(["clusters", "mmts.py", *map(str, flags)])
