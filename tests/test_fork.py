@@ -1,6 +1,7 @@
 """docs/forking.md as it stands: a new weighting, rate, schedule, backbone and data set run, resume, and are what banner
 and pictures say; its loop with weights."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -68,15 +69,17 @@ def test_a_backbone_and_a_data_set_of_one_s_own_are_trained_and_evaluated(tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(common.SETS, "mine", None)                         # it goes with this test
-    own = fork(temo, tmp_path, "import argparse\n", "import argparse\nfrom pathlib import Path\n\nimport timm\n")
-    own = fork(own, tmp_path, END, f"\n{BLOCKS[3]}\n\n{BLOCKS[6]}\n{END}")
+    text = Path(temo.__file__).read_text(encoding="utf8").replace(END, f"\n{BLOCKS[3]}\n\n{BLOCKS[6]}\n{END}", 1)
+    text = text.replace("import argparse\n", "import argparse\nfrom pathlib import Path\n\nimport timm\n", 1)
+    (tmp_path / "my_temo.py").write_text(text, encoding="utf8")
+    own = importlib.import_module("my_temo")
     flags = [*"--cpu --workers 0 --image-size 16 --embed-dim 8 --batch-size 8 --max-steps 2 --eval-every 0".split(),
              *"--dataset mine --image-encoder mynet --loss infonce --learnable-tau".split()]
-    summary, name = run_script(own, tmp_path / "a", *flags), Path(own.__file__).stem
-    assert summary["script"] == name and summary["test"]["mine"]["images"] == 8
+    summary = run_script(own, tmp_path / "a", *flags)
+    assert summary["script"] == "my_temo" and summary["test"]["mine"]["images"] == 8
     said = refused(temo.parse_args, ["--resume", str(tmp_path / "a")], capsys)
-    assert f"a run of {name}.py, not of temo.py" in said
-    flags = f"--import {name} --checkpoint a --cpu --workers 0 --tasks retrieval".split()
+    assert "a run of my_temo.py, not of temo.py" in said
+    flags = "--import my_temo --checkpoint a --cpu --workers 0 --tasks retrieval".split()
     evaluated = eval_py.main(eval_py.parse_args(flags))["datasets"]["mine"]["metrics"]
     assert {k: summary["test"]["mine"][k] for k in evaluated} == evaluated
     names = {}

@@ -5,7 +5,6 @@ import functools
 import importlib
 
 import common
-from contrastive.engine.processes import read_json
 from contrastive.engine.run import Run
 
 import pytest
@@ -31,43 +30,26 @@ PICTURES = {
 each_script = pytest.mark.parametrize("name", NAMES)
 
 
-@pytest.fixture(scope="module")
-def run_of(tmp_path_factory):
-    """{script's name: (its folder, how far all weights went in each step)} of one run of each script."""
-    @functools.cache
-    def run(name):
-        script, folder, seen = importlib.import_module(name), tmp_path_factory.mktemp(name) / "run", []
-
-        def watch(method):
-            def after(run, *args):
-                out = method(run, *args)
-                seen.append([p.detach().clone() for g in run.optimizer.param_groups for p in g["params"]])
-                return out
-            return after
-        with pytest.MonkeyPatch.context() as patch:
-            for method in ("begin", "done"):
-                patch.setattr(Run, method, watch(getattr(Run, method)))
-            run_script(script, folder, *SLOPE, *OF.get(name, ()), base=SMALL, pictures=True)
-        ways = [sum((a - b).square().sum().item() for a, b in zip(*two)) ** 0.5 for two in zip(seen, seen[1:])]
-        return folder, ways
-    return run
-
-
 @each_script
-def test_a_step_of_sgd_goes_as_far_as_the_rate_of_the_step_and_the_clip_say(run_of, name):
-    """Warm-up and line; gradients are longer than the clip, so that a step has the length rate times clip."""
-    folder, ways = run_of(name)
-    log = steps(folder)
+def test_a_run(name, tmp_path, monkeypatch):
+    """A step of SGD goes as far as the rate of the step (warm-up, a line) and the clip say, since gradients are longer;
+    summary, model and pictures are there; a checkpoint is read with weights_only=True, and nothing runs code."""
+    folder, seen = tmp_path / "run", []
+
+    def watch(method):
+        def after(run, *args):
+            out = method(run, *args)
+            seen.append([p.detach().clone() for g in run.optimizer.param_groups for p in g["params"]])
+            return out
+        return after
+    for method in ("begin", "done"):
+        monkeypatch.setattr(Run, method, watch(getattr(Run, method)))
+    script = importlib.import_module(name)
+    summary, log = run_script(script, folder, *SLOPE, *OF.get(name, ()), base=SMALL, pictures=True), steps(folder)
     assert [row["step"] for row in log] == [*range(1, TOTAL + 1)]
     assert [row["lr"] for row in log] == pytest.approx([1.0, *(0.1 + 0.9 * (1 - k / 9) for k in range(9))])
+    ways = [sum((a - b).square().sum().item() for a, b in zip(*two)) ** 0.5 for two in zip(seen, seen[1:])]
     assert ways == pytest.approx([row["lr"] * CLIP for row in log], rel=1e-2)
-
-
-@each_script
-def test_what_a_run_leaves(run_of, name):
-    """Its summary, its model, its pictures; a checkpoint is read with weights_only=True, and nothing runs code."""
-    folder, _ = run_of(name)
-    summary = read_json(folder / "summary.json")
     assert (summary["script"], summary["dataset"], summary["steps"], summary["batch"]) == (name, "moving-emoji", 10, 16)
     assert summary["processes"] == 1 and summary["bad_samples"] == 0 and summary["chance"]["moving-emoji"]
     assert PICTURES[name] == {p.stem for p in folder.glob("*.png") if p.stat().st_size > 5000}
