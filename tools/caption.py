@@ -27,7 +27,7 @@ from pathlib import Path
 import common
 from contrastive.data import data_options
 from contrastive.data.frames import read_frames
-from contrastive.data.table import VIDEO_TYPES, has_clips
+from contrastive.data.table import VIDEO_TYPES, frames_of
 from contrastive.encoders.frozen import frame_features, language_model
 from contrastive.engine import processes
 from contrastive.engine.flags import OneLine
@@ -85,7 +85,7 @@ def clips_of(args):
         sources = [{"path": file} for file in files]
     else:
         data = common.load_data(args.dataset, args.split, **data_options(args))
-        sources = [row["source"] for row in data.sources or () if row["source"]] if has_clips(data) else []
+        sources = [row["source"] for row in data.sources or () if row["source"]] if frames_of(data) else []
     folder = Path(args.video_dir or args.data_dir or (path if path.is_dir() else path.parent)).expanduser().resolve()
     clips = {}
     for s in sources:

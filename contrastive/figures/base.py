@@ -12,7 +12,7 @@ import functools
 import math
 import textwrap
 
-from contrastive.data.table import has_clips
+from contrastive.data.table import frames_of
 from contrastive.engine.processes import flatten, opening, slug
 from contrastive.evaluation.metrics import normalize
 
@@ -188,7 +188,7 @@ def draw_examples(table, path, title, width=0.0, words=0.0):
 
 def kind_of(pieces):
     """What the pieces of an evaluation are of, image or video."""
-    return "video" if has_clips(pieces["data"]) else "image"
+    return "video" if frames_of(pieces["data"]) else "image"
 
 
 def some_queries(pieces, queries):
