@@ -94,7 +94,8 @@ ACTS = {  # script, flags: what changes the losses of a run with them
     ("temperature_schedules", "--schedule fixed"): "--learnable-tau",
     ("temperature_schedules", "--loss moco --queue-size 64"): "--queue-size 32, --momentum .5",
     ("temperature_schedules", "--loss sdclr"): "--prune .5",
-    ("temperature_schedules", "--image-encoder resnet18-cifar --weight-decay .1"): "--decay-all, --no-zero-init",
+    ("temperature_schedules", "--weight-decay .9"): "--decay-all",
+    ("temperature_schedules", "--image-encoder resnet18-cifar"): "--no-zero-init",
     ("mmts", ""): "--alpha .02, --shift-min .06, --shift-max .2, --periods 1.5, --label-smoothing .1, "
                   "--num-clusters 5, --clusters noun, --no-schedule, --no-shifts, --loss max-margin",
     ("mmts", "--no-shifts"): "--tau .2, --no-schedule",
