@@ -231,9 +231,6 @@ def of_steps(batch=32, *towers):
               "infonce of four": lambda: sum(temo.multimodal_loss(*those, 0.1) for those in both()),
               "temo of four": lambda: temo.temo_loss(*itertools.chain(*both()), 0.5, 0.1, 0.05, 0.1),
               "temo": lambda: temo.temo_loss(*apart(), 0.5, 0.1, 0.05, 0.1)}
-    if find_spec("open_clip"):
-        from open_clip.loss import ClipLoss
-        losses["open_clip"] = lambda: ClipLoss()(*(F.normalize(x.float(), dim=1) for x in pair()), 1 / 0.1)
 
     def descend(loss, backward=torch.Tensor.backward):
         backward(loss())
@@ -310,22 +307,25 @@ def loss_memory(rounds):
     return {f"{name}_mib_8192": peak_mib(name, of_losses, 8192) for name in ("temo", "nt_xent")}
 
 
-def decode_clips(rounds, n=8):
-    """Clips/s of one core: 12 frames of a clip of 10 s (H.264, 340 x 256, 25 frames/s), from the file and from
-    --frame-cache."""
+def write_mp4(path):
+    """A clip of 10 s of noise: H.264, 340 x 256, 25 frames/s."""
     import av
 
-    noise = np.random.default_rng(0).integers(0, 255, (250, 8, 10, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 255, (125, 8, 10, 3), dtype=np.uint8)
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx264", rate=25, options={"crf": "23"})
+        stream.width, stream.height, stream.pix_fmt = 340, 256, "yuv420p"
+        for small in np.repeat(noise, 2, 0):
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(small, format="rgb24").reformat(340, 256)))
+        out.mux(stream.encode(None))
+
+
+def decode_clips(rounds, n=8):
+    """Clips/s of one core: 12 frames of a clip of write_mp4, from the file and from --frame-cache."""
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/{i}.mp4" for i in range(n)]
         for file in files:
-            with av.open(file, "w") as out:
-                stream = out.add_stream("libx264", rate=25, options={"crf": "23"})
-                stream.width, stream.height, stream.pix_fmt = 340, 256, "yuv420p"
-                for small in np.repeat(noise, 2, 0)[:250]:
-                    picture = av.VideoFrame.from_ndarray(small, format="rgb24").reformat(340, 256)
-                    out.mux(stream.encode(picture))
-                out.mux(stream.encode(None))
+            write_mp4(file)
         size = os.path.getsize(files[0])
         readers = {"file": Clips(), "cache": Clips(cache=folder)}
         t = times({name: functools.partial(lambda read: [*map(read, files)], read) for name, read in readers.items()},

@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from contrastive import engine
 
@@ -159,9 +158,8 @@ def results(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_tables_come_from_the_stored_runs(results, monkeypatch):
+def test_tables_come_from_the_stored_runs(results):
     """The committed tables, and with them the names of runs: a changed word would lose them."""
-    monkeypatch.setattr(claims, "draw", lambda *_: None)
     claims.main(["--report"])
     for name in ("claims.md", "claims_3.md", "claims_10.md"):
         assert (results / name).read_text() == (compare.RESULTS / name).read_text()
@@ -219,31 +217,17 @@ def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------- a card ------------------------------------------------------
-def test_without_a_card_the_arithmetic_runs_the_rest_says_so_and_a_failure_ends_no_other(tmp_path, monkeypatch):
+def test_a_row_that_fails_ends_no_other(tmp_path, monkeypatch):
     """A row of an earlier call stays; the process of the row `unknown` does not know it."""
-    monkeypatch.setattr(gpu, "CARD", False)
-    monkeypatch.setattr(gpu, "ROWS", gpu.ROWS | {"unknown": (gpu.row_views, 60, True)})
+    monkeypatch.setattr(gpu, "CARD", True)                                       # here; the rows' processes look again
+    monkeypatch.setattr(gpu, "ROWS", gpu.ROWS | {"unknown": gpu.row_mama})
     (tmp_path / "gpu.json").write_text(json.dumps({"waits": {"results": {"temo": 0}}}))
     monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    gpu.main(["--only", "unknown", "views", "memory"])
+    gpu.main(["--only", "unknown", "loss"])
     found = {name: row["results"] for name, row in json.loads((tmp_path / "gpu.json").read_text()).items()}
     assert found["unknown"]["failed"] == "exit 1: KeyError: 'unknown'" and found["waits"] == {"temo": 0}
-    assert found["views"] == {"not run": "no card"} and "measured_mib" not in found["memory"]
-    assert found["memory"]["counted_mib"] > 64 * 12 * 197 * 768 * 4 / 2**20           # at least the blocks' inputs
-    assert "| views | not run | no card |" in (tmp_path / "gpu.md").read_text()
-
-
-def test_the_row_of_views_runs_at_toy_size():
-    found = gpu.row_views()
-    assert found.keys() == {"plain", "compiled"} and found["compiled"]["ms"] > 0
-
-
-def test_the_idle_part_of_a_card(monkeypatch):
-    kind = torch.autograd.DeviceType.CUDA if gpu.CARD else torch.autograd.DeviceType.CPU
-    spans = [(0, 4), (1, 2), (6, 8), (7, 10)]                                    # one inside another, a gap, an overlap
-    events = [SimpleNamespace(time_range=SimpleNamespace(start=a, end=b), device_type=kind, is_user_annotation=False)
-              for a, b in spans]
-    assert gpu.idle(SimpleNamespace(events=lambda: events)) == pytest.approx(0.2)
+    assert found["loss"].keys() == {"temo", "infonce", "nt_xent"} and found["loss"]["temo"]["ms"] > 0
+    assert "| waits | temo | 0 |" in (tmp_path / "gpu.md").read_text()
 
 
 def test_what_a_step_keeps_and_computes_is_counted_without_a_card():
