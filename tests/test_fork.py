@@ -77,6 +77,7 @@ def test_a_backbone_and_a_data_set_of_one_s_own_are_trained_and_evaluated(tmp_pa
              *"--dataset mine --image-encoder mynet --loss infonce --learnable-tau".split()]
     summary = run_script(own, tmp_path / "a", *flags)
     assert summary["script"] == "my_temo" and summary["test"]["mine"]["images"] == 8
+    capsys.readouterr()                                                    # the run's bar
     said = refused(temo.parse_args, ["--resume", str(tmp_path / "a")], capsys)
     assert "a run of my_temo.py, not of temo.py" in said
     flags = "--import my_temo --checkpoint a --cpu --workers 0 --tasks retrieval".split()
