@@ -95,7 +95,7 @@ def test_sdclr_s_branches_against_two_networks():
     model = ts.Contrastive(resnet(), 8, "batch", pruned=True).double().train()
     for norm in (*(norm for _, norm in model.dense_norms()), *model.norms):
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    masks, pixels = ts.prune_masks(model.tower, 0.9), torch.randn(8, 3, 16, 16, dtype=torch.float64)
+    masks, pixels = ts.prune_masks(model.tower, 0.9), torch.randn(8, 3, 8, 8, dtype=torch.float64)
 
     # the plain way: two networks
     dense = ts.Contrastive(copy.deepcopy(model.tower), 8, "batch").double().train()
