@@ -4,8 +4,9 @@
     python -m benchmarks.gpu --only waits towers   # these
     python -m benchmarks.gpu --toy                 # tries the code of every row on a CPU at toy size; no results
 
-A row that fails or takes too long says so, and the next one runs. Nothing is downloaded: towers have no weights. Times
-are medians over rounds in which the variants take turns; memory is the peak of what torch has allocated on the card.
+Without a card the rows of arithmetic run at toy size and the others are "not run: no card". A row that fails or takes
+too long says so, and the next one runs. Nothing is downloaded: towers have no weights. Times are medians over rounds in
+which the variants take turns; memory is the peak of what torch has allocated on the card.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import common
 from contrastive.engine.log import commit, versions
@@ -87,15 +89,27 @@ def apart(rows, others):
     return max(abs(b["loss"] / a["loss"] - 1) for a, b in zip(rows, others, strict=True))
 
 
+def idle(profile):
+    """The part of a profile's time, from its first to its last event, in which the card (or CPU) was idle."""
+    kind = torch.autograd.DeviceType.CUDA if CARD else torch.autograd.DeviceType.CPU
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events()
+                   if e.device_type == kind and not e.is_user_annotation)
+    starts, ends = np.array(spans).T                                         # (events,)
+    until = np.maximum.accumulate(ends)                                      # of all events so far
+    return float(np.maximum(0, starts[1:] - until[:-1]).sum() / (until[-1] - starts[0]))
+
+
 def watch(script, *flags):
-    """A run: its samples/s, then how often a step waits for the card."""
+    """A run: its samples/s, then how often a step waits for the card, and the idle part of the card."""
     found, windows, done = {}, contextlib.ExitStack(), Run.done
+    work = torch.profiler.ProfilerActivity.CUDA if CARD else torch.profiler.ProfilerActivity.CPU
 
     def noted(run, *args, **more):
         done(run, *args, **more)
         if run.step in (FIRST, MIDDLE):
             found[run.step] = now()
         if run.step == MIDDLE:
+            found["profile"] = windows.enter_context(torch.profiler.profile(activities=[work]))
             found["said"] = windows.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("always")
             if CARD:
@@ -109,7 +123,8 @@ def watch(script, *flags):
         torch.cuda.set_sync_debug_mode("default")
     waits = [w for w in found["said"] if "called a synchronizing" in str(w.message)]  # not the notice that this is new
     return {"samples_per_s": (MIDDLE - FIRST) * summary["batch"] / (found[MIDDLE] - found[FIRST]),
-            "peak_mib": summary["peak_memory_mb"], "waits_a_step": len(waits) / (LAST - 1 - MIDDLE)}
+            "peak_mib": summary["peak_memory_mb"], "waits_a_step": len(waits) / (LAST - 1 - MIDDLE),
+            "idle (goal <= 0.05)": idle(found["profile"])}
 
 
 def measure(functions, rounds):
@@ -143,7 +158,7 @@ def write_table(folder, column, write, ending, n):
 
 # ------------------------------------------------------- rows --------------------------------------------------------
 def row_waits():
-    """Waits a step of the five scripts; goal: no wait."""
+    """Waits a step of the five scripts, idle part of the card; goal: no wait."""
     return {script: watch(script) for script in MODULES}
 
 
@@ -190,11 +205,26 @@ def row_towers():
 
 
 def row_step():
-    """A step (encode, loss, backward) of ViT-B/16, bf16, N = 128. Goals: InfoNCE against the formula in plain torch
-    <= 1.03; TeMo against InfoNCE on the same four encodings <= 1.05; chunks of 32 <= 1.4."""
+    """A step (encode, loss, backward) of ViT-B/16, bf16, N = 128. Goals: InfoNCE against the formula in plain torch and
+    open_clip's ClipLoss <= 1.03; TeMo against InfoNCE on the same four encodings <= 1.05; chunks of 32 <= 1.4."""
     found = measure(speed.of_steps(size(128, 8), VIT, PIXELS, DEVICE), size(8, 1))
-    pairs = [("infonce", "plain"), ("temo of four", "infonce of four"), ("infonce, chunks", "infonce")]
-    return found | {f"{a} / {b}": found[a]["ms"] / found[b]["ms"] for a, b in pairs}
+    pairs = [("infonce", "plain"), ("infonce", "open_clip"), ("temo of four", "infonce of four"),
+             ("infonce, chunks", "infonce")]
+    return found | {f"{a} / {b}": found[a]["ms"] / found[b]["ms"] if b in found else "not installed"
+                    for a, b in pairs}
+
+
+def row_views():
+    """ms of the views of 512 crops on the device, as in a run, plain and compiled."""
+    crops = torch.randint(0, 256, (size(512, 8), 3, PIXELS, PIXELS), dtype=torch.uint8)
+    view = common.Augment(PIXELS, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
+    transform = common.EvalTransform(PIXELS, (0.5,) * 3, (0.5,) * 3)
+    batches = common.Batches(SimpleNamespace(pixels=None, streamed=False), (view,), transform, 1, 0, 0, 1, DEVICE)
+    draws, crops = torch.rand(len(crops), view.DRAWS).to(DEVICE), crops.pin_memory() if CARD else crops
+    fused = torch.compile(view.photometric, dynamic=False, backend=size("inductor", "eager"))
+    functions = {name: functools.partial(batches._finish, crops, function, draws)
+                 for name, function in (("plain", view.photometric), ("compiled", fused))}
+    return measure(functions, size(10, 1))
 
 
 def row_memory():
@@ -255,19 +285,20 @@ def row_resume():
         return {"killed": was_killed, "bitwise equal": weights[0] == weights[1]}
 
 
-ROWS = {row.__name__.removeprefix("row_"): row for row in (
-    row_waits, row_gradient, row_bf16, row_towers, row_step, row_memory, row_loss, row_video, row_mama, row_resume)}
-LIMIT = 150 if CARD else 600  # seconds of a row
+# name: (function, seconds that it may take, whether it runs without a card)
+ROWS = {"waits": (row_waits, 150, False), "gradient": (row_gradient, 120, True), "bf16": (row_bf16, 150, False),
+        "towers": (row_towers, 120, False), "step": (row_step, 90, False), "memory": (row_memory, 60, True),
+        "loss": (row_loss, 60, False), "video": (row_video, 120, False), "mama": (row_mama, 60, False),
+        "views": (row_views, 60, False), "resume": (row_resume, 120, False)}
 
 
-def run(name, toy):
-    """A row's results, from a process of its own with LIMIT seconds, or why there are none."""
-    row = "import sys; from benchmarks import gpu; gpu.write_json(sys.argv[1], gpu.ROWS[sys.argv[2]]())"
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    environment |= {"CUDA_VISIBLE_DEVICES": ""} if toy else {}
+def run(name, limit, toy):
+    """A row's results, from a process of its own with so many seconds, or why there are none."""
+    row = "import sys; from benchmarks import gpu; gpu.write_json(sys.argv[1], gpu.ROWS[sys.argv[2]][0]())"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | toy
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result"
-        done = subprocess.run(["timeout", "-k", "10", str(LIMIT), sys.executable, "-c", row, out, name], cwd=ROOT,
+        done = subprocess.run(["timeout", "-k", "10", str(limit), sys.executable, "-c", row, out, name], cwd=ROOT,
                               env=environment, capture_output=True, text=True)
         last = "too long" if done.returncode == 124 else " ".join(done.stderr.strip().splitlines()[-1:])
         return read_json(out, {"failed": f"exit {done.returncode}: {last}"})
@@ -279,18 +310,17 @@ def main(argv=None):
     p.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     p.add_argument("--toy", action="store_true", help="every row on a CPU at toy size; its numbers are no results")
     args = p.parse_args(argv)
-    if not CARD and not args.toy:
-        raise SystemExit("no card: see --toy")
     results = read_json(RESULTS / "gpu.json", {})
     for name in args.only:
-        started, found = time.time(), run(name, args.toy)
+        function, limit, arithmetic = ROWS[name]
+        found, started = {"not run": "no card"}, time.time()
+        if CARD or arithmetic or args.toy:
+            found = run(name, limit if CARD else 600, {"CUDA_VISIBLE_DEVICES": ""} if args.toy else {})
         results[name] = {
-            "what": " ".join(ROWS[name].__doc__.split()), "command": f"python -m benchmarks.gpu --only {name}",
+            "what": " ".join(function.__doc__.split()), "command": f"python -m benchmarks.gpu --only {name}",
             "commit": commit(), "date": str(datetime.date.today()), "machine": machine(),
             "versions": versions()[:9], "seconds": time.time() - started, "results": found}
         print(f"{name}: {time.time() - started:.0f} s, {json.dumps(found)}", flush=True)
-        if args.toy:
-            continue
         write_json(RESULTS / "gpu.json", results)
         rows = [[name, key, f"{value:.4g}" if isinstance(value, float) else str(value)]
                 for name, of in results.items() for key, value in flatten(of["results"]).items()]

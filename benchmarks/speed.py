@@ -231,6 +231,9 @@ def of_steps(batch=32, *towers):
               "infonce of four": lambda: sum(temo.multimodal_loss(*those, 0.1) for those in both()),
               "temo of four": lambda: temo.temo_loss(*itertools.chain(*both()), 0.5, 0.1, 0.05, 0.1),
               "temo": lambda: temo.temo_loss(*apart(), 0.5, 0.1, 0.05, 0.1)}
+    if find_spec("open_clip"):
+        from open_clip.loss import ClipLoss
+        losses["open_clip"] = lambda: ClipLoss()(*(F.normalize(x.float(), dim=1) for x in pair()), 1 / 0.1)
 
     def descend(loss, backward=torch.Tensor.backward):
         backward(loss())

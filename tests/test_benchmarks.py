@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from contrastive import engine
 
@@ -217,17 +218,25 @@ def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------- a card ------------------------------------------------------
-def test_a_row_that_fails_ends_no_other(tmp_path, monkeypatch):
+def test_without_a_card_a_row_says_so_and_one_that_fails_ends_no_other(tmp_path, monkeypatch):
     """A row of an earlier call stays; the process of the row `unknown` does not know it."""
-    monkeypatch.setattr(gpu, "CARD", True)                                       # here; the rows' processes look again
-    monkeypatch.setattr(gpu, "ROWS", gpu.ROWS | {"unknown": gpu.row_mama})
+    monkeypatch.setattr(gpu, "CARD", False)
+    monkeypatch.setattr(gpu, "ROWS", gpu.ROWS | {"unknown": (gpu.row_views, 60, True)})
     (tmp_path / "gpu.json").write_text(json.dumps({"waits": {"results": {"temo": 0}}}))
     monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    gpu.main(["--only", "unknown", "loss"])
+    gpu.main(["--only", "unknown", "views"])
     found = {name: row["results"] for name, row in json.loads((tmp_path / "gpu.json").read_text()).items()}
     assert found["unknown"]["failed"] == "exit 1: KeyError: 'unknown'" and found["waits"] == {"temo": 0}
-    assert found["loss"].keys() == {"temo", "infonce", "nt_xent"} and found["loss"]["temo"]["ms"] > 0
-    assert "| waits | temo | 0 |" in (tmp_path / "gpu.md").read_text()
+    assert found["views"] == {"not run": "no card"} and gpu.row_views()["compiled"]["ms"] > 0
+    assert "| views | not run | no card |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_the_idle_part_of_a_card():
+    kind = torch.autograd.DeviceType.CUDA if gpu.CARD else torch.autograd.DeviceType.CPU
+    spans = [(0, 4), (1, 2), (6, 8), (7, 10)]                                    # one inside another, a gap, an overlap
+    events = [SimpleNamespace(time_range=SimpleNamespace(start=a, end=b), device_type=kind, is_user_annotation=False)
+              for a, b in spans]
+    assert gpu.idle(SimpleNamespace(events=lambda: events)) == pytest.approx(0.2)
 
 
 def test_what_a_step_keeps_and_computes_is_counted_without_a_card():
