@@ -60,15 +60,6 @@ def write_images(folder, numbers, kind="png", **size):
     return [f"{i:03}.{kind}" for i in numbers]
 
 
-def write_features(root, clips=40):
-    """Features of clips as SSB has them, one file each: motion (time, 6) and appearance (time, 4), of unequal times."""
-    rng = np.random.default_rng(0)
-    for name, width in (("motion", 6), ("appearance", 4)):
-        (root / name).mkdir()
-        for i in range(clips):
-            np.save(root / name / f"clip{i}.npy", rng.normal(size=(3 + i % 9, width)).astype(np.float32))
-
-
 def write_rows(path, header, rows):
     """csv, tsv, jsonl, json or parquet by the ending of the path."""
     path = Path(path)
