@@ -34,12 +34,13 @@ class Names(TorchFunctionMode):
 
 
 class Waits(TorchDispatchMode):
-    """waits: {(for what, operation, file:line): times} while `on`; collectives: [(steps done, name, on the card?,
-    shapes)]."""
+    """waits: {(for what, operation, file:line): times} while `on`; collectives: [(steps done, on the card?)];
+    products: [on the card?] of matrices."""
 
     def __init__(self):
         super().__init__()
-        self.waits, self.collectives, self.on, self.step = collections.Counter(), [], False, 0
+        self.waits, self.on, self.step = collections.Counter(), False, 0
+        self.collectives, self.products = [], []
 
     def note(self, what, name):
         if self.on:
@@ -50,8 +51,10 @@ class Waits(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         there, here = [x for x in tensors if x.is_meta], [x for x in tensors if x.ndim and not x.is_meta]
         by_mask = function in INDEX and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if function is aten.mm.default:
+            self.products.append(args[0].is_meta)
         if function.namespace == "c10d":
-            self.collectives.append((self.step, name, not here, [x.shape for x in tensors]))
+            self.collectives.append((self.step, not here))
         elif function in (aten._to_copy.default, aten.copy_.default):
             return self.copy(function, args, kwargs)
         elif there and function in VALUES:
