@@ -131,13 +131,6 @@ def fp32(loss):
     return wrapped
 
 
-def rows_at_once(rows, columns, device):
-    """How many rows of (rows, columns) matrices a loss computes at a time: all, if their float32 temporaries fit into
-    1 GiB; else as many as fit into 64 MiB on a CPU (for its cache), into 1 GiB on a card (to keep it busy)."""
-    per_row = 4 * 21 * columns  # bytes; Algorithm 1 of TeMo written out keeps about 21 (B, N) matrices
-    return rows if rows * per_row <= 2**30 else max(1, 2**(30 if device.type == "cuda" else 26) // per_row)
-
-
 def per_anchor(value, anchor, name="tau", positive=True, columns=0):
     """Checks a temperature or margin of a loss. Returns: a number or () unchanged, (B,), one per anchor, as (B, 1).
 
@@ -171,11 +164,15 @@ def by_rows(loss, *rows, columns, block=0):
     Args:
         loss: function of slices of `rows` -> (b,), or () their mean; gradients flow back through the slices.
         rows: tensors whose first axis is B are sliced; anything else is passed whole.
-        columns: N.   block: rows at a time; 0 = see rows_at_once.
+        columns: N.   block: rows at a time; 0 = all, if their float32 temporaries fit into 1 GiB; else as many as fit
+            into 64 MiB on a CPU (for its cache), into 1 GiB on a card (to keep it busy).
     Returns: (B,), or () the mean over all rows.
     """
     B = len(rows[0])
-    block = block or rows_at_once(B, columns, rows[0].device)
+    per_row = 4 * 21 * columns  # bytes; Algorithm 1 of TeMo written out keeps about 21 (B, N) matrices
+    if not block and B * per_row > 2**30:
+        block = max(1, 2**(30 if rows[0].is_cuda else 26) // per_row)
+    block = block or B
     if block >= B:
         return loss(*rows)
     def cut(x, i):

@@ -251,8 +251,8 @@ EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.
 OWN = MOVING | dict(
     recipe="ours; small towers from scratch", image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
 RECIPES = {
-    "moving-emoji": MOVING, "emoji": EMOJI,
-    "msrvtt": CLIP4CLIP, "msvd": CLIP4CLIP | dict(epochs=3.0, warmup_fraction=0.0), "activitynet": PARAGRAPHS,
+    "moving-emoji": MOVING, "emoji": EMOJI, "msrvtt": CLIP4CLIP, "activitynet": PARAGRAPHS,
+    "msvd": CLIP4CLIP | dict(epochs=3.0, warmup_fraction=0.0),
     "didemo": PARAGRAPHS | dict(recipe="ours; as activitynet, which is as long"),
     "youcook2": CLIP4CLIP | dict(recipe="ours; as msrvtt"),
     "howto100m": CLIP4CLIP | dict(recipe="ours; as msrvtt", epochs=1.0, unfold_captions=False),
@@ -306,6 +306,7 @@ def parse_args(argv=None):
     args = p.parse(argv, RECIPES, loss_defaults)
     p.require(not args.learnable_tau or args.tau >= 0.01, "--tau: if learnt at least 0.01")
     p.require(args.image_encoder != "ssb" or args.feature_dir, "--image-encoder ssb: --feature-dir?")
+    p.only(args.text_encoder != "small", "with a transformers --text-encoder", "--text-dropout")
     p.only(args.image_encoder != "ssb", "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
     p.require(not args.feature_dir or {word.partition("=")[0] for word in args.eval_datasets} <= {args.dataset},
               f"--eval-datasets: --feature-dir is of {args.dataset} alone; eval.py --feature-dir evaluates on others")

@@ -298,8 +298,7 @@ CC12M = CC3M | dict(
     image_aug="simclr", grad_augmented=True, paraphrase_anchor=False,
     flip=0.0, randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"])
 EMOJI = dict(
-    recipe="ours",
-    image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
+    recipe="ours", image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
     image_size=48, image_stats="encoder", eval_resize="crop", text_length=24, text_pooling="mean", clean_captions=False,
     epochs=24.0, batch_size=256, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98, grad_clip=1.0,
     optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8,

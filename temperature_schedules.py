@@ -257,8 +257,7 @@ IMAGENET100 = CIFAR | dict(
     imbalance_ratio=0.0, eval_epoch="", train_features="clean", eval_crop=0.875, shot_limits=[100, 20])
 FASHION = CIFAR | dict(recipe="ours; as cifar10-lt", epochs=500.0, period=100.0, jitter_p=0.0, grey=0.0)
 EMOJI = CIFAR | dict(
-    recipe="ours",
-    image_encoder="small", head_norm="none", image_stats="encoder",
+    recipe="ours", image_encoder="small", head_norm="none", image_stats="encoder",
     epochs=30.0, batch_size=256, optimizer="adamw", lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.05,
     decay_all=False, zero_init=True, period=12.0, queue_size=1024,
     crop_min=0.3, hue=0.02,  # small, since hue tells classes apart
@@ -355,7 +354,8 @@ def parse_args(argv=None):
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
     p.require(args.imbalance_ratio == 0 or args.imbalance_ratio >= 1,
               f"--imbalance-ratio {args.imbalance_ratio}: must be at least 1, or 0 to leave the data as they are")
-    p.only(not args.index_file or args.dataset == "imagenet100-lt", "without --index-file", "--split-seed")
+    cut = args.imbalance_ratio >= 1 and (not args.index_file or args.dataset == "imagenet100-lt")
+    p.only(cut, "where --imbalance-ratio, and no --index-file, makes the tail", "--split-seed")
     p.require(not any(args.shot_limits) or 0 < args.shot_limits[1] <= args.shot_limits[0] + 1,
               f"--shot-limits {args.shot_limits[0]} {args.shot_limits[1]}: TAIL must be from 1 to HEAD + 1, or both 0")
     p.require(not args.stop_at_phase or args.epochs >= args.period,

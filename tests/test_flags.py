@@ -37,12 +37,12 @@ NO_EFFECT = {  # the last flag of each, which would do nothing beside the others
             "--paraphrase-anchor; --randaugment-magnitude 9; --val-fraction 0.1; --hold-out-val",
     TS: "--schedule fixed --tau-max 0.5; --tau-head 1 --tau-tail 0.1 --schedule step; --learnable-tau; --queue-size 9;"
         "--recipe cifar10-lt --loss sdclr --tau-head 1 --tau-tail 0.1 --learnable-tau; --prune 0.9;"
-        "--loss moco --head-norm none; --eval-epoch 3 --stop-at-phase 0.7; --index-file f --split-seed 1",
+        "--loss moco --head-norm none; --eval-epoch 3 --stop-at-phase 0.7",
     "mmts": "--learnable-tau; --tau 0.1; --loss max-margin --margin 0.1; --no-shifts --shift-max 1;"
             "--no-schedule --periods 3; --clusters noun --num-clusters 9; --randaugment-magnitude 9;"
             "--loss max-margin --label-smoothing 0.1",
     "ncl": "--margin 0.1; --loss max-margin --learnable-tau; --feature-dir .; --optimizer sgd --beta2 0.9; "
-           "--support-tau 1; --image-encoder ssb --feature-dir . --jitter 0.1",
+           "--support-tau 1; --text-dropout 0.1; --image-encoder ssb --feature-dir . --jitter 0.1",
     "mama": "--lr-schedule constant --lr-end 0; --loss infonce --weighting meta; --weighting l2rw --meta-every 2;"
             "--eta 2; --focal-gamma=2; --spl-start 0.3; --weighting none --meta-batch-size 8;"
             "--margin-schedule none --a0 1; --margin-schedule constant --a2 1;"
@@ -120,6 +120,12 @@ def test_the_value_of_a_flag_stands_in_one_place(name, without_recipe):
     defaults = {action.dest for group in own for action in group._group_actions if action.default is not None}
     everywhere = set.intersection(*map(set, importlib.import_module(name).RECIPES.values()))
     assert len(defaults) > 3 and defaults & everywhere <= {"loss"}         # it chooses a recipe
+
+
+def test_a_misspelt_key_of_a_recipe_is_refused(monkeypatch, capsys):
+    monkeypatch.setitem(ncl.RECIPES, "own", ncl.OWN | {"warm_up_epochs": 3.0})
+    said = refused(ncl.parse_args, ["--dataset", "mine.csv"], capsys)
+    assert said == "error: recipe own: there is no flag warm_up_epochs\n"
 
 
 @each_script

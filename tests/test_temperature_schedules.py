@@ -394,13 +394,14 @@ def test_figure_4_is_the_mean_over_the_last_period_of_runs(tmp_path, capsys):
 def test_a_seed_that_draws_no_split_is_refused(capsys):
     lists = "--index-file a --test-file b --data-dir .".split()
     for flags, allowed in ((["--dataset", "cifar10-lt"], True), (["--dataset", "cifar10-lt", *lists[:2]], False),
+                           (["--dataset", "imagenet100-lt", *lists], False),
                            (["--dataset", "imagenet100-lt", *lists, "--imbalance-ratio", "50"], True)):
         asked = [*flags, "--split-seed", "3"]
         if allowed:
             assert ts.parse_args(asked).split_seed == 3
         else:
             said = helpers.refused(ts.parse_args, asked, capsys)
-            assert "--split-seed: only without --index-file; it would have no effect" in said
+            assert "--split-seed: only where --imbalance-ratio" in said
 
 
 def test_decay_of_all_but_a_learnt_tau(tmp_path):

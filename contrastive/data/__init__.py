@@ -67,11 +67,6 @@ def facts_of(word):
     return find_set(name).SETS[name] if name in MODULES else {}
 
 
-def of_a_paper(name):
-    """Whether this is a set of the papers, neither a user's own nor one that is drawn."""
-    return isinstance(MODULES.get(name), str) and "drawn" not in facts_of(name)
-
-
 def splits_of(name, hold_out_val=False):
     """The splits of a data set; one by name that comes without val has it only if it is held out of train."""
     own = tuple(facts_of(name).get("splits", ("train", "val", "test")))
@@ -114,7 +109,8 @@ def load_data(name, split, **options):
                         "--extra-captions")
     if join:
         data = with_column(data, "captions", [[" ".join(of_row)] for of_row in data.column("captions")])
-    wrong = same_text == "wrong" or same_text != "positive" and of_a_paper(name)
+    of_a_paper = isinstance(MODULES.get(name), str) and "drawn" not in facts  # neither a user's own nor drawn
+    wrong = same_text == "wrong" or same_text != "positive" and of_a_paper
     if wrong and not data.streamed:
         data = dataclasses.replace(data, same_text="wrong")
     if split != "train":

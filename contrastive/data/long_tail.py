@@ -120,7 +120,7 @@ def _listed(name, files, options):
                         "(lines 'path class', as SDCLR's split/imagenet-100/*.txt)")
     sets = {}
     for kind, file in [(kind, file) for kind, file in files.items() if file]:
-        with opening(file):
+        with opening(f"--{kind}-file {file}"):
             rows = [line.split() for line in Path(file).read_text(encoding="utf8").splitlines()]
             paths, labels = [path for path, _ in rows], [int(y) for _, y in rows]
         names, split = [str(y) for y in range(max(labels) + 1)], "train" if kind == "index" else kind

@@ -115,10 +115,12 @@ class Parser(OneLine):
         self.require(chosen.recipe in recipes, f"--recipe {chosen.recipe}: there are {', '.join(recipes)}")
         self._add_shared([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
         own = own(chosen) if own else {}
-        known = {a.dest for a in self._actions}  # another set's recipe may have flags of that set alone
-        recipe = {k: v for k, v in recipes[chosen.recipe].items() if k in known and k != "recipe"}
-        if "eval_datasets" in recipe:  # the set that the recipe was made for is the one that is named now
-            sets = recipe["eval_datasets"]
+        known, recipe = {a.dest for a in self._actions}, recipes[chosen.recipe]
+        of_its_set = {flag[2:].replace("-", "_") for flag in facts_of(chosen.recipe).get("options", {})}  # alone
+        wrong = sorted(recipe.keys() - known - of_its_set - {"recipe"})
+        self.require(not wrong, f"recipe {chosen.recipe}: there is no flag {', '.join(wrong)}")
+        recipe = {k: v for k, v in recipe.items() if k in known - {"recipe"}}
+        if sets := recipe.get("eval_datasets"):  # the set that the recipe was made for is the one that is named now
             recipe["eval_datasets"] = [chosen.dataset if name == chosen.recipe else name for name in sets]
         if chosen.image_encoder not in ("", recipe["image_encoder"]):  # its chunks fit the recipe's encoder
             recipe = {k: v for k, v in recipe.items() if k != "chunk_size"}

@@ -348,8 +348,7 @@ class Run:
             "versions": versions(args.cpu), **extra}
         if rank() == 0:
             write_json(self.folder / "summary.json", summary)
-        say(report(summary, self.folder))
-        if rank() == 0:
+            say(report(summary, self.folder))
             draw(self)
         barrier()
         self.accelerator.end_training()  # trackers and the process group are closed
@@ -359,8 +358,7 @@ class Run:
         """Writes the encoders, which load_model reads (model.safetensors, model.json, tokenizer/), and own.safetensors,
         the parameters of the loss, if it has any."""
         write_tensors(self.folder / "model.safetensors", self.tower.state_dict())
-        own = {k: p for k, p in self.own.named_parameters() if p.requires_grad}
-        if own:
+        if own := {k: p for k, p in self.own.named_parameters() if p.requires_grad}:
             write_tensors(self.folder / "own.safetensors", own)
         write_json(self.folder / "model.json", self.spec)
         if self.tokenizer:
