@@ -4,6 +4,7 @@ rows of gpu.py and speed.py at toy size."""
 import importlib
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,8 @@ def test_compare_tunes_on_val_on_a_seed_of_its_own(fork):
     assert sorted(pairs) == sorted(f"0 {k} 0.1 {w}" for k in (0, 1) for w in (False, True))
     arm = read_json("runs/compare/comparison.json")["arms"]["mine.py"]
     assert arm["flags"] == "mine.py --tau=0.1" and len(arm["tuning"]) == 3
+    with pytest.raises(SystemExit, match="2"):                                   # which tau would it be?
+        compare.main([*PAIR, "--tune", "tau=1", "--tau", "2"])
 
 
 def test_means_deviations_and_further_metrics(fork, capsys):
@@ -132,15 +135,6 @@ def test_means_deviations_and_further_metrics(fork, capsys):
         compare.main([*PAIR, "--metric", "R@5"])
 
 
-@pytest.mark.parametrize("words, says", [
-    (["mine.py", "mine.py --worse", "--tune", "tau=1", "--tau", "2"], "--tau is set by --vary or --tune"),
-    (["mine.py", "yours.py"], "yours.py: no such script")])
-def test_what_would_not_run_as_asked_is_refused(fork, capsys, words, says):
-    with pytest.raises(SystemExit):
-        compare.main(words)
-    assert says in capsys.readouterr().err and not Path("calls").exists()
-
-
 def test_a_failed_run_is_said_and_not_tried_again(fork, capsys):
     with pytest.raises(SystemExit, match="^1 runs failed"):
         compare.main([*PAIR, "--dataset", "bad", "--seeds", "3"])
@@ -151,9 +145,7 @@ def test_a_failed_run_is_said_and_not_tried_again(fork, capsys):
 # ------------------------------------------------------- claims ------------------------------------------------------
 def test_tables_come_from_the_stored_runs(tmp_path, monkeypatch):
     """The committed tables, and with them the names of runs: a changed word would lose them."""
-    (tmp_path / "claims").mkdir()
-    for file in (claims.RESULTS / "claims").glob("*.json"):
-        (tmp_path / "claims" / file.name).symlink_to(file)
+    shutil.copytree(claims.RESULTS / "claims", tmp_path / "claims", ignore=shutil.ignore_patterns("*.png"))
     monkeypatch.setattr(claims, "RESULTS", tmp_path)
     monkeypatch.setattr(claims, "draw", lambda *_: None)
     claims.main(["--report"])

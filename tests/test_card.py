@@ -210,7 +210,7 @@ def test_no_step_waits_for_the_card(line, tiny, tmp_path, monkeypatch):
     line = line.replace("CLIP", tiny("clip")[0]).replace("BERT", tiny("bert")[0])
     seen = train(line, tmp_path, monkeypatch)
     of_step = [on_card for step, on_card in seen.collectives if step == 2]
-    assert not seen.waits and len(of_step) >= 5 and all(of_step)  # two embeddings there and back, and the check
+    assert not seen.waits and len(of_step) >= 2 and all(of_step)  # embeddings and the check
 
 
 PLANTS = {"a value": lambda x: x.sum().item(), "a shape": lambda x: x[x > 0],
