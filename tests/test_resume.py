@@ -243,7 +243,6 @@ def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(lagged, 
     loss, now, every = temo.multimodal_loss, [], 8 if lagged else 4
     put_off(monkeypatch, lagged)
     at_step(monkeypatch, 4, lambda: now.append(4))
-    at_step(monkeypatch, 5, now.clear)
     if lagged:
         at_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.setattr(temo, "multimodal_loss", lambda *x: loss(*x) * (math.nan if now and rank() else 1))
