@@ -42,7 +42,7 @@ NO_EFFECT = {  # the last flag of each, which would do nothing beside the others
             "--no-schedule --periods 3; --clusters noun --num-clusters 9; --randaugment-magnitude 9;"
             "--loss max-margin --label-smoothing 0.1",
     "ncl": "--margin 0.1; --loss max-margin --learnable-tau; --feature-dir .; --optimizer sgd --beta2 0.9; "
-           "--support-tau 1; --text-dropout 0.1; --image-encoder ssb --feature-dir . --jitter 0.1",
+           "--support-tau 1; --text-dropout; --image-encoder ssb --feature-dir . --jitter 0.1",
     "mama": "--lr-schedule constant --lr-end 0; --loss infonce --weighting meta; --weighting l2rw --meta-every 2;"
             "--eta 2; --focal-gamma=2; --spl-start 0.3; --weighting none --meta-batch-size 8;"
             "--margin-schedule none --a0 1; --margin-schedule constant --a2 1;"
