@@ -5,6 +5,7 @@ import csv
 import importlib.util
 import io
 import json
+import pickle
 import struct
 import tarfile
 import zlib
@@ -256,6 +257,22 @@ def write_json(path, content):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(content), encoding="utf8")
     return Path(path)
+
+
+def write_files(root, files):
+    """{path below root: content}: texts as they are, else a pickle, a table of rows or JSON by the ending."""
+    for name, content in files.items():
+        path = Path(root) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            path.write_text(content, encoding="utf8")
+        elif path.suffix == ".pkl":
+            path.write_bytes(pickle.dumps(content, protocol=2))
+        elif path.suffix == ".parquet":
+            write_rows(path, [*content[0]], [row.values() for row in content])
+        else:
+            write_json(path, content)
+    return Path(root)
 
 
 def fork(script, folder, old, new):

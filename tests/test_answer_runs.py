@@ -95,14 +95,12 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     paths = [{"path": str(tmp_path / f"{k}.mp4"), "start": None, "end": None} for k in "abc"]
     table = common.make_table([["one two", "one two three"], ["four"], ["five six"]], list("abc"), paths)
     data = common.Data("files", "test", table)
-    assert score.short_captions(data, "") == ["one two", "four", "five six"]
     assert score.caption_pairs(data, "") == {0: ["one two", "one two three"]}
     write_rows(tmp_path / "short.csv", ["video", "caption"], [("c.mp4", "x"), ("a.mp4", "one two three four")])
-    assert score.short_captions(data, str(tmp_path / "short.csv")) == ["one two three four", "", "x"]
     assert score.caption_pairs(data, str(tmp_path / "short.csv")) == {2: ["x", "five six"]}
     write_rows(tmp_path / "none.csv", ["video", "caption"], [("x.mp4", "x")])
     with pytest.raises(UserError, match="none of its 1 rows matches a clip of files"):
-        score.short_captions(data, str(tmp_path / "none.csv"))
+        score.caption_pairs(data, str(tmp_path / "none.csv"))
 
 OTHER = {"eta": ["--task", "qa-open", "--eta", "0"],
          "answers": ["--task", "qa-open", "--answers", "3"], "layers": ["--task", "qa-open", "--fusion-layers", "3"],

@@ -1,266 +1,173 @@
-"""Video sets by name, on replicas of their authors' files and of the hub's."""
+"""Video sets by name: replicas of their authors' files and of the hub's, and what is read from them."""
 
-import itertools
-import json
 import os
 import pickle
-from pathlib import Path
 
 import common
-from contrastive import data as data_sets
 from contrastive.data.annotations import Files
 
 import numpy as np
 import pytest
-import torch
 
-from helpers import TEXT, complains, numbers, write_clips, write_json, write_rows, write_video
-
-SHOWN = [0, 2, 5, 7]  # of eight frames, four spread
+from helpers import TEXT, complains, numbers, write_clips, write_files
 
 
-def check(data, expected):
-    """expected: (key, captions, number of its clip) in order."""
-    assert len(data) == len(expected)
-    for i, (key, captions, k) in enumerate(expected):
-        example = data[i]
-        assert (example["key"], example["captions"], data.captions(i)) == (key, captions, captions)
-        assert example["pixels"].shape == (4, 3, 64, 96) and example["pixels"].dtype == torch.uint8
-        assert numbers(example["pixels"]) == [8 * k + j for j in SHOWN]
+def row(**columns):
+    return dict(columns)
 
 
-def lines(prefix, n=3):
-    return [f"{prefix}, sentence {k}" for k in range(n)]
+def said(name, n=2):
+    return [f"{name} says {k}" for k in range(n)]
 
 
-def clip4clip_msrvtt(root):
-    """The layout of CLIP4Clip's download; video3 is not there."""
-    names = {0: "video0.mp4", 1: "video1.mp4", 2: "video2.mp4", 4: "video7010.mp4", 5: "video7011.mp4"}
-    write_clips(root / "videos" / "all", names)
-    notes = root / "msrvtt_data"
-    write_rows(notes / "MSRVTT_train.9k.csv", ["video_id"], [[f"video{k}"] for k in (0, 1, 2, 3)])
-    write_rows(notes / "MSRVTT_JSFUSION_test.csv", ["key", "vid_key", "video_id", "sentence"],
-               [("ret0", "msr7010", "video7010", "a test, with a comma"), ("ret1", "msr7011", "video7011", "another"),
-                ("ret2", "msr7012", "video7012", "gone")])
-    order = ("video0", "video7010", "video1", "video2", "video3")
-    sentences = [{"sen_id": 9 * k + j, "video_id": v, "caption": lines(v)[j]}
-                 for j in range(3) for k, v in enumerate(order)]
-    about = [{"video_id": "video0", "url": "", "split": "train", "category": 3, "start time": 1.0, "end time": 2.0,
-              "id": 0}]
-    content = {"info": {}, "sentences": sentences, "videos": about}
-    (notes / "MSRVTT_data.json").write_text(json.dumps(content))
-    return {"data_dir": str(notes), "video_dir": str(root / "videos"), "frames": 4}
+def step(start, end, sentence):
+    return {"id": 0, "segment": [start, end], "sentence": sentence}
 
 
-def test_msrvtt_as_clip4clip_has_it(tmp_path):
-    options = clip4clip_msrvtt(tmp_path)
-    train = common.load_data("msrvtt", "train", **options)
-    check(train, [(f"video{k}", lines(f"video{k}"), k) for k in range(3)])
-    assert "1 videos (3 rows) are not in" in train.note and "video3" in train.note
-    assert "3 examples, 9,000 expected" in train.note
-    test = common.load_data("msrvtt", "test", **options)
-    check(test, [("video7010", ["a test, with a comma"], 4), ("video7011", ["another"], 5)])
-    assert test.split == "test" and "video7012" in test.note and not test.grouped
-    assert train.labels.tolist() == [3, -1, -1] and train.label_names[18] == "beauty"
-    complains("msrvtt", "val", "msrvtt has no val split; it has: train, test", **options)
+def clip_of_ssv2(number, template):
+    return {"id": number, "label": f"holding {number}", "placeholders": [number], "template": template}
 
 
-def test_msrvtt_as_rows_of_json(tmp_path):
-    """The clips are cut already: start and end time are no window; the category is a number."""
-    write_clips(tmp_path / "MSRVTT_Videos", {0: "video0.mp4", 1: "video1.mp4", 2: "video7010.mp4"})
-    rows = [{"video_id": v, "video": f"{v}.mp4", "caption": said, "category": 18, "start time": 5.0, "end time": 9.0}
-            for v, said in (("video0", lines("a", 20)), ("video1", lines("b", 20)), ("video5", ["c"]))]
-    write_json(tmp_path / "msrvtt_train_9k.json", rows)
-    write_json(tmp_path / "msrvtt_test_1k.json", [rows[0] | {"video": "video7010.mp4", "caption": "one string"}])
-    here, below = str(tmp_path), str(tmp_path / "MSRVTT_Videos")
-    for options in ({"data_dir": here}, {"video_dir": here}, {"data_dir": here, "video_dir": below}):
-        train = common.load_data("msrvtt", "train", frames=4, **options)
-        check(train, [("video0.mp4", lines("a", 20), 0), ("video1.mp4", lines("b", 20), 1)])
-        assert "video5" in train.note and train.labels.tolist() == [18, 18]
-        check(common.load_data("msrvtt", "test", frames=4, **options), [("video7010.mp4", ["one string"], 2)])
+# Every set is about the same videos, b in two folders deep; `gone` is not there. {folder: {file: its content}}
+CLIP4CLIP = {"info": {}, "videos": [{"video_id": "a", "category": 3, "start time": 1.0, "end time": 2.0}],
+             "sentences": [{"sen_id": k, "video_id": v, "caption": said(v)[k]} for k in range(2) for v in "acb"]
+             + [{"sen_id": 9, "video_id": "gone", "caption": "x"}]}
+CUT = {"video_id": "a", "category": 18, "start time": 5.0, "end time": 9.0}  # the hub's clips are cut already
+YOUCOOK2 = {"a": {"subset": "training", "annotations": [step(2, 4, "step 0"), step(6.0, 8.5, "step 1")]},
+            "b": {"subset": "validation", "annotations": [step(1.0, 3.0, "step 2")]},
+            "gone": {"subset": "training", "annotations": [step(0, 1, "step 3")]}}
+SPEECH = {"a": {"start": [0.0, 1.0], "end": [0.9, 2.0], "text": ["a zero", "a one"]},
+          "gone": {"start": [0.0], "end": [1.0], "text": ["never"]}, "b": {"start": [], "end": [], "text": []}}
+DIDEMO = [("a.mov", "first a."), ("b.m4v", "first b."), ("a.mov", "then a."), ("gone.avi", "gone.")]
+FILES = {
+    "msrvtt": {
+        "MSRVTT_train.9k.csv": "video_id\na\nb\ngone\n", "MSRVTT_data.json": CLIP4CLIP,
+        "MSRVTT_JSFUSION_test.csv": 'key,vid_key,video_id,sentence\nr0,m1,c,"one, with a comma"\nr1,m2,gone,x\n'},
+    "msrvtt of the hub": {
+        "msrvtt_train_9k.json": [CUT | row(video="a.mp4", caption=said("a")), CUT | row(video="b.mp4", caption=["b"]),
+                                 CUT | row(video="gone.mp4", caption=["x"])],
+        "msrvtt_test_1k.json": [CUT | row(video="c.mp4", caption="one string")]},
+    "msvd": {
+        "train_list.txt": "a \r\ngone\r\n\r\n", "val_list.txt": "b\n", "test_list.txt": "c\n",
+        "raw-captions.pkl": {v: [["a", "man", k] for k in "01"] for v in ("a", "b", "c", "gone")}},
+    "msvd of the hub": {"msvd_test.json": [row(video="a.avi", caption=["a man", "a man", "music"])]},
+    "activitynet": {
+        "train.json": {"v_a": row(duration=8.0, timestamps=[[0.0, 0.5]] * 2, sentences=[" It begins. ", " It ends."]),
+                       "c": row(sentences=[]), "v_b": row(sentences="one text"), "v_gone": row(sentences=["gone"])},
+        "val_1.json": {"v_c": row(sentences=["It is.", "It was."])}, "val_2.json": {"v_a": row(sentences=["other"])}},
+    "didemo": {
+        "train_data.json": [row(video=v, description=d, times=[[0, 0]], num_segments=6) for v, d in DIDEMO],
+        "val_data.json": [row(video="b.m4v", description="b in val.")]},
+    "didemo of the hub": {"didemo_train.json": [row(video="a.mov", caption=["first a.", "then a."])]},
+    "youcook2": {"annotations/youcookii_annotations_trainval.json": {"database": YOUCOOK2}},
+    "youcook2 of the hub": {"data/val-00000-of-00001.parquet": [
+        row(id=k, segment=[1.0 + 3 * k, 3.0 + 3 * k], sentence=f"step {k}", video_path="deep/er/b.webm",
+            youtube_id="b") for k in range(2)]},
+    "howto100m": {"caption.json": SPEECH},
+    "ssv2-lt": {
+        "something-something-v2-train.json": [clip_of_ssv2("x", "Moving [a] up"), clip_of_ssv2("b", "Holding [a]"),
+                                              clip_of_ssv2("a", "Moving [a] up"), clip_of_ssv2("gone", "Holding [a]")],
+        "something-something-v2-validation.json": [clip_of_ssv2("c", "Holding [a]")],
+        "train.csv": "original_vido_id video_id frame_id\nb 0 1\nb 0 2\na 1 1\ngone 2 1\n",
+        "val.csv": "original_vido_id\nc 0 1\n", "trainval.csv": "original_vido_id\na 0 0\nc 0 0\n"}}
+
+WHOLE_A, WHOLE_B, WHOLE_C = [0, 26, 53, 79], [100, 106, 113, 119], [200, 202, 205, 207]  # four frames of each
+HALF_A = [0, 20, 39, 59]  # of its first 30 seconds
+LOST = "1 videos (1 rows) are not in"
+# set, split: {key: (captions, four frames)}, the classes of the rows, words of the note; what stands after "of" in the
+# name of a set is which of its layouts
+EXPECTED = {
+    ("msrvtt", "train"): ({"a": (said("a"), WHOLE_A), "b": (said("b"), WHOLE_B)}, ["sports", None],
+                          f"{LOST}; 1 without a class; WARNING: 2 examples, 9,000 expected"),
+    ("msrvtt", "test"): ({"c": (["one, with a comma"], WHOLE_C)}, [None], f"{LOST}"),
+    ("msrvtt of the hub", "train"): ({"a.mp4": (said("a"), WHOLE_A), "b.mp4": (["b"], WHOLE_B)}, ["beauty"] * 2, LOST),
+    ("msrvtt of the hub", "test"): ({"c.mp4": (["one string"], WHOLE_C)}, ["beauty"], ""),
+    ("msvd", "train"): ({"a": (["a man 0", "a man 1"], WHOLE_A)}, [], LOST),
+    ("msvd", "val"): ({"b": (["a man 0", "a man 1"], WHOLE_B)}, [], "100 expected"),
+    ("msvd", "test"): ({"c": (["a man 0", "a man 1"], WHOLE_C)}, [], "670 expected"),
+    # twice is two queries: the papers count 27,763
+    ("msvd of the hub", "test"): ({"a.avi": (["a man", "a man", "music"], WHOLE_A)}, [], ""),
+    ("activitynet", "train"): ({"v_a": (["It begins. It ends."], WHOLE_A), "v_b": (["one text"], WHOLE_B)}, [],
+                               f"{LOST}; 1 without a caption"),
+    ("activitynet", "test"): ({"v_c": (["It is. It was."], WHOLE_C)}, [], ""),
+    ("didemo", "train"): ({"a.mov 0-30 s": (["first a. then a."], HALF_A), "b.m4v 0-30 s": (["first b."], WHOLE_B)},
+                          [], LOST),
+    ("didemo", "val"): ({"b.m4v 0-30 s": (["b in val."], WHOLE_B)}, [], ""),
+    ("didemo of the hub", "train"): ({"a.mov 0-30 s": (["first a. then a."], HALF_A)}, [], ""),
+    ("youcook2", "train"): ({"a 2-4 s": (["step 0"], [4, 5, 6, 7]), "a 6-8.5 s": (["step 1"], [12, 13, 15, 16])}, [],
+                            LOST),
+    ("youcook2", "test"): ({"b 1-3 s": (["step 2"], [102, 103, 104, 105])}, [], ""),
+    ("youcook2 of the hub", "test"): ({"deep/er/b.webm 1-3 s": (["step 0"], [102, 103, 104, 105]),
+                                       "deep/er/b.webm 4-6 s": (["step 1"], [108, 109, 110, 111])}, [], ""),
+    ("howto100m", "train"): ({"a 0": (["a zero"], [0, 0, 1, 1]), "a 1": (["a one"], [2, 2, 3, 3])}, [], LOST),
+    ("ssv2-lt", "train"): ({"b": (["holding b"], WHOLE_B), "a": (["holding a"], WHOLE_A)},
+                           ["Holding a", "Moving a up"], f"{LOST}; WARNING: 2 examples, 50,418 expected"),
+    ("ssv2-lt", "test"): ({"c": (["holding c"], WHOLE_C)}, ["Holding a"], "2,610 expected"),
+    ("ssv2-lt", "val"): ({"a": (["holding a"], WHOLE_A), "c": (["holding c"], WHOLE_C)}, ["Moving a up", "Holding a"],
+                         "6,960 expected")}
 
 
-def test_msvd(tmp_path):
-    ids = {"train": ["-4wsuPCjDBc_5_15", "0lh_UWF9ZP4_62_69", "gone_1_2"], "val": ["abc_1_2"], "test": ["def.g_3_4"]}
-    every = sum(ids.values(), [])
-    write_clips(tmp_path / "YouTubeClips", dict(enumerate(f"{v}.avi" for v in every if v != "gone_1_2")))
-    for split, names in ids.items():
-        (tmp_path / f"{split}_list.txt").write_bytes(" \r\n".join(names).encode() + b"\r\n\r\n")
-    words = {v: [["a", "man", str(k)] for k in range(5)] for v in every}
-    (tmp_path / "raw-captions.pkl").write_bytes(pickle.dumps(words, protocol=2))
-    said, place = [f"a man {k}" for k in range(5)], itertools.count()
-    for split, names in ids.items():
-        data = common.load_data("msvd", split, data_dir=str(tmp_path), frames=4)
-        check(data, [(v, said, next(place)) for v in names if v != "gone_1_2"])
-        assert data.grouped is True and ("gone_1_2" in data.note) == (split == "train")
-    rows = [("abc_1_2.avi", ["a man", "a man", "music"])]
-    write_rows(tmp_path / "hub" / "msvd_test.json", ["video", "caption"], rows)
-    hub = common.load_data("msvd", "test", data_dir=str(tmp_path / "hub"), video_dir=str(tmp_path), frames=4)
-    assert hub.captions(0) == ["a man", "a man", "music"]  # twice is two queries: the papers count 27,763
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory):
+    """The files of all sets in a folder each, and the videos: 40, 10 and 4 seconds of two frames."""
+    root = tmp_path_factory.mktemp("sets")
+    for name, first, length in (("v_a.mp4", 0, 80), ("deep/er/b.webm", 5, 20), ("c.gif", 25, 8)):
+        write_clips(root / "videos", {first: name}, length, fps=2)
+    for layout, files in FILES.items():
+        write_files(root / layout, files)
+    return root
 
 
-def test_activitynet_joins_its_sentences_and_leaves_out_what_has_none(tmp_path):
-    write_clips(tmp_path / "videos", {0: "v_aaaaaaaaaa1.mp4", 1: "bbbbbbbbbb2.mp4", 2: "v_cccccccccc3.webm"})
-
-    def write(file, **sentences):
-        notes = {v: {"duration": 8.0, "timestamps": [[0.0, 0.5], [0.4, 0.8]], "sentences": said}
-                 for v, said in sentences.items()}
-        (tmp_path / file).write_text(json.dumps(notes))
-
-    write("train.json", v_aaaaaaaaaa1=[" It begins. ", " It ends."], v_cccccccccc3=[], v_bbbbbbbbbb2="one text",
-          v_dddddddddd4=["gone"])
-    write("val_1.json", v_cccccccccc3=["It is.", "It was."])
-    write("val_2.json", v_aaaaaaaaaa1=["another"])
-    options = {"data_dir": str(tmp_path), "video_dir": str(tmp_path / "videos"), "frames": 4}
-    train = common.load_data("activitynet", "train", **options)
-    check(train, [("v_aaaaaaaaaa1", ["It begins. It ends."], 0), ("v_bbbbbbbbbb2", ["one text"], 1)])
-    assert "v_dddddddddd4" in train.note and "1 without a caption" in train.note
-    test = common.load_data("activitynet", "test", **options)
-    check(test, [("v_cccccccccc3", ["It is. It was."], 2)])
+def opened(root, layout, split, **options):
+    where = {"data_dir": str(root / layout), "video_dir": str(root / "videos"), "frames": 4}
+    return common.load_data(layout.split()[0], split, **(where | options))
 
 
-def test_didemo_joins_its_descriptions_and_keeps_to_thirty_seconds(tmp_path):
-    write_video(tmp_path / "1@N02_1_a.mov", range(80), fps=2)  # 40 seconds
-    write_video(tmp_path / "2@N02_2_b.mp4", range(100, 120), fps=2)
-    said = [("1@N02_1_a.mov", "first a."), ("2@N02_2_b.m4v", "first b."), ("1@N02_1_a.mov", "then a."),
-            ("3@N02_3_c.avi", "gone.")]
-    rows = [{"video": v, "description": d, "times": [[0, 0]], "num_segments": 6, "annotation_id": k, "dl_link": ""}
-            for k, (v, d) in enumerate(said)]
-    (tmp_path / "train_data.json").write_text(json.dumps(rows))
-    (tmp_path / "val_data.json").write_text(json.dumps(rows[1:2]))
-    train = common.load_data("didemo", "train", data_dir=str(tmp_path), frames=60)
-    assert [train.captions(i) for i in range(len(train))] == [["first a. then a."], ["first b."]]
-    assert "3@N02_3_c.avi" in train.note
-    assert numbers(train.read(0)) == list(range(60))  # 30 s at 2 a second
-    assert set(numbers(train.read(1))) == set(range(100, 120))
-    assert len(common.load_data("didemo", "val", data_dir=str(tmp_path), frames=4)) == 1
+@pytest.mark.parametrize("layout, split", EXPECTED)
+def test_the_rows_of_a_set(layout, split, replica):
+    rows, classes, words = EXPECTED[layout, split]
+    data = opened(replica, layout, split)
+    found = {data.key(i): (data.captions(i), numbers(data.read(i))) for i in range(len(data))}
+    assert found == rows and [*found] == [*rows] and len(data) == len(rows)
+    assert [data.label_names[y] if y >= 0 else None for y in (data.labels if classes else ())] == classes
+    assert all(word in data.note for word in words.split("; ")), data.note
+    assert data.split == split and data.grouped == (layout.split()[0] == "msvd")
 
 
-def test_didemo_in_the_hub_s_layout_is_the_same_set(tmp_path):
-    write_video(tmp_path / "a.mov", range(80), fps=2)  # 40 seconds
-    write_rows(tmp_path / "didemo_train.json", ["video", "caption"], [("a.mov", ["first a.", "then a."])])
-    train = common.load_data("didemo", "train", data_dir=str(tmp_path), frames=60)
-    assert train.captions(0) == ["first a. then a."] and numbers(train.read(0)) == list(range(60))
-    complains("didemo", "val", "no annotation file of its val split", data_dir=str(tmp_path))
+def test_random_frames_of_an_evaluation_lie_in_the_middles_where_vast_has_them(replica):
+    youcook2, didemo = (opened(replica, name, split, frame_sampling="random") for name, split in (
+        ("youcook2", "test"), ("didemo", "val")))
+    assert numbers(youcook2.read(0)) == [102, 103, 104, 105] and numbers(didemo.read(0)) == WHOLE_B
+    four = opened(replica, "youcook2", "train", frame_sampling="random", frames=2)
+    assert numbers(four.read(0)) == [5, 7]  # of the frames 4 to 7 those in the middle of each half
 
 
-def youcook2_database():
-    parts = {"yt1": ("training", [[2.0, 4.0], [6.0, 8.5]]), "yt2": ("validation", [[1.0, 3.0]]),
-             "yt3": ("training", [[0.0, 1.0]])}
-    database = {}
-    for v, (subset, windows) in parts.items():
-        steps = [{"id": k, "segment": w, "sentence": f"step {k} of {v}"} for k, w in enumerate(windows)]
-        database[v] = {"subset": subset, "recipe_type": "101", "duration": 10.0, "video_url": "", "annotations": steps}
-    return {"database": database}
-
-
-def test_youcook2_reads_the_window_of_each_step(tmp_path):
-    for name in ("raw_videos/training/101/yt1.mp4", "raw_videos/validation/101/yt2.webm"):
-        write_video(tmp_path / name, range(100), "libvpx-vp9" if name.endswith("webm") else "libx264")
-    (tmp_path / "annotations").mkdir()
-    file = tmp_path / "annotations" / "youcookii_annotations_trainval.json"
-    file.write_text(json.dumps(youcook2_database()))
-    train = common.load_data("youcook2", "train", data_dir=str(tmp_path), frames=4)
-    assert [train.captions(i) for i in range(len(train))] == [["step 0 of yt1"], ["step 1 of yt1"]]
-    assert "yt3" in train.note
-    assert numbers(train.read(0)) == [20, 26, 33, 39] and numbers(train.read(1)) == [60, 68, 76, 84]
-    assert train.key(0) != train.key(1) and "yt1" in train.key(0) and "2-4 s" in train.key(0)
-    test = common.load_data("youcook2", "test", data_dir=str(tmp_path), frames=4)
-    assert test.captions(0) == ["step 0 of yt2"] and numbers(test.read(0)) == [10, 16, 23, 29]
-    vast = common.load_data("youcook2", "test", data_dir=str(tmp_path), frames=4, frame_sampling="random")
-    assert numbers(vast.read(0)) == [12, 17, 22, 27]  # the middles of four segments
-
-
-def test_youcook2_as_the_hub_has_it(tmp_path):
-    """Parquet rows beside a folder of videos that is itself called val."""
-    write_video(tmp_path / "YouCookIIVideos" / "val" / "101" / "yt2.mp4", range(100))
-    columns = ["id", "video_url", "recipe_type", "segment", "sentence", "video_path", "youtube_id"]
-    rows = [(k, "", "101", [1.0 + 3 * k, 3.0 + 3 * k], f"step {k}", "YouCookIIVideos/val/101/yt2.mp4", "yt2")
-            for k in range(2)]
-    write_rows(tmp_path / "data" / "val-00000-of-00001.parquet", columns, rows)
-    test = common.load_data("youcook2", "test", data_dir=str(tmp_path), frames=4)
-    assert [test.captions(k) for k in range(len(test))] == [["step 0"], ["step 1"]]
-    assert numbers(test.read(1)) == [40, 46, 53, 59]
-
-
-def test_howto100m_is_one_example_a_line_of_speech(tmp_path):
-    for k, name in enumerate(("aaa.mp4", "bbb.webm", "silent.mp4", "other.mp4")):
-        codec = "libvpx-vp9" if name.endswith("webm") else "libx264"
-        write_video(tmp_path / "videos" / name, range(100 * k % 200, 100 * k % 200 + 50), codec)
-    speech = {"aaa": {"start": [0.0, 1.0, 3.0], "end": [0.4, 2.0, 3.4], "text": ["a zero", "a one", "a two"]},
-              "gone": {"start": [0.0], "end": [1.0], "text": ["never"]},
-              "silent": {"start": [], "end": [], "text": []},
-              "bbb": {"start": [2.5, 4.0], "end": [2.9, 4.4], "text": ["b zero", "b one"]}}
-    (tmp_path / "caption.json").write_text(json.dumps(speech))
-    options = {"data_dir": str(tmp_path), "video_dir": str(tmp_path / "videos"), "frames": 4}
-    data = common.load_data("howto100m", "train", **options)
-    assert [data.captions(i) for i in range(len(data))] == [["a zero"], ["a one"], ["a two"], ["b zero"], ["b one"]]
-    frames = [numbers(data.read(i)) for i in range(5)]
-    assert frames == [[0, 1, 2, 3], [10, 13, 16, 19], [30, 31, 32, 33], [125, 126, 127, 128], [140, 141, 142, 143]]
-    assert len({data.key(i) for i in range(5)}) == 5 and all("aaa" in data.key(i) for i in range(3))
-    assert "1 videos (1 rows) are not in" in data.note and data[4]["captions"] == ["b one"]
-    complains("howto100m", "test", "howto100m has no test split", data_dir=str(tmp_path))
-
-
-def write_ssv2(root, split, ids, listed):
-    word = {"train": "train", "val": "validation"}[split]
-    rows = [{"id": str(i), "label": f"holding thing {i}", "placeholders": [f"thing {i}"],
-             "template": "Holding [something]" if i % 3 else "Moving [something] up"} for i in ids]
-    root.mkdir(exist_ok=True)
-    (root / f"something-something-v2-{word}.json").write_text(json.dumps(rows))
-    lines = [f'{i} {k} {f} {i}/{i}_{f:06}.jpg ""' for k, i in enumerate(listed) for f in range(3)]
-    (root / f"{split}.csv").write_text("\n".join(["original_vido_id video_id frame_id path labels", *lines]) + "\n")
-
-
-def test_ssv2_lt(tmp_path):
-    write_ssv2(tmp_path / "labels", "train", range(100, 106), [105, 101, 102, 999])
-    write_ssv2(tmp_path / "labels", "val", [200, 201, 202], [201])
-    for i in (101, 105, 201):
-        write_video(tmp_path / "20bn-something-something-v2" / f"{i}.webm", range(i, i + 6), "libvpx-vp9", 12)
-    read = lambda split: common.load_data("ssv2-lt", split, data_dir=str(tmp_path / "labels"), frames=3,
-                                          video_dir=str(tmp_path / "20bn-something-something-v2"))
-    complains("ssv2-lt", "val", "no annotation file of its val split", data_dir=str(tmp_path / "labels"))
-    (tmp_path / "labels" / "trainval.csv").write_text("original_vido_id\n105 0 0 a.jpg\n201 0 0 a.jpg\n")
-    for split, keys, expected in (("train", ["101", "105"], "50,418"), ("test", ["201"], "2,610"),
-                                  ("val", ["105", "201"], "6,960")):  # whichever of the two files of labels has them
-        data = read(split)
-        assert list(data.keys()) == keys and f"{expected} expected" in data.note and data.clip.at_rest == "middle"
-    assert numbers(read("test").read(0)) == [201, 203, 206] and read("train").captions(1) == ["holding thing 105"]
-    assert read("train").label_names == ["Holding something", "Moving something up"]
-    assert read("train").labels.tolist() == [0, 1] and "1 videos (1 rows) are not in" in read("train").note
+def test_annotations_and_videos_may_lie_in_one_folder(replica):
+    for flag in ("data_dir", "video_dir"):
+        assert common.load_data("msvd", "test", **{flag: str(replica)}).key(0) == "c"
 
 
 # ---------------------------------------------------- what can be wrong with them ------------------------------------
+def test_a_set_without_its_videos_or_annotations(replica, tmp_path):
+    empty, videos = {"data_dir": str(tmp_path)}, {"video_dir": str(replica / "videos")}
+    own = {"data_dir": str(replica / "msrvtt")}
+    complains("msrvtt", "train", "--dataset msrvtt needs --data-dir", "--video-dir")
+    complains("msrvtt", "train", f"none of 3 videos is below {tmp_path} (looked for a)", video_dir=str(tmp_path), **own)
+    complains("msrvtt", "train", "no such folder", "--video-dir", **own, video_dir=str(tmp_path / "none"))
+    complains("msrvtt", "val", "msrvtt has no val split; it has: train, test", **own)
+    complains("didemo", "val", "no annotation file of its val split", **empty)
+    complains("howto100m", "train", f"{tmp_path}: none of caption.json is there", **empty, **videos)
+    complains("msvd", "train", "none of train_list.txt, *train*.json* is there", **empty, **videos)
 
 
-def test_a_set_without_its_videos_or_annotations(tmp_path):
-    complains("msrvtt", "train", "msrvtt", "--video-dir", "--data-dir")
-    options = clip4clip_msrvtt(tmp_path / "a")
-    empty, nowhere = str(tmp_path / "empty"), str(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    complains("msrvtt", "train", "none of 4 videos", empty, "--video-dir", **options | {"video_dir": empty})
-    complains("msrvtt", "train", nowhere, "--video-dir", **options | {"video_dir": nowhere})
-    complains("msrvtt", "test", "MSRVTT_JSFUSION_test.csv", empty, "--data-dir", **options | {"data_dir": empty})
-    speech = {"data_dir": empty, "video_dir": options["video_dir"]}
-    complains("howto100m", "train", "caption.json", "--data-dir", **speech)
-    lines_of = {"zzz": {"start": [0.0], "end": [1.0], "text": ["x"]}}
-    (tmp_path / "empty" / "caption.json").write_text(json.dumps(lines_of))
-    complains("howto100m", "train", "none of 1 videos", "--video-dir", **speech)
-    os.remove(Path(options["data_dir"]) / "MSRVTT_data.json")
-    complains("msrvtt", "train", "MSRVTT_data.json", options["data_dir"], **options)
-
-
-
-@pytest.mark.parametrize("name, split, file", [
-    ("msrvtt", "train", "MSRVTT_data.json"), ("activitynet", "train", "train.json"),
-    ("didemo", "train", "train_data.json"), ("youcook2", "train", "youcookii_annotations_trainval.json"),
-    ("howto100m", "train", "caption.json"), ("msrvtt", "test", "msrvtt_test_1k.json")])
-def test_a_damaged_annotation_file_is_named(name, split, file, tmp_path):
-    write_clips(tmp_path, {0: "yt1.mp4"})
-    (tmp_path / "MSRVTT_train.9k.csv").write_text("video_id\nvideo0\n")
-    for content in (b'{"database": {"yt1"', b"[1, 2, 3]", b'{"a": 1}', b"\xff\xfe\x00damaged"):
+@pytest.mark.parametrize("content", [b'{"database": {"yt1"', b"[1, 2, 3]", b'{"a": 1}', b"\xff\xfe\x00damaged"])
+def test_a_damaged_annotation_file_is_named(content, tmp_path):
+    write_clips(tmp_path, {0: "a.mp4"})
+    for name, split, file in (("msrvtt", "train", "MSRVTT_data.json"), ("activitynet", "train", "train.json"),
+                              ("youcook2", "test", "youcookii_annotations_trainval.json"),
+                              ("msrvtt", "test", "msrvtt_test_1k.json")):
+        write_files(tmp_path, {"MSRVTT_train.9k.csv": "video_id\na\n"})
         (tmp_path / file).write_bytes(content)
-        data_sets._named.cache_clear()
         complains(name, split, file, data_dir=str(tmp_path))
 
 
@@ -274,17 +181,12 @@ class Attack:
 
 def test_a_pickle_is_data_or_refused(tmp_path):
     write_clips(tmp_path, {0: "v0.avi"})
-    (tmp_path / "train_list.txt").write_text("v0\n")
-    complains("msvd", "train", "raw-captions.pkl", str(tmp_path), data_dir=str(tmp_path))
-    bad = [pickle.dumps({"v0": Attack(tmp_path / "marker")}, protocol=p) for p in (0, 2, 4)]
-    bad += [b"cos\nsystem\n(S'touch " + str(tmp_path / "marker").encode() + b"'\ntR.", b"cbuiltins\neval\n(S'1'\ntR."]
-    for data in bad:
+    write_files(tmp_path, {"train_list.txt": "v0\n"})
+    bad = {pickle.dumps({"v0": Attack(tmp_path / "marker")}, protocol=p): "asks for posix.system" for p in (0, 2, 4)}
+    bad |= {b"cbuiltins\neval\n(S'1'\ntR.": "asks for builtins.eval", b"": "", TEXT: ""}
+    for data, words in bad.items():
         (tmp_path / "raw-captions.pkl").write_bytes(data)
-        asked = "eval" if b"eval" in data else "system"
-        complains("msvd", "train", "raw-captions.pkl", asked, data_dir=str(tmp_path))
-    for data in (pickle.dumps({"v0": [["a"]]})[:-5], b"", TEXT):
-        (tmp_path / "raw-captions.pkl").write_bytes(data)
-        complains("msvd", "train", "raw-captions.pkl", data_dir=str(tmp_path))
+        complains("msvd", "train", "raw-captions.pkl", words, data_dir=str(tmp_path))
     assert not (tmp_path / "marker").exists()
     plain = {"a": [1, 2.5, "x", None, True, (1, 2), {3}, frozenset([4]), b"bytes"],
              "b": np.arange(6.0).reshape(2, 3), "c": np.float32(2), "d": np.array(["a", "bc"])}

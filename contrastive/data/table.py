@@ -288,12 +288,7 @@ def with_column(data, name, values, feature=None):
 
 
 def frames_of(data):
-    """T of a clip; 1 for images."""
+    """T of its clips; 0 for images."""
     if data.pixels is not None:
-        return data.pixels.shape[1] if data.pixels.ndim == 5 else 1
-    return data.clip.frames if data.clip else 1
-
-
-def has_clips(data):
-    """Whether its examples are clips; tables then say video instead of image."""
-    return bool(data.clip) or data.pixels is not None and data.pixels.ndim == 5
+        return data.pixels.shape[1] if data.pixels.ndim == 5 else 0
+    return data.clip.frames if data.clip else 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from contrastive.data.batches import Batches
 from contrastive.data.clips import feature_shape
-from contrastive.data.table import COMMITS, frames_of, has_clips
+from contrastive.data.table import COMMITS, frames_of
 
 from contrastive.encoders.base import (  # isort: skip
     CLIP_VIP, FROM_FILES, VIDEO, channels_last, clip_width, has_batchnorm, recompute, sync_batchnorm)
@@ -112,8 +112,8 @@ class Run:
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
         if args.image_encoder in FROM_FILES:
             self.spec["features"] = feature_shape(self.train, args.image_encoder)
-        if args.image_encoder.startswith(VIDEO) and has_clips(self.train):
-            self.spec["frames"] = frames_of(self.train)
+        if args.image_encoder.startswith(VIDEO) and (frames := frames_of(self.train)):
+            self.spec["frames"] = frames
         self.spec |= {"questions": questions} if questions else {}
         again = args.resume and checkpoints.checkpoints_of(self.folder)  # its weights are in the checkpoint
         self.start = (False, "") if again else (args.pretrained, args.init_from)

@@ -53,7 +53,7 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
     mine, training = rows[rank()::world()].tolist(), model.training
     model.eval()
     index, image, features, bad = [], [], [], {}
-    batch = max(1, batch // frames_of(data))
+    batch = max(1, batch // (frames_of(data) or 1))
     few = data.pixels is not None or len(mine) < 2 * batch  # then starting workers costs more than they save
     workers = 0 if few else min(workers, CORES)
     batches = loader(mine, workers, batch_size=batch, collate_fn=functools.partial(read_batch, data, transform),

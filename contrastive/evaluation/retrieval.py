@@ -8,7 +8,7 @@
 Scripts use its Evaluator, eval.py `measure` itself; by_class.py has the parts by class, metrics.py the pure metrics.
 """
 
-from contrastive.data.table import has_clips
+from contrastive.data.table import frames_of
 from contrastive.engine.processes import UserError, flatten
 from contrastive.evaluation import answers
 from contrastive.evaluation.by_class import class_metrics, labelled, view_of, with_class, zero_shot
@@ -186,7 +186,7 @@ def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_
     if "qa" in tasks:
         return answers.evaluate(*towers, data, device, workers)
     index, image, features, bad = encode_images(model, data, transform, device, workers=workers)
-    counts = {"clips": len(index)} if has_clips(data) else {}
+    counts = {"clips": len(index)} if frames_of(data) else {}
     counts |= {"images": len(index), "unreadable": len(bad)}
     found, pieces = [(counts, {})], {"index": index, "data": data, "image": image}
     if BY_CAPTION & {*tasks}:

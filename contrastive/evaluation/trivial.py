@@ -1,6 +1,6 @@
 """What a kNN or a probe has to be clearly above: raw pixels, a histogram of 64 colours, and the untrained tower."""
 
-from contrastive.data.table import has_clips
+from contrastive.data.table import frames_of
 from contrastive.encoders.models import EvalTransform
 from contrastive.engine.processes import say
 from contrastive.evaluation.by_class import class_metrics, labelled, with_class
@@ -27,7 +27,7 @@ def trivial_features(data, transform, device, workers=0):
 
     The pixels of a clip's frames are side by side for kNN; a probe, which would take an hour, gets the mean of the
     frames at PROBE_SIDE. Collective."""
-    size = min(transform.size, CLIP_SIDE if has_clips(data) else SIDE)
+    size = min(transform.size, CLIP_SIDE if frames_of(data) else SIDE)
     view = EvalTransform(size, (0, 0, 0), (1, 1, 1), transform.resize, transform.size / transform.short)
 
     def forward(_, images):                                                # (b, [T,] 3, S, S), 0..1
