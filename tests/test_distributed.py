@@ -229,10 +229,11 @@ import contrastive, torch
 from contrastive.engine import processes
 os.environ["LOCAL_WORLD_SIZE"] = "1"  # all cores for each, or one thread would be the launcher's and ours
 args = argparse.Namespace(cpu=False, seed=0, tracker="", mixed_precision="no", output_dir=".")
-model = processes.set_up(args).prepare(torch.nn.Linear(1, 1))
-model(torch.full((1, 1), processes.rank() + 1.0)).sum().backward()         # dy/dw = 1 and 2
-threads, slope = torch.get_num_threads(), next(model.parameters()).grad.item()
-sys.stdout.write(f"{threads} of {contrastive.CORES} {type(model).__name__} {slope}\\n")"""
+with processes.clean_exit():
+    model = processes.set_up(args).prepare(torch.nn.Linear(1, 1))
+    model(torch.full((1, 1), processes.rank() + 1.0)).sum().backward()     # dy/dw = 1 and 2
+    threads, slope = torch.get_num_threads(), next(model.parameters()).grad.item()
+    sys.stdout.write(f"{threads} of {contrastive.CORES} {type(model).__name__} {slope}\\n")"""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ONE_CORE = "import os, runpy, sys; os.sched_setaffinity(0, [{core}]); runpy.run_path(sys.argv[1])"  # as SLURM does
 
@@ -248,5 +249,5 @@ def test_launchers(launcher, found, tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     env |= {"PYTHONPATH": str(ROOT), "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "CUDA_VISIBLE_DEVICES": ""}
     command = [word.format(core=min(os.sched_getaffinity(0))) for word in launcher]
-    done = subprocess.run([*command, tmp_path / "script.py"], env=env, capture_output=True, text=True, check=True)
-    assert set(done.stdout.splitlines()) == {found}
+    done = subprocess.run([*command, tmp_path / "script.py"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and set(done.stdout.splitlines()) == {found}, done.stderr

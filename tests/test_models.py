@@ -79,7 +79,7 @@ def test_image_encoders_and_frames(name, stats):
 
 def test_default_towers_have_no_batchnorm_and_no_dropout(tokenizer):
     model = built(tokenizer)
-    assert not encoders.base.has_batchnorm(model) and not any(isinstance(m, torch.nn.Dropout) for m in model.modules())
+    assert not encoders.base.batchnorms(model) and not any(isinstance(m, torch.nn.Dropout) for m in model.modules())
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -275,7 +275,7 @@ def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
         common.build_tokenizer("small", 16, lambda: captions, tmp_path / name / "tokenizer", start=str(start))
         return (tmp_path / name / "tokenizer" / "tokenizer.json").read_text()
     first, other = words("a", ["red apple"] * 9), words("b", ["green pear"] * 9)
-    model = built(Tokenizer.load(tmp_path / "a" / "tokenizer", 16))
+    model = built(Tokenizer(tmp_path / "a" / "tokenizer", 16))
     run, weights, alone = tmp_path / "a", tmp_path / "a" / "model.safetensors", tmp_path / "alone.safetensors"
     for file in (weights, alone):
         save_file(part(model.state_dict(), ""), file)

@@ -89,7 +89,7 @@ def test_no_row_of_the_own_video_is_support():
 # ---------------------------------------------------- towers --------------------------------------------------------
 def test_towers(root):
     """A text's embedding does not depend on the padding of its batch; order matters; dropout is that of its flags."""
-    tokenizer = Tokenizer.load(root / "t5", 12)
+    tokenizer = Tokenizer(root / "t5", 12)
     torch.manual_seed(0)
     vision = common.VisionEncoder("ssb", D, features=(5, 10))
     model = common.TwoTower(vision, text_encoder(root)).train()
