@@ -10,7 +10,6 @@ import tarfile
 from pathlib import Path
 
 import common
-from contrastive.data import HELD_OUT, held_out_place
 from contrastive.data.table import EmptySplit
 from contrastive.engine.processes import UserError
 from contrastive.engine.run import Run
@@ -97,13 +96,6 @@ def batches_of(data, augments, size=6, first=0, last=6, workers=0, folder=None, 
     return common.Batches(data, augments, transform, size, seed, first, last, CPU, workers, 1.0, folder)
 
 
-def same_batch(a, b):
-    """Are keys, captions, epoch, views and draws of two batches the same?"""
-    words = (a["keys"], a["captions"], a["epoch"]) == (b["keys"], b["captions"], b["epoch"])
-    views = all(torch.equal(x, y) for x, y in zip(a["views"], b["views"], strict=True))
-    return words and views and np.array_equal(a["draws"], b["draws"])
-
-
 def complains(name, split, *words, **options):
     """load_data refuses in one line that has these words."""
     with pytest.raises(UserError) as error:
@@ -117,14 +109,6 @@ def counted(batches):
     for step, batch in enumerate(batches, batches.first):
         batches.count_bad(batch["bad"], step)
         yield batch
-
-
-def held_out(names):
-    """{split: names} as the hash of each name places it, where train alone is given."""
-    out = {"val": [], "test": [], "train": []}
-    for name in names:
-        out[("val", "test", "train")[min(2, int(held_out_place(name) / HELD_OUT))]].append(name)
-    return out
 
 
 def write_captions(folder, n, name="captions.csv", **size):

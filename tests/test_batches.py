@@ -24,7 +24,6 @@ from helpers import (
     caption,
     counted,
     numbers,
-    same_batch,
     tar_samples,
     write_captions,
     write_clips,
@@ -37,6 +36,13 @@ from helpers import (
 VIEWS = [common.Augment(16, 0.5, 0.5, randaugment=(2, 7)),
          common.Augment(16, 0.2, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)]
 PLAIN = common.Augment(32, squash=True)  # nothing random, nothing cut off: its views can be read
+
+
+def same_batch(a, b):
+    """Are keys, captions, epoch, views and draws of two batches the same?"""
+    words = (a["keys"], a["captions"], a["epoch"]) == (b["keys"], b["captions"], b["epoch"])
+    views = all(torch.equal(x, y) for x, y in zip(a["views"], b["views"], strict=True))
+    return words and views and np.array_equal(a["draws"], b["draws"])
 
 
 @pytest.fixture(scope="module")
