@@ -8,10 +8,16 @@ import socket
 import sys
 
 from contrastive import engine
+from contrastive.engine.processes import read_json
 
+import pytest
 import torch.multiprocessing
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from torch.utils.data._utils import signal_handling
+
+import mama
+from helpers import drift, run_script, steps
 
 
 def own_children():
@@ -70,3 +76,17 @@ def ranks(folder, work):
                  for n, environment in enumerate(world_of(2))]
     codes = [ended(process) for process in processes]
     return [(code, log.read_text(errors="replace").replace("\x1b[A", "")) for code, log in zip(codes, logs)]
+
+
+def one_and_two(folder, flags, lr, names):
+    """mama.py by one process and by two gives the same losses, weights and numbers (of these names in the log)."""
+    for name, rate in (("start", 0), ("one", lr)):
+        run_script(mama, folder / name, *flags, "--lr", rate)
+    done = ranks(folder, lambda rank: run_script(mama, folder / "two", *flags, "--lr", lr))
+    assert [code for code, _ in done] == [0, 0], done
+    for a, b in zip(*(steps(folder / name) for name in ("one", "two")), strict=True):
+        assert [b[k] for k in names] == pytest.approx([a[k] for k in names], rel=1e-2, abs=1e-4)
+    start, a, b = (load_file(folder / name / "model.safetensors") for name in ("start", "one", "two"))
+    assert drift(b, a, start) < 0.1
+    a, b = (read_json(folder / name / "summary.json") for name in ("one", "two"))
+    assert a["test"] == b["test"] and a["chance"] == b["chance"]
