@@ -20,8 +20,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module", autouse=True)
 def without_pictures(request):
-    """Runs draw nothing, which takes them four seconds, but in a module that says DRAWS = True and in tests that ask
-    for the fixture `pictures`: {script: its draw}."""
+    """Runs draw nothing, which takes them four seconds, but in a module that says DRAWS = True: {script: its draw}."""
     names = ("temo", "temperature_schedules", "ncl", "mmts", "mama")
     scripts = [sys.modules[name] for name in names if name in sys.modules]
     with pytest.MonkeyPatch.context() as patch:
@@ -45,13 +44,6 @@ def tiny(tmp_path_factory, tokenizer):
     from helpers import tiny_model
     root = tmp_path_factory.mktemp("tiny")
     return functools.cache(lambda kind: (str(root / kind), tiny_model(kind, root / kind, tokenizer)))
-
-
-@pytest.fixture
-def pictures(without_pictures, monkeypatch):
-    """The runs of this test draw."""
-    for script, draw in without_pictures.items():
-        monkeypatch.setattr(script, "draw", draw)
 
 
 def pytest_sessionfinish():
