@@ -229,9 +229,9 @@ class Chunks:
     def __init__(self, encode, model, accelerator, chunk=0, tf32=True):
         self.function, self.model, self.accelerator, self.chunk = encode, model, accelerator, chunk
         self.tf32, self.on_the_way_back = tf32 and accelerator.device.type == "cuda", False
-        self.kept = contextlib.nullcontext
-        if run_again(model):  # --grad-checkpointing
-            self.kept = functools.partial(statistics_stay, batchnorms(model))
+        norms, self.kept = batchnorms(model), contextlib.nullcontext
+        if norms and run_again(model):  # --grad-checkpointing
+            self.kept = functools.partial(statistics_stay, norms)
 
     def _crossed(self):
         if self.on_the_way_back:  # not when a script calls autograd.grad itself

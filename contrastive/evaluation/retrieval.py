@@ -272,6 +272,9 @@ def table(title, metrics, chance):
         lines.append(f"  {label.replace('image', 'video') if clips else label:<24} {'  '.join(cells)}")
         beside = [f"{k} {of[group]['mean_per_class']:.2f}" for k, of in trivial if group in of]
         lines += [f"  {'':<24} mean_per_class of {', '.join(beside)}"] if beside else []
+    if any(kind.startswith("repeated") for kind in counts):
+        it = "video" if clips else "image"
+        lines.append(f"  repeated captions: another {it} has the same words; in text -> {it} nothing tells them apart")
     few = [f"of {n} {kind} one is worth {100 / n:.1f} points" for kind, n in counts.items()
            if kind in COUNTS[:4] and n < FEW_QUERIES]
     return "\n".join(lines + ["FEW QUERIES: " + ", ".join(few)] if few else lines)
