@@ -5,7 +5,7 @@ import math
 
 import common
 from contrastive import figures
-from contrastive.engine.processes import UserError, read_json
+from contrastive.engine.processes import UserError, read_json, write_json
 
 import pytest
 import torch
@@ -92,12 +92,12 @@ def test_the_logged_range_is_the_arithmetic_of_the_flags(words, name, low, high,
 def test_a_cluster_file_decides_and_is_kept(tmp_path):
     """A resumed run has its clusters, whatever has become of the file."""
     train = common.load_data("moving-emoji", "train", clips=[64, 24, 24], image_size=16)
-    verbs, names = train.column("verb"), train.names("verb")
-    file = helpers.write_json(tmp_path / "verbs.json", {train.key(i): names[v] for i, v in enumerate(verbs)})
+    verbs, names, file = train.column("verb"), train.names("verb"), tmp_path / "verbs.json"
+    write_json(file, {train.key(i): names[v] for i, v in enumerate(verbs)})
     by_verb, by_file = (few(tmp_path / f"{k}", "--clusters", source) for k, source in enumerate(("verb", file)))
     assert [r["loss"] for r in by_verb] == [r["loss"] for r in by_file]
-    turned = helpers.write_json(file, {train.key(i): names[v] for i, v in enumerate(verbs[1:])})
-    main(tmp_path / "turned", "--clusters", turned, "--max-steps", 2)
+    write_json(file, {train.key(i): names[v] for i, v in enumerate(verbs[1:])})
+    main(tmp_path / "turned", "--clusters", file, "--max-steps", 2)
     assert losses(tmp_path / "turned") != [r["loss"] for r in by_verb][:2]
     before = (tmp_path / "turned" / "clusters.json").read_bytes()
     file.unlink()
@@ -107,8 +107,8 @@ def test_a_cluster_file_decides_and_is_kept(tmp_path):
 
 def test_examples_without_a_cluster_count_as_of_the_smallest(tmp_path, capsys):
     train = common.load_data("moving-emoji", "train", clips=[64, 24, 24], image_size=16)
-    file = helpers.write_json(tmp_path / "c.json", {train.key(i): i % 3 for i in range(0, 64, 2)})
-    for row in few(tmp_path / "r", "--clusters", file, "--batch-size", 64, "--no-schedule"):
+    write_json(tmp_path / "c.json", {train.key(i): i % 3 for i in range(0, 64, 2)})
+    for row in few(tmp_path / "r", "--clusters", tmp_path / "c.json", "--batch-size", 64, "--no-schedule"):
         assert row["not_in_clusters"] == 32                                # of the others 11, 11 and 10
         assert row["tau_mean"] == pytest.approx((22 * 0.12 + 42 * 0.08) / 64)
     assert " 32 without a cluster are treated as in the smallest" in capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_clusters_of_youcook2_and_their_pictures_from_its_words_alone(tmp_path):
     segments = [{"id": k, "segment": [k, k + 1], "sentence": words} for k, words in said]
     database = {video: {"subset": subset, "duration": 5.0, "annotations": segments}
                 for video, subset in (("aa", "training"), ("bb", "training"), ("cc", "validation"))}
-    helpers.write_json(tmp_path / "youcookii_annotations_trainval.json", {"database": database})
+    write_json(tmp_path / "youcookii_annotations_trainval.json", {"database": database})
     flags = ["--cpu", "--data-dir", tmp_path, "--output-dir", tmp_path, "--run-name", "words", *OWN_TOWERS]
     several.main(["clusters", "mmts.py", "--dataset", "youcook2", "--num-clusters", "4", "--cluster-encoder", "tf-idf",
                   *map(str, flags)])
