@@ -295,7 +295,7 @@ ROWS = {"waits": (row_waits, 150, False), "gradient": (row_gradient, 120, True),
 def run(name, limit, toy):
     """A row's results, from a process of its own with so many seconds, or why there are none."""
     row = "import sys; from benchmarks import gpu; gpu.write_json(sys.argv[1], gpu.ROWS[sys.argv[2]][0]())"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | toy
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} | toy  # row_gradient's
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result"
         done = subprocess.run(["timeout", "-k", "10", str(limit), sys.executable, "-c", row, out, name], cwd=ROOT,

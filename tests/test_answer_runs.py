@@ -30,12 +30,10 @@ def evaluate(folder, *flags):
 
 
 @pytest.fixture(scope="module")
-def runs_of(tmp_path_factory, without_pictures):
+def runs_of(tmp_path_factory):
     """A run of each task, with the pictures of the first: (folder, {task: summary})."""
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mama, "draw", without_pictures[mama])
-        summary = run_script(mama, folder / "qa-open", "--task", "qa-open", base=BASE, pictures=True)
+    summary = run_script(mama, folder / "qa-open", "--task", "qa-open", base=BASE, pictures=True)
     return folder, {"qa-open": summary, "qa-choice": main(folder / "qa-choice", "--task", "qa-choice")}
 
 

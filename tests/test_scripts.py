@@ -20,7 +20,6 @@ import ncl
 import temo
 from helpers import few_steps, fork, losses, refused, run_script, steps, write_images
 
-DRAWS = True
 NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
 TOTAL, CLIP = 10, 1e-2
 SMALL = [*"--cpu --workers 0 --dataset moving-emoji --clips 32 16 16 --frames 2 --image-size 16".split(),
