@@ -5,7 +5,6 @@ import math
 import common
 from contrastive import evaluation
 from contrastive.engine.processes import UserError
-from contrastive.evaluation.answers import questions_of
 from contrastive.evaluation.metrics import answer_vocabulary
 
 import pytest
@@ -154,14 +153,6 @@ def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path, capsys):
 def test_bad_flags(flags, words, capsys):
     base = [] if "weight 0" in flags else of_set(BASE, flags.split())
     assert words in refused(mama.parse_args, [*base, *flags.split()], capsys)
-
-
-@pytest.mark.parametrize("model, weight, expected", [("fusion", "0", "none"), ("vgt", "0", "none"),
-                                                     ("vgt", "1", "pooled")])
-def test_which_losses_train_the_embeddings_of_a_model(model, weight, expected):
-    args = mama.parse_args(["--task", "qa-choice", "--qa-model", model, "--contrastive-weight", weight, "--clips", "9",
-                            "2", "2"])
-    assert questions_of(common.open_data(args)[0], args)["similarity"] == expected
 
 
 # ---------------------------------------------------- tools.score ---------------------------------------------------
