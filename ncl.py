@@ -442,14 +442,14 @@ def banner_lines(own, args):
     return lines
 
 
+@torch.no_grad()
 def evaluate_normalized(pieces, own, args):
     """The metrics of one data set in an evaluation: those under --normalize first, and all normalisations beside them.
 
     The queues are only used for the set that they come from. The biases stay in the pieces, for the pictures.
     """
-    queues = ()
-    if pieces["data"].name == args.dataset:
-        queues = own["texts"].get().cpu(), own["videos"].get().cpu()       # (K, D) each
+    of_this_set = pieces["data"].name == args.dataset
+    queues = [own[kind].get().cpu() for kind in ("texts", "videos")] if of_this_set else ()                # (K, D) each
     results, pieces["biases"] = normalized_retrieval(pieces, float(gamma_of(own, args)), args.iterations, *queues)
     mode = args.normalize if args.normalize in results else "none"         # before the first step there is no queue
     return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}

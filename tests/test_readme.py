@@ -179,3 +179,22 @@ def test_files_exist():
     named = [ROOT / name for text in words.values() for name in re.findall(ours, text)]
     missing = [path for path in links + named if not path.exists()]
     assert len(links) >= 20 and len(named) >= 10 and not missing, missing
+
+
+def test_every_table_and_figure_has_its_command():
+    """One line of docs/methods.md each."""
+    lines = [line.strip("|").split("|") for line in METHODS.partition("## Every table and figure")[2].splitlines()
+             if line.startswith("| ")]
+    named, paper = {}, ""
+    for item, command, printed, _ in ([cell.strip() for cell in line] for line in lines):
+        if command == "command":
+            paper = item
+            continue
+        assert printed and ("`python " in command or command == "none"), item
+        for kind, numbers in re.findall(r"(Table|Fig)s?\.? (\d[\d, to]*)", item):
+            for span in numbers.replace(" ", "").strip(",").split(","):
+                first, _, last = span.partition("to")
+                named.setdefault((paper, kind), set()).update(range(int(first), int(last or first) + 1))
+    last = {("TeMo", "Table"): 10, ("TeMo", "Fig"): 7, ("TS", "Table"): 10, ("TS", "Fig"): 5, ("MM-TS", "Table"): 12,
+            ("MM-TS", "Fig"): 11, ("NCL", "Table"): 5, ("NCL", "Fig"): 8, ("MAMA", "Table"): 10, ("MAMA", "Fig"): 6}
+    assert named == {key: {*range(1, n + 1)} for key, n in last.items()}

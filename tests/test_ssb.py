@@ -167,3 +167,33 @@ def test_refusals(root, tmp_path, capsys):
         assert said in refused(ncl.parse_args, words, capsys)
     with pytest.raises(UserError, match="--captioning-weight: .* a T5, which --text-encoder small is not"):
         run_script(ncl, tmp_path / "r", *flags(root, "--text-encoder", "small"))
+
+
+def test_recipe_of_ssb(tmp_path):
+    """App. C, and what is recalled of SSB; the captioning loss stays beside NCL's."""
+    facts = {"msrvtt": (20, 32, 100, 0.1), "msvd": (20, 64, 100, 0.1), "activitynet": (28, 512, 256, 0)}
+    scales = {"ncl": 15, "max-margin": 64, "infonce": 15}
+    for name, expected in facts.items():
+        for loss, scale in scales.items():
+            ssb = ["--image-encoder", "ssb", "--feature-dir", str(tmp_path), "--loss", loss]
+            args = ncl.parse_args(["--dataset", name, *ssb])
+            assert (args.epochs, args.frames, args.text_length, args.dropout) == expected
+            assert args.text_dropout == (args.dropout > 0) and args.loss_scale == scale
+            assert (args.text_encoder, args.text_pooling, args.embed_dim) == ("google-t5/t5-base", "ssb", 1024)
+            assert (args.optimizer, args.lr, args.batch_size, args.grad_clip) == ("adam", 5e-5, 64, 0.2)
+            assert (args.tau, args.learnable_tau, args.captioning_weight, args.support_tau) == (0.07, False, 10, 0.1)
+            assert args.normalize == ("queue" if loss == "ncl" else "none") and args.chunk_size == 0
+
+
+@pytest.mark.parametrize("kind", ["t5", "distilbert", "bert"])
+def test_dropout_of_a_text_encoder_stays_or_goes(tiny, tokenizer, kind):
+    text = common.TextEncoder(tiny(kind)[0], 16, pooling="mean")
+    model, tokens = common.TwoTower(common.VisionEncoder("small", 16), text), tokenizer(["red apple", "a blue bird"])
+
+    def differ(*modes):
+        a, b = (model.train(mode)(tokens=tokens)[1] for mode in modes)
+        return not torch.equal(a, b)
+    set_dropout(model, 0.0)
+    assert differ(True, True) and not differ(False, False)  # its own
+    set_dropout(model, 0.0, text=False)
+    assert not differ(True, False)

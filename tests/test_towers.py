@@ -283,3 +283,31 @@ def test_avion_s_weights_that_do_not_fit(layers, act, words, tiny_vit, tmp_path)
     save_file(avion_state(True, layers=layers), tmp_path / "a.safetensors")
     with pytest.raises(UserError, match=words):
         init_from(avion_model(tmp_path / "clip", act), tmp_path / "a.safetensors")
+
+
+# ---------------------------------------------------- CLIP's text ----------------------------------------------------
+def test_clip_s_text_transformer_from_scratch(tmp_path):
+    """SLIP's text tower: CLIP's tokenizer of letters and one merge and a configuration, no weights; what the recipe of
+    cc12m asks for, in small."""
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    words = [*letters, *(c + "</w>" for c in letters), "re", "red</w>", "<|startoftext|>", "<|endoftext|>"]
+    T.CLIPTokenizer(vocab={w: i for i, w in enumerate(words)}, merges=[("r", "e"), ("re", "d</w>")],
+                    model_max_length=77).save_pretrained(tmp_path)
+    tower = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    text = tower | dict(vocab_size=len(words), bos_token_id=len(words) - 2, eos_token_id=2)  # 2: as in CLIP's own file
+    T.CLIPConfig(text_config=text, vision_config=tower, projection_dim=16).save_pretrained(tmp_path)
+    recipe = temo.parse_args(["--dataset", "cc12m", "--text-encoder", str(tmp_path)])
+    tokenizer = common.build_tokenizer(recipe.text_encoder, recipe.text_length, clean=recipe.clean_captions)
+    ids = tokenizer(["Red, red!", "b"])["input_ids"]
+    assert tokenizer.length == 77 and ids[0, 1] == 53 and (ids[:, 0] == 54).all()  # lower case, 'red' is one token
+    assert tokenizer(["a" * 300])["input_ids"].shape == (1, 77)
+    names = ("text_encoder", "text_length", "text_pooling", "image_stats", "eval_resize")
+    spec = SPEC | {k: getattr(recipe, k) for k in names} | dict(embed_dim=16)
+    one, two = (common.build_model(dict(spec), tokenizer, recipe.pretrained)[0] for _ in range(2))
+    assert one.text.body.embeddings.position_embedding.num_embeddings == 77
+    tables = [m.text.body.embeddings.token_embedding.weight for m in (one, two)]
+    assert not torch.equal(*tables) and tables[0].std().item() == pytest.approx(0.02, rel=0.1)  # random, as CLIP starts
+    assert one.text.projection.weight.std().item() == pytest.approx(24 ** -0.5, rel=0.2)
+    one.eval()
+    alone, padded = (one.text(**tokenizer(texts))[0] for texts in (["red"], ["red", "a red bird on a tree"]))
+    assert torch.allclose(alone, padded, atol=1e-6)  # read at the end of the text, whatever the padding
