@@ -23,7 +23,7 @@ from contrastive.data.table import Data, make_table
 from contrastive.data.views import Augment, key_hash, pick, uniforms  # image views and captions from numbers by key
 
 # ---- contrastive/encoders: towers by name ----
-from contrastive.encoders.base import TwoTower, functional_call, has_batchnorm, is_clip, statistics_stay
+from contrastive.encoders.base import TwoTower, batchnorms, functional_call, is_clip, run_again, statistics_stay
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
 from contrastive.encoders.models import EvalTransform, TextEncoder, VisionEncoder, build_model, load_model
 from contrastive.encoders.questions import QuestionAnswerer
@@ -81,7 +81,7 @@ from contrastive.evaluation.clusters import (  # of captions (MM-TS)
     largest_first,
     open_clusters,
 )
-from contrastive.evaluation.embed import encode_texts, on_card
+from contrastive.evaluation.embed import encode_texts
 from contrastive.evaluation.meta import meta_data  # a few clean examples (MAMA)
 from contrastive.evaluation.metrics import (
     embedding_health,
@@ -229,6 +229,9 @@ class Chunks:
     def __init__(self, encode, model, accelerator, chunk=0, tf32=True):
         self.function, self.model, self.accelerator, self.chunk = encode, model, accelerator, chunk
         self.tf32, self.on_the_way_back = tf32 and accelerator.device.type == "cuda", False
+        norms, self.kept = batchnorms(model), contextlib.nullcontext
+        if norms and run_again(model):  # --grad-checkpointing
+            self.kept = functools.partial(statistics_stay, norms)
 
     def _crossed(self):
         if self.on_the_way_back:  # not when a script calls autograd.grad itself
@@ -265,7 +268,7 @@ class Chunks:
     def backward(self, loss):
         """Fill .grad of the model's parameters (and of the loss's own) for a loss of the last `encode`'s embeddings."""
         self.on_the_way_back = self.tf32
-        with tf32(on=False), statistics_stay(self.model):  # undoes what _crossed has switched on
+        with tf32(on=False), self.kept():  # undoes what _crossed has switched on
             self.accelerator.backward(loss)
         self.on_the_way_back = False
         if not self.pieces:

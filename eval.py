@@ -10,12 +10,9 @@
     accelerate launch eval.py ... / torchrun --nproc_per_node 2 eval.py ... --cpu  # the same numbers on any number
 
 docs/running.md says what each of the --tasks measures. All is measured as in training, and each value that a flag
-changes is printed. Here and there, if a run squashes images (the CC3M trainer's recipe), zero-shot, knn and probe on
-other sets resize and crop the centre, with the statistics of ImageNet or CIFAR, as that trainer does.
-The result is a table, eval.json (metrics and chance as in a run's summary.json), and pictures in --output-dir.
+changes is printed. The result is a table, eval.json (metrics and chance as in a run's summary.json), and pictures.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -23,7 +20,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from contrastive.data import parted
+from contrastive.data import facts_of, parted
 from contrastive.data.images import TEMO_17
 from contrastive.data.table import EmptySplit
 from contrastive.engine.flags import OneLine
@@ -47,15 +44,12 @@ def parse_args(argv=None):
     p = OneLine("eval.py", "Evaluate any checkpoint.")
     g = p.add_argument_group("model")
     g.add_argument("--checkpoint", required=True, help="run folder, or a CLIP by transformers id or folder")
-    g.add_argument("--import", nargs="+", default=[], metavar="MODULE", dest="modules",
-                   help="your modules, imported first: their backbones and data sets (docs/forking.md)")
+    g.add_argument("--import", nargs="+", default=[], metavar="MODULE", dest="modules", help="yours, imported first")
     g.add_argument("--init-from", default="", help="weights loaded into that CLIP: .safetensors, .pt or .bin")
-    g.add_argument("--own-view", action="store_true",
-                   help="a run that squashes sees the classes of other sets as its own, not as the CC3M trainer does")
     g = p.add_argument_group("data")
     g.add_argument("--datasets", nargs="*", default=[], metavar="NAME[=DIR]",
-                   help="names or paths, each with an optional local copy; temo-17 = TeMo's Table 7 (DIR: the folder "
-                        "of their folders); none = those of the run")
+                   help="names or paths, DIR: a local copy; temo-17 = TeMo's Table 7 (DIR holds a folder of each); "
+                        "none = those of the run")
     g.add_argument("--split", choices=["test", "val", "train"], default="test", help="split that is evaluated")
     for flag in "--image-column --caption-column --label-column --video-dir --frame-cache --region-dir".split():
         g.add_argument(flag, default="", help="as in training")
@@ -68,8 +62,7 @@ def parse_args(argv=None):
     g.add_argument("--same-text", choices=["positive", "wrong"], default="", help="as in training; empty = as the run")
     g = p.add_argument_group("tasks")
     g.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
-                   help="those that a set does not support are left out, with the reason; none = those of training, "
-                        "zero-shot for temo-17")
+                   help="one that a set does not support is left out; none = as in training, zero-shot for temo-17")
     g.add_argument("--knn-features", choices=["projected", "backbone"], default="",
                    help="after the projection (TeMo's code) or before it; empty = as the run, else projected")
     g.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="",
@@ -81,19 +74,17 @@ def parse_args(argv=None):
     g = p.add_argument_group("run")
     g.add_argument("--output-dir", default="", help="empty = RUN_DIR/eval, or runs/eval/NAME of a model by name")
     g.add_argument("--workers", type=whole, default=4, help="loader processes")
-    g.add_argument("--cpu", action=argparse.BooleanOptionalAction, default=False, help="stay on the CPU")
+    g.add_argument("--cpu", action="store_true", help="stay on the CPU")
     args = p.parse_args(argv)
     p.require(args.normalize != "queue" or args.split != "train",
               "--split train: the queue holds its own queries; that is --normalize oracle")
     p.require("qa" not in args.tasks or len(args.tasks) == 1, "--tasks qa: its model answers questions; give it alone")
-    a_run = (Path(args.checkpoint) / "args.json").is_file()
-    own = read_json(Path(args.checkpoint) / "args.json") if a_run else {}
+    own = read_json(Path(args.checkpoint) / "args.json", {})                # of a run; {} of a model by name
     args.as_trained = not args.normalize
     if args.as_trained:
         args.normalize = own.get("normalize", "none") if args.split != "train" else "none"
-    p.only(not a_run, "with a CLIP by name: a run has its own weights", "--init-from")
+    p.only(not own, "with a CLIP by name: a run has its own weights", "--init-from")
     p.only(not args.tasks or "retrieval" in args.tasks, "with --tasks retrieval", "--normalize")
-    p.only(own.get("eval_resize") == "squash", "of a run that squashes images", "--own-view")
     p.only(args.normalize != "none", "with --normalize queue, oracle or dsl", "--gamma")
     p.only(args.normalize == "queue", "with --normalize queue", "--queue-size")
     p.only(not args.tasks or "knn" in args.tasks, "with --tasks knn", "--knn-features")
@@ -113,6 +104,8 @@ def wanted_sets(args, own):
             wanted[name] = folder
     if "" in wanted:
         raise UserError("--datasets is needed: the data set of this model is not known")
+    if args.class_names and not any("--class-names" in facts_of(name).get("options", {}) for name in wanted):
+        raise UserError("--class-names: only with an ImageNet; it would have no effect")
     return wanted
 
 
@@ -130,23 +123,24 @@ class Case:
         if LEARNT & {*tasks} and data.labels is not None and args.split != "train":  # there each would find itself
             with contextlib.suppress(EmptySplit):
                 self.train = self.split_of("train")
-        found = self.data, subject.towers, self.train, names, subject.knn_features
-        self.left_out = {task: why for task in tasks if (why := lacks(task, *found))}
-        self.tasks = [task for task in tasks if task not in self.left_out]
+        why = lacks(tasks, self.data, subject.towers, self.train, names, subject.knn_features)
+        self.tasks = [task for task in tasks if not why[task]]
+        self.left_out = {task: why[task] for task in tasks if why[task]}
 
     def evaluate(self):
         """{metrics, chance, left_out: {task: why}, views} of all its tasks, which it prints and draws. Collective."""
         subject, args, name, metrics, chance = self.subject, self.subject.args, self.name, {}, {}
-        seen, words = view_of(subject.towers[2], name, subject.own.get("dataset"), args.own_view)
-        limits = subject.own.get("shot_limits") if name == subject.own.get("dataset") else None
+        own = name == subject.own.get("dataset")
+        seen, words = view_of(subject.towers[2], name, subject.own.get("dataset"))
         if self.data.note:
             say(f"\n{name} ({args.split}): {self.data.note}")
         if "qa" in self.tasks and subject.own.get("shuffle_video"):
             say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its own video")
         if self.tasks:
             metrics, chance, pieces = measure(
-                subject.towers, self.data, subject.device, self.tasks, self.train, self.split_of("few-shot"), limits,
-                subject.knn_features, args.workers, seen, subject.untrained)
+                subject.towers, self.data, subject.device, self.tasks, self.train, self.split_of("few-shot"),
+                subject.own.get("shot_limits") if own else None, subject.knn_features, args.workers, seen,
+                subject.untrained)
             if "retrieval" in self.tasks and (args.normalize != "none" or args.as_trained and subject.queues):
                 metrics |= self.normalize(metrics, pieces)
             if "retrieval" in self.tasks:
@@ -165,8 +159,7 @@ class Case:
         return {"metrics": metrics, "chance": chance, "left_out": self.left_out, "views": words}
 
     def normalize(self, metrics, pieces):
-        """Retrieval with NCL's biases or the dual softmax, which becomes the set's retrieval; biases (M,) and (C,) into
-        `pieces`."""
+        """The set's retrieval with NCL's biases, (M,) and (C,), which `pieces` gets, or with the dual softmax."""
         subject, args = self.subject, self.subject.args
         texts, videos = subject.stand_ins(self.name, self.split_of)
         if args.normalize == "dsl":
@@ -183,21 +176,22 @@ class Case:
 
 
 def main(args):
-    """Evaluate, print, write eval.json; returns its content. Raises: UserError if nothing could be measured."""
+    """Evaluate, print, write eval.json; returns its content. Raises: UserError if nothing can be measured."""
     for module in args.modules:
         importlib.import_module(module)
     subject = Subject(args, join(args.cpu))
     tasks = args.tasks or ["zero-shot"] * any(parted(word, "=")[0] == SEVENTEEN for word in args.datasets)
     cases = [Case(subject, name, folder, tasks)
              for name, folder in wanted_sets(args, subject.own).items()]   # all are opened before the first is encoded
+    if not any(case.tasks for case in cases):
+        why = "; ".join(f"{case.name}: {task}: {words}" for case in cases for task, words in case.left_out.items())
+        raise UserError(f"--tasks: nothing can be measured: {why}")
     result = {"command": shlex.join([Path(sys.executable).name, *sys.argv]), "checkpoint": args.checkpoint,
               "split": args.split, "versions": versions(args.cpu), "processes": world(),
               "datasets": {case.name: case.evaluate() for case in cases}}
     if rank() == 0:
         write_json(subject.folder / "eval.json", result)
     say(f"\nwritten to {subject.folder}")
-    if not any(case.tasks for case in cases):
-        raise UserError("nothing was measured, every task was left out; choose others with --tasks")
     return result
 
 

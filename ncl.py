@@ -71,7 +71,7 @@ import common
 
 from common import (  # isort: skip
     Captioner, Evaluator, Parser, Run, below_one, between, by_rows, captioning_loss, clean_exit, count,
-    fp32, freeze_as_clip4clip, gather, is_clip, nonnegative, normalize, on_card,
+    fp32, freeze_as_clip4clip, gather, is_clip, nonnegative, normalize,
     one_number, open_data, part, per_anchor, positive, positive_index, rank, retrieval_both_ways, set_dropout,
     ssb_recipe, support_summary, to_device, write_tensors)
 
@@ -185,10 +185,10 @@ def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
         and by the same names the biases, (M,) of the images and (C,) of the texts.
     """
     device = pieces.get("device")
-    image, text = map(normalize, on_card(device, pieces["image"], pieces["text"]))      # (M, D), (C, D)
+    image, text = (normalize(pieces[kind].to(device)) for kind in ("image", "text"))    # (M, D), (C, D)
     stand_ins = {"oracle": (text, image)}
     if texts is not None and len(texts):
-        stand_ins = {"queue": on_card(device, texts, videos)} | stand_ins
+        stand_ins = {"queue": (texts.to(device), videos.to(device))} | stand_ins
     biases = {"none": (image.new_zeros(len(image)), image.new_zeros(len(text)))}
     for name, (t, v) in stand_ins.items():
         biases[name] = retrieval_biases(image, t, gamma, iterations), retrieval_biases(text, v, gamma, iterations)

@@ -63,7 +63,7 @@ import math
 import common
 
 from common import (  # isort: skip
-    Evaluator, Parser, Run, UserError, between, by_rows, clean_exit, count, fp32, gather, has_batchnorm,
+    Evaluator, Parser, Run, UserError, batchnorms, between, by_rows, clean_exit, count, fp32, gather,
     labelled_splits, nonnegative, normalize, padded_and_flipped, part, per_anchor, positive, positive_index, say,
     to_device, whole, world)
 
@@ -224,7 +224,7 @@ def project(head, features):
 def encode_keys(encoder, pixels, seed, splits=8):
     """MoCo's keys (B, D). With BatchNorm they are encoded in random order and in groups, so that no key shares the
     batch statistics of its own query. splits: groups of the global batch: their size does not depend on processes."""
-    if not has_batchnorm(encoder):
+    if not batchnorms(encoder):
         return encoder(pixels)
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed))
     order = to_device(order, pixels.device)

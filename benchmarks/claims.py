@@ -3,7 +3,7 @@ against equally tuned baselines, among them InfoNCE with a learnt temperature wh
 
     python -m benchmarks.claims --claims ncl-training mama-weights --seeds 5 --jobs 2
     python -m benchmarks.claims --claims ts-long-tail --length 3 --seeds 3
-    python -m benchmarks.claims --report                        # tables and pictures of the finished runs; no run
+    python -m benchmarks.claims --report                        # tables of the finished runs; no run
 
 A claim compares arms on one metric of the test split; arms share data, order, views and seeds. Every arm of a claim has
 equally many trials, compared by one metric on val. Longer than 1, epochs, warm-up, the period of TS and the rise of
@@ -11,8 +11,7 @@ MAMA's margin grow with the run; arms are tuned again at length 3, last by half 
 trial, and longer runs keep that choice. Holm's correction is over all lines of one length. A claim tuned by kNN decides
 nothing unless its baseline's kNN is clearly above raw pixels, colours and the untrained tower ("no ground").
 
-Finished runs are small files below results/claims/. Writes results/claims.json and .md (length 1), claims_3, claims_10,
-and a picture of each claim.
+Finished runs are small files below results/claims/. Writes results/claims.json and .md (length 1), claims_3, claims_10.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from statistics import mean
 
 from contrastive.engine.ranges import count
 
-from benchmarks.compare import LINE, RESULTS, Arm, Runs, cells, decide, draw, interval, markdown, paired, write
+from benchmarks.compare import LINE, RESULTS, Arm, Runs, cells, decide, interval, markdown, paired, write
 
 TUNED, RATES = 3, (0.5, 2.0)  # the length at which longer runs are tuned; factors of the learning rate tried there
 PAIRS, LENGTHS = range(20), (1, TUNED, 10)  # all that may have been run
@@ -82,11 +81,8 @@ UNWEIGHTED = [f"mama.py none --tau {t}" for t in (0.1, 0.05, 0.2)]
 def claim(says, paper, arms, flags=MOVING, metric=T2V, **more):
     """says: the claim; the metric is added.   paper: where it is, and its method minus its baseline in points.   arms:
     name -> its trials (script and flags) or (metric, trials); the method comes first.   flags: of every arm, before its
-    own.   metric: on val it chooses the trial.
-
-    more: read: the metric compared on test, if it is another, or {arm: metric}; scale: factor, so that more is better;
-    tuning: seeds of the trials longer than length 1, if not one.
-    """
+    own.   metric: on val it chooses the trial.   more: read: the metric compared on test, if it is another, or {arm:
+    metric}; scale: factor, so that more is better; tuning: seeds of the trials longer than length 1, if not one."""
     if metric and "read" not in more:
         says += {T2V: " (text -> video R@1)", KNN: " (kNN@1)"}[metric]
     return {"says": says, "paper": paper, "flags": flags, "metric": metric, "arms": arms, "read": metric} | more
@@ -237,32 +233,27 @@ def arm_of(runs, name, arm, length):
 
 
 # ------------------------------------------------------- tables ------------------------------------------------------
-def judge(runs, name, length):
-    """{method, arms: {name: measured}, against: {baseline: line}} of a claim at a length, from its finished runs."""
-    method, *baselines = CLAIMS[name]["arms"]
-    arms = {arm: found for arm in (method, *baselines)
-            if (found := runs.measure(arm_of(runs, name, arm, length), PAIRS))}
-    against = {}
-    for baseline in baselines if method in arms else ():
-        these, those = arms[method], arms.get(baseline, {"test": {}})
-        if len(these["test"].keys() & those["test"].keys()) > 1:
+def judge_all(runs, length):
+    """{claim: {method, arms: {name: measured}, against: {baseline: line with its verdict}}} of a length, from its
+    finished runs."""
+    found, lines = {}, []
+    words = {"better": "held", "worse": "not held: the baseline is better", "not decidable": "not decidable here"}
+    for name, claim in CLAIMS.items():
+        arms = {arm: of for arm in claim["arms"] if (of := runs.measure(arm_of(runs, name, arm, length), PAIRS))}
+        method, *baselines = claim["arms"]
+        against = {}
+        for baseline in baselines:
+            these, those = (arms.get(arm, {"test": {}}) for arm in (method, baseline))
+            if len(these["test"].keys() & those["test"].keys()) < 2:
+                continue
             against[baseline] = line = paired(these["test"], those["test"])
             line["also"] = {title: interval([of[k] - those["also"][title][k] for k in line["seeds"]])
                             for title, of in these["also"].items()}
-    return {"method": method, "arms": arms, "against": against}
-
-
-def judge_all(runs, length):
-    """{claim: what judge gives, with verdicts} at a length."""
-    lines = []
-    found = {name: judge(runs, name, length) for name in CLAIMS}
-    words = {"better": "held", "worse": "not held: the baseline is better", "not decidable": "not decidable here"}
-    for name, result in found.items():
-        for baseline, line in result["against"].items():
-            arm, line["verdict"] = result["arms"][baseline], "no ground"
-            least, half = interval([*arm["also"].get("kNN@1", {0: 0}).values()])
-            if CLAIMS[name]["metric"] != KNN or least - half > max(arm["trivial"].values(), default=math.inf):
+            line["verdict"] = "no ground"
+            least, half = interval([*those["also"].get("kNN@1", {0: 0}).values()])
+            if claim["metric"] != KNN or least - half > max(those["trivial"].values(), default=math.inf):
                 lines.append(line)
+        found[name] = {"method": method, "arms": arms, "against": against}
     decide(lines)
     for line in lines:
         line["verdict"] = words.get(line["verdict"], line["verdict"])
@@ -283,8 +274,8 @@ def rows_of(name, result):
 
 
 def write_tables(runs):
-    """The tables of all lengths and a picture of each claim, from the finished runs; returns their lines."""
-    pictures, printed = {name: {} for name in CLAIMS}, []
+    """The tables of all lengths from the finished runs; returns their lines."""
+    printed = []
     for length in LENGTHS:
         found = {name: result for name, result in judge_all(runs, length).items() if result["against"] or length == 1}
         rows, also = zip(*(pair for name, result in found.items() for pair in rows_of(name, result)))
@@ -293,19 +284,12 @@ def write_tables(runs):
         write(RESULTS / ("claims" if length == 1 else f"claims_{length}"), found, arms, [
             *table, "", "All directions and metrics, differences with 95 % intervals; a claim is decided by one:", "",
             *markdown(["claim", "method", "against", "differences"], [row for row in also if row[-1]])])
-        for name, result in found.items():
-            for baseline, line in result["against"].items():
-                steps = result["arms"][baseline]["steps"]
-                pictures[name][f"{steps:,} steps: {result['method']} - {baseline}"] = line
         printed += [f"length {length}", "", *table, ""]
-    for name, lines in pictures.items():
-        if lines:
-            draw(lines, CLAIMS[name]["says"], "points, test split", RESULTS / "claims" / f"{name}.png")
     return printed
 
 
 def main(argv=None):
-    """Runs what is missing, and writes tables and pictures."""
+    """Runs what is missing, and writes the tables."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS), help="which are run")
     p.add_argument("--length", type=count, default=1, help="times the steps of today's runs; tables have 1, 3 and 10")
@@ -320,8 +304,7 @@ def main(argv=None):
         return runs.left(arms, range(args.seeds))
     failed = () if args.report else runs.run_all(left)
     print(*write_tables(runs), sep="\n")
-    now, later = left()
-    print(f"{len(now) + later} runs left of {', '.join(args.claims)} at length {args.length}")
+    print(f"{len(left())} runs left of {', '.join(args.claims)} at length {args.length}, more where arms are not tuned")
     if failed:
         raise SystemExit(f"{len(failed)} runs failed; see above")
 

@@ -18,7 +18,6 @@ run again. Writes OUT/comparison.json, .md and .png.
 
 import argparse
 import concurrent.futures
-import dataclasses
 import datetime
 import functools
 import hashlib
@@ -142,8 +141,7 @@ def number(record, split, metric):
     return found[metric]
 
 
-@dataclasses.dataclass
-class Runs:
+class Runs(NamedTuple):
     """Finished runs, one small file each in `folder`."""
     folder: Path
     vary: str = "seed"  # the flag whose values are the pairs
@@ -173,18 +171,18 @@ class Runs:
 
     def best(self, arm):
         """The trial with the best val metric, or the only one; None before all have run."""
+        if len(arm.trials) == 1:
+            return arm.trials[0]
         values = [sign_of(arm.metric) * value for value in self.tuned(arm).values()]
-        if len(arm.trials) > 1 and not values:
-            return None
-        return arm.trials[values.index(max(values)) if values else 0]
+        return arm.trials[values.index(max(values))] if values else None
 
     def left(self, arms, pairs):
-        """(commands without a file that can run now, number of those that follow once their arms are tuned)."""
+        """Commands without a file that can run now: more follow once an arm is tuned."""
         best = [self.best(arm) for arm in arms]
         now = [self.words(trial, seed) for arm in arms for seed in arm.seeds() for trial in arm.trials]
         now += [self.words(trial, seed) for seed in pairs for trial in best if trial]
         files = {self.file(words): words for words in now}                   # arms may share trials
-        return [words for file, words in files.items() if not file.exists()], len(pairs) * best.count(None)
+        return [words for file, words in files.items() if not file.exists()]
 
     def measure(self, arm, pairs):
         """An arm's chosen trial, its test metric and its records; None before it is tuned and has run."""
@@ -225,8 +223,8 @@ class Runs:
         """Runs what left() returns, until only failed ones are left: the set of these."""
         failed = set()
         with concurrent.futures.ThreadPoolExecutor(self.jobs or 1) as pool:
-            while now := [words for words in left()[0] if str(words) not in failed]:
-                ended = tqdm(pool.map(self.run, now), "runs, those to come too", len(now) + left()[1], unit="run")
+            while now := [words for words in left() if str(words) not in failed]:
+                ended = tqdm(pool.map(self.run, now), "runs", len(now), unit="run")
                 failed |= {str(words) for words, well in zip(now, ended) if not well}
         return failed
 

@@ -248,13 +248,9 @@ def row_loss():
 
 def row_video():
     """NCL with a ViT-B/32 on mp4 of 10 s, 12 frames a clip, bf16: clips/s trained, and decoded by one core."""
-    from helpers import frame, write_video
-
-    def mp4(path, number):
-        write_video(path, [frame((number + k) % 256, 240, 320) for k in range(size(250, 20))], fps=25)
     with tempfile.TemporaryDirectory() as folder:
-        data, decoded = write_table(Path(folder) / "clips", "video", mp4, "mp4", size(400, 40)), size(32, 4)
-        start = time.perf_counter()
+        data = write_table(Path(folder) / "clips", "video", lambda path, i: speed.write_mp4(path), "mp4", size(400, 40))
+        decoded, start = size(32, 4), time.perf_counter()
         for i in range(decoded):
             common.read_frames(data.parent / f"{i}.mp4", 12)
         seconds = time.perf_counter() - start
@@ -299,7 +295,7 @@ ROWS = {"waits": (row_waits, 150, False), "gradient": (row_gradient, 120, True),
 def run(name, limit, toy):
     """A row's results, from a process of its own with so many seconds, or why there are none."""
     row = "import sys; from benchmarks import gpu; gpu.write_json(sys.argv[1], gpu.ROWS[sys.argv[2]][0]())"
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} | toy
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} | toy  # row_gradient's
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result"
         done = subprocess.run(["timeout", "-k", "10", str(limit), sys.executable, "-c", row, out, name], cwd=ROOT,

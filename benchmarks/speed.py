@@ -310,22 +310,25 @@ def loss_memory(rounds):
     return {f"{name}_mib_8192": peak_mib(name, of_losses, 8192) for name in ("temo", "nt_xent")}
 
 
-def decode_clips(rounds, n=8):
-    """Clips/s of one core: 12 frames of a clip of 10 s (H.264, 340 x 256, 25 frames/s), from the file and from
-    --frame-cache."""
+def write_mp4(path):
+    """A clip of 10 s of noise: H.264, 340 x 256, 25 frames/s."""
     import av
 
-    noise = np.random.default_rng(0).integers(0, 255, (250, 8, 10, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 255, (125, 8, 10, 3), dtype=np.uint8)
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx264", rate=25, options={"crf": "23"})
+        stream.width, stream.height, stream.pix_fmt = 340, 256, "yuv420p"
+        for small in np.repeat(noise, 2, 0):
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(small, format="rgb24").reformat(340, 256)))
+        out.mux(stream.encode(None))
+
+
+def decode_clips(rounds, n=8):
+    """Clips/s of one core: 12 frames of a clip of write_mp4, from the file and from --frame-cache."""
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/{i}.mp4" for i in range(n)]
         for file in files:
-            with av.open(file, "w") as out:
-                stream = out.add_stream("libx264", rate=25, options={"crf": "23"})
-                stream.width, stream.height, stream.pix_fmt = 340, 256, "yuv420p"
-                for small in np.repeat(noise, 2, 0)[:250]:
-                    picture = av.VideoFrame.from_ndarray(small, format="rgb24").reformat(340, 256)
-                    out.mux(stream.encode(picture))
-                out.mux(stream.encode(None))
+            write_mp4(file)
         size = os.path.getsize(files[0])
         readers = {"file": Clips(), "cache": Clips(cache=folder)}
         t = times({name: functools.partial(lambda read: [*map(read, files)], read) for name, read in readers.items()},

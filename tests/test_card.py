@@ -1,16 +1,23 @@
-"""What only a card would show, by stand-ins on the CPU: compiled encoders in half precision, TF32, layouts."""
+"""What only a card would show, on the CPU: compiled encoders in half precision, TF32, layouts; and training on a card
+that is not there: no step waits for it, and collectives have its tensors alone."""
 
+import collections
 import contextlib
 import functools
+import importlib
 import math
 import os
 import sys
+import traceback
 from argparse import Namespace
+from pathlib import Path
 
 import common
 from contrastive.data.batches import SLICE
 from contrastive.encoders import base
-from contrastive.engine.processes import flatten, set_up
+from contrastive.engine import run as engine
+from contrastive.engine.processes import flatten, read_json, set_up
+from contrastive.engine.run import Run
 from contrastive.evaluation.by_class import class_metrics
 from contrastive.evaluation.clusters import head_mid_tail
 from contrastive.evaluation.retrieval import mir_of, retrieval_both_ways
@@ -19,111 +26,155 @@ import accelerate
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import launch
 import mama
 import ncl
 import temo
-from card import CARD, Names, Waits
-from helpers import losses, run_script, unit
+from helpers import of_set, run_script, steps, unit
 
-TOY = ["--dataset", "moving-emoji", "--clips", 12, 6, 6, "--image-size", 16, "--frames", 2, "--batch-size", 6,
-       "--max-steps", 2, "--log-every", 1, "--save-every", 0, "--cpu"]
-HALF = ["--compile", "--mixed-precision", "bf16"]
-
-
-def quick_compiler():
-    """torch.compile traces, without inductor, whose C++ takes minutes to compile."""
-    return functools.partial(torch.compile, backend="eager")
-
-
-def test_compiled_in_half_precision_ends_with_its_numbers(tmp_path, monkeypatch):
-    """With the look-ahead through the compiled encoders."""
-    monkeypatch.setattr(torch, "compile", quick_compiler())
-    summary = run_script(mama, tmp_path / "run", *TOY, *HALF, "--meta-size", 4, "--meta-batch-size", 2)
-    numbers = flatten(summary["test"]).values()
-    assert all(math.isfinite(x) for x in numbers if isinstance(x, float)) and len(losses(tmp_path / "run")) == 2
+pytestmark = pytest.mark.filterwarnings("ignore")  # of a card that torch does not find
+ROOT, aten = str(Path(__file__).parents[1]), torch.ops.aten
+CARD, META = torch.device("cuda", 0), torch.device("meta")  # a card that is not there: its tensors are meta tensors
+VALUES = {aten._local_scalar_dense.default, aten.equal.default}  # .item(), bool(), .tolist(), torch.equal
+SHAPES = {aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.bincount.default,
+          aten.repeat_interleave.Tensor}  # their shapes are values of the card
+INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+TOY = [*"--dataset moving-emoji --clips 48 16 16 --image-size 16 --frames 2 --batch-size 16 --max-steps 5".split(),
+       *"--log-every 4 --eval-every 0 --save-every 0 --workers 0 --cpu".split()]
 
 
-def compiled_rank(rank, port, folder):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    torch.compile = quick_compiler()
-    run_script(temo, folder, *TOY, *HALF)
+class Names(TorchFunctionMode):
+    """`cuda` in any call becomes `meta`, and a meta tensor says that it lies on `cuda`: the card's branches run."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") == "pin_memory":
+            args[0].pinned_here = True
+            return args[0]
+        args, kwargs = tree_map_only(torch.device, lambda x: META if x.type == "cuda" else x, (args, kwargs or {}))
+        found = function(*args, **kwargs)
+        if function == torch.Tensor.device.__get__ and found.type == "meta":
+            return CARD
+        return args[0].is_meta if function == torch.Tensor.is_cuda.__get__ else found
 
 
-def test_compiled_in_half_precision_on_two_processes(tmp_path):
-    launch.spawn(compiled_rank, (launch.free_port(), tmp_path / "run"), 2)
-    assert len(losses(tmp_path / "run")) == 2
+class Waits(TorchDispatchMode):
+    """Sees every operation, forward and backward; what is read from the card is zero or one.
 
-
-# ----------------------------------------------------- TF32 ----------------------------------------------------------
-class Precision(TorchDispatchMode):
-    """seen: {(of the encoders or of the loss, TF32?)} of matrix products, there and back; inputs are 5 wide."""
+    waits: {(for what, operation, file:line): times} while `on`; collectives: [(steps done, on the card?)];
+    products: [on the card?] of matrices."""
 
     def __init__(self):
         super().__init__()
-        self.seen = set()
+        self.waits, self.on, self.step = collections.Counter(), False, 0
+        self.collectives, self.products = [], []
+
+    def note(self, what, name):
+        if self.on:
+            self.waits[what, name, self.place()] += 1
+
+    def place(self):
+        """file:line of the innermost line of ours outside this file."""
+        ours = [f for f in traceback.extract_stack() if f.filename.startswith(ROOT) and f.filename != __file__]
+        last = [f for f in ours if "site-packages" not in f.filename][-1]
+        return f"{Path(last.filename).name}:{last.lineno}"
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.mm.default:
-            of_encoder = 5 in (*args[0].shape, *args[1].shape)
-            self.seen.add(("encoder" if of_encoder else "loss", torch.backends.cuda.matmul.allow_tf32))
-        return function(*args, **(kwargs or {}))
+        kwargs, name = kwargs or {}, function.__name__
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        there, here = [x for x in tensors if x.is_meta], [x for x in tensors if x.ndim and not x.is_meta]
+        by_mask = function in INDEX and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if function is aten.mm.default:
+            self.products.append(args[0].is_meta)
+        if function.namespace == "c10d":
+            self.collectives.append((self.step, not here))
+        elif function in (aten._to_copy.default, aten.copy_.default):
+            return self.copy(function, args, kwargs)
+        elif there and function in VALUES:
+            self.note("a value", name)
+            return 1.0 if there[0].is_floating_point() else 1
+        elif there and (function in SHAPES or by_mask):
+            self.note("a shape", name)
+            host = tree_map_only(torch.Tensor, lambda x: torch.ones_like(x, device="cpu"), args)
+            return tree_map_only(torch.Tensor, lambda x: x.to(META), function(*host, **kwargs))
+        elif there and here and function in INDEX:
+            self.note("a copy to the card", name)
+        elif there and here:
+            raise AssertionError(f"{function}: a tensor of the host among those of the card, {self.place()}")
+        return function(*args, **kwargs)
+
+    def copy(self, function, args, kwargs):
+        """A copy between the places waits unless it is told not to, and to the card unless its memory is pinned."""
+        into = function is aten.copy_.default
+        source, to = (args[1], args[0].device) if into else (args[0], kwargs.get("device") or args[0].device)
+        soon = args[2:] == (True,) if into else kwargs.get("non_blocking")
+        if source.is_meta and to.type == "cpu":
+            if not soon:
+                self.note("a copy from the card", function.__name__)
+            made = torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+            return args[0].copy_(made) if into else made
+        if not source.is_meta and to.type == "meta" and not (soon and hasattr(source, "pinned_here")):
+            self.note("a copy to the card", function.__name__)
+        return function(*args, **kwargs)
 
 
-class Card:
-    """Stands in for the accelerator of a run on a card."""
-    device = torch.device("cuda")
-
-    def backward(self, loss):
-        loss.backward()
-
-    def no_sync(self, model):
-        return contextlib.nullcontext()
+# ----------------------------------------------------- half precision, TF32 ------------------------------------------
+def compiled_rank(rank, port, folder):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    torch.compile = functools.partial(torch.compile, backend="eager")  # inductor's C++ takes minutes to compile
+    run_script(mama, folder, *"--compile --mixed-precision bf16 --meta-size 4 --meta-batch-size 2".split(),
+               *"--max-steps 2 --log-every 1".split(), base=TOY)
 
 
-def watched_step(chunk, tf32):
-    """A step of two encoders and an InfoNCE: the gradient of the weights, Precision.seen."""
-    generator = torch.Generator().manual_seed(0)
-    w = torch.randn(2, 5, 4, generator=generator).requires_grad_()
-    x = torch.randn(6, 5, generator=generator)
-    model = torch.nn.Identity()  # stands in for what chunks do with a model
-    chunks = common.Chunks(lambda inputs: tuple(inputs["x"] @ u for u in w), model, Card(), chunk, tf32)
-    with Precision() as precision:
-        image, text = chunks.encode({"x": x})
-        logits = common.normalize(image) @ common.normalize(text).T / 0.05
-        own, = torch.autograd.grad(logits.sum(), image, retain_graph=True)  # as MAMA's weights ask
-        chunks.backward(torch.nn.functional.cross_entropy(logits, torch.arange(6)) + own.sum() * 0)
-    assert not torch.backends.cuda.matmul.allow_tf32
-    return w.grad, precision.seen
+def test_compiled_in_half_precision_on_two_processes(tmp_path):
+    """With the look-ahead through the compiled encoders."""
+    launch.spawn(compiled_rank, (launch.free_port(), tmp_path / "run"), 2)
+    numbers = flatten(read_json(tmp_path / "run" / "summary.json")["test"]).values()
+    assert all(math.isfinite(x) for x in numbers if isinstance(x, float)) and len(steps(tmp_path / "run")) == 2
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
 def test_tf32_is_for_the_encoders_and_never_for_the_loss(chunk, monkeypatch):
+    """There and back, of a step of two encoders and an InfoNCE; what stands in for the accelerator is on a card."""
     monkeypatch.setattr(common, "random_state", lambda device: None)
     monkeypatch.setattr(common, "set_random_state", lambda state, device: None)
-    exact, seen = watched_step(chunk, tf32=False)
-    assert seen == {("encoder", False), ("loss", False)}
-    fast, seen = watched_step(chunk, tf32=True)
-    assert seen == {("encoder", True), ("loss", False)} and torch.equal(fast, exact)
+    card = Namespace(device=torch.device("cuda"), backward=torch.Tensor.backward,
+                     no_sync=lambda model: contextlib.nullcontext())
+    w, seen = torch.randn(2, 5, 4, requires_grad=True), set()
+
+    def watched(part, x):
+        """x, where it is computed and where its gradient is."""
+        seen.add((part, torch.backends.cuda.matmul.allow_tf32))
+        if x.requires_grad:
+            x.register_hook(lambda _: seen.add((f"{part}, back", torch.backends.cuda.matmul.allow_tf32)))
+        return x
+    chunks = common.Chunks(lambda inputs: tuple(watched("encoder", inputs["x"] @ u) for u in w), torch.nn.Identity(),
+                           card, chunk)
+    image, text = chunks.encode({"x": torch.randn(6, 5)})
+    logits = watched("loss", common.normalize(image) @ common.normalize(text).T / 0.05)
+    own, = torch.autograd.grad(logits.sum(), image, retain_graph=True)     # as MAMA's weights ask
+    chunks.backward(torch.nn.functional.cross_entropy(logits, torch.arange(6)) + own.sum() * 0)
+    assert seen == {("encoder", True), ("encoder, back", True), ("loss", False), ("loss, back", False)}
+    assert w.grad is not None and not torch.backends.cuda.matmul.allow_tf32
 
 
 def test_a_container_s_tf32_reaches_no_loss(monkeypatch):
     """NVIDIA's images ask for it by a variable, which torch reads when it is imported."""
-    state = accelerate.state.DistributedType.NO
-    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: Namespace(distributed_type=state, device=Card.device))
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    set_up(Namespace(seed=0, cpu=False, mixed_precision="no", tracker="", output_dir="."))
-    asked = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision(before)
-    torch.backends.cudnn.benchmark = False
-    assert asked == ("highest", True, True)
+    made = Namespace(distributed_type=accelerate.state.DistributedType.NO, device=torch.device("cuda"))
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: made)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    with common.tf32():
+        set_up(Namespace(seed=0, cpu=False, mixed_precision="no", tracker="", output_dir="."))
+        assert torch.get_float32_matmul_precision() == "highest" and torch.backends.cudnn.benchmark
 
 
-# ----------------------------------------------------- layouts and optimiser -----------------------------------------
+# ----------------------------------------------------- layouts, slices ----------------------------------------------
 def test_synchronised_norms_keep_the_activations_inside_them(monkeypatch):
     """timm's BatchNormAct2d has the activation of its block; torch's own conversion drops it."""
     encoder = common.VisionEncoder("tf_efficientnet_lite0", 8, pretrained=False, image_size=32).eval()
@@ -138,63 +189,130 @@ def test_synchronised_norms_keep_the_activations_inside_them(monkeypatch):
     torch.testing.assert_close(converted(x)[1], before)
 
 
-def test_a_run_on_the_cpu_leaves_the_card_alone(tmp_path, monkeypatch):
-    def touched(*_):
-        raise AssertionError("the card was opened")
-    for name in ("log.torch.cuda.get_device_name", "checkpoints.torch.cuda.get_rng_state"):
-        monkeypatch.setattr(f"contrastive.engine.{name}", touched)
-    available = torch.cuda.is_available
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: "torch/" not in sys._getframe(1).f_code.co_filename
-                        or available())  # for our files
-    summary = run_script(temo, tmp_path / "a", *TOY)
-    assert summary["peak_memory_mb"] > 100 and any("device cpu" in x for x in summary["versions"])
+class OnCard(torch.Tensor):
+    """A tensor of the CPU that says that it is on a card."""
+    is_cuda = True
 
 
-# ----------------------------------------------------- blocks and slices ---------------------------------------------
-def test_views_in_slices_are_the_whole_to_the_bit():
-    generator = np.random.default_rng(0)
-    clips = torch.from_numpy(generator.integers(0, 256, (300, 2, 3, 32, 32), dtype=np.uint8))
+def test_views_of_a_card_are_the_same_to_the_bit():
+    """A card changes all samples in place of some, and so many frames at a time."""
+    clips = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (300, 2, 3, 32, 32), dtype=np.uint8))
     view = common.Augment(32, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
-    draws = torch.from_numpy(generator.random((300, view.DRAWS), dtype=np.float32))
+    draws = torch.from_numpy(np.random.default_rng(1).random((300, view.DRAWS), dtype=np.float32))
     transform, seen, found = common.EvalTransform(32, (0.5,) * 3, (0.25,) * 3), [], []
 
     def photometric(frames, u):
         seen.append(len(frames))
-        return view.photometric(frames, u)
-    for size in (sys.maxsize, SLICE, 599):
+        frames = frames if len(seen) == 1 else frames.as_subclass(OnCard)
+        return view.photometric(frames, u).as_subclass(torch.Tensor)
+    for size in (sys.maxsize, SLICE):
         here = Namespace(device=torch.device("cpu"), transform=transform, slice=size)
         found.append(common.Batches._finish(here, clips, photometric, draws))
-    assert seen == [600, 256, 256, 88, 599, 1] and found[0].shape == clips.shape
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-# ----------------------------------------------------- similarities --------------------------------------------------
-class Products(Waits):
-    """products: [on the card?] of matrices."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.mm.default:
-            self.products.append(args[0].is_meta)
-        return super().__torch_dispatch__(function, types, args, kwargs)
+    assert seen == [600, 256, 256, 88] and torch.equal(*found)
 
 
 def test_similarities_are_computed_on_the_card():
     """Evaluations hold embeddings on the host: what mixes both places is refused, and large products are the card's."""
     image, text, owner = unit(6, 8).float(), unit(12, 8, seed=1).float(), np.arange(12) // 2
     table = common.make_table([[f"{i}"] for i in range(6)], [str(i) for i in range(6)], verb=[0, 0, 1, 1, 2, 2],
-                              noun=[0, 1, 0, 1, 0, 1], label=[0, 1, 0, 1, 0, 1])
+                              noun=[0, 1] * 3, label=[0, 1] * 3)
     data = common.Data("made", "val", table, pixels=torch.zeros(6, 3, 4, 4, dtype=torch.uint8))
     pieces = {"image": image, "text": text, "owner": owner, "texts": [str(i) for i in range(12)], "data": data,
               "index": np.arange(6), "positives": torch.from_numpy(owner)[:, None],
               "positives_of_image": torch.arange(12).view(6, 2), "device": CARD}
     clusters = Namespace(of_queries=lambda _: torch.tensor([0] * 4 + [1] * 8), sizes=torch.tensor([3, 9]))
-    y, asked = np.array([0, 1] * 3), np.array([0, 1, 1] * 4)
-    with Products() as seen, Names():
-        seen.products = []
+    with Waits() as seen, Names():
         retrieval_both_ways(pieces)
         retrieval_both_ways(pieces, dsl=0.1)
         mir_of(None, None, pieces, CARD)
-        class_metrics(["knn"], (image, None, y), (text, None, asked), device=CARD)
+        class_metrics(["knn"], (image, None, np.arange(6) % 2), (text, None, np.arange(12) % 2), device=CARD)
         ncl.normalized_retrieval(pieces, 0.1, 4, text, image)
         head_mid_tail(pieces, clusters)
     assert seen.products.count(True) > 20 and seen.products.count(False) == 1  # of nouns, for relevancies
+
+
+# ----------------------------------------------------- waits and collectives -----------------------------------------
+def train(line, folder, monkeypatch):
+    """Four steps of a script as one of eight processes with cards -> its Waits, of the third step, which neither logs
+    nor saves."""
+    script, *flags = line.split()
+    module, waits, names = importlib.import_module(script), Waits(), Names()
+    set_up, done, backward_of_torch = engine.set_up, Run.done, torch.autograd._engine_run_backward
+
+    def with_card(args):
+        accelerator = set_up(args)
+        accelerator.state.device = CARD  # the group comes after it, which would wrap in DDP: that sees no meta tensors
+        dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+        return accelerator
+
+    def noted(run, *args, **more):
+        done(run, *args, **more)
+        waits.step, waits.on = run.step, run.step == 2
+        if run.step == 4:
+            raise SystemExit
+
+    def backward_with_names(*args, **kwargs):  # it runs in a handler of functions, where the mode is off
+        with names:
+            return backward_of_torch(*args, **kwargs)
+
+    def all_gather_object(values, value):
+        waits.collectives.append((waits.step, False))
+        values[:] = [value] * len(values)
+
+    class Event:
+        def record(self):
+            self.step = waits.step
+
+        def synchronize(self):
+            if self.step == waits.step:
+                waits.note("this step", "Event.synchronize")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "set_up", with_card)
+        patch.setattr(Run, "done", noted)
+        patch.setattr(Run, "evaluate_val", lambda run: vars(run).update(val={}, chance={}, val_pieces={}))
+        patch.setattr(torch.autograd, "_engine_run_backward", backward_with_names)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1))
+        patch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
+        patch.setattr(dist, "all_gather_object", all_gather_object)
+        args = module.parse_args([*of_set(TOY, flags), "--output-dir", str(folder), "--run-name", "run", *flags])
+        try:
+            with waits, names, pytest.raises(SystemExit):
+                module.main(args)
+        finally:
+            dist.destroy_process_group()
+    return waits
+
+
+@pytest.mark.parametrize("line", [
+    "temo", "temo --loss infonce --learnable-tau --jitter .4 --chunk-size 8 --grad-clip 1", "temo --loss slip",
+    "temperature_schedules", "temperature_schedules --loss moco --queue-size 32 --tau-head .1 --tau-tail .2", "ncl",
+    "mmts --num-clusters 4", "mmts --num-clusters 4 --loss max-margin", "mama --meta-size 8 --meta-batch-size 8",
+    "mama --weighting l2rw --meta-size 8 --meta-batch-size 8",
+    "temo --text-length 12 --text-encoder CLIP", "temo --text-length 12 --text-encoder BERT"])  # masks of transformers
+def test_no_step_waits_for_the_card(line, tiny, tmp_path, monkeypatch):
+    """And its collectives, without DDP's own, carry tensors of the card alone, as NCCL wants."""
+    line = line.replace("CLIP", tiny("clip")[0]).replace("BERT", tiny("bert")[0])
+    seen = train(line, tmp_path, monkeypatch)
+    of_step = [on_card for step, on_card in seen.collectives if step == 2]
+    assert not seen.waits and len(of_step) >= 2 and all(of_step)  # embeddings and the check
+
+
+PLANTS = {"a value": lambda x: x.sum().item(), "a shape": lambda x: x[x > 0],
+          "a copy to": lambda x: torch.ones(3).to(x.device), "a copy from": lambda x: x.detach().cpu()}
+
+
+def test_planted_waits_are_found(tmp_path, monkeypatch):
+    """Also that for what a step says, where it is read in the same step."""
+    loss = temo.temo_loss
+
+    def planted(image, *rest, **more):
+        for plant in PLANTS.values():
+            plant(image)
+        return loss(image, *rest, **more)
+    monkeypatch.setattr(temo, "temo_loss", planted)
+    monkeypatch.setattr(Run, "lagged", property(lambda run: False, lambda run, value: None), raising=False)
+    found = {what: where for what, _, where in train("temo", tmp_path, monkeypatch).waits}
+    assert len(found) == 1 + len(PLANTS) and "this step" in found
+    for kind in PLANTS:
+        assert any(what.startswith(kind) and where.startswith("temo.py") for what, where in found.items())

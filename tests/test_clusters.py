@@ -1,31 +1,35 @@
-"""Clusters of captions, classes and pictures (MM-TS): K-Means, their sizes, who is in which, and thirds of queries."""
+"""Clusters of captions, classes and pictures (MM-TS), and the meta-data of MAMA, which are balanced over them."""
 
 import functools
 import json
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import common
 from contrastive import evaluation
 from contrastive.encoders.sentences import SentenceEncoder
 from contrastive.engine.processes import UserError
+from contrastive.evaluation.clusters import Clusters, centroids, largest_first
+from contrastive.evaluation.meta import balanced_rows, meta_data
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
+import mama
 import mmts
-from helpers import unit
+from helpers import run_script, unit, write_rows, write_video
+from tools import figures as several
 
 CPU = torch.device("cpu")
 KINDS = ["a red apple", "the green pear", "some blue birds"]
 CAPTIONS = [[f"{KINDS[i % 3]} {w}" for w in ("here", "there")] for i in (0, 0, 0, 0, 1, 1, 1, 2)]
 
 
+# ---------------------------------------------------- K-Means and sizes --------------------------------------------
 def test_cluster_captions_finds_blobs_largest_first():
-    sizes = torch.tensor([10, 40, 5, 20])
-    truth = torch.repeat_interleave(torch.arange(4), sizes)
+    truth = torch.repeat_interleave(torch.arange(4), torch.tensor([10, 40, 5, 20]))
     x = torch.eye(4)[truth] + 0.05 * torch.randn(75, 4, generator=torch.Generator().manual_seed(0))
     labels, found = mmts.cluster_captions(x, 4, seed=0)
     assert found.tolist() == [40, 20, 10, 5] == labels.bincount().tolist()
@@ -35,18 +39,14 @@ def test_cluster_captions_finds_blobs_largest_first():
     assert found.tolist() == [9, 3, 2, 1] and labels.tolist() == [1, 3, 0, 2]
     with pytest.raises(ValueError, match="NaN"):
         mmts.cluster_captions(torch.tensor([[1.0, 0]] * 4 + [[math.nan, 0]]), 2, 0)
-    with pytest.raises(ValueError, match="n_samples=5 should be >= n_clusters=6"):
-        mmts.cluster_captions(torch.eye(5), 6, 0)
 
 
 def test_centroids_and_order():
-    labels, sizes, names = evaluation.clusters.largest_first(["b", "a", "b", "c", "b", "c"])
+    labels, sizes, names = largest_first(["b", "a", "b", "c", "b", "c"])
     assert (labels.tolist(), sizes.tolist(), names) == ([0, 2, 0, 1, 0, 1], [3, 2, 1], ["b", "c", "a"])
     x = unit(6, 3).float()
-    expected = torch.stack([x[labels == c].mean(0) for c in range(3)])
-    assert torch.allclose(evaluation.clusters.centroids(x, labels), expected)
-    doubled = evaluation.clusters.centroids(x, labels, [2, 1, 1, 1, 1, 1])
-    assert torch.allclose(doubled[0], (2 * x[0] + x[2] + x[4]) / 4)
+    assert torch.allclose(centroids(x, labels), torch.stack([x[labels == c].mean(0) for c in range(3)]))
+    assert torch.allclose(centroids(x, labels, [2, 1, 1, 1, 1, 1])[0], (2 * x[0] + x[2] + x[4]) / 4)
 
 
 def made(captions, **columns):
@@ -70,9 +70,8 @@ def test_captions_are_looked_up_by_their_words(tmp_path):
     assert found.sizes.tolist() == [8, 6, 4] and found.by == "caption"
     texts = ["some blue birds there", "a red apple here", "the green pear here"]
     assert found.look_up(["", "x", "y"], texts)[0].tolist() == [2, 0, 1] and found.look_up([""], texts[:1])[1] == 0
-    unfolded = opened(tmp_path / "b", train.unfold(), "captions")
-    assert torch.equal(unfolded.tensors["labels"], found.tensors["labels"]) and unfolded.sizes.tolist() == [8, 6, 4]
-    for clusters in (found, evaluation.clusters.Clusters(tmp_path / "a", CPU)):  # another process: from the file
+    assert torch.equal(opened(tmp_path / "b", train.unfold(), "captions").tensors["labels"], found.tensors["labels"])
+    for clusters in (found, Clusters(tmp_path / "a", CPU)):  # another process: from the file
         labels, lost = clusters.look_up(["", ""], ["green pear", "blue birds, blue birds"])
         assert labels.tolist() == [1, 2] and lost == 2  # not there: nearest centroid
     examples = json.loads((tmp_path / "a" / "clusters.json").read_text())["examples"]
@@ -80,6 +79,7 @@ def test_captions_are_looked_up_by_their_words(tmp_path):
 
 
 def test_classes_are_counted(tmp_path):
+    """By one column or two; the thirds of queries are by the size of their class, by hand."""
     train = made(CAPTIONS, noun=np.array([0, 0, 0, 2, 2, 1, -1, 0]), verb=np.array([1, 1, 2, 1, 1, 1, 1, 1]))
     found = opened(tmp_path / "noun", train, "noun")
     assert found.sizes.tolist() == [4, 2, 1] and found.meta["names"] == ["cat", "owl", "dog"]
@@ -101,9 +101,8 @@ def test_classes_are_counted(tmp_path):
 
 
 def test_examples_without_a_cluster_are_counted_once(tmp_path):
-    """However many captions they have, and as many rows unfolded."""
-    label = np.array([0, 0, 1, 1, 1, -1, -1, -1])
-    path = tmp_path / "mine.json"
+    """However many captions they have, and as many rows unfolded; by a class or by a file."""
+    label, path = np.array([0, 0, 1, 1, 1, -1, -1, -1]), tmp_path / "mine.json"
     path.write_text(json.dumps({f"k{i}": int(y) for i, y in enumerate(label) if y >= 0}))
     for name, data in (("rows", made(CAPTIONS, label=label)), ("unfolded", made(CAPTIONS, label=label).unfold())):
         for source in ("label", path):
@@ -111,23 +110,20 @@ def test_examples_without_a_cluster_are_counted_once(tmp_path):
             assert (found.sizes.tolist(), found.meta["without"]) == ([3, 2], 3)
 
 
-def test_an_earlier_try_leaves_no_clusters_to_a_new_run(tmp_path):
-    """A folder with a --run-name in which nothing was trained is taken over, and so may hold other clusters."""
+def test_a_new_run_makes_its_clusters_and_a_resumed_one_reads_them(tmp_path):
     path = tmp_path / "mine.json"
     for turn, resume in ((0, ""), (1, ""), (2, "a")):
         path.write_text(json.dumps({f"k{i}": i > turn for i in range(8)}))
         found = opened(tmp_path / "a", made(CAPTIONS), path, resume=resume)
-        assert found.sizes.tolist() == ([7, 1], [6, 2], [6, 2])[turn]  # a resumed run keeps those it has
+        assert found.sizes.tolist() == ([7, 1], [6, 2], [6, 2])[turn]
 
 
-def test_a_text_encoder_is_mean_pooled_and_a_clip_its_own(tiny, tokenizer):
-    texts = ["a red apple here", "pear"]
-    tokens, ((bert, model), (clip, pair)) = tokenizer(texts), map(tiny, ("bert", "clip"))
+def test_sentences_are_mean_pooled(tiny, tokenizer):
+    texts, (folder, model) = ["a red apple here", "pear"], tiny("bert")
+    tokens = tokenizer(texts)
     states, keep = model(**tokens).last_hidden_state, tokens["attention_mask"][..., None]
-    pooled = F.normalize((states * keep).sum(1) / keep.sum(1), dim=1)
-    own = F.normalize(pair.get_text_features(**tokens).pooler_output, dim=1)
-    for name, expected in ((bert, pooled), (clip, own)):
-        assert torch.allclose(SentenceEncoder(name, CPU)(texts), expected, atol=1e-5)
+    expected = common.normalize((states * keep).sum(1) / keep.sum(1))
+    assert torch.allclose(SentenceEncoder(folder, CPU)(texts), expected, atol=1e-5)
 
 
 def test_clusters_of_pictures(tiny, tmp_path):
@@ -140,27 +136,122 @@ def test_clusters_of_pictures(tiny, tmp_path):
     assert labels[::2].unique().numel() == labels[1::2].unique().numel() == 1 and labels[0] != labels[1]
 
 
-REFUSED = {  # --clusters, --cluster-encoder, number, captions: words
-    ("noun", "tf-idf", 3): "--clusters noun: made has no noun; --clusters captions needs none",
-    ("none.json", "tf-idf", 3): "none.json: .*No such file", ("[1]", "tf-idf", 3): "list",
-    ("{", "tf-idf", 3): "Expecting", ('{"a": 1}', "tf-idf", 3): "no example of made has one",
-    ("captions", "tf-idf", 7): "--clusters captions: n_samples=6 should be >= n_clusters=7",
-    ("captions", "nobody/nothing", 3): "nobody/nothing: ", ("vision", "tf-idf", 2): "tf-idf: Unknown model",
-    ("vision", "bert", 2): "--cluster-encoder .*bert"}
+NOUNS, MARKS = {"noun": np.full(8, -1)}, [["?"], ["!"], ["."]]
+REFUSED = [  # --clusters (a file's content in brackets), --cluster-encoder, number, data, words
+    ("noun", "tf-idf", 3, made(CAPTIONS), "--clusters noun: made has no noun; --clusters captions needs none"),
+    ("noun", "tf-idf", 3, made(CAPTIONS, **NOUNS), "--clusters noun: no example of made has one"),
+    ("none.json", "tf-idf", 3, made(CAPTIONS), "none.json: .*No such file"),
+    ("{", "tf-idf", 3, made(CAPTIONS), "Expecting"),
+    ("captions", "tf-idf", 7, made(CAPTIONS), "--clusters captions: n_samples=6 should be >= n_clusters=7"),
+    ("captions", "tf-idf", 2, made(MARKS), "--cluster-encoder tf-idf: empty vocabulary"),
+    ("vision", "tf-idf", 2, made(CAPTIONS), "tf-idf: Unknown model")]
 
 
-@pytest.mark.parametrize("source, encoder, k", REFUSED)
-def test_what_makes_no_clusters_is_refused_in_one_line(source, encoder, k, tiny, tmp_path):
-    if source[0] in "[{":
-        (tmp_path / "mine.json").write_text(source)
-    path = tmp_path / "mine.json" if source[0] in "[{" else source
-    with pytest.raises(UserError, match=f"^.*{REFUSED[source, encoder, k]}.*$"):
-        opened(tmp_path / "out", made(CAPTIONS), path, k, tiny("bert")[0] if encoder == "bert" else encoder)
+@pytest.mark.parametrize("source, encoder, k, data, words", REFUSED)
+def test_what_makes_no_clusters_is_refused_in_one_line(source, encoder, k, data, words, tmp_path):
+    if source == "{":
+        source = tmp_path / "mine.json"
+        source.write_text("{")
+    with pytest.raises(UserError, match=f"^.*{words}.*$"):
+        opened(tmp_path / "out", data, source, k, encoder)
     assert not (tmp_path / "out" / "clusters.json").exists()
 
 
-def test_no_words_and_no_classes(tmp_path):
-    with pytest.raises(UserError, match="--cluster-encoder tf-idf: empty vocabulary"):
-        opened(tmp_path / "b", made([["?"], ["!"], ["."]]), "captions", k=2)
-    with pytest.raises(UserError, match="--clusters noun: no example of made has one"):
-        opened(tmp_path / "empty", made(CAPTIONS, noun=np.full(8, -1)), "noun")
+# ---------------------------------------------------- meta-data -----------------------------------------------------
+SMALL = ("--workers 0 --cpu --image-encoder small --text-encoder small --no-pretrained --embed-dim 16 "
+         "--image-size 32 --frames 2 --text-length 16 --text-pooling mean --log-every 1 --batch-size 8 --max-steps 2 "
+         "--meta-batch-size 2 --lr 1e-3").split()
+
+
+def msrvtt(root):
+    """CLIP4Clip's layout: 12 videos of three categories for training, four for test."""
+    for k in range(16):
+        write_video(root / "videos" / f"video{k}.mp4", [5 * k, 5 * k + 1])
+    write_rows(root / "MSRVTT_train.9k.csv", ["video_id"], [[f"video{k}"] for k in range(12)])
+    write_rows(root / "MSRVTT_JSFUSION_test.csv", ["key", "vid_key", "video_id", "sentence"],
+               [(f"ret{k}", f"msr{k}", f"video{k}", f"clip number {k}") for k in range(12, 16)])
+    about = [{"video_id": f"video{k}", "split": "train", "category": 0 if k < 9 else 7 if k < 11 else 19}
+             for k in range(16)]
+    said = [{"sen_id": k, "video_id": f"video{k % 16}", "caption": f"words {k % 16} of {'abcd'[k % 4]}"}
+            for k in range(32)]
+    (root / "MSRVTT_data.json").write_text(json.dumps({"videos": about, "sentences": said}))
+    return ["--dataset", "msrvtt", "--data-dir", str(root), "--video-dir", str(root / "videos"), *SMALL]
+
+
+def meta_of(flags, *more):
+    args = mama.parse_args([*flags, *map(str, more)])
+    return meta_data(*common.open_data(args), args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
+                     args.task, args.meta_balance)[0]
+
+
+def test_meta_data_of_msrvtt_are_balanced(tmp_path):
+    """One of each of three categories, of which one has three quarters of the rows, unless --meta-balance says
+    otherwise; further pairs take no class away and are no meta-data."""
+    flags = [*msrvtt(tmp_path), "--meta-size", "3"]
+    meta = meta_of(flags)
+    assert Counter(meta.labels.tolist()) == {0: 1, 7: 1, 19: 1}
+    assert meta.note.startswith("3 of train, balanced over label, not known to be clean: captions as the set has them")
+    for k in range(3):
+        write_video(tmp_path / "more" / f"w{k}.mp4", [k, 1])
+    write_rows(tmp_path / "more.csv", ["video", "caption"], [(f"w{k}.mp4", f"speech {k}") for k in range(3)])
+    pairs = f"{tmp_path / 'more.csv'}={tmp_path / 'more'}"
+    both = meta_of(flags, "--extra-pairs", pairs)
+    assert sorted(both.column("key")) == sorted(meta.column("key")) and "balanced over label" in both.note
+    assert "at random" in meta_of(flags, "--meta-balance", "none").note
+    assert "clusters of captions" in meta_of(flags, "--meta-balance", "captions").note
+
+
+def test_clusters_of_captions_in_turn(monkeypatch):
+    """Each of six things comes as often, but where there are no more; the first rows by a hash are clustered."""
+    words, counts = "cat dog horse bird fish cow".split(), [100, 40, 20, 10, 5, 1]
+    captions = [[f"a {words[c]} runs", f"{words[c]} {words[c]}"] for c, n in enumerate(counts) for _ in range(n)]
+    data = common.Data("talk", "train", common.make_table(captions, [f"{k}.mp4" for k in range(len(captions))]))
+    kind = np.repeat(range(6), counts)
+    found, how = balanced_rows(data, 24, (), captions=True)
+    assert sorted(Counter(kind[found].tolist()).values()) == [1, 4, 4, 5, 5, 5] and len({*found.tolist()}) == 24
+    assert how.startswith("balanced over 6 clusters of captions, not known to be clean")
+    plain, how = balanced_rows(data, 24, ())
+    assert how.startswith("at random") and max(Counter(kind[plain].tolist()).values()) > 8
+    with pytest.raises(UserError, match="--meta-balance classes: talk has no column label or verb"):
+        meta_data(data, {}, "talk", "train", 6, 2, balance="classes")
+    monkeypatch.setattr(evaluation.meta, "CLUSTERED", 10)
+    seen, true = [], evaluation.meta.caption_clusters
+    monkeypatch.setattr(evaluation.meta, "caption_clusters", lambda d, r: seen.append(len(r)) or true(d, r))
+    assert [len(balanced_rows(data, n, (), captions=True)[0]) for n in (4, 20)] == [4, 20] and seen == [10, 20]
+
+
+def test_meta_data_of_unfolded_rows_are_of_as_many_clips():
+    """With --unfold-captions the rows of a clip share its name; they would follow each other."""
+    captions = [[f"clip {i} take {k}" for k in range(5)] for i in range(60)]
+    table = common.make_table(captions, [f"v{i}" for i in range(60)], classes={"label": list("abcdef")},
+                              label=[i % 6 for i in range(60)])
+    data = common.Data("x", "train", table).unfold()
+    for columns, by_captions in ((("label",), False), ((), True)):
+        rows, _ = balanced_rows(data, 30, columns, by_captions)
+        assert len({data.key(i) for i in rows}) == 30
+
+
+def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, capsys):
+    """Rows of --unfold-captions: kNN encodes each clip once. Figs. 2 and 5a: an LDA of the captions of a clip together,
+    known words decide a query's topic, a query without one is left out."""
+    files = msrvtt(tmp_path)
+    sentences = tmp_path / "MSRVTT_JSFUSION_test.csv"                      # three of four with words of training
+    sentences.write_text(sentences.read_text().replace("clip number", "words").replace("words 15", "clip 15"))
+    seen, encode = [], evaluation.by_class.encode_images
+    monkeypatch.setattr(evaluation.by_class, "encode_images", lambda model, data, *more, **k: (
+        seen.append(list(data.keys())), encode(model, data, *more, **k))[1])
+    run_script(mama, tmp_path / "mama", *files, "--meta-size", "4", "--unfold-captions")
+    assert seen and all(len(keys) == len(set(keys)) for keys in seen)
+    run_script(mama, tmp_path / "infonce", *files[:-4], "--loss", "infonce", "--unfold-captions")
+    several.main(["concepts", str(tmp_path / "infonce"), str(tmp_path / "mama"), "--topics", "2", "--out",
+                  str(tmp_path / "t.png")])
+    said = capsys.readouterr().out
+    assert "1 of 4 queries have no topic and are left out" in said and "% of the training rows, gain" in said
+    assert "nan" not in said and (tmp_path / "t.png").stat().st_size > 5000
+    table = common.make_table([["cats purr", "a cat purrs"], ["cats meow purr"], ["cars drive", "cars race"],
+                               ["cars drive race"]] * 5, [f"v{k}" for k in range(20)])
+    data = common.Data("x", "train", table).unfold()
+    clips, queries, names = several.topics_of(data, ["the cats purr", "cars race", "unheard of"], 2)
+    assert len(clips) == 20 and len(set(clips[:2])) == len(set(clips[2:4])) == 1 and clips[0] != clips[2]
+    assert queries.tolist() == [clips[0], clips[2], -1]
+    assert "cats" in names[clips[0]] and "cars" in names[clips[2]]

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 import common
 from contrastive.data import moving_emoji
 from contrastive.engine.processes import UserError
-from contrastive.evaluation.trivial import colour_histogram
+from contrastive.evaluation.trivial import pixels_and_colours
 
 import numpy as np
 import pytest
@@ -227,7 +227,8 @@ def test_emoji_scenes_show_their_class_and_hide_it_from_pixels_and_colours():
     assert torch.equal(train.pixels, again.pixels)
     corners = train.pixels[:, :, 0, 0].float()  # mostly background
     assert corners.std(0).min() > 50  # of 0..255, uniform: 74
-    pixels, colours = (lambda d: d.pixels.flatten(1).float()), (lambda d: colour_histogram(d.pixels / 255))
+    pixels = lambda d: d.pixels.flatten(1).float()
+    colours = lambda d: pixels_and_colours(None, d.pixels / 255)[1][:, :64]
     for features, most in ((pixels, 12), (colours, 20)):
         found = common.knn_accuracy(features(train), torch.as_tensor(train.labels),
                                     features(test), torch.as_tensor(test.labels))

@@ -215,7 +215,8 @@ def test_classes_of_own_tars_have_numbers_and_no_names(tmp_path):
         write_tar(tmp_path / f"{split}.tar", tar_samples(range(6), "jpg", "txt", "cls"))
     train, test = (common.load_data(str(tmp_path), split) for split in ("train", "test"))
     towers = SimpleNamespace(), object(), None
-    assert [lacks(task, test, towers, train) for task in ("knn", "zero-shot")] == ["", "the classes have no names"]
+    why = lacks(["knn", "zero-shot"], test, towers, train)
+    assert why == {"knn": "", "zero-shot": "the classes have no names"}
 
 
 # ---------------------------------------------------- long tails -----------------------------------------------------

@@ -1,10 +1,7 @@
-"""Every loss in one table: in blocks of rows, in half precision, by each anchor's temperature; what a temperature may
-be, and how much memory blocks take. test_distributed.py has its gradient on several processes."""
+"""What holds for all losses alike, in one table: gradient, blocks of rows, half precision, ends, a random guess, and
+what a temperature may be. test_distributed.py has the gradient on several processes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import importlib
 from types import SimpleNamespace
 
 import common
@@ -12,7 +9,6 @@ from contrastive.engine.processes import gather
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import mama
 import mmts
@@ -21,7 +17,6 @@ import temo
 import temperature_schedules as ts
 from helpers import unit
 
-ROOT = Path(__file__).resolve().parents[1]
 N, D = 16, 8
 
 
@@ -34,12 +29,6 @@ def parameters(rows=slice(0, N), dtype=torch.float64, device="cpu", block=0):
     taus = {name: x.to(device, dtype).requires_grad_() for name, x in taus.items()}
     features, keys = unit(N, 5, seed=5)[rows].to(device, dtype), unit(7, D, seed=6).to(device, dtype)
     return SimpleNamespace(**taus, features=features, keys=keys, block=block)
-
-
-def coarse(like):
-    """(B,) temperatures of TS's coarse supervision: the classes are the places in the batch of this process."""
-    labels = torch.arange(len(like), device=like.device) % 2
-    return ts.coarse_temperature(labels, {0}, 1.0, 0.1)
 
 
 LOSSES = {  # e: I, T, I~, T~ (B, D) each, p: parameters -> (), the mean over these rows
@@ -67,7 +56,6 @@ LOSSES = {  # e: I, T, I~, T~ (B, D) each, p: parameters -> (), the mean over th
     "mama": lambda e, p: mama.angular_margin_loss(*e[:2], p.tau, 0.2, p.block).mean()}
 IN_BLOCKS = [*LOSSES]
 LOSSES |= {  # those without blocks of rows
-    "ts, coarse": lambda e, p: ts.nt_xent(*e[:2], coarse(e[0])),
     "moco": lambda e, p: sum(ts.moco_loss(*pair, p.keys, p.tau) for pair in (e[::2], e[1::2])),  # I and I~, T and T~
     "hardest negative": lambda e, p: ncl.max_margin_loss(e[1], e[0]),
     "mama, fused": lambda e, p: mama.fused_margin_loss(
@@ -103,39 +91,15 @@ def test_blocks_equal_the_whole_matrix(name):
             torch.testing.assert_close(ours, literal, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["temo", "slip", "ts"])
-def test_a_large_batch_is_cut_by_itself(name, monkeypatch):
+def test_a_large_batch_is_cut_by_itself(monkeypatch):
     """At 4,096 pairs the whole matrices would be over 1 GiB; no block is asked for."""
     seen = []
     monkeypatch.setattr(common, "checkpoint", lambda f, x, *more, **_: seen.append(len(x)) or f(x, *more))
-    LOSSES[name]([unit(4096, 2, seed=k).float() for k in range(4)], parameters(dtype=torch.float32))
+    LOSSES["temo"]([unit(4096, 2, seed=k).float() for k in range(4)], parameters(dtype=torch.float32))
     assert seen and max(seen) < 200
 
 
-PEAK = """
-import torch, temo
-def status(name):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) / 1024  # MiB
-def peak(n, block):
-    e = [torch.randn(n, 64).requires_grad_() for _ in range(4)]
-    open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts anew
-    before = status("VmRSS")
-    temo.temo_loss(*e, 0.3, block=block).backward()
-    return status("VmHWM") - before
-peak(256, 128)  # libraries and thread pools come in
-print(*(peak(n, block) for block in (128, 10**9) for n in (1024, 2048)))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
-def test_memory_of_blocks_is_linear():
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    small, large, small_whole, large_whole = map(float, done.stdout.split())                # MiB
-    assert large / small <= 2.5 and large_whole / small_whole > 3 and large < 0.2 * large_whole
-
-
-# ----------------------------------------------- half precision -----------------------------------------------------
+# ----------------------------------------------- half precision, extremes -------------------------------------------
 @pytest.mark.parametrize("name", [*(name for name in LOSSES if "fused" not in name), "answers"])
 def test_a_loss_is_fp32_under_bf16_autocast(name):
     """And of embeddings in 16 bits."""
@@ -149,6 +113,49 @@ def test_a_loss_is_fp32_under_bf16_autocast(name):
     assert torch.equal(inside, expected) and torch.equal(of_16_bits, rounded)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_and_gradient_are_finite_at_the_ends(name):
+    """Equal, opposite and mixed embeddings at a temperature of 0.01, whose exp would overflow in fp32."""
+    p, same = parameters(dtype=torch.float32), torch.ones(N, D)
+    for tau in (p.tau, p.anchor, p.pair):
+        tau.data.fill_(0.01)
+    for sign in (torch.ones(N, 1), -torch.ones(N, 1), torch.arange(N)[:, None] % 2 * 2.0 - 1):
+        e = [x.clone().requires_grad_() for x in (same, sign * same, sign * same, same)]
+        loss = LOSSES[name](e, p)
+        gradients = torch.autograd.grad(loss, [*e, p.tau], allow_unused=True, materialize_grads=True)
+        assert all(x.isfinite().all() for x in (loss, *gradients))
+
+
+# ----------------------------------------------- a random guess -----------------------------------------------------
+ONES, RIGHT = torch.ones(N, D, dtype=torch.float64), torch.zeros(N, N, dtype=torch.float64)
+CLUSTERS = SimpleNamespace(sizes=torch.tensor([12, 4]))
+
+
+def of_mmts(args):
+    """Half a period after the start, examples of both clusters."""
+    shifts = mmts.shifts_of(CLUSTERS, args)
+    margins = mmts.sample_temperature(4, shifts[:2].repeat_interleave(CLUSTERS.sizes), 8, args.alpha)     # (N,)
+    return mmts.random_guess(4, shifts, CLUSTERS, 8, args), mmts.max_margin_loss(ONES, ONES, margins)
+
+
+GUESSES = {  # script and flags: what its banner says, and its loss where all cosines are equal
+    "temperature_schedules --loss moco --queue-size 12": lambda a: (
+        ts.random_guess(SimpleNamespace(args=a))[1], ts.moco_loss(ONES, ONES, ONES[:12], 0.3)),
+    "temo": lambda a: (temo.random_guess(a)[1], temo.temo_loss(ONES, ONES, ONES, ONES, 1)),
+    "temo --loss slip": lambda a: (
+        temo.random_guess(a)[0], temo.multimodal_loss(ONES, ONES, 0.1) + temo.simclr_loss(ONES, ONES, 0.1)),
+    "ncl --loss-scale 3": lambda a: (ncl.random_guess(None, a)[0], 3 * ncl.ncl_loss(ONES, ONES, 0.1)),
+    "mmts --loss max-margin": of_mmts,
+    "mama": lambda a: (mama.random_guess(0.2, a), mama.fused_margin_loss(RIGHT, RIGHT, a.tau, 0.2).mean())}
+
+
+@pytest.mark.parametrize("words", GUESSES)
+def test_a_random_guess_has_the_loss_that_the_banner_says(words):
+    name, *flags = words.split()
+    said, loss = GUESSES[words](importlib.import_module(name).parse_args([*flags, "--batch-size", str(N)]))
+    assert said == pytest.approx(loss.item(), rel=1e-6)
+
+
 # ----------------------------------------------- what tau, gamma and margins may be ---------------------------------
 B = 6
 X, Y, Z, W = (unit(B, 5, seed=s) for s in range(4))                        # (B, D) each
@@ -159,8 +166,7 @@ TAU = {"info_nce": lambda t: temo.info_nce(X, Y, t), "multimodal": lambda t: tem
        "moco": lambda t: ts.moco_loss(X, Y, Z, t), "clip": lambda t: mmts.clip_loss(X, Y, t),
        "mama": lambda t: mama.angular_margin_loss(X, Y, t, 0.2),
        "mama fused": lambda t: mama.fused_margin_loss(X @ Y.T, Y @ X.T, t, 0.2)}
-ONE = {"ncl": lambda t: ncl.ncl_loss(X, Y, t), "infonce of ncl": lambda t: ncl.ncl_loss(X, Y, t, 0),
-       "sinkhorn": lambda t: ncl.sinkhorn_biases(X @ Y.T, t)[0],
+ONE = {"ncl": lambda t: ncl.ncl_loss(X, Y, t), "sinkhorn": lambda t: ncl.sinkhorn_biases(X @ Y.T, t)[0],
        "tau_min": lambda t: temo.modulated_loss(X, Y, t, 0.1)}
 MARGIN = {"max-margin": lambda m: mmts.max_margin_loss(X, Y, m), "hardest": lambda m: ncl.max_margin_loss(X, Y, m),
           "mu": lambda m: mama.angular_margin_loss(X, Y, 0.5, m),
@@ -179,36 +185,13 @@ def test_a_temperature_or_margin_belongs_to_its_anchor(name):
     torch.testing.assert_close(loss(torch.tensor(low, dtype=torch.float64)).mean(), one)
 
 
-@pytest.mark.parametrize("name", ["mama", "mama fused", "mu", "mu fused"])
-def test_each_pair_has_its_own(name):
-    loss, values = (TAU | MARGIN)[name], torch.linspace(0.1, 0.8, B, dtype=torch.float64)
-    torch.testing.assert_close(loss(values), torch.stack([loss(v.item())[i] for i, v in enumerate(values)]))
-
-
 @pytest.mark.parametrize("name", [*TAU, *ONE, *MARGIN])
 def test_another_shape_or_number_is_refused_in_one_line(name):
+    """One per pair, (B, B), serves one direction alone."""
     loss = (TAU | ONE | MARGIN)[name]
-    for shape in [(1,), (B - 1,), (B, 1), (B, B + 1)] + [(B,)] * (name in ONE):
+    for shape in [(1,), (B - 1,), (B, 1), (B, B + 1)] + [(B,)] * (name in ONE) + [(B, B)] * (name != "info_nce"):
         with pytest.raises(ValueError, match=r"^.*\(\d.*give a number.*$"):
             loss(torch.full(shape, 0.5))
-    for value in () if name in MARGIN else (0, -0.01, float("nan")):
-        with pytest.raises(ValueError, match="must be above 0"):
+    for value in () if name in MARGIN else (0, -0.01, float("nan"), [0.5] * B):
+        with pytest.raises(ValueError, match="must be above 0|or a tensor"):
             loss(value)
-
-
-def test_both_directions_have_no_temperature_per_pair():
-    """Its rows are the anchors of one of them."""
-    with pytest.raises(ValueError, match="give a number"):
-        temo.multimodal_loss(X, Y, torch.full((B, B), 0.5))
-
-
-def test_a_list_is_no_temperature():
-    with pytest.raises(ValueError, match="or a tensor"):
-        temo.info_nce(X, Y, [0.5] * B)
-
-
-def test_info_nce_of_pairs_is_cross_entropy():
-    p = parameters()
-    a, b = (F.normalize(unit(N, D, seed=s), dim=1) for s in (0, 1))
-    literal = F.cross_entropy(a @ b.T / p.pair, torch.arange(N))
-    torch.testing.assert_close(temo.info_nce(3 * a, b, p.pair, 4), literal)

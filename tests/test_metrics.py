@@ -19,16 +19,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.svm import LinearSVC
 
 import temo
+from helpers import unit
 
-
-def brute_ranks(query, gallery, positives, bias=None):
-    """Rank of the best positive, by sorting in Python; every tie stands before it."""
-    sim = (F.normalize(query, dim=1) @ F.normalize(gallery, dim=1).T + (0 if bias is None else bias)).tolist()
-    out = []
-    for row, own in zip(sim, positives):
-        best = max(row[p] for p in own)
-        out.append(1 + sum(s >= best for j, s in enumerate(row) if j not in own))
-    return out
+WAYS = ("text_to_image", "image_to_text")
 
 
 def table(rows):
@@ -36,48 +29,63 @@ def table(rows):
     return torch.tensor([r + [-1] * (width - len(r)) for r in rows])
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 4096])
+def brute_ranks(sim, own):
+    """Rank of the best positive of each row, by a loop; every tie stands before it."""
+    best = [max(row[k] for k in of) for row, of in zip(sim.tolist(), own)]
+    return [1 + sum(s >= top for j, s in enumerate(row) if j not in of)
+            for row, of, top in zip(sim.tolist(), own, best)]
+
+
+# ---------------------------------------------------- retrieval -----------------------------------------------------
+@pytest.mark.parametrize("chunk", [7, 4096])
 def test_ranks_against_brute_force(chunk):
-    generator = torch.Generator().manual_seed(0)
-    query, gallery = torch.randn(40, 8, generator=generator), torch.randn(15, 8, generator=generator)
+    query, gallery, generator = unit(40, 8).float(), unit(15, 8, seed=1).float(), torch.Generator().manual_seed(0)
     own = [sorted(set(torch.randint(0, 15, (1 + i % 4,), generator=generator).tolist())) for i in range(40)]
     for bias in (None, torch.randn(15, generator=generator)):
-        ranks = np.array(brute_ranks(query, gallery, own, bias))
-        assert (common.retrieval_metrics(query, gallery, table(own), bias=bias, chunk=chunk, ranks=True) == ranks).all()
-        got = common.retrieval_metrics(query, gallery, table(own), bias=bias, chunk=chunk)
-        for k in (1, 5, 10, 50):
-            assert got[f"R@{k}"] == pytest.approx(100 * (ranks <= k).mean())
+        ranks = np.array(brute_ranks(query @ gallery.T + (0 if bias is None else bias), own))
+        how = 3 * query, 2 * gallery, table(own), bias, None, chunk        # of any length
+        assert (common.retrieval_metrics(*how, ranks=True) == ranks).all()
+        got = common.retrieval_metrics(*how)
+        assert [got[f"R@{k}"] for k in (1, 5, 10, 50)] == pytest.approx(
+            [100 * (ranks <= k).mean() for k in (1, 5, 10, 50)])
         assert got["MdR"] == np.median(ranks) and got["MnR"] == pytest.approx(ranks.mean())
 
 
 def test_a_collapsed_model_is_last_and_identical_positives_are_no_ties():
     same, eye = torch.ones(100, 4), torch.eye(6)
     assert common.retrieval_metrics(same, same, torch.arange(100)[:, None], ranks=True).tolist() == [100] * 100
-    assert common.retrieval_metrics(eye, eye, torch.arange(6)[:, None])["R@1"] == 100
     twins = torch.cat([eye[:1], eye[:1], eye[2:]])  # items 0 and 1 are one drawing: both positive, no tie against it
     assert common.retrieval_metrics(twins, twins, table([[0, 1], [0, 1], [2], [3], [4], [5]]))["R@1"] == 100
 
 
-def test_groups_take_the_best_caption():
-    video = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    captions = torch.tensor([[1.0, 0.1], [-1.0, 0.0], [0.6, 0.8], [0.0, -1.0]])  # two captions of each video
-    groups, positives = torch.tensor([0, 0, 1, 1]), torch.tensor([[0], [1]])
-    got = common.retrieval_metrics(video, captions, positives, groups=groups)
-    assert got["R@1"] == 100
-    bias = torch.tensor([0.0, 3.0, 0.0, 0.0])
-    pushed = common.retrieval_metrics(video, captions, positives, groups=groups, bias=bias)
-    assert pushed["R@1"] == 50  # the bias comes before the maximum: group 0 wins both
-
-
-@pytest.mark.parametrize("name", ["query", "gallery", "bias"])
-def test_non_finite_raises(name):
+@pytest.mark.parametrize("name", ["query", "gallery", "bias", "no positive"])
+def test_broken_input_raises(name):
     inputs = {"query": torch.eye(3), "gallery": torch.eye(3), "bias": torch.zeros(3)}
-    inputs[name] = inputs[name].clone()
-    inputs[name].view(-1)[0] = float("nan")
+    positives = torch.tensor([[0], [1], [-1 if name == "no positive" else 2]])
+    if name in inputs:
+        inputs[name].view(-1)[0] = math.nan
     with pytest.raises(ValueError, match=name):
-        common.retrieval_metrics(inputs["query"], inputs["gallery"], torch.arange(3)[:, None], bias=inputs["bias"])
-    with pytest.raises(ValueError, match="no positive"):
-        common.retrieval_metrics(torch.eye(2), torch.eye(2), torch.tensor([[0], [-1]]))
+        common.retrieval_metrics(positives=positives, **inputs)
+
+
+def test_both_directions_with_biases_and_groups():
+    """By hand, four clips of three captions each; a grouped set ranks clips by their best caption, after the bias."""
+    image, text = unit(4, 8).float(), unit(12, 8, seed=1).float()
+    of_image, of_text = torch.randn(16, generator=torch.manual_seed(2)).split([4, 12])
+    owner, own = np.arange(12) // 3, torch.arange(12).view(4, 3)
+    sim = image @ text.T + of_text                                         # (4, 12)
+    for grouped in (False, True):
+        pieces = {"image": image, "text": text, "owner": owner, "positives": torch.arange(12)[:, None] // 3,
+                  "positives_of_image": own, "data": types.SimpleNamespace(grouped=grouped)}
+        found, chance = evaluation.retrieval.retrieval_both_ways(pieces, of_image, of_text)
+        ranks = {"text_to_image": brute_ranks(text @ image.T + of_image, [[c] for c in owner]),
+                 "image_to_text": brute_ranks(sim.unflatten(1, (4, 3)).amax(2), [[k] for k in range(4)])
+                 if grouped else brute_ranks(sim, own.tolist())}
+        assert [found[way]["MnR"] for way in WAYS] == pytest.approx([np.mean(ranks[way]) for way in WAYS])
+        assert [chance[way]["R@1"] for way in WAYS] == [25, 25]
+        six = [100 * np.mean(np.array(ranks[way]) <= k) for way in WAYS for k in (1, 5, 10)]
+        assert found["R-Mean"] == pytest.approx(np.mean(six))
+        assert found["R@1-Mean"] == pytest.approx((six[0] + six[3]) / 2)   # "Avg." of MM-TS's Table 1
 
 
 def test_chance_is_what_random_embeddings_get():
@@ -89,134 +97,73 @@ def test_chance_is_what_random_embeddings_get():
         assert np.mean([r[key] for r in runs]) == pytest.approx(chance[key], abs=tolerance), key
 
 
-@pytest.mark.parametrize("k", [1, 10])
-def test_knn_against_scikit_learn(k):
-    rng = np.random.default_rng(0)
-    train, test = rng.normal(size=(200, 16)), rng.normal(size=(80, 16))
-    labels, truth = rng.integers(0, 5, 200), rng.integers(0, 5, 80)
-    unit = lambda x: x / np.linalg.norm(x, axis=1, keepdims=True)
-    predicted = KNeighborsClassifier(k).fit(unit(train), labels).predict(unit(test))  # ties: smallest class, as ours
-    got = common.knn_accuracy(*map(torch.from_numpy, (train, labels, test, truth)), k=k, chunk=17)
-    assert got["top1"] == pytest.approx(100 * (predicted == truth).mean())
-    by_class = [(predicted == truth)[truth == c].mean() for c in range(5)]
-    assert got["mean_per_class"] == pytest.approx(100 * np.mean(by_class))
-
-
-def test_knn_ties_and_errors():
-    train = torch.tensor([[1.0, 0.0], [0.99, 0.1]])
-    tied = common.knn_accuracy(train, torch.tensor([3, 1]), torch.tensor([[1.0, 0.05]]), torch.tensor([1]), k=2)
-    assert tied["top1"] == 100  # one vote each: the smaller class
-    with pytest.raises(RuntimeError, match="out of range"):
-        common.knn_accuracy(train, torch.tensor([0, 1]), train, torch.tensor([0, 1]), k=3)
-    with pytest.raises(ValueError, match="non-finite"):
-        common.knn_accuracy(train * float("nan"), torch.tensor([0, 1]), train, torch.tensor([0, 1]))
-
-
 def test_dual_softmax_against_loops():
     """Each cosine times its softmax over all queries; with groups of two before their maximum; in blocks as at once."""
-    torch.manual_seed(0)
-    query, gallery = F.normalize(torch.randn(7, 5), dim=1), F.normalize(torch.randn(6, 5), dim=1)
+    query, gallery = unit(7, 5), unit(6, 5, seed=1)
     gamma, own, groups = 0.1, torch.arange(7)[:, None] % 6, torch.arange(6) // 2
-    weight = (query.double() @ gallery.double().T / gamma).exp()           # (7, 6)
-    score = gamma * weight.log() * weight / weight.sum(0)
+    weight = (query @ gallery.T / gamma).exp()                             # (7, 6)
+    score = query @ gallery.T * weight / weight.sum(0)
     best = score.unflatten(1, (3, 2)).amax(2)                              # (7, 3)
     for kept, place, more in ((score, own, {}), (best, own // 2, {"groups": groups})):
-        ranks = [1 + sum(bool(s >= row[k]) for j, s in enumerate(row) if j != k) for row, k in zip(kept, place[:, 0])]
         plain = common.retrieval_metrics(query, gallery, place, ranks=True, **more)
         for chunk in (2, 100):
             found = common.retrieval_metrics(query, gallery, place, chunk=chunk, ranks=True, dsl=gamma, **more)
-            assert found.tolist() == ranks != plain.tolist()
+            assert found.tolist() == brute_ranks(kept, place.tolist()) != plain.tolist()
     sharp = common.retrieval_metrics(query, gallery, own, ranks=True, dsl=0.005)
     assert sharp.max() <= 6                                                # no overflow, and few ties by underflow
 
 
-def test_a_grouped_set_ranks_clips_by_their_best_caption():
-    """Both directions by hand: four clips of three captions each."""
-    image, text = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).split([4, 12])
-    sim = F.normalize(image, dim=1) @ F.normalize(text, dim=1).T           # (4, 12)
-    own, best = torch.arange(12)[:, None] // 3, sim.unflatten(1, (4, 3)).amax(2)
-    pieces = {"image": image, "text": text, "owner": own[:, 0].numpy(), "positives": own,
-              "positives_of_image": torch.arange(12).view(4, 3), "data": types.SimpleNamespace(grouped=True)}
-    found, chance = evaluation.retrieval.retrieval_both_ways(pieces)
-    ranks = {"image_to_text": (best >= best.diagonal()[:, None]).sum(1),
-             "text_to_image": (sim.T >= sim.T.gather(1, own)).sum(1)}
-    for way, expected in ranks.items():
-        assert found[way]["MnR"] == pytest.approx(expected.float().mean().item()) and chance[way]["R@1"] == 25
-
-
-def test_r_mean_is_the_mean_of_six_recalls():
-    """R@1, R@5 and R@10 of both directions; so is its chance."""
-    torch.manual_seed(0)
-    n = 60
-    image, own = torch.randn(n, 8), torch.arange(n)[:, None]
-    pieces = {"image": image, "text": image + torch.randn(n, 8), "owner": np.arange(n), "positives": own,
-              "positives_of_image": own, "data": types.SimpleNamespace(grouped=False)}
-    for found in evaluation.retrieval.retrieval_both_ways(pieces):
-        six = [found[way][f"R@{k}"] for way in ("text_to_image", "image_to_text") for k in (1, 5, 10)]
-        assert found["R-Mean"] == pytest.approx(np.mean(six)) and max(six) < found["text_to_image"]["R@50"]
-        assert found["R@1-Mean"] == pytest.approx((six[0] + six[3]) / 2)   # "Avg." of MM-TS's Table 1
-
-
 class Perfect(torch.nn.Module):
-    """The embedding of a text is its letter; its own tokenizer."""
-
-    def tokenizer(self, texts):
-        return {"letters": F.one_hot(torch.tensor([ord(t) - ord("a") for t in texts]), 8).float()}
+    """The embedding of a text is its letter."""
 
     def forward(self, tokens):
         return None, tokens["letters"]
 
 
+class Letters:
+    def __call__(self, texts):
+        return {"letters": F.one_hot(torch.tensor([ord(t) - ord("a") for t in texts]), 8).float()}
+
+    def cut(self, texts):
+        return 0
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("same_text", ["positive", "wrong"])
-def test_a_perfect_model_and_a_text_that_two_items_have(same_text, grouped, capsys):
+def test_a_perfect_model_and_a_text_that_two_items_have(same_text, grouped):
     """Items 1 and 6 of eight say 'b': from an item either text is right, or its twin ties with its own and is wrong;
     from the text neither item can be told, whatever the flag."""
-    captions, model = [[c] for c in "abcdefbg"], Perfect()
-    table = common.make_table(captions, [*map(str, range(8))])
-    data = common.Data("mine", "test", table, same_text=same_text, grouped=grouped)
-    image = model.tokenizer([c for [c] in captions])["letters"]
-    tokenizer = type("Tokens", (), {"__call__": lambda self, texts: model.tokenizer(texts), "cut": lambda *_: 0})()
-    pieces = evaluation.retrieval.retrieval_pieces(model, tokenizer, data, np.arange(8), image, torch.device("cpu"))
+    captions, right = [[c] for c in "abcdefbg"], same_text == "positive"
+    data = common.Data("mine", "test", common.make_table(captions, [*map(str, range(8))]), same_text=same_text,
+                       grouped=grouped)
+    image = Letters()([c for [c] in captions])["letters"]
+    pieces = evaluation.retrieval.retrieval_pieces(Perfect(), Letters(), data, np.arange(8), image, torch.device("cpu"))
     metrics, chance = evaluation.retrieval.retrieval_both_ways(pieces)
     assert pieces["repeated"] == 2 and metrics["text_to_image"]["R@1"] == 75
-    right = same_text == "positive"
     assert metrics["image_to_text"]["R@1"] == (100 if right else 75)
     assert chance["image_to_text"]["R@1"] == pytest.approx(100 * (6 + 2 * (2 if right else 1)) / 64)
     metrics |= {"captions": 8, f"repeated_captions_{same_text}": 2}
-    said = evaluation.retrieval.table("mine", metrics, {})
-    assert f"8 captions, 2 repeated captions {same_text}; " in said
-    assert "another image has the same words (--same-text); in text -> image nothing tells them apart" in said
+    assert f"8 captions, 2 repeated captions {same_text}; " in evaluation.retrieval.table("mine", metrics, {})
 
 
-def test_chance_of_a_random_neighbour():
-    """Three training images of class 0 and one of class 1: each class is guessed as often as it is seen."""
-    def chance(labels):
-        return evaluation.metrics.knn_chance(np.array([0, 0, 0, 1]), np.array(labels))
-    assert chance([0, 1]) == {"top1": 50, "mean_per_class": 50}
-    assert chance([0, 0, 0, 1]) == {"top1": 62.5, "mean_per_class": 50}
-    assert chance([0, 0]) == {"top1": 75, "mean_per_class": 75}
-
-
+# ---------------------------------------------------- the space -----------------------------------------------------
 def test_health_against_loops():
     """Images and texts of unequal spread: each measure is of the side, and with the factor, that its name says."""
     torch.manual_seed(0)
     image, text = torch.randn(7, 4), torch.randn(7, 4) + torch.tensor([3.0, 0, 0, 0])
-    found = common.embedding_health(image, text)
     a, b = (F.normalize(x.double(), dim=1).numpy() for x in (image, text))
-    for name, side in (("std_image", a), ("std_text", b)):
-        assert found[name] == pytest.approx(2 * np.mean([np.std(side[:, d], ddof=1) for d in range(4)]), rel=1e-4)
-    far = [math.exp(-2 * ((a[i] - a[j]) ** 2).sum()) for i in range(7) for j in range(i)]
-    assert found["uniformity"] == pytest.approx(math.log(np.mean(far)), rel=1e-4)
-    assert found["alignment"] == pytest.approx(np.mean([((x - y) ** 2).sum() for x, y in zip(a, b)]), rel=1e-4)
-    others = [a[i] @ b[j] for i in range(7) for j in range(7) if i != j]
-    assert found["neg_cos"] == pytest.approx(np.mean(others), rel=1e-3)
-    assert found["pos_cos"] == pytest.approx(np.mean([x @ y for x, y in zip(a, b)]), rel=1e-3)
-    assert found["pos_std"] == pytest.approx(np.std([x @ y for x, y in zip(a, b)]), rel=1e-3)   # TeMo, App. G
-    assert found["gap"] == pytest.approx(np.linalg.norm(a.mean(0) - b.mean(0)), rel=1e-4)
+    pairs = [x @ y for x, y in zip(a, b)]
     rows = [[math.exp(x @ y / 0.07) for y in b] for x in a]
     losses = [-math.log(one[i] / sum(one)) for way in (rows, zip(*rows)) for i, one in enumerate(way)]
-    assert found["info_nce"] == pytest.approx(np.mean(losses), rel=1e-4)
+    far = [math.exp(-2 * ((a[i] - a[j]) ** 2).sum()) for i in range(7) for j in range(i)]
+    expected = {name: 2 * np.mean([np.std(side[:, d], ddof=1) for d in range(4)])
+                for name, side in (("std_image", a), ("std_text", b))}
+    expected |= {"uniformity": math.log(np.mean(far)), "info_nce": np.mean(losses),
+                 "alignment": np.mean([((x - y) ** 2).sum() for x, y in zip(a, b)]),
+                 "neg_cos": np.mean([a[i] @ b[j] for i in range(7) for j in range(7) if i != j]),
+                 "pos_cos": np.mean(pairs), "pos_std": np.std(pairs),      # TeMo, App. G
+                 "gap": np.linalg.norm(a.mean(0) - b.mean(0))}
+    assert common.embedding_health(image, text) == pytest.approx(expected, rel=1e-3)
 
 
 def test_no_image_is_its_own_negative():
@@ -231,13 +178,41 @@ def test_no_image_is_its_own_negative():
 
 
 # ---------------------------------------------------- classes -------------------------------------------------------
+@pytest.mark.parametrize("k", [1, 10])
+def test_knn_against_scikit_learn(k):
+    rng = np.random.default_rng(0)
+    train, test = rng.normal(size=(200, 16)), rng.normal(size=(80, 16))
+    labels, truth = rng.integers(0, 5, 200), rng.integers(0, 5, 80)
+    known, asked = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (train, test))
+    predicted = KNeighborsClassifier(k).fit(known, labels).predict(asked)  # ties: smallest class, as ours
+    got = common.knn_accuracy(*map(torch.from_numpy, (train, labels, test, truth)), k=k, chunk=17)
+    assert got["top1"] == pytest.approx(100 * (predicted == truth).mean())
+    by_class = [(predicted == truth)[truth == c].mean() for c in range(5)]
+    assert got["mean_per_class"] == pytest.approx(100 * np.mean(by_class))
+
+
+def test_knn_ties_and_what_is_not_finite():
+    train = torch.tensor([[1.0, 0.0], [0.99, 0.1]])
+    tied = common.knn_accuracy(train, torch.tensor([3, 1]), torch.tensor([[1.0, 0.05]]), torch.tensor([1]), k=2)
+    assert tied["top1"] == 100  # one vote each: the smaller class
+    with pytest.raises(ValueError, match="non-finite"):
+        common.knn_accuracy(train * math.nan, torch.tensor([0, 1]), train, torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("truth, top1, mean", [([0, 1], 50, 50), ([0, 0, 0, 1], 62.5, 50), ([0, 0], 75, 75)])
+def test_chance_of_a_random_neighbour(truth, top1, mean):
+    """Three training images of class 0 and one of class 1: each class is guessed as often as it is seen."""
+    rows = [(x := torch.eye(4)[:len(y)], x, np.array(y)) for y in ([0, 0, 0, 1], truth)]
+    chance = evaluation.by_class.class_metrics(["knn"], *rows)[1]["knn@1"]
+    assert chance == {"top1": top1, "mean_per_class": mean}
+
+
 def test_linear_probe_is_linear_svc():
     rng = np.random.default_rng(0)
-    x, q = rng.normal(size=(120, 10)), rng.normal(size=(60, 10))
-    y, truth = rng.permutation(np.repeat(np.arange(4), 30)), rng.integers(0, 4, 60)
-    x, q = (a / np.linalg.norm(a, axis=1, keepdims=True) for a in (x, q))
+    x, q = unit(120, 10, seed=2).numpy(), unit(600, 10, seed=3).numpy()
+    y, truth = rng.permutation(np.repeat(np.arange(4), 30)), rng.integers(0, 4, 600)
     data, found = [torch.from_numpy(a) for a in (3 * x, y, 2 * q, truth)], []
-    for seed, few in ((42, None), (42, 5), (7, 5)):
+    for seed, few in ((42, None), (42, 5), (1, 5)):
         order = np.random.RandomState(seed).permutation(120)
         rows = np.concatenate([order[y[order] == c][:few] for c in range(4)]) if few else np.arange(120)
         expected = LinearSVC(random_state=42).fit(x[rows], y[rows]).predict(q)
@@ -300,24 +275,21 @@ def test_zero_shot_by_prompts_which_are_not_cleaned_and_by_names(prompts, monkey
     assert cleaned == [False, False]
 
 
-HALF = encoders.base.STATS["half"]
-
-
-@pytest.mark.parametrize("trained, name, own, expected", [
-    ("squash", "cifar100", True, None), ("crop", "dtd", False, None), ("squash", "emoji", False, None),
-    ("squash", "cifar10-lt", False, CIFAR_STATS["cifar10"])])
-def test_the_view_of_a_set(trained, name, own, expected):
-    view, words = evaluation.by_class.view_of(common.EvalTransform(32, *HALF, trained), name, "emoji", own)
+# ---------------------------------------------------- what a run sees -----------------------------------------------
+@pytest.mark.parametrize("trained, name, expected", [
+    ("crop", "dtd", None), ("squash", "emoji", None), ("squash", "cifar10-lt", CIFAR_STATS["cifar10"]),
+    ("squash", "dtd", encoders.base.STATS["imagenet"])])
+def test_the_view_of_a_set(trained, name, expected):
+    view, words = evaluation.by_class.view_of(common.EvalTransform(32, (0.5,) * 3, (0.5,) * 3, trained), name, "emoji")
     assert (view and (view.mean, view.std)) == expected and bool(words) == bool(expected)
 
 
 def test_a_temperature_that_a_run_does_not_have_is_not_made_up(tmp_path):
-    gamma = case._gamma
     row_b = {"loss": "temo", **temo.ROWS["b"]}  # no term at --tau
     for own in ({"loss": "max-margin"}, {"loss": "ts"}, {"loss": "infonce", "shifts": False, "schedule": True}, row_b):
         with pytest.raises(UserError, match="no single temperature"):
-            gamma(own | {"tau": 0.07}, tmp_path)
+            case._gamma(own | {"tau": 0.07}, tmp_path)
     with pytest.raises(UserError, match="own.safetensors: No such file"):  # the learnt one
-        gamma({"loss": "infonce", "tau": 0.07, "learnable_tau": True}, tmp_path)
+        case._gamma({"loss": "infonce", "tau": 0.07, "learnable_tau": True}, tmp_path)
     for own in ({"loss": "infonce"}, {"loss": "temo", "base": False, "unimodal": "plain"}):
-        assert gamma(own | {"tau": 0.07}, tmp_path) == 0.07
+        assert case._gamma(own | {"tau": 0.07}, tmp_path) == 0.07

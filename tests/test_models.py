@@ -1,4 +1,4 @@
-"""Encoders by name, clips, pooling, weights from files, and the model a run leaves. Configs are built here: no hub."""
+"""Encoders by name, pooling, layers that run again, weights from files, the model a run leaves. No hub is reached."""
 
 import copy
 import json
@@ -6,6 +6,7 @@ import shutil
 
 import common
 from contrastive import encoders, engine, evaluation
+from contrastive.encoders.base import recompute
 from contrastive.encoders.frozen import Expert
 from contrastive.encoders.texts import Tokenizer
 from contrastive.encoders.weights import init_from
@@ -17,16 +18,18 @@ import torch
 import transformers as T
 from safetensors.torch import load_file, save_file
 
-import launch
 import mama
+import mmts
 import ncl
 import temo
-from helpers import steps, tiny_model, write_captions
+import temperature_schedules as ts
+from helpers import equal_files, run_script, steps, tiny_model, write_captions
 
 SPEC = dict(image_encoder="small", text_encoder="small", embed_dim=16, image_size=32, text_length=12,
             text_pooling="mean", image_stats="half", eval_resize="crop")
 RUN = ["--cpu", "--workers", "0", "--max-steps", "2", "--batch-size", "16"]
 CPU, SMALL = torch.device("cpu"), dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+SCRIPTS = {"temo": temo, "ts": ts, "ncl": ncl, "mmts": mmts, "mama": mama}
 IMAGENET = encoders.base.STATS["imagenet"]
 
 
@@ -54,17 +57,17 @@ def test_a_clip_as_image_encoder_is_the_text_encoder_too(tiny, data, tmp_path):
     """With the width of its projections; what a flag names is kept, and any other encoder leaves the recipe's."""
     folder, other = tiny("clip")[0], temo.parse_args([]).text_encoder
     for k, (image, flags, expected) in enumerate((
-            (folder, [], (folder, 16)), (folder, ["--embed-dim", "8"], (folder, 8)),
-            (folder, ["--text-encoder", "small"], (other, 128)), ("resnet10t", [], (other, 128)))):
-        run = [*RUN, "--dataset", data, "--image-encoder", image, "--no-pretrained", "--image-size", "32", *flags]
-        temo.main(temo.parse_args([*run, "--output-dir", str(tmp_path), "--run-name", str(k)]))
+            (folder, "", (folder, 16)), (folder, "--embed-dim 8", (folder, 8)),
+            (folder, "--text-encoder small", (other, 128)), ("test_vit", "", (other, 128)))):
+        run_script(temo, tmp_path / str(k), *RUN, "--dataset", data, "--image-encoder", image, "--no-pretrained",
+                   "--image-size", "32", *flags.split())
         spec = engine.processes.read_json(tmp_path / str(k) / "model.json")
         assert (spec["text_encoder"], spec["embed_dim"]) == expected
 
 
 @pytest.mark.parametrize("name, stats", [
     ("small", ((0.5,) * 3,) * 2), ("resnet18-cifar", IMAGENET), ("vit_tiny_patch16_224", ((0.5,) * 3,) * 2),
-    ("swin_s3_tiny_224", IMAGENET), ("mobilenetv3_small_050", IMAGENET), ("hgnetv2_b0", IMAGENET)])
+    ("mobilenetv3_small_050", IMAGENET)])
 def test_image_encoders_and_frames(name, stats):
     encoder = common.VisionEncoder(name, 16, pretrained=False, image_size=32).eval()
     clip = torch.randn(2, 3, 3, 32, 32)  # (B, T, 3, S, S)
@@ -79,12 +82,11 @@ def test_image_encoders_and_frames(name, stats):
 
 def test_default_towers_have_no_batchnorm_and_no_dropout(tokenizer):
     model = built(tokenizer)
-    assert not encoders.base.has_batchnorm(model) and not any(isinstance(m, torch.nn.Dropout) for m in model.modules())
+    assert not encoders.base.batchnorms(model) and not any(isinstance(m, torch.nn.Dropout) for m in model.modules())
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_encoding_leaves_a_model_in_its_mode(tokenizer, training):
-    """It encodes without dropout, and training goes on as before."""
     model, transform = common.build_model(dict(SPEC), tokenizer, False)
     seen, data = [], common.load_data("moving-emoji", "val", clips=(8, 8, 8))
     for tower in (model.vision, model.text):
@@ -187,11 +189,55 @@ def test_float_images_are_refused():
             transform(image)
 
 
+# ---------------------------------------------------- layers that run again -----------------------------------------
+TOY = ("--cpu --dataset moving-emoji --clips 48 16 16 --image-size 32 --frames 2 --batch-size 8 --max-steps 3 "
+       "--warmup-epochs 0 --eval-every 0 --save-every 0 --workers 0").split()
+
+
+def trained(line, folder, layer, *more):
+    """Weights and buffers after three steps of a script, and how often a kind of layer has run in training."""
+    script, *flags = line.split()
+    times = 0
+
+    def count(module, *_):
+        nonlocal times
+        times += type(module).__name__ == layer and module.training
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    try:
+        run_script(SCRIPTS[script], folder, *flags, *more, base=TOY)
+    finally:
+        hook.remove()
+    return folder / "model.safetensors", times
+
+
+LINES = {  # what trains, and the layer that runs again; test_resnet has BatchNorm, the texts dropout
+    "chunks": ("temo --image-encoder test_vit --chunk-size 4", "Block"),
+    "BatchNorm": ("temo --image-encoder test_resnet", "BatchNorm2d"),
+    "text": ("temo --text-encoder BERT --text-length 12", "BertIntermediate"),
+    "all frames": ("mmts --image-encoder video_vit_tiny_patch16_224 --num-clusters 4", "Block"),
+    "pruned": ("ts --image-encoder test_resnet --loss sdclr", "BatchNorm2d"),
+    "look-ahead": ("mama --image-encoder test_vit --text-encoder BERT --text-length 12 --meta-size 8 "
+                   "--meta-batch-size 8", "Block")}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_weights_and_statistics_are_the_same(name, tiny, tmp_path):
+    line, layer = LINES[name]
+    line = line.replace("BERT", tiny("bert")[0])
+    plain, once = trained(line, tmp_path / "plain", layer)
+    again, twice = trained(line, tmp_path / "again", layer, "--grad-checkpointing")
+    assert twice > once and equal_files(plain, again)
+
+
+def test_an_encoder_without_it_is_refused():
+    with pytest.raises(UserError, match="neither encoder"):
+        recompute(common.TwoTower(common.VisionEncoder("small", 8), None))
+
+
 # ---------------------------------------------------- weights from files --------------------------------------------
 FILES = {  # name: (the names that a file has for a model's tensors, the part of the model that it is)
     "wrapped.safetensors": (lambda state: {f"module._orig_mod.{k}": v for k, v in state.items()}, ""),
     "lightning.pt": (lambda state: {"state_dict": state}, ""),
-    "others.bin": (lambda state: {"model": state}, ""),
     "tower.safetensors": (lambda state: {k.removeprefix("vision.body."): v for k, v in state.items()}, "vision.body."),
     "text.pt": (lambda state: {k.removeprefix("text."): v for k, v in state.items()}, "text."),
     "by_order.pt": (lambda state: dict(enumerate(state.values())) | {"head": torch.zeros(3)}, "vision.body.")}
@@ -215,7 +261,7 @@ class Evil:
 
 
 @pytest.fixture
-def weights(tmp_path, tiny, tokenizer, monkeypatch):
+def some_weights(tmp_path, tiny, tokenizer, monkeypatch):
     """The current folder, with weights that do not fit or are none."""
     monkeypatch.chdir(tmp_path)
     torch.save({"x": Evil()}, "evil.pt")
@@ -224,14 +270,9 @@ def weights(tmp_path, tiny, tokenizer, monkeypatch):
     shutil.copytree(tiny("bert")[0], "inner")
     inner = {f"inner.{k}": v for k, v in load_file("inner/model.safetensors").items()}
     save_file(inner, "inner/model.safetensors", {"format": "pt"})
-    shutil.copytree(tiny("bert")[0], "wide")
-    config = json.loads((tmp_path / "wide" / "config.json").read_text())
-    (tmp_path / "wide" / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
     (tmp_path / "empty").mkdir()
-    shutil.copy("wide/config.json", "empty")
+    shutil.copy("inner/config.json", "empty")
     T.SiglipVisionModel(T.SiglipVisionConfig(**SMALL, image_size=28, patch_size=14)).save_pretrained("siglip")
-    T.ViTMAEModel(T.ViTMAEConfig(**SMALL, **PATCHES)).save_pretrained("mae")  # most patches would be dropped
-    T.IJepaModel(T.IJepaConfig(**SMALL, **PATCHES)).save_pretrained("ijepa")  # has no class token
     return tmp_path
 
 
@@ -242,12 +283,9 @@ BAD = {  # what is said: what opens them
     "--init-from text.safetensors: has no image encoder, and resnet18 would be random": lambda t, tiny: built(
         t, True, "text.safetensors", image_encoder="resnet18"),
     "./inner: its weights lack .* more: they are another model's": lambda t, tiny: common.TextEncoder("./inner", 0),
-    "./wide: .*mismatched": lambda t, tiny: common.TextEncoder("./wide", 0),
     "./empty: no tokenizer there": lambda t, tiny: common.build_tokenizer("./empty", 12),  # transformers makes one up
     "./siglip: no DINO, whose tokens are a class token and patches": lambda t, tiny: Expert(
         "./siglip", "image", common.EvalTransform(32, *IMAGENET), CPU),
-    "./mae at --image-size 32": lambda t, tiny: built(t, True, image_encoder="./mae"),
-    "./ijepa at --image-size 32": lambda t, tiny: built(t, True, image_encoder="./ijepa"),
     "--image-encoder clip_vip:.*bert: it is not a CLIP but bert": lambda t, tiny: built(
         t, True, image_encoder=f"clip_vip:{tiny('bert')[0]}"),
     "at --image-size 24, .* doesn't match model": lambda t, tiny: built(
@@ -255,10 +293,10 @@ BAD = {  # what is said: what opens them
 
 
 @pytest.mark.parametrize("words", BAD)
-def test_weights_that_fit_nowhere_or_hold_code_are_refused(words, weights, tiny, tokenizer):
+def test_weights_that_fit_nowhere_or_hold_code_are_refused(words, some_weights, tiny, tokenizer):
     with pytest.raises(UserError, match=words):
         BAD[words](tokenizer, tiny)
-    assert not (weights / "owned").exists()
+    assert not (some_weights / "owned").exists()
 
 
 def test_a_file_stands_for_the_weights_of_timm(tmp_path, tokenizer):
@@ -275,7 +313,7 @@ def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
         common.build_tokenizer("small", 16, lambda: captions, tmp_path / name / "tokenizer", start=str(start))
         return (tmp_path / name / "tokenizer" / "tokenizer.json").read_text()
     first, other = words("a", ["red apple"] * 9), words("b", ["green pear"] * 9)
-    model = built(Tokenizer.load(tmp_path / "a" / "tokenizer", 16))
+    model = built(Tokenizer(tmp_path / "a" / "tokenizer", 16))
     run, weights, alone = tmp_path / "a", tmp_path / "a" / "model.safetensors", tmp_path / "alone.safetensors"
     for file in (weights, alone):
         save_file(part(model.state_dict(), ""), file)
@@ -305,26 +343,21 @@ def test_experts(tmp_path, tiny):
     assert torch.allclose(of_images(clips), common.normalize(means), atol=1e-5)
 
 
-def test_runs_with_experts_on_one_and_two_processes(tmp_path, tiny, data):
-    """Of Tables 9 and 10: the same curve on two, in row blocks; logged terms make the loss."""
-    flags = [*RUN, "--dataset", data, "--image-size", "32", "--output-dir", str(tmp_path), "--log-every", "1",
-             "--image-expert", tiny("dino")[0], "--text-expert", tiny("bert")[0], "--lr", "3e-4", "--run-name"]
-    temo.main(temo.parse_args([*flags, "one"]))
-    launch.finish("temo", [*flags, "two"], tmp_path / "log", processes=2)
-    one, two = (steps(tmp_path / name) for name in ("one", "two"))
-    for name in ("loss", "L_MM", "L_E-image", "L_E-text"):
-        assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-3)
-    assert all(r["loss"] == pytest.approx(r["L_MM"] + 0.6 * r["L_E-image"] + 0.4 * r["L_E-text"]) for r in one)
+def test_a_run_with_experts(tmp_path, tiny, data):
+    """Of Tables 9 and 10: the logged terms make the loss."""
+    run_script(temo, tmp_path / "r", *RUN, "--dataset", data, "--image-size", "32", "--log-every", "1",
+               "--image-expert", tiny("dino")[0], "--text-expert", tiny("bert")[0], "--lr", "3e-4")
+    for r in steps(tmp_path / "r"):
+        assert r["loss"] == pytest.approx(r["L_MM"] + 0.6 * r["L_E-image"] + 0.4 * r["L_E-text"])
 
 
 # ---------------------------------------------------- runs ----------------------------------------------------------
 def test_load_model_gives_the_run_s_embeddings(tmp_path, data, tokenizer):
     """With a transformers text tower and a CLIP's vision tower, whose folders are then gone."""
     tiny_model("clip", tmp_path / "clip", tokenizer), tiny_model("distilbert", tmp_path / "text", tokenizer)
-    flags = [*RUN, "--dataset", data, "--image-size", "32", "--output-dir", str(tmp_path), "--run-name", "r",
-             "--pretrained", "--image-encoder", str(tmp_path / "clip"), "--text-encoder", str(tmp_path / "text"),
-             "--text-length", "12"]
-    summary, folder, test = temo.main(temo.parse_args(flags)), tmp_path / "r", common.load_data(data, "test")
+    folder, test = tmp_path / "r", common.load_data(data, "test")
+    summary = run_script(temo, folder, *RUN, "--dataset", data, "--image-size", "32", "--pretrained", "--image-encoder",
+                         tmp_path / "clip", "--text-encoder", tmp_path / "text", "--text-length", "12")
     for name in ("text", "clip"):
         shutil.rmtree(tmp_path / name)
     model, words, transform = common.load_model(folder)
@@ -340,10 +373,9 @@ def test_load_model_gives_the_run_s_embeddings(tmp_path, data, tokenizer):
 
 def test_a_run_stopped_before_its_first_checkpoint_begins_from_the_same_weights(data, tmp_path, capsys):
     """The weights of --init-from, not others in silence; after a checkpoint they are not asked for."""
-    flags = [*RUN, "--dataset", data, "--image-size", "16", "--output-dir", str(tmp_path), "--eval-every", "0", "--lr",
-             "0", "--lr-end", "0"]
-    temo.main(temo.parse_args([*flags, "--run-name", "first", "--seed", "1"]))
-    temo.main(temo.parse_args([*flags, "--run-name", "run", "--init-from", str(tmp_path / "first")]))
+    flags = [*RUN, "--dataset", data, *"--image-size 16 --eval-every 0 --lr 0 --lr-end 0".split()]
+    run_script(temo, tmp_path / "first", *flags, "--seed", "1")
+    run_script(temo, tmp_path / "run", *flags, "--init-from", tmp_path / "first")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "metrics.jsonl").unlink()
     for _ in range(2):
@@ -355,15 +387,14 @@ def test_a_run_stopped_before_its_first_checkpoint_begins_from_the_same_weights(
 def test_clip4clip_and_t5(tmp_path, tiny):
     """ncl.py on clips with both towers of a CLIP and a learnt gamma, and with a T5 encoder for the texts; mama.py's
     look-ahead through CLIP's attention."""
-    flags = [*RUN, "--clips", "32", "16", "16", "--pretrained", "--text-length", "12", "--embed-dim", "16",
-             "--output-dir", str(tmp_path), "--log-every", "1", "--run-name"]
+    flags = [*RUN, *"--clips 32 16 16 --pretrained --text-length 12 --embed-dim 16 --log-every 1".split()]
     towers = ["--image-encoder", tiny("clip")[0], "--text-encoder", tiny("clip")[0], "--frames", "3"]
-    ncl.main(ncl.parse_args([*flags, "clip", *towers, "--image-stats", "encoder", "--learnable-tau", "--tau", "0.01"]))
+    run_script(ncl, tmp_path / "clip", *flags, *towers, *"--image-stats encoder --learnable-tau --tau 0.01".split())
     assert common.load_model(tmp_path / "clip")[0].vision.stats == encoders.base.STATS["clip"]
     assert steps(tmp_path / "clip")[-1]["tau"] >= 0.01
-    ncl.main(ncl.parse_args([*flags, "t5", "--text-encoder", tiny("t5")[0], "--text-pooling", "mean"]))
+    run_script(ncl, tmp_path / "t5", *flags, "--text-encoder", tiny("t5")[0], "--text-pooling", "mean")
     names = common.load_model(tmp_path / "t5")[0].text.body.state_dict()
     assert names and not [n for n in names if "decoder" in n]
-    mama.main(mama.parse_args([*flags, "mama", *towers, "--meta-size", "8", "--meta-batch-size", "4"]))
+    run_script(mama, tmp_path / "mama", *flags, *towers, "--meta-size", "8", "--meta-batch-size", "4")
     weights = [row["w"] for row in steps(tmp_path / "mama")]
     assert len(weights) == 2 and 0 < weights[0] != weights[1] < 1

@@ -1,4 +1,5 @@
-"""NCL: Sinkhorn biases and losses against loops in float64, the queue and what is in it, normalisation at test time."""
+"""NCL: Sinkhorn biases and losses against loops in float64, the queue and what is in it, normalisation at test time.
+test_ssb.py has SSB's towers."""
 
 import math
 from types import SimpleNamespace
@@ -15,16 +16,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import eval as eval_py
-import helpers
 import ncl
-from helpers import few_steps, fork, losses, panel, rows, run_script, unit, write_rows
+from helpers import few_steps, fork, panel, rows, run_script, unit
 
 N, D = 12, 6
-DRAWS = True  # where a test asks for it, see `main`
-SMALL = [*"--cpu --clips 64 16 16 --batch-size 16 --max-steps 4 --log-every 1 --eval-every 0".split()]
+SMALL = ("--cpu --workers 0 --clips 64 16 16 --frames 2 --image-size 16 --batch-size 16 --max-steps 4 --log-every 1 "
+         "--eval-every 0").split()
 
 
-def pairs(n=N, d=D, noise=0.7, hub=0.0, seed=0):
+def pairs(n=N, d=D, noise=0.7, hub=0.5, seed=0):
     """Texts and the videos near them, (n, d) float64 each.
 
     hub: how far the videos lean, each by another length, to where all texts lean.
@@ -53,78 +53,47 @@ def loop_sinkhorn(sim, gamma, iterations, r=None, c=None):
 
 
 @pytest.mark.parametrize("priors", [False, True], ids=["uniform", "priors"])
-@pytest.mark.parametrize("shape", [(16, 16), (40, 17), (5, 60)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 17), (5, 60)], ids=str)
 def test_biases_against_a_loop(shape, priors):
     sim, shares = unit(shape[0], 8, seed=1) @ unit(shape[1], 8, seed=2).T, (None, None)
     if priors:
         shares = [F.normalize(0.2 + unit(1, n, seed=n)[0].abs(), p=1, dim=0) for n in shape]
-    for gamma, iterations in ((0.01, 4), (0.05, 1), (0.05, 300)):
+    for gamma, iterations in ((0.01, 4), (0.05, 1), (0.05, 100)):
         expected = loop_sinkhorn(sim, gamma, iterations, *shares)
         for dtype, tolerance in ((torch.float32, 3e-3), (torch.float64, 1e-9)):
-            got = ncl.sinkhorn_biases(sim.to(dtype), gamma, iterations, *shares)
-            for bias, reference, size in zip(got, expected, shape):
-                assert bias.shape == (size,) and bias.dtype == dtype
-                assert ((bias.double() - reference) / gamma).abs().max() < tolerance
-                assert (bias.double() / gamma).exp().sum().item() == pytest.approx(1, rel=1e-5)  # Eqs. 10, 11
+            for bias, reference in zip(ncl.sinkhorn_biases(sim.to(dtype), gamma, iterations, *shares), expected):
+                assert bias.dtype == dtype and ((bias.double() - reference) / gamma).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("iterations", [4, 300])
-def test_biases_are_finite_where_exp_overflows(iterations):
-    column = torch.cat([torch.ones(9, 1), -torch.ones(9, 8)], 1)
-    for sim in (torch.ones(16, 16), 2 * torch.eye(16) - 1, -torch.ones(4, 9), column):
-        assert all(torch.isfinite(bias).all() for bias in ncl.sinkhorn_biases(sim, 0.01, iterations))
-    e = torch.ones(16, 8, requires_grad=True)
-    loss = ncl.ncl_loss(e, torch.ones(16, 8), 0.01, iterations, detach=False)
-    loss.backward()
-    assert torch.isfinite(e.grad).all() and loss.item() == pytest.approx(math.log(16))  # a random guess
-
-
-def loop_ncl(text, video, gamma, iterations):
-    """Eqs. 4 and 12 with both biases in both directions, over Python floats; iterations 0: CLIP's loss."""
-    n, sim = len(text), [[sum(x * y for x, y in zip(t, v)) for v in video.tolist()] for t in text.tolist()]
-    a, b = [0.0] * n, [0.0] * n
-    if iterations:
-        matrix = torch.tensor(sim, dtype=torch.float64)
-        a, b = (x.tolist() for x in loop_sinkhorn(matrix, gamma, iterations))
-    s = [[(a[i] + b[j] + sim[i][j]) / gamma for j in range(n)] for i in range(n)]
-    t2v = sum(log_sum_exp(s[i]) - s[i][i] for i in range(n)) / n
-    v2t = sum(log_sum_exp([s[i][j] for i in range(n)]) - s[j][j] for j in range(n)) / n
-    return t2v, v2t
-
-
-@pytest.mark.parametrize("iterations", [0, 1, 4, 50])
-@pytest.mark.parametrize("gamma", [0.01, 0.07, 1.0])
+@pytest.mark.parametrize("iterations", [0, 1, 4])
+@pytest.mark.parametrize("gamma", [0.01, 0.07])
 def test_ncl_loss_against_a_loop(gamma, iterations):
-    text, video = pairs(hub=0.5)
-    t2v, v2t = loop_ncl(text, video, gamma, iterations)
-    for detach in (True, False):  # embeddings are normalised inside
-        terms = ncl.ncl_terms(3 * text, 0.1 * video, gamma, iterations, detach)
-        assert {k: v.item() for k, v in terms.items()} == pytest.approx({"L_t2v": t2v, "L_v2t": v2t}, rel=1e-9)
-        assert ncl.ncl_loss(text, video, gamma, iterations, detach).item() == pytest.approx((t2v + v2t) / 2, rel=1e-9)
-    single = ncl.ncl_loss(text.float(), video.float(), torch.tensor(gamma), iterations)
-    assert single.item() == pytest.approx((t2v + v2t) / 2, rel=1e-3, abs=1e-5)
-
-
-def gradients(iterations, detach):
-    leaves = [x.requires_grad_() for x in pairs(24, 16, noise=1.5, hub=0.5)]
-    return torch.autograd.grad(ncl.ncl_loss(*leaves, 0.05, iterations, detach), leaves)
+    """Eqs. 4 and 12 with both biases in both directions; without iterations CLIP's loss."""
+    text, video = pairs()
+    sim, a, b = text @ video.T, torch.zeros(N), torch.zeros(N)
+    if iterations:
+        a, b = loop_sinkhorn(sim, gamma, iterations)
+    s = ((a[:, None] + b + sim) / gamma).tolist()
+    expected = {"L_t2v": sum(log_sum_exp(s[i]) - s[i][i] for i in range(N)) / N,
+                "L_v2t": sum(log_sum_exp([row[i] for row in s]) - s[i][i] for i in range(N)) / N}
+    terms = ncl.ncl_terms(3 * text, 0.1 * video, gamma, iterations)        # embeddings are normalised inside
+    assert {k: v.item() for k, v in terms.items()} == pytest.approx(expected, rel=1e-9)
+    loss = ncl.ncl_loss(text, video, torch.tensor(gamma), iterations, detach=False)
+    assert loss.item() == pytest.approx(sum(expected.values()) / 2, rel=1e-5)
 
 
 def test_detached_biases_have_the_full_gradient_at_convergence():
+    leaves = [x.requires_grad_() for x in pairs(24, 16, noise=1.5)]
     for rounds, near in ((500, True), (4, False)):
-        for kept, free in zip(gradients(rounds, True), gradients(rounds, False)):
+        both = (torch.autograd.grad(ncl.ncl_loss(*leaves, 0.05, rounds, detach), leaves) for detach in (True, False))
+        for kept, free in zip(*both):
             apart = ((kept - free).norm() / free.norm()).item()
             assert apart < 1e-6 if near else apart > 0.01
 
 
-def test_gradient_through_the_biases_is_the_derivative():
-    leaves = [x.requires_grad_() for x in pairs(4, 3)] + [torch.tensor(0.2, dtype=torch.float64, requires_grad=True)]
-    assert torch.autograd.gradcheck(lambda text, video, gamma: ncl.ncl_loss(text, video, gamma, detach=False), leaves)
-
-
 @pytest.mark.parametrize("margin", [0.0, 0.2, 2.5])
 def test_max_margin_loss_against_a_loop(margin):
-    text, video = pairs(noise=1.5)
+    text, video = pairs(noise=1.5, hub=0)
     s, expected = (text @ video.T).tolist(), {"L_t2v": 0.0, "L_v2t": 0.0}
     for i in range(N):
         expected["L_t2v"] += max(0, margin - s[i][i] + max(s[i][j] for j in range(N) if j != i)) / N
@@ -136,16 +105,11 @@ def test_max_margin_loss_against_a_loop(margin):
 
 def test_normalization_error():
     """Eq. 5: a fair item of n collects m / n of m queries; the error is relative to that."""
-    p, q = 1 / (1 + math.exp(-2)), 1 / (1 + math.exp(1))  # rows (p, 1 - p), (q, 1 - q)
-    hub, uneven = [[1.0, 0.0]] * 2, [[1.0, 0, 0]] * 4 + [[0, 1.0, 0]] * 2  # of 2; 4, 2 and 0 queries, 2 each were fair
-    for sim, gamma, error in ((torch.zeros(10, 4), 0.05, 0), (torch.eye(7), 0.05, 0), (torch.ones(3, 1), 0.05, 0),
-                              (torch.tensor([[0.2, 0.0], [0.0, 0.1]]), 0.1, abs(p + q - 1)),
-                              (torch.tensor(hub), 0.01, 1), (torch.tensor(uneven), 0.01, 2 / 3)):
-        assert common.normalization_error(sim, gamma) == pytest.approx(error)
+    uneven = torch.tensor([[1.0, 0, 0]] * 4 + [[0, 1.0, 0]] * 2)           # 4, 2 and 0 queries, 2 each were fair
+    assert common.normalization_error(uneven, 0.01) == pytest.approx(2 / 3)
     sim = torch.randn(5000, 3, generator=torch.Generator().manual_seed(0))  # in two parts
     expected = (1 - F.softmax(sim.double() / 0.5, 1).sum(0) * 3 / 5000).abs().mean().item()
     assert common.normalization_error(sim, 0.5) == pytest.approx(expected)
-    assert 0 <= common.normalization_error(2 * torch.eye(5) - 1, 1e-6) < 1e-6
 
 
 def test_queue_keeps_the_last_queries_oldest_first():
@@ -172,40 +136,13 @@ def test_retrieval_biases_in_blocks_are_sinkhorn_s():
         assert torch.allclose(ncl.retrieval_biases(2 * items, 5 * queries, gamma), expected, atol=1e-9)
 
 
-def pieces_of(text, image, owner=None, grouped=False):
-    """What evaluation.retrieval.retrieval_pieces gives, for texts whose image is owner[i]."""
-    owner = np.arange(len(text)) if owner is None else np.asarray(owner)
-    groups = np.arange(len(image))
-    return {"image": image, "text": text, "owner": owner, "data": SimpleNamespace(grouped=grouped),
-            "positives": evaluation.retrieval.positives_table(groups[owner], groups),
-            "positives_of_image": evaluation.retrieval.positives_table(groups, groups[owner])}
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("way", ["text_to_image", "image_to_text"])
-def test_a_hub_is_repaired(way, grouped, n=24, d=96):
-    """All queries lean to one way; item 0 lies there, nearer to each query than its own item."""
-    g = torch.Generator().manual_seed(0)
-    lean, own = F.normalize(torch.randn(d, generator=g), dim=0), F.normalize(torch.randn(n, d, generator=g), dim=1)
-    queries, *seen = (own + 1.5 * lean + 0.03 * torch.randn(n, d, generator=g) for _ in range(21))
-    items, seen = own + 4 * lean * F.one_hot(torch.tensor(0), n)[:, None], torch.cat(seen)
-    if way == "text_to_image":
-        pieces, stand_ins, side = pieces_of(queries, items, grouped=grouped), (seen, queries), 0
-    else:
-        pieces, stand_ins, side = pieces_of(items, queries, grouped=grouped), (queries, seen), 1
-    results, biases = ncl.normalized_retrieval(pieces, 0.05, 4, *stand_ins)
-    assert list(results) == list(biases) == ["none", "queue", "oracle"]
-    assert results["none"][way]["R@1"] < 10 and not biases["none"][side].any()  # the hub answers every query
-    for mode in ("queue", "oracle"):
-        assert results[mode][way]["R@1"] == 100
-        assert results[mode]["error"][way] < 0.5 * results["none"]["error"][way]
-        assert biases[mode][side].argmin() == 0 and biases[mode][side].shape == (n,)  # it is pushed back
-
-
 def test_the_queue_of_texts_serves_the_videos():
     """Text -> video needs biases of the videos, from queries that are texts: exchanged queues give other numbers."""
-    (text, video), (texts, videos) = pairs(20, hub=0.5), pairs(90, hub=0.5, seed=7)
-    results, biases = ncl.normalized_retrieval(pieces_of(text, video), 0.05, 4, texts, videos)
+    (text, video), (texts, videos) = pairs(20), pairs(90, seed=7)
+    pieces = {"image": video, "text": text, "owner": np.arange(20), "data": SimpleNamespace(grouped=False),
+              "positives": torch.arange(20)[:, None], "positives_of_image": torch.arange(20)[:, None]}
+    results, biases = ncl.normalized_retrieval(pieces, 0.05, 4, texts, videos)
+    assert list(results) == ["none", "queue", "oracle"] and not biases["none"][0].any()
     for mode, t, v in (("queue", texts, videos), ("oracle", text, video)):
         assert torch.allclose(biases[mode][0], loop_sinkhorn(t @ video.T, 0.05, 4)[1], atol=1e-9)
         assert torch.allclose(biases[mode][1], loop_sinkhorn(v @ text.T, 0.05, 4)[1], atol=1e-9)
@@ -215,55 +152,33 @@ def test_the_queue_of_texts_serves_the_videos():
             assert results[mode]["error"][way] == pytest.approx(expected)
 
 
-def test_grouped_sets_rank_as_a_loop():
-    """Uneven captions: biases per caption, maximum per video, rank of the own video; text -> video as ever."""
-    image, owner = pairs(15, hub=0.5)[1], np.repeat(np.arange(15), [1, 2, 3] * 5)
-    text = F.normalize(image[owner] + 0.9 * unit(30, D, seed=3), dim=1)
-    results, _ = ncl.normalized_retrieval(pieces_of(text, image, owner, grouped=True), 0.05, 4)
-    a, b = loop_sinkhorn(image @ text.T, 0.05, 4)[1], loop_sinkhorn(text @ image.T, 0.05, 4)[1]
-
-    def mean_rank(scores, own):
-        return np.mean([1 + sum(x >= row[i] for k, x in enumerate(row) if k != i) for row, i in zip(scores, own)])
-    of_videos = [[max(x for x, k in zip(row, owner) if k == video) for video in range(15)]
-                 for row in (image @ text.T + a).tolist()]
-    assert results["oracle"]["image_to_text"]["MnR"] == pytest.approx(mean_rank(of_videos, range(15)))
-    assert results["oracle"]["text_to_image"]["MnR"] == pytest.approx(mean_rank((text @ image.T + b).tolist(), owner))
-
-
 # ---------------------------------------------------- runs -----------------------------------------------------------
-def main(folder, *flags, pictures=False, script=ncl):
-    return run_script(script, folder, *flags, base=SMALL, pictures=pictures)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ncl") / "run"
-    return folder, main(folder, "--eval-every", 2)
-
-
-def test_normalize_chooses_the_reported_numbers(run):
+def test_normalize_chooses_the_reported_numbers_and_eval_takes_the_latest_queries(tmp_path):
     """--normalize stands in front; the others beside it, and the training is the same."""
-    folder, whole = run
-    others = {mode: main(folder.parent / mode, "--normalize", mode) for mode in ("none", "oracle")}
-    for split in ("val", "test"):
-        of_all = whole[split]["moving-emoji"]["normalize"]
-        assert list(of_all) == ["none", "queue", "oracle"] and of_all["queue"] != of_all["none"]
-        for mode, summary in ({"queue": whole} | others).items():
-            found = summary[split]["moving-emoji"]
-            assert found["normalize"] == of_all and found["normalized_by"] == mode
+    base, summaries = [*SMALL, "--iterations", "3"], {}
+    for mode, flags in (("queue", ["--eval-every", 2]), ("oracle", ["--queue-size", 5, "--normalize", "oracle"])):
+        summaries[mode] = run_script(ncl, tmp_path / mode, *flags, base=base)
+        for split in ("val", "test"):
+            found = summaries[mode][split]["moving-emoji"]
+            of_all = found["normalize"]
+            assert list(of_all) == ["none", "queue", "oracle"] and of_all["queue"] != of_all["none"]
+            assert found["normalized_by"] == mode
             assert all(found[k] == of_all[mode][k] for k in ("text_to_image", "image_to_text", "R-Mean"))
-    log = rows(folder)
+    log = rows(tmp_path / "queue")
     assert list(log[0]["eval"]["moving-emoji"]["normalize"]) == ["none", "oracle"]  # step 0: nothing is in the queue
     assert all(r["error_normalized"] < r["error"] and r["tau"] == 0.1 for r in log if "loss" in r)
 
+    words = "--cpu --workers 0 --normalize queue --tasks retrieval --queue-size 5 --checkpoint".split()
+    args = eval_py.parse_args([*words, str(tmp_path / "queue"), "--output-dir", str(tmp_path)])
+    result = eval_py.main(args)["datasets"]["moving-emoji"]["metrics"]["normalize"]
+    of_few = flatten(summaries["oracle"]["test"]["moving-emoji"]["normalize"])
+    assert flatten(result) == pytest.approx(of_few, rel=1e-4, abs=1e-4)
 
-def test_the_loss_is_that_of_its_terms_and_gamma_is_learnt(tmp_path):
+
+def test_the_loss_is_that_of_its_terms(tmp_path):
     for flags, scale in (([], 0.5), (["--loss-scale", 3], 1.5), (["--loss", "max-margin"], 1)):
         for row in few_steps(ncl, tmp_path / f"{len(flags)}{flags[-1:]}", *flags, base=SMALL):
             assert row["loss"] == pytest.approx(scale * (row["L_t2v"] + row["L_v2t"]), rel=1e-5)
-    main(tmp_path / "learnt", "--learnable-tau")
-    gamma = load_file(tmp_path / "learnt" / "queues.safetensors")["gamma"].item()
-    assert gamma == pytest.approx(rows(tmp_path / "learnt")[-2]["tau"], rel=1e-6) and abs(gamma - 0.1) > 1e-5
 
 
 def test_the_queues_are_the_training_batches(tmp_path):
@@ -271,99 +186,43 @@ def test_the_queues_are_the_training_batches(tmp_path):
 
     No caption or clip of val or test.
     """
-    main(tmp_path / "still", "--lr", 0, "--lr-end", 0, "--crop-min", 1, "--jitter", 0, "--eval-every", 1)
+    flags = "--lr 0 --lr-end 0 --crop-min 1 --jitter 0 --eval-every 1".split()
+    run_script(ncl, tmp_path / "still", *flags, base=SMALL)
     queues = load_file(tmp_path / "still" / "queues.safetensors")
     model, tokenizer, transform = common.load_model(tmp_path / "still")
     device = torch.device("cpu")
 
     def encoded(split):
-        data = common.load_data("moving-emoji", split, frames=4, image_size=32, clips=[64, 16, 16])
+        data = common.load_data("moving-emoji", split, frames=2, image_size=16, clips=[64, 16, 16])
         index, video, _, _ = evaluation.embed.encode_images(model, data, transform, device)
         captions = [[data.captions(i)[k] for i in index] for k in range(3)]
         texts = [evaluation.embed.encode_texts(model, tokenizer, c, device) for c in captions]
-        return common.normalize(video), common.normalize(torch.stack(texts))  # (M, D), (3, M, D)
+        return common.normalize(video), common.normalize(torch.stack(texts))            # (M, D), (3, M, D)
     order = torch.from_numpy(np.concatenate([batch for _, batch in epoch_batches(64, 16, 42, 0, 4)]))
     video, text = encoded("train")
     assert torch.allclose(queues["videos"], video[order], atol=1e-4)
-    assert ((queues["texts"] - text[:, order]).abs().amax(2).amin(0) < 1e-4).all()  # one of its three captions
+    assert ((queues["texts"] - text[:, order]).abs().amax(2).amin(0) < 1e-4).all()      # one of its three captions
     for split in ("val", "test"):
         video, text = encoded(split)
         assert torch.cdist(queues["videos"], video).min() > 1e-3
         assert torch.cdist(queues["texts"], text.flatten(0, 1)).min() > 1e-3
 
 
-def evaluate(checkpoint, out, *flags):
-    """Metrics of the checkpoint's own data set by eval.py --normalize queue."""
-    flags = ["--normalize", "queue", "--tasks", "retrieval", "--checkpoint", checkpoint, "--output-dir", out, *flags]
-    result = eval_py.main(eval_py.parse_args([*"--cpu --workers 0".split(), *map(str, flags)]))
-    return next(iter(result["datasets"].values()))["metrics"]["normalize"]
-
-
-def test_eval_options_of_the_normalisation(run, tmp_path):
-    """By default those of the run; --queue-size takes the latest."""
-    folder, summary = run
-    own = evaluate(folder, tmp_path)
-    assert flatten(own) == pytest.approx(flatten(summary["test"]["moving-emoji"]["normalize"]), rel=1e-4, abs=1e-4)
-    same_as = {"--gamma 0.01": [], "--queue-size 5": ["none", "oracle"]}
-    for flags, same in same_as.items():
-        got = evaluate(folder, tmp_path, *flags.split())
-        assert [k for k in ("none", "queue", "oracle") if got[k] == own[k]] == same
-    latest = evaluate(folder, tmp_path, "--queue-size", 5)
-    for flags, found in ((["--queue-size", 5], latest), (["--iterations", 1], None)):
-        summary = main(tmp_path / flags[0][2:], *flags)
-        found = found or evaluate(tmp_path / flags[0][2:], tmp_path)
-        of_run = flatten(summary["test"]["moving-emoji"]["normalize"])
-        assert flatten(found) == pytest.approx(of_run, rel=1e-4, abs=1e-4)
-
-
-@pytest.fixture(scope="module")
-def features(tmp_path_factory):
-    """40 clips as SSB has them, and a csv: motion (time, 6) and appearance (time, 4) of one file each, other times."""
-    root = tmp_path_factory.mktemp("features")
-    helpers.write_features(root)
-    captions = [(f"clip{i}", f"{w} number {i}", f"c{i % 2}") for i in range(40) for w in ("one", "another")]
-    csv = write_rows(root / "clips.csv", ["video", "caption", "label"], captions)
-    base = [*"--cpu --workers 0 --batch-size 8 --max-steps 3 --log-every 1 --image-encoder ssb".split(),
-            *"--captioning-weight 0 --text-encoder small --text-pooling mean --no-pretrained --embed-dim 16".split(),
-            *"--text-length 12 --frames 3".split()]
-    return root, [*base, "--dataset", csv]
-
-
-def test_features_end_to_end(features, tmp_path):
-    root, base = features
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="^.*no file is found .looked for clip0.*$"):
-        run_script(ncl, tmp_path / "r", "--feature-dir", tmp_path / "empty", base=base)
-    flags = ["--feature-dir", root / "motion", root / "appearance"]
-    summary = run_script(ncl, tmp_path / "r", *flags, base=base)
-    csv, = summary["test"]
-    assert summary["steps"] == 3 and losses(tmp_path / "r")[0] == pytest.approx(15 * math.log(8), rel=0.5)
-    assert summary["chance"][csv]["trivial"].keys() == {"untrained"}  # features have no pixels and no colours
-    of_run = flatten(summary["test"][csv]["normalize"])
-    assert flatten(evaluate(tmp_path / "r", tmp_path)) == pytest.approx(of_run, rel=1e-4, abs=1e-4)
-    more = [few_steps(ncl, tmp_path / f"{p}", *flags, "--dropout", p, base=base)[0]["loss"] for p in (0, 0.5)]
-    assert more[0] != more[1]
-
-
-def test_clip4clip_freezes_embeddings_and_first_norms(tiny, tmp_path, capsys):
+def test_clip4clip_freezes_embeddings_and_first_norms(tiny, tmp_path):
     """As its scripts do (--freeze_layer_num 0): these stay as they were, all else learns; others are refused."""
     name, model = tiny("clip")
     clip = ["--image-encoder", name, "--text-encoder", name, "--pretrained", "--image-size", 32, "--text-length", 12,
             "--embed-dim", 16, "--max-steps", 2, "--lr", 0.01, "--weight-decay", 0.2]
-    main(tmp_path / "r", *clip, "--freeze", "clip4clip")
-    main(tmp_path / "all", *clip)
-    frozen, free = (load_file(tmp_path / run / "model.safetensors") for run in ("r", "all"))
-    still = set()
+    run_script(ncl, tmp_path / "r", *clip, "--freeze", "clip4clip", base=SMALL)
+    found, still = load_file(tmp_path / "r" / "model.safetensors"), set()
     for key, value in model.state_dict().items():
         half, _, rest = key.partition("_model.")
-        found = f"{half}.body.{rest}"
-        if found in frozen and value.is_floating_point():
-            assert not torch.equal(free[found], value), found
-            still |= {rest} if torch.equal(frozen[found], value) else set()
+        if torch.equal(found.get(f"{half}.body.{rest}", torch.tensor(0)), value) and value.is_floating_point():
+            still.add(rest)
     assert still == {"embeddings.class_embedding", "embeddings.patch_embedding.weight", "pre_layrnorm.weight",
                      "embeddings.position_embedding.weight", "embeddings.token_embedding.weight", "pre_layrnorm.bias"}
     with pytest.raises(UserError, match="--freeze clip4clip: is for a CLIP as both encoders"):
-        main(tmp_path / "small", "--freeze", "clip4clip")
+        run_script(ncl, tmp_path / "small", "--freeze", "clip4clip", base=SMALL)
 
 
 # ---------------------------------------------------- pictures -------------------------------------------------------
@@ -374,7 +233,7 @@ def test_the_figures_have_a_fork_s_biases(tmp_path, monkeypatch):
                "return 9.0 * (torch.arange(len(items)) == 0)\n")
     drawn = []
     monkeypatch.setattr(figures.ncl, "save_figure", lambda *args: drawn.append(args))
-    summary = main(tmp_path / "fork", script=own, pictures=True)
+    summary = run_script(own, tmp_path / "fork", base=SMALL, pictures=True)
     reported = summary["test"]["moving-emoji"]["normalize"]["queue"]
     lines = {line.get_label(): line.get_ydata() for line in panel(drawn, "(Fig. 5)").lines}
     for label, way in {"text -> video": "text_to_image", "video -> text": "image_to_text"}.items():

@@ -1,31 +1,47 @@
-"""Killed in mid-epoch and resumed, a run is bitwise the run that was never stopped; what a resume leaves and refuses.
-The five scripts' own states (two optimisers, queues, masks) are killed and resumed in test_check.py."""
+"""Killed with kill -9 or by a signal and resumed, a run is bitwise the run that was never stopped; what stops all its
+processes; tools.check, which asks the same of the five scripts and of forks."""
 
+import importlib
+import json
+import math
 import os
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import common
 from contrastive import encoders, engine
+from contrastive.data.batches import epoch_batches
 from contrastive.engine.checkpoints import checkpoints_of
-from contrastive.engine.processes import UserError, flatten, read_json
+from contrastive.engine.processes import UserError, rank, read_json
 from contrastive.engine.run import Run
 
+import psutil
 import pytest
 import torch
 
 import helpers
 import launch
 import temo
-from helpers import equal_files, losses, rows, steps, tensors_of
+from helpers import equal_files, rows, tensors_of
+from tools import check
 
-STEPS, SAVED, KILLED, KEPT = 12, 5, 7, ["step_10.pt", "step_12.pt"]
-FLAGS = [*"--cpu --image-size 16 --embed-dim 16 --batch-size 64 --loss infonce --learnable-tau".split(), "--max-steps",
-         STEPS, "--save-every", SAVED, *"--log-every 1 --eval-every 0 --lr 3e-4".split()]  # four steps an epoch
-RUNS = {  # processes, flags; each killed one goes on as the whole one did
-    "one": (1, ["--workers", 0]), "killed, 2 workers": (1, ["--workers", 2]),
-    "two": (2, ["--workers", 1, "--chunk-size", 10]), "two killed": (2, ["--workers", 1, "--chunk-size", 10])}
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, SAVED, KILLED = 12, 5, 7  # an epoch has nine steps
+FLAGS = [*"--cpu --image-size 16 --embed-dim 16 --batch-size 8 --loss infonce --learnable-tau --lr 3e-4".split(),
+         *f"--max-steps {STEPS} --save-every {SAVED} --log-every 1 --eval-every 0 --workers 0".split(),
+         "--max-bad-fraction", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """80 pictures, of which one of the second batch cannot be read."""
+    csv = helpers.write_captions(tmp_path_factory.mktemp("data"), 80)
+    train = common.load_data(str(csv), "train")
+    bad = train.key(int(next(epoch_batches(len(train), 8, 42, 1, 2))[1][3]))
+    (csv.parent / bad).write_bytes(helpers.TRUNCATED)
+    return csv
 
 
 def run(folder, data, *flags):
@@ -36,184 +52,255 @@ def resume(folder, *flags):
     return temo.main(temo.parse_args(["--resume", str(folder), *map(str, flags)]))
 
 
-def processes(number, place, work):
+def codes(processes, place, work):
     """Exit codes of forks that are the ranks of a run."""
     place.mkdir()
-    if number > 1:
-        return [code for code, _ in launch.ranks(place, lambda rank: work())]
-    return [launch.ended(launch.forked(work, place / "log"))]
+    if processes == 1:
+        return [launch.ended(launch.forked(work, place / "log"))]
+    return [code for code, _ in launch.ranks(place, lambda _: work())]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return helpers.write_captions(tmp_path_factory.mktemp("set"), 300, height=20, width=20)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, data):
-    """{name: folder}; the killed ones have been resumed."""
-    root, done = tmp_path_factory.mktemp("runs"), Run.done
+def runs(tmp_path_factory, data, tiny):
+    """{processes: (a whole run, one that was killed and resumed)}; with two of them in chunks and with dropout."""
+    root, done, folders = tmp_path_factory.mktemp("runs"), Run.done, {}
+    bert = ["--text-encoder", tiny("bert")[0], "--text-length", 12]
 
     def done_and_killed(run, *args, **more):
         done(run, *args, **more)
         if run.step == KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
-    for name, (number, flags) in RUNS.items():
+    for processes, flags, of_killed in (1, [], ["--workers", 2]), (2, ["--workers", 1, "--chunk-size", 3, *bert], []):
+        whole, killed = folders[processes] = root / f"whole {processes}", root / f"killed {processes}"
+        logs = [root / f"logs {processes} {k}" for k in range(3)]
+        assert codes(processes, logs[0], lambda: run(whole, data, *flags)) == [0] * processes
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(temo, "draw", lambda *_: None)
-            if "killed" in name:
-                with patch.context() as kills:
-                    kills.setattr(Run, "done", done_and_killed)
-                    codes = processes(number, root / f"{name} first", lambda: run(root / name, data, *flags))
-                assert codes == [-signal.SIGKILL] * number
-                assert [p.stem for p in checkpoints_of(root / name)] == [f"step_{SAVED}"]
-                (root / name / "checkpoints" / "step_9.tmp").write_bytes(b"cut")  # what a crash inside a save leaves
-                codes = processes(number, root / f"{name} resumed", lambda: resume(root / name))
-            else:
-                codes = processes(number, root / f"{name} whole", lambda: run(root / name, data, *flags))
-            assert codes == [0] * number, name
-    return {name: root / name for name in RUNS}
+            patch.setattr(Run, "done", done_and_killed)
+            found = codes(processes, logs[1], lambda: run(killed, data, *flags, *of_killed))
+        assert found == [-signal.SIGKILL] * processes
+        assert [p.stem for p in checkpoints_of(killed)] == [f"step_{SAVED}"]
+        (killed / "checkpoints" / "step_9.tmp").write_bytes(b"cut")        # what a crash inside a save leaves
+        assert codes(processes, logs[2], lambda: resume(killed)) == [0] * processes
+    return folders
 
 
-@pytest.mark.parametrize("whole, killed", [("one", "killed, 2 workers"), ("two", "two killed")])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs, whole, killed):
-    whole, killed = runs[whole], runs[killed]
-    for file in ("model.safetensors", "checkpoints/step_12.pt"):           # tau, optimiser, each process's random state
-        assert equal_files(whole / file, killed / file)
-    assert read_json(whole / "summary.json")["test"] == read_json(killed / "summary.json")["test"]
+def same(a, b):
+    """Are log, bad samples and weights of two runs the same?"""
     timed = ("step_s", "data_s", "samples_per_s")
-    logs = [[{k: v for k, v in r.items() if k not in timed} for r in rows(folder)] for folder in (whole, killed)]
-    assert logs[0] == logs[1]
-    assert [(r["step"], "eval" in r) for r in logs[0]] == [(0, True), *((k, False) for k in range(1, 13)), (12, True)]
-    taus = [r["tau"] for r in steps(killed)]
-    assert len(set(taus)) == STEPS
-    assert taus[-1] == pytest.approx(tensors_of(killed, 12)["own/tau.log_tau"].exp().item(), rel=1e-6)
-    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == KEPT  # the last two
+    logs = [[{k: v for k, v in row.items() if k not in timed} for row in rows(folder)] for folder in (a, b)]
+    bad = [(folder / "bad_samples.txt").read_text() for folder in (a, b)]
+    return logs[0] == logs[1] and bad[0] == bad[1] and equal_files(a / "model.safetensors", b / "model.safetensors")
 
 
-def test_two_processes_in_chunks_log_and_evaluate_as_one(runs):
-    assert losses(runs["two"]) == pytest.approx(losses(runs["one"]), rel=1e-3)
-    one, two = (flatten(rows(runs[name])[0]) for name in ("one", "two"))   # before training: the same weights
-    assert one["step"] == 0 and two == pytest.approx(one, rel=1e-3, abs=1e-3)
+# ----------------------------------------------- kill -9 -------------------------------------------------------------
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs, processes):
+    whole, killed = runs[processes]
+    last = killed / "checkpoints" / "step_12.pt"                           # tau, optimiser, each process's random state
+    assert same(whole, killed) and equal_files(whole / "checkpoints" / "step_12.pt", last)
+    assert read_json(whole / "summary.json")["test"] == read_json(killed / "summary.json")["test"]
+    log = [(row["step"], "eval" in row) for row in rows(killed)]
+    assert log == [(0, True), *((k, False) for k in range(1, 13)), (12, True)]
+    assert (killed / "bad_samples.txt").read_text().count("\n") == 1
+    tau = tensors_of(killed, 12)["own/tau.log_tau"].exp().item()
+    assert rows(killed)[-2]["tau"] == pytest.approx(tau, rel=1e-6) != rows(killed)[1]["tau"]
+    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["step_10.pt", "step_12.pt"]
+    states = [of["cpu"].numpy().tobytes() for of in torch.load(last, weights_only=True)["processes"]]
+    assert len({*states}) == processes                                     # else dropout were the same on all
 
 
-def test_each_process_has_random_numbers_of_its_own(runs):
-    """Those of dropout: the same on all processes, it would drop the same units of every part of the batch."""
-    path = runs["two"] / "checkpoints" / "step_12.pt"
-    first, second = (of["cpu"] for of in torch.load(path, weights_only=True)["processes"])
-    assert not torch.equal(first, second)
-
-
-# ----------------------------------------------- a finished run, in this process -------------------------------------
 @pytest.fixture
-def folder(runs, tmp_path, monkeypatch):
+def folder(runs, tmp_path):
     """A copy of the finished run of one process."""
-    monkeypatch.setattr(temo, "draw", lambda *_: None)
-    return shutil.copytree(runs["one"], tmp_path / "run")
+    return shutil.copytree(runs[1][0], tmp_path / "run")
 
 
 def test_a_finished_run_is_only_evaluated(folder, runs):
-    before = read_json(folder / "summary.json")
-    summary = resume(folder)
-    assert summary["steps"] == STEPS and summary["val"] == before["val"] and summary["test"] == before["test"]
-    assert equal_files(folder / "model.safetensors", runs["one"] / "model.safetensors")
-    assert [r["step"] for r in rows(folder)] == [r["step"] for r in rows(runs["one"])]
+    before, saved = read_json(folder / "summary.json"), folder / "checkpoints" / "step_12.pt"
+    torch.save(torch.load(saved, weights_only=True) | {"wall_s": 1000.0}, saved)
+    after = resume(folder)
+    assert after["steps"] == STEPS and after["val"] == before["val"] and after["test"] == before["test"]
+    assert same(folder, runs[1][0]) and 1000 < after["wall_s"] < 2000
 
 
 def test_before_the_first_checkpoint_it_starts_again(folder, runs, monkeypatch):
     """With the tokenizer of the run: captions that changed since must not renumber its embeddings."""
     for path in checkpoints_of(folder):
         path.unlink()
-    (folder / "checkpoints" / "step_5.tmp").write_bytes(b"cut")            # killed inside its first save
+    (folder / "bad_samples.txt").unlink()
     train = common.train_wordpiece
     monkeypatch.setattr(encoders.texts, "train_wordpiece", lambda captions: train([*captions, *["zebra"] * 9]))
     resume(folder)
-    for file in ("model.safetensors", "checkpoints/step_12.pt"):
-        assert equal_files(folder / file, runs["one"] / file)
-    assert [r["step"] for r in rows(folder)] == [r["step"] for r in rows(runs["one"])]
-    words = [(place / "tokenizer" / "tokenizer.json").read_bytes() for place in (folder, runs["one"])]
+    assert same(folder, runs[1][0])
+    words = [(place / "tokenizer" / "tokenizer.json").read_bytes() for place in (folder, runs[1][0])]
     assert words[0] == words[1]
 
 
-def test_dropout_goes_on(tiny, tmp_path, data, monkeypatch):
-    """Its random numbers are torch's own, which a checkpoint holds."""
-    monkeypatch.setattr(temo, "draw", lambda *_: None)
-    run(tmp_path / "whole", data, "--text-encoder", tiny("bert")[0],
-        *"--text-length 12 --max-steps 4 --save-every 2 --workers 0".split())
-    cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    (cut / "checkpoints" / "step_4.pt").unlink()
-    torch.rand(1)
-    resume(cut)
-    assert equal_files(*(place / "checkpoints" / "step_4.pt" for place in (tmp_path / "whole", cut)))
+def test_a_tokenizer_is_the_same_each_time():
+    captions = [f"{a} {b} {a}{b}" for a in ("red", "green", "blue", "grey") for b in ("box", "ball", "tree", "house")]
+    assert len({common.train_wordpiece(captions, vocabulary=80).backend_tokenizer.to_str() for _ in range(5)}) == 1
 
 
 def test_at_its_end_it_is_evaluated_in_float32(tmp_path, data, monkeypatch):
-    """As one that was not stopped, and as eval.py does it; its time goes on from where it was saved."""
+    """As eval.py does it."""
     halves, forward = [], common.TextEncoder.forward
 
     def watch(tower, *args, **more):
         halves.append((tower.training, torch.is_autocast_enabled("cpu")))
         return forward(tower, *args, **more)
     monkeypatch.setattr(common.TextEncoder, "forward", watch)
-    before = run(tmp_path / "run", data, "--max-steps", 3, "--mixed-precision", "bf16", "--workers", 0)
+    run(tmp_path / "run", data, "--max-steps", 3, "--mixed-precision", "bf16")
     assert halves == [(False, True)] + [(True, True)] * 3 + [(False, False)] * 2  # val, three steps, val and test
-    halves.clear()
-    (tmp_path / "run" / "summary.json").unlink()
-    saved = tmp_path / "run" / "checkpoints" / "step_3.pt"
-    torch.save(torch.load(saved, weights_only=True) | {"wall_s": 1000.0}, saved)
-    monkeypatch.setattr(temo, "draw", lambda *_: None)
-    after = resume(tmp_path / "run")
-    assert halves == [(False, False)] * 2 and 1000 < after["wall_s"] < 2000
-    assert after["val"] == before["val"] and after["test"] == before["test"] and after["steps"] == 3
 
 
-def test_more_steps_are_remembered_and_fewer_refused(folder):
-    """Refused before args.json is written: else the next --resume without any flag would be refused as well."""
-    before = (folder / "args.json").read_text()
-    with pytest.raises(UserError, match="step_12.pt: is beyond the 3 steps"):
-        resume(folder, "--max-steps", 3)
-    assert (folder / "args.json").read_text() == before
+def test_more_steps_are_remembered_also_on_fewer_processes(runs, tmp_path, capsys):
+    folder = shutil.copytree(runs[2][0], tmp_path / "run")
     assert resume(folder, "--max-steps", 13)["steps"] == 13
+    assert "--resume: 2 processes before, 1 now: random states" in capsys.readouterr().out
     assert temo.parse_args(["--resume", str(folder)]).max_steps == 13
 
 
-def test_a_checkpoint_of_another_architecture_is_refused_in_one_line(folder):
-    saved = checkpoints_of(folder)[0]
-    state = torch.load(saved, weights_only=True)
-    state["model"]["vision.projection.weight"] = state["model"]["vision.projection.weight"][:8].clone()
-    torch.save(state, saved)
-    with pytest.raises(UserError, match=f"^{re.escape(str(saved))}: .*$"):
-        resume(folder)
-
-
-def test_a_folder_with_a_run_is_not_trained_into(folder, data):
-    before = (folder / "args.json").read_text()
+def test_what_does_not_fit_the_run_is_refused(folder, data):
+    """Before args.json is written: else the next --resume without any flag would be refused as well."""
+    before, saved = (folder / "args.json").read_text(), checkpoints_of(folder)[0]
+    with pytest.raises(UserError, match="step_12.pt: is beyond the 3 steps"):
+        resume(folder, "--max-steps", 3)
     with pytest.raises(UserError, match=f"{folder}: holds a run already; --resume {folder}"):
         run(folder, data)
+    fewer = data.with_name("fewer.csv")                                    # rows, of which a checkpoint has a mark
+    fewer.write_text("\n".join(data.read_text().splitlines()[:-9]))
+    args = temo.parse_args(["--resume", str(folder), "--max-steps", "14"])
+    args.dataset = str(fewer)
+    with pytest.raises(UserError, match="--resume: the run had .*, now .*: give it the same data"):
+        temo.main(args)
+    state = torch.load(saved, weights_only=True)
+    state["model"]["vision.projection.weight"] = state["model"]["vision.projection.weight"][:8].clone()
+    torch.save(state, saved)                                               # of another architecture
+    with pytest.raises(UserError, match=f"^{re.escape(str(saved))}: .*$"):
+        resume(folder)
     assert (folder / "args.json").read_text() == before
 
 
-def test_other_data_are_refused(folder, data):
-    """Rows of the table, of which a checkpoint has a mark: the order would be another."""
-    lines = data.read_text().splitlines()
-    (data.parent / "fewer.csv").write_text("\n".join(lines[:-9]))
-    args = temo.parse_args(["--resume", str(folder)])
-    args.dataset = str(data.parent / "fewer.csv")
-    args.max_steps = 14
-    with pytest.raises(UserError, match="--resume: the run had .*, now .*: give it the same data"):
-        temo.main(args)
+# ----------------------------------------------- signals, NaN, bad samples --------------------------------------------
+def put_off(monkeypatch, lagged):
+    """What a step says is read a step later, as on a card."""
+    monkeypatch.setattr(Run, "lagged", property(lambda run: lagged, lambda run, value: None), raising=False)
 
 
-def test_a_tokenizer_is_the_same_each_time():
-    pairs = [(a, b) for a in ("red", "green", "blue", "grey") for b in ("box", "ball", "tree", "house", "boat")]
-    captions = [f"{a} {b} {a}{b} number {i}" for i, (a, b) in enumerate(pairs)]
-    assert len({common.train_wordpiece(captions, vocabulary=80).backend_tokenizer.to_str() for _ in range(5)}) == 1
+def at_step(monkeypatch, step, what):
+    """Calls what() within a step, counted from 0."""
+    set_lr = Run.set_lr
+
+    def then(run, lr):
+        set_lr(run, lr)
+        if run.step == step:
+            what()
+    monkeypatch.setattr(Run, "set_lr", then)
 
 
-def test_no_process_waits_for_another_number_of_them(runs, tmp_path, monkeypatch, capsys):
-    """A run of two processes goes on as one: random states of dropout are not restored, which is said."""
-    monkeypatch.setattr(temo, "draw", lambda *_: None)
-    folder = shutil.copytree(runs["two"], tmp_path / "run")
-    resume(folder, "--max-steps", 13)
-    assert "--resume: 2 processes before, 1 now: random states" in capsys.readouterr().out
-    assert engine.checkpoints.checkpoints_of(folder)[0].stem == "step_13"
+def error_of(ended):
+    """The one line with which two processes ended, both with code 2."""
+    (code, said), (other, theirs) = ended
+    assert code == other == 2 and "Traceback" not in said + theirs
+    line, = [line for line in said.splitlines() if line.startswith("error:")]
+    return line
+
+
+@pytest.mark.parametrize("number, code, lagged", [(signal.SIGTERM, 143, False), (signal.SIGINT, 130, True)])
+def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(number, code, lagged, data, runs, tmp_path,
+                                                                 monkeypatch, capsys):
+    put_off(monkeypatch, lagged)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        at_step(patch, 2, lambda: os.kill(os.getpid(), number))
+        run(tmp_path / "a", data)
+    last = 4 if lagged else 3
+    assert end.value.code == code and [p.stem for p in checkpoints_of(tmp_path / "a")] == [f"step_{last}"]
+    said = capsys.readouterr().out
+    assert f"stopped after step {last} by {number.name}; to go on: python" in said and f"--resume {tmp_path}/a" in said
+    resume(tmp_path / "a")
+    assert same(tmp_path / "a", runs[1][0])
+
+
+def test_a_signal_to_one_process_ends_all_and_their_workers(data, tmp_path, monkeypatch):
+    def stop():
+        workers = [child.pid for child in psutil.Process().children(recursive=True)]
+        (tmp_path / f"workers{rank()}").write_text(json.dumps(workers))
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+    at_step(monkeypatch, 2, stop)
+    ended = launch.ranks(tmp_path, lambda _: run(tmp_path / "a", data, "--workers", 1))
+    assert [code for code, _ in ended] == [143, 143] and "Traceback" not in ended[0][1] + ended[1][1]
+    assert [p.stem for p in checkpoints_of(tmp_path / "a")] == ["step_3"]
+    workers = [pid for r in (0, 1) for pid in json.loads((tmp_path / f"workers{r}").read_text())]
+    left = [psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)]
+    assert len(workers) == 2 and not psutil.wait_procs(left, timeout=20)[1], "workers are left"
+
+
+@pytest.mark.parametrize("lagged", [False, True])
+def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(lagged, data, tmp_path, monkeypatch):
+    """NaN in step 4 of one process; every fourth step is saved. Where it is read late: not even the checkpoint of a
+    signal, heeded when step 4 is done."""
+    loss, now, every = temo.multimodal_loss, [], 8 if lagged else 4
+    put_off(monkeypatch, lagged)
+    at_step(monkeypatch, 4, lambda: now.append(4))
+    if lagged:
+        at_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(temo, "multimodal_loss", lambda *x: loss(*x) * (math.nan if now and rank() else 1))
+    monkeypatch.setattr(engine.processes.time, "sleep", lambda _: None)    # of the second process, before it speaks
+    error = error_of(launch.ranks(tmp_path, lambda _: run(
+        tmp_path / "a", data, "--log-every", every, "--save-every", every)))
+    assert re.search(r"not finite at step 4 \(tau 0\.1\d+\); process 1: norms up to .*, keys \[.\d+.png", error)
+    assert max(row["step"] for row in rows(tmp_path / "a")) == (0 if lagged else 4)
+    assert [p.name for p in checkpoints_of(tmp_path / "a")] == ([] if lagged else ["step_4.pt"])
+
+
+def test_too_many_bad_samples_stop_both_processes(data, tmp_path):
+    ended = launch.ranks(tmp_path, lambda _: run(tmp_path / "a", data, "--max-bad-fraction", 0.001))
+    assert "1 of about " in error_of(ended)
+    assert (tmp_path / "a" / "bad_samples.txt").read_text().count("\n") == 1
+
+
+# ----------------------------------------------- tools.check: the five scripts, forks of docs/forking.md, faults -----
+TINY = "--dataset moving-emoji --clips 32 8 8 --frames 2 --embed-dim 8 --batch-size 8".split()
+FORKS = {"margin": TINY, "memory": [*TINY, "--weighting", "none", "--tau", "0.1"]}
+OF_FIVE = [("temo", ""), ("temo", "--loss slip"), ("temperature_schedules", "--schedule fixed --learnable-tau"),
+           ("temperature_schedules", "--loss moco --queue-size 32"), ("temperature_schedules", "--loss sdclr"),
+           ("ncl", "--learnable-tau --queue-size 32"), ("mmts", "--num-clusters 4"),
+           ("mmts", "--clusters none --no-schedule --no-shifts --learnable-tau"),
+           ("mama", "--meta-size 8 --meta-batch-size 4 --meta-every 2 --learnable-tau --tau .5")]
+FAULTS = [  # what is planted into a fork, and the line that must say so: fork, old, new, line
+    ("memory", 'own["memory"]', "memory", "kill and resume"),
+    ("memory", "texts = gather(normalize(text))", "texts = normalize(text)", "two processes"),
+    ("margin", "(logits - lower)", "(logits - logits.mean(0) - lower)", "two processes")]
+
+
+def checked(path, flags, capsys):
+    """(exit code, {promise: its line}) of a check."""
+    code = check.main([str(path), *flags])
+    said = capsys.readouterr().out
+    return code, {name: re.search(rf"^  {name} .*(\n {{19}}.*)?", said, re.M)[0] for name in check.LOOK}
+
+
+@pytest.mark.parametrize("script, words", OF_FIVE)
+def test_the_five_keep_the_promises(script, words, capsys):
+    """Two optimisers, queues, MoCo's keys, masks, clusters, learnt taus; MoCo and a look ahead refuse chunks."""
+    code, said = checked(ROOT / f"{script}.py", [*TINY, *words.split()], capsys)
+    left_out = "left out; error: --chunk-size" in said["chunks"]
+    assert code == 0 and left_out == (script == "mama" or "moco" in words), said
+    assert ("own " in said["two processes"]) == any(word in words for word in ("learnable", "slip", "moco"))
+    assert "losses 0e+00 (at most 0), tensors 0e+00 (at most 0)" in said["kill and resume"]
+
+
+@pytest.mark.parametrize("name, old, new, red", [*((name, "", "", None) for name in FORKS), *FAULTS])
+def test_forks_of_the_docs_keep_them_and_a_fault_is_found(name, old, new, red, tmp_path, capsys):
+    """A fork of tests/forks, made of the script as it is now, that says `new` where it would say `old`."""
+    fork = importlib.import_module(f"forks.{name}")
+    text = (ROOT / fork.SCRIPT).read_text(encoding="utf8")
+    for before, after in fork.CHANGES:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    assert old in text
+    (tmp_path / f"{name}.py").write_text(text.replace(old, new) if old else text, encoding="utf8")
+    code, said = checked(tmp_path / f"{name}.py", FORKS[name], capsys)
+    wrong = {promise for promise, line in said.items() if "DIFFERS" in line}
+    assert code == bool(red) and wrong == ({red} if red else set()), said

@@ -1,21 +1,24 @@
-"""The five scripts side by side, of each one short run: its rates and steps, its numbers and eval.py's, its pictures;
-then that every flag acts, and the promises of tools.check."""
+"""The five scripts side by side, of each one short run: its rates and steps, what it leaves, its pictures; a learnt
+tau, that every flag acts, the views; then docs/forking.md as it stands. test_eval.py has the numbers of a run."""
 
 import functools
 import importlib
-import runpy
-import sys
+import re
+from pathlib import Path
 
 import common
-from contrastive.engine.processes import flatten, read_json
+from contrastive.engine.checkpoints import checkpoints_of
 from contrastive.engine.run import Run
 
 import pytest
 import torch
 
 import eval as eval_py
-import launch
-from helpers import few_steps, run_script, steps
+import mama
+import mmts
+import ncl
+import temo
+from helpers import few_steps, fork, losses, refused, run_script, steps, write_images
 
 DRAWS = True
 NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
@@ -35,47 +38,26 @@ PICTURES = {
 each_script = pytest.mark.parametrize("name", NAMES)
 
 
-@pytest.fixture(scope="module")
-def run_of(tmp_path_factory):
-    """{script's name: (its folder, how far all weights went in each step)} of one run of each script."""
-    @functools.cache
-    def run(name):
-        script, folder, seen = importlib.import_module(name), tmp_path_factory.mktemp(name) / "run", []
-
-        def watch(method):
-            def after(run, *args):
-                out = method(run, *args)
-                seen.append([p.detach().clone() for g in run.optimizer.param_groups for p in g["params"]])
-                return out
-            return after
-        with pytest.MonkeyPatch.context() as patch:
-            for method in ("begin", "done"):
-                patch.setattr(Run, method, watch(getattr(Run, method)))
-            run_script(script, folder, *SLOPE, *OF.get(name, ()), base=SMALL, pictures=True)
-        ways = [sum((a - b).square().sum().item() for a, b in zip(*two)) ** 0.5 for two in zip(seen, seen[1:])]
-        return folder, ways
-    return run
-
-
 @each_script
-def test_the_learning_rate_is_that_of_step_warm_up_and_schedule(run_of, name):
-    log = steps(run_of(name)[0])
+def test_a_run(name, tmp_path, monkeypatch):
+    """A step of SGD goes as far as the rate of the step (warm-up, a line) and the clip say, since gradients are longer;
+    summary, model and pictures are there; a checkpoint is read with weights_only=True, and nothing runs code."""
+    folder, seen = tmp_path / "run", []
+
+    def watch(method):
+        def after(run, *args):
+            out = method(run, *args)
+            seen.append([p.detach().clone() for g in run.optimizer.param_groups for p in g["params"]])
+            return out
+        return after
+    for method in ("begin", "done"):
+        monkeypatch.setattr(Run, method, watch(getattr(Run, method)))
+    script = importlib.import_module(name)
+    summary, log = run_script(script, folder, *SLOPE, *OF.get(name, ()), base=SMALL, pictures=True), steps(folder)
     assert [row["step"] for row in log] == [*range(1, TOTAL + 1)]
     assert [row["lr"] for row in log] == pytest.approx([1.0, *(0.1 + 0.9 * (1 - k / 9) for k in range(9))])
-
-
-@each_script
-def test_a_step_of_sgd_goes_as_far_as_rate_and_clip_say(run_of, name):
-    """Gradients are longer than the clip, so that a step has the length rate times clip."""
-    folder, ways = run_of(name)
-    assert ways == pytest.approx([row["lr"] * CLIP for row in steps(folder)], rel=1e-2)
-
-
-@each_script
-def test_what_a_run_leaves(run_of, name):
-    """Its summary, its model, its pictures; a checkpoint is read with weights_only=True, and nothing runs code."""
-    folder, _ = run_of(name)
-    summary = read_json(folder / "summary.json")
+    ways = [sum((a - b).square().sum().item() for a, b in zip(*two)) ** 0.5 for two in zip(seen, seen[1:])]
+    assert ways == pytest.approx([row["lr"] * CLIP for row in log], rel=1e-2)
     assert (summary["script"], summary["dataset"], summary["steps"], summary["batch"]) == (name, "moving-emoji", 10, 16)
     assert summary["processes"] == 1 and summary["bad_samples"] == 0 and summary["chance"]["moving-emoji"]
     assert PICTURES[name] == {p.stem for p in folder.glob("*.png") if p.stat().st_size > 5000}
@@ -86,26 +68,18 @@ def test_what_a_run_leaves(run_of, name):
     assert features.shape == (1, model.vision.width) and bool(tokenizer) == (name != "temperature_schedules")
 
 
-@each_script
-def test_eval_gives_the_numbers_of_the_run(run_of, name, tmp_path):
-    folder, _ = run_of(name)
-    flags = ["--checkpoint", str(folder), "--cpu", "--workers", "0", "--output-dir", str(tmp_path)]
-    found = eval_py.main(eval_py.parse_args(flags))["datasets"]["moving-emoji"]["metrics"]
-    trained = flatten(read_json(folder / "summary.json")["test"]["moving-emoji"])
-    both = {k: v for k, v in flatten(found).items() if k in trained}
-    assert both == {k: trained[k] for k in both} and len(both) > 10
-    assert "text_to_image/R@1" in both or name == "temperature_schedules"
+LEARNT = {"temo": "--loss infonce", "temperature_schedules": "--schedule fixed", "ncl": "", "mama": "",
+          "mmts": "--no-schedule --no-shifts --clusters none"}
 
 
 @each_script
-def test_the_command_prints_one_line_and_ends_with_2(name, monkeypatch, tmp_path):
-    """In a process of its own, which clean_exit ends."""
-    script = importlib.import_module(name)
-    monkeypatch.setattr(sys, "argv", [script.__file__, "--dataset", "/no/such"])
-    process = launch.forked(lambda: runpy.run_path(script.__file__, run_name="__main__"), tmp_path / "said")
-    assert launch.ended(process) == 2
-    said = (tmp_path / "said").read_text()
-    assert said.startswith("error: --dataset /no/such: no such file or folder") and said.count("\n") == 1
+def test_a_learnt_tau_is_logged_as_it_is_saved_and_does_not_decay(name, tmp_path):
+    flags = f"{LEARNT[name]} --learnable-tau --max-steps 2 --lr 0.1 --weight-decay 0.3".split()
+    log = few_steps(importlib.import_module(name), tmp_path / "a", *flags, base=[*SMALL, *OF.get(name, ())])
+    state = torch.load(tmp_path / "a" / "checkpoints" / "step_2.pt", weights_only=True)
+    assert log[0]["tau"] != log[1]["tau"] == pytest.approx(state["own"]["tau.log_tau"].exp().item(), rel=1e-6)
+    *_, last = state["optimizer"]["param_groups"]
+    assert last["weight_decay"] == 0 and len(last["params"]) == 1
 
 
 # ----------------------------------------------- every flag acts -----------------------------------------------------
@@ -128,7 +102,8 @@ ACTS = {  # script, flags: what changes the losses of a run with them
     ("temperature_schedules", "--schedule fixed"): "--learnable-tau",
     ("temperature_schedules", "--loss moco --queue-size 64"): "--queue-size 32, --momentum .5",
     ("temperature_schedules", "--loss sdclr"): "--prune .5",
-    ("temperature_schedules", "--image-encoder resnet18-cifar --weight-decay .1"): "--decay-all, --no-zero-init",
+    ("temperature_schedules", "--weight-decay .9"): "--decay-all",
+    ("temperature_schedules", "--image-encoder resnet18-cifar"): "--no-zero-init",
     ("mmts", ""): "--alpha .02, --shift-min .06, --shift-max .2, --periods 1.5, --label-smoothing .1, "
                   "--num-clusters 5, --clusters noun, --no-schedule, --no-shifts, --loss max-margin",
     ("mmts", "--no-shifts"): "--tau .2, --no-schedule",
@@ -162,14 +137,6 @@ def test_every_flag_acts(losses_of, name, words, flag):
     assert len(without) == 3 and acts != without
 
 
-@each_script
-def test_workers_and_chunks_change_nothing(losses_of, name):
-    """Of a set in memory there are no workers; a look ahead has no chunks."""
-    more = " --weighting none" if name == "mama" else ""
-    whole, chunks = losses_of(name, more), losses_of(name, f"{more} --chunk-size 5")
-    assert chunks == pytest.approx(whole, rel=1e-4)
-
-
 # ----------------------------------------------- views ---------------------------------------------------------------
 JITTERED = {"flags": "--crop-min .3 --flip .1 --jitter .2",
             "views": [dict(scale_min=0.3, flip=0.1, jitter_p=1, brightness=0.2, contrast=0.2, saturation=0.2)]}
@@ -188,16 +155,131 @@ VIEWS = {
                        STRONG | dict(grey=0.2)]}}
 
 
-@each_script
-def test_each_strength_of_a_view_is_that_of_its_own_flag(name, tmp_path, monkeypatch):
+@pytest.fixture
+def views_of(tmp_path, monkeypatch):
+    """Function of a script's name and flags -> its views, as dicts."""
     class Views(Exception):
         pass
 
     def stop(run, views, transform):
         raise Views([vars(v) for v in views])
+
+    def found(name, flags):
+        with pytest.raises(Views) as seen:
+            run_script(importlib.import_module(name), tmp_path / "run", *OF.get(name, ()), *flags.split(),
+                       "--image-size", 24, "--max-steps", 1, base=SMALL)
+        return seen.value.args[0]
     monkeypatch.setattr(Run, "batches", stop)
-    with pytest.raises(Views) as found:
-        run_script(importlib.import_module(name), tmp_path / "run", *OF.get(name, ()), *VIEWS[name]["flags"].split(),
-                   "--image-size", 24, "--max-steps", 1, base=SMALL)
+    return found
+
+
+@each_script
+def test_each_strength_of_a_view_is_that_of_its_own_flag(name, views_of):
     usual = dict(size=24, hue=0, grey=0, blur=0, randaugment=(0, 0), squash=False)
-    assert found.value.args[0] == [usual | view for view in VIEWS[name]["views"]]
+    assert views_of(name, VIEWS[name]["flags"]) == [usual | view for view in VIEWS[name]["views"]]
+
+
+@pytest.mark.parametrize("words, flips", [("", [0.3, 0.3]), ("--image-aug crop", [0.3, 0]), ("--row e", [0.3]),
+                                          ("--loss slip --aug-flip 0.1", [0.3, 0.1, 0.1])])
+def test_the_views_of_temo_s_losses(words, flips, views_of):
+    assert [view["flip"] for view in views_of("temo", f"--flip 0.3 {words}")] == flips
+
+
+# ----------------------------------------------- docs/forking.md ----------------------------------------------------
+PAGE = Path(temo.__file__).with_name("docs") / "forking.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf8"), re.S)
+END = "\n# ======================================================= flags ==="  # of METHOD
+PLACE = "    own.to(run.device)\n"
+TINY = [*SMALL, *"--max-steps 4 --embed-dim 8 --batch-size 8".split()]
+META = "--meta-batch-size 2 --meta-size 4".split()
+
+
+def test_a_weighting_is_what_is_said_drawn_and_resumed(tmp_path, capsys):
+    own = fork(mama, tmp_path, END, f"\n{BLOCKS[0]}\n{END}")
+    own = fork(own, tmp_path, PLACE, f"{BLOCKS[1]}{PLACE}")
+    run_script(own, tmp_path / "a", *TINY, *"--save-every 2 --weighting median --a0 2".split(), pictures=True)
+    said = capsys.readouterr().out
+    assert "weights median" in said and "meta-data" not in said and "METHOD" not in said
+    assert (tmp_path / "a" / "weights.png").is_file() and {row["w"] for row in steps(tmp_path / "a")} != {1.0}
+    whole = losses(tmp_path / "a")
+    checkpoints_of(tmp_path / "a")[0].unlink()                             # as if killed after step 2 of 4
+    (tmp_path / "a" / "summary.json").unlink()
+    own.main(own.parse_args(["--resume", str(tmp_path / "a")]))
+    assert losses(tmp_path / "a") == whole and len(whole) == 4
+
+
+def test_a_part_of_own_with_a_rate_of_its_own(tmp_path):
+    own = fork(mmts, tmp_path, PLACE, f'    own["net"] = nn.Linear(8, 1)\n{PLACE}')
+    own = fork(own, tmp_path, "    learnt = [tower, own]\n", BLOCKS[4])
+    own = fork(own, tmp_path, "    # <<< shared\n", f"    # <<< shared\n{BLOCKS[5]}")
+    own = fork(own, tmp_path, "        run.check_finite",
+               '        loss = loss + own["net"](image).mean()\n        run.check_finite')
+    log = few_steps(own, tmp_path / "a", *TINY, *"--num-clusters 4 --max-steps 2 --weight-decay 0.3".split())
+    state = torch.load(tmp_path / "a" / "checkpoints" / "step_2.pt", weights_only=True)
+    rates, decays = ([group[key] for group in state["optimizer"]["param_groups"]] for key in ("lr", "weight_decay"))
+    assert rates == pytest.approx([log[1]["lr"] * factor for factor in (1, 1, 10, 10)]) and decays == [0.3, 0, 0.3, 0]
+
+
+def test_a_schedule_is_what_is_said_and_refused(tmp_path, capsys):
+    own = fork(mmts, tmp_path, END, f"\n{BLOCKS[2]}\n{END}")
+    log = few_steps(own, tmp_path / "a", *TINY, *"--num-clusters 4 --periods 1 --alpha 0.1".split())
+    assert "tau 0.03 .. 0.17 over the run" in capsys.readouterr().out
+    assert all(row["tau_max"] <= 0.17 - 0.025 * k + 1e-6 for k, row in enumerate(log))
+    said = refused(own.parse_args, [*TINY, "--periods", "2", "--alpha", "0.08"], capsys)
+    assert "the temperatures of the run, -0.04 .. 0.16, must be above 0" in said
+
+
+def test_a_backbone_and_a_data_set_of_one_s_own_are_trained_and_evaluated(tmp_path, monkeypatch, capsys):
+    """From the folder of the pictures. The fork's name stands in what it leaves, and temo.py does not go on with it."""
+    for split, n in (("train", 24), ("test", 8)):
+        write_images(tmp_path / "pictures" / split, range(n))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(common.SETS, "mine", None)                         # it goes with this test
+    text = Path(temo.__file__).read_text(encoding="utf8").replace(END, f"\n{BLOCKS[3]}\n\n{BLOCKS[6]}\n{END}", 1)
+    text = text.replace("import argparse\n", "import argparse\nfrom pathlib import Path\n\nimport timm\n", 1)
+    (tmp_path / "my_temo.py").write_text(text, encoding="utf8")
+    own = importlib.import_module("my_temo")
+    flags = ("--cpu --workers 0 --image-size 16 --batch-size 8 --max-steps 2 --eval-every 0 --dataset mine "
+             "--image-encoder mynet --loss infonce --learnable-tau").split()
+    summary = run_script(own, tmp_path / "a", *flags)
+    assert summary["script"] == "my_temo" and summary["test"]["mine"]["images"] == 8
+    capsys.readouterr()                                                    # the run's bar
+    said = refused(temo.parse_args, ["--resume", str(tmp_path / "a")], capsys)
+    assert "a run of my_temo.py, not of temo.py" in said
+    flags = "--import my_temo --checkpoint a --cpu --workers 0 --tasks retrieval".split()
+    evaluated = eval_py.main(eval_py.parse_args(flags))["datasets"]["mine"]["metrics"]
+    assert {k: summary["test"]["mine"][k] for k in evaluated} == evaluated
+    names = {}
+    exec(BLOCKS[7].replace("runs/NAME", "a"), names)
+    assert names["own"].keys() == {"tau.log_tau"}
+
+
+def test_an_encoder_that_is_not_used_is_frozen(tmp_path):
+    frozen = fork(ncl, tmp_path, PLACE, f"    tower.text.requires_grad_(False)\n{PLACE}")
+    whole, chunks = ([row["loss"] for row in few_steps(frozen, tmp_path / f"{n}", *TINY, "--chunk-size", n)]
+                     for n in (0, 4))
+    assert chunks == pytest.approx(whole, rel=1e-4)
+
+
+def test_a_weighting_without_its_network_ends_the_run_at_once(tmp_path):
+    line = "weight = WEIGHTINGS[args.weighting](sample.detach(), own, progress, args)"
+    with pytest.raises(ValueError, match="its network has no part .* take --weighting none"):
+        run_script(fork(mama, tmp_path, line, "weight = torch.ones_like(sample)"), tmp_path / "a", *TINY, *META)
+
+
+def test_the_loop_with_weights():
+    """Of the page: the weight network learns, and its weights are in the encoders' loss."""
+    class Pair(torch.nn.ModuleList):
+        def forward(self, video, text):
+            return self[0](video), self[1](text)
+    torch.manual_seed(0)
+    model = Pair([torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)])
+    loader = [(torch.randn(6, 8), torch.randn(6, 8)) for _ in range(3)]
+    names = dict(model=model, loader=loader, meta_loader=loader[::-1], lr=5e-6, tau=0.5,
+                 optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    before = model[0].weight.clone()
+    code, = (block for block in BLOCKS if "weightnet_gradient" in block)
+    exec(code, names)
+    sizes = names["gradient"][0].abs()                                     # the page: 1e-8 to 1e-7
+    assert not torch.equal(before, model[0].weight) and 0 < sizes[sizes > 0].median() < 1e-7

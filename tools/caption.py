@@ -4,10 +4,11 @@
     torchrun --nproc_per_node 8 -m tools.caption --dataset msrvtt --video-dir VIDEOS --out captions.csv
     python mama.py --dataset captions.csv --video-dir VIDEOS
 
---dataset is a folder of videos alone, or any data the scripts train on. The csv has columns video, start, end, caption,
-one row per clip. A call that was stopped goes on where it was and loses at most one batch per process. Batches do not
-depend on the number of processes, so neither do the captions. Beside the csv lie what each process has written, a .json
-with the settings and the clips without a caption, and a .png. With other settings a call does not go on with the file.
+--dataset is a folder of videos alone, or any data the scripts train on: its train split. The csv has columns video,
+start, end, caption, one row per clip. A call that was stopped goes on where it was and loses at most one batch per
+process. Batches do not depend on the number of processes, so neither do the captions. Beside the csv lie what each
+process has written, a .json with the settings and the clips without a caption, and a .png. With other settings a call
+does not go on with the file.
 
 Differences from the paper: (1) it does not say which features Eqs. 14-15 use; here those of --frame-encoder, at unit
 length (d falls off at a squared distance of 1: longer ones would be ranked by density alone). (2) The picture is padded
@@ -84,7 +85,7 @@ def clips_of(args):
         files = sorted(str(f) for f in path.rglob("*") if f.suffix.lower()[1:] in (*VIDEO_TYPES, "gif"))
         sources = [{"path": file} for file in files]
     else:
-        data = common.load_data(args.dataset, args.split, **data_options(args))
+        data = common.load_data(args.dataset, "train", **data_options(args))
         sources = [row["source"] for row in data.sources or () if row["source"]] if frames_of(data) else []
     folder = Path(args.video_dir or args.data_dir or (path if path.is_dir() else path.parent)).expanduser().resolve()
     clips = {}
@@ -117,14 +118,13 @@ def write_all(args, clips, report):
         table.writeheader()
         table.writerows(told)
     write_json(report, read_json(report) | {"captions": len(told), "without": without})
-    say(f"{args.out}: {len(told):,} captions" + "".join(
-        f"; {len(without):,} clips have none ({report}), first {row['video']}: {row['why']}" for row in without[:1]))
+    say(f"{args.out}: {len(told):,} captions; {len(without):,} clips have none (see {report})")
     mine = [clip for clip in clips if known[clip]["caption"]]
     drawn = [(np.concatenate([*read_frames(clips[clip], 4, *clip[1:], short=96, long=384)], 1),
               wrap(known[clip]["caption"], 50)) for clip in mine[::max(1, len(mine) // 6)][:6]]     # (H, 4 W, 3)
     if drawn:
         draw_clips(drawn, f"{args.out}.png", f"{Path(args.dataset).name}: captions by {Path(args.model).name}",
-                   width=4.2, words=0.3)
+                   width=4.2, words=0.5)
 
 
 # ---- captions ----
@@ -143,24 +143,24 @@ def work(args, batches):
                 continue
             frames[clip] = chosen_frames(candidates, features, columns * rows)
         torch.manual_seed(common.key_hash(f"{args.seed} {batch[0][0]}"))
+        texts = []
         if frames and not summaries:
             texts = sees([PROMPT] * len(frames), [grid_picture(x, columns) for x in frames.values()])
         elif frames:
-            texts = [sees([FRAME_PROMPT] * len(x), [grid_picture(frame[None], 1) for frame in x])
-                     for x in frames.values()]
-            texts = summaries([SUMMARY_PROMPT.format("\n".join(of_frames)) for of_frames in texts])
-        for clip, text in zip(frames, texts if frames else ()):
+            told = [sees([FRAME_PROMPT] * len(x), [grid_picture(frame[None], 1) for frame in x])
+                    for x in frames.values()]
+            texts = summaries([SUMMARY_PROMPT.format("\n".join(of_frames)) for of_frames in told])
+        for clip, text in zip(frames, texts):
             said[clip] = {"caption": text, "why": "" if text else "the model says nothing"}
         lines = [json.dumps(dict(zip(("video", "start", "end"), clip)) | row) for clip, row in said.items()]
         with opening(args.out), open(f"{args.out}.{rank()}.jsonl", "a") as f:
             f.write("\n" + "\n".join(lines) + "\n")                        # a kill may have cut the line before
 
 
-def parse_args(argv=None):
-    """The flags."""
+def main(argv=None):
+    """The command line. Raises: UserError."""
     p = OneLine("python -m tools.caption", __doc__.splitlines()[0])
     p.add_argument("--dataset", required=True, help="folder of videos, or name, folder, file or hub id as for mama.py")
-    p.add_argument("--split", choices=["train", "val", "test"], default="train", help="which split of the set")
     for flag in ("--data-dir", "--video-dir", "--image-column", "--caption-column"):
         p.add_argument(flag, default="", help="as in training")
     p.add_argument("--out", required=True, metavar="FILE", help="csv to write, or to go on with")
@@ -181,12 +181,6 @@ def parse_args(argv=None):
     args = p.parse_args(argv)
     args.device = "cpu" if args.cpu or not torch.cuda.is_available() else f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     args.dtype = "float32" if args.device == "cpu" else "auto"             # half precision is slow on a CPU
-    return args
-
-
-def main(argv=None):
-    """The command line. Raises: UserError."""
-    args = parse_args(argv)
     clips, report = clips_of(args), Path(f"{args.out}.json")
     settings = {k: getattr(args, k) for k in SETTINGS}
     if Path(args.out).exists() > report.exists() or read_json(report, {"settings": settings})["settings"] != settings:

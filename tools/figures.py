@@ -44,7 +44,7 @@ from contrastive.evaluation.clusters import check_source, open_clusters
 from contrastive.evaluation.metrics import retrieval_metrics
 from contrastive.evaluation.retrieval import measure
 from contrastive.figures import several
-from contrastive.figures.base import figure, legend_above, line_style, save_figure
+from contrastive.figures.base import figure, legend_above, save_figure
 from contrastive.figures.mmts import draw_figures
 
 import numpy as np
@@ -142,7 +142,7 @@ def draw_margins(folders):
         for k, (label, line) in enumerate(found.items()):
             xs = sorted(line)
             means = [np.mean(line[x]) for x in xs]
-            ax.plot(xs, means, label=label, **line_style(k, len(found)))
+            ax.plot(xs, means, label=label)
             ax.scatter([x for x in xs for _ in line[x]], [v for x in xs for v in line[x]], s=18, color=f"C{k}")
             said += [f"{title}, {label}: {x:g}: {m:.2f} ({len(line[x])} runs)" for x, m in zip(xs, means)]
         ax.set(title=title, xlabel=xlabel, ylabel=f"val {measure}, %")

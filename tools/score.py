@@ -26,33 +26,26 @@ import numpy as np
 import torch
 
 
-def short_captions(data, wanted):
-    """[a short caption of each row, "" if there is none].
-
-    wanted: a csv with columns video (a row's file; with start and end for windows) and caption; "" = the row's own
-    caption with the fewest words."""
-    own = [data.captions(i) for i in range(len(data))]
-    if not wanted:
-        return [min(texts, key=words, default="") for texts in own]
-    with_them = add_captions(data, Path(wanted))
-    return [next((t for t in with_them.captions(i) if t not in texts), "") for i, texts in enumerate(own)]
-
-
 def words(text):
     """How many words a caption has."""
     return len(text.split())
 
 
 def caption_pairs(data, wanted):
-    """{row: [short, detailed]}. The detailed caption is the row's own with the most words; rows whose short caption is
-    not shorter are left out.   Raises: UserError if none is left."""
-    detailed = [max(data.captions(i), key=words, default="") for i in range(len(data))]
-    both = zip(short_captions(data, wanted), detailed)
-    pairs = {i: [a, b] for i, (a, b) in enumerate(both) if 0 < words(a) < words(b)}
+    """{row: [short, detailed]}: the row's own captions with the fewest and the most words, if that makes a difference.
+
+    Raises: UserError if no row is left.
+    wanted: a csv of short captions with columns video (a row's file; with start and end for windows) and caption."""
+    more, pairs = add_captions(data, Path(wanted)) if wanted else data, {}
+    for i in range(len(data)):
+        own = data.captions(i)
+        short = [text for text in more.captions(i) if text not in own] if wanted else sorted(own, key=words)
+        detailed = max(own, key=words, default="")
+        if short and 0 < words(short[0]) < words(detailed):
+            pairs[i] = [short[0], detailed]
     say(f"{data.name} ({data.split}): {len(pairs):,} of {len(data):,} videos have a short and a longer caption")
     if not pairs:
-        raise UserError(f"{data.name} ({data.split}): no video has captions of different lengths; --short names "
-                        "a file of short ones")
+        raise UserError(f"{data.name} ({data.split}): no video has captions of different lengths; see --short")
     return pairs
 
 

@@ -23,14 +23,14 @@ CLIP_VIP = "clip_vip:"  # prefix of a CLIP's transformers id or folder: the same
 FULL = {"dtype": torch.float32, "trust_remote_code": False}  # of transformers; some are saved in half precision
 
 
-def has_batchnorm(model):
-    """Whether any layer keeps batch statistics."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+def batchnorms(model):
+    """The layers that keep batch statistics."""
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
 
 def sync_batchnorm(model, args):
     """The model with SyncBatchNorm on several cards. Chunks are refused: their statistics would be their own."""
-    if not has_batchnorm(model):
+    if not batchnorms(model):
         return model
     if args.chunk_size:
         raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would "
@@ -59,23 +59,27 @@ def recompute(tower):
     say(f"--grad-checkpointing: of {', '.join(found)}")
 
 
+def run_again(model):
+    """The layers that `recompute` has changed, each with the attribute that says so."""
+    return [(m, flag) for m in model.modules() for flag in ("grad_checkpointing", "gradient_checkpointing")
+            if getattr(m, flag, False)]
+
+
 def functional_call(model, tensors, inputs):
     """torch's, in which no layer runs again on the way back: it would find the model's own tensors, not these."""
-    flags = [(m, flag) for m in model.modules() for flag in ("grad_checkpointing", "gradient_checkpointing")
-             if getattr(m, flag, False)]
-    for m, flag in flags:
+    changed = run_again(model)
+    for m, flag in changed:
         setattr(m, flag, False)
     try:
         return torch.func.functional_call(model, tensors, inputs)
     finally:
-        for m, flag in flags:
+        for m, flag in changed:
             setattr(m, flag, True)
 
 
 @contextlib.contextmanager
-def statistics_stay(model):
-    """Inside, BatchNorm in training leaves its running statistics, which layers that run again would move twice."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+def statistics_stay(norms):
+    """Inside, these BatchNorms leave their running statistics, which layers that run again would move twice."""
     kept = [(m.momentum, m.num_batches_tracked) for m in norms]
     for m in norms:
         m.momentum, m.num_batches_tracked = 0.0, None

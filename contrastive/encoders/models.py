@@ -217,7 +217,7 @@ def load_model(run_dir):
     spec = read_json(run_dir / "model.json")
     with opening(run_dir):
         if spec["text_encoder"]:
-            tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
+            tokenizer = Tokenizer(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
         model, transform = build_model(spec, tokenizer, pretrained=False)
         model.load_state_dict(load_file(run_dir / "model.safetensors"))
     return model.eval(), tokenizer, transform

@@ -20,9 +20,14 @@ class Tokenizer:
     """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens;
     on a card to a multiple of 8 if `length` allows, since each new length allocates and compiles anew there.
 
-    clean: captions go through clean_caption first.   device: of the tensors that it returns."""
+    tokenizer: of transformers, or its id or folder.   clean: captions go through clean_caption first.
+    device: of the tensors that it returns."""
 
     def __init__(self, tokenizer, length, clean=False):
+        if isinstance(tokenizer, (str, Path)):
+            from transformers import AutoTokenizer
+            with opening(tokenizer):
+                tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
         self.tokenizer, self.length, self.clean = tokenizer, min(length, tokenizer.model_max_length), clean
         tokenizer.padding_side, self.device = "right", torch.device("cpu")  # encoders pool the first or the end token
 
@@ -45,12 +50,6 @@ class Tokenizer:
         other = copy.copy(self)
         other.clean = False
         return other
-
-    @staticmethod
-    def load(folder, length, clean=False):
-        from transformers import AutoTokenizer
-        with opening(folder):
-            return Tokenizer(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False), length, clean)
 
 
 def train_wordpiece(captions, vocabulary=4000):
@@ -85,7 +84,7 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
 
     keep: a resumed run keeps the one in its folder.   start: weights of another run, whose vocabulary is taken over."""
     if name != "small":
-        tokenizer = Tokenizer.load(name, length, clean)
+        tokenizer = Tokenizer(name, length, clean)
         if len({*tokenizer.tokenizer(" ".join("abcdefghijklmnopqrstuvwxyz"))["input_ids"]}) <= 3:
             raise UserError(f"{name}: no tokenizer there; each word would be start, unknown, end")
         return tokenizer
@@ -99,7 +98,7 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
                 texts = map(clean_caption, captions()) if clean else captions()
                 train_wordpiece(texts).save_pretrained(str(folder))
     barrier()
-    return Tokenizer.load(folder, length, clean)
+    return Tokenizer(folder, length, clean)
 
 
 def drop_and_swap(text, u, drop=0.1, swap=0.1):

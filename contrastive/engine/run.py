@@ -14,7 +14,7 @@ from contrastive.data.clips import feature_shape
 from contrastive.data.table import COMMITS, frames_of
 
 from contrastive.encoders.base import (  # isort: skip
-    CLIP_VIP, FROM_FILES, VIDEO, channels_last, clip_width, has_batchnorm, recompute, sync_batchnorm)
+    CLIP_VIP, FROM_FILES, VIDEO, batchnorms, channels_last, clip_width, recompute, sync_batchnorm)
 from contrastive.encoders.models import build_model, spec_of, untrained
 from contrastive.encoders.texts import build_tokenizer
 from contrastive.engine import checkpoints
@@ -139,7 +139,7 @@ class Run:
         self.parameters = sum(p.numel() for p in (*self.trained.parameters(), *learnt))
         torch.manual_seed(self.args.seed + rank())  # the weights are the same on all processes; dropout should not be
         # DDP sends all buffers in each forward; only BatchNorm's on CPUs differ between processes (sync_batchnorm)
-        self.accelerator.ddp_handler.broadcast_buffers = self.device.type == "cpu" and has_batchnorm(self.trained)
+        self.accelerator.ddp_handler.broadcast_buffers = self.device.type == "cpu" and bool(batchnorms(self.trained))
         model = torch.compile(self.trained) if self.args.compile else self.trained
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         parts = {"model": self.trained, "own": own, "optimizer": self.optimizer, "second": second,

@@ -118,15 +118,11 @@ def inputs(data, rows, tokenizer, vocabulary, device, model="fusion"):
             for k, v in found.items()}
 
 
-def separator(model, tokenizer):
-    """What stands between a question and its choice: for VGT the text encoder's own token, BERT's [SEP]; or a blank."""
-    token = tokenizer.tokenizer.sep_token if model == "vgt" else ""
-    return f" {token} " if token else " "
-
-
 def asked_choices(questions, choices, model, tokenizer):
-    """The texts "question choice" of Q questions, in order; choices: Q lists."""
-    join = separator(model, tokenizer)
+    """The texts "question choice" of Q questions, in order; choices: Q lists. For VGT the text encoder's own token,
+    BERT's [SEP], stands between them."""
+    token = tokenizer.tokenizer.sep_token if model == "vgt" else ""
+    join = f" {token} " if token else " "
     return [f"{question}{join}{choice}" for question, some in zip(questions, choices) for choice in some]
 
 

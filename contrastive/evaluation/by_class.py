@@ -7,10 +7,10 @@ from contrastive.data.views import uniforms
 from contrastive.encoders.base import STATS
 from contrastive.encoders.models import EvalTransform
 from contrastive.engine.processes import UserError
-from contrastive.evaluation.embed import encode_images, encode_texts, on_card
+from contrastive.evaluation.embed import encode_images, encode_texts
 
 from contrastive.evaluation.metrics import (  # isort: skip
-    head_mid_tail, knn_accuracy, knn_chance, linear_probe, normalize, recalls, zero_shot_accuracy)
+    head_mid_tail, knn_accuracy, linear_probe, normalize, recalls, zero_shot_accuracy)
 
 import numpy as np
 import torch
@@ -39,17 +39,11 @@ def recall_by_frequency(ranks, frequency):
     return out
 
 
-def with_class(labels, *features):
-    """The rows of features (M, width) that have a class, and these classes; labels (M,) numpy, -1: none."""
-    rows = labels >= 0
-    return *(x[torch.from_numpy(rows)] for x in features), labels[rows]
-
-
-def view_of(transform, name, trained_on, own=False):
+def view_of(transform, name, trained_on):
     """(the view of a set's classes, None if it is `transform`; words on it). A run that squashes (the CC3M trainer's
     recipe) sees the classes of other sets than `trained_on` as that trainer does: cropped, with ImageNet's or CIFAR's
-    statistics; own: as those of its own set."""
-    if own or transform.resize != "squash" or name == trained_on:
+    statistics."""
+    if transform.resize != "squash" or name == trained_on:
         return None, ""
     stats = next((s for s in ("cifar100", "cifar10") if name.startswith(s)), "imagenet")
     view = EvalTransform(transform.size, *(STATS | CIFAR_STATS)[stats], "crop", transform.size / transform.short)
@@ -60,8 +54,9 @@ def labelled(model, data, transform, device, workers, projected):
     """(features for kNN (M, D), for probes (M, width), labels (M,) numpy) of the rows of a split that have a class.
 
     projected: kNN on embeddings, else on the features before the projection, as probes. Collective."""
-    index, image, features, _ = encode_images(model, data, transform, device, workers=workers)
-    return with_class(data.labels[index], image if projected else features, features)
+    rows = np.flatnonzero(data.labels >= 0)
+    index, image, features, _ = encode_images(model, data, transform, device, workers=workers, rows=rows)
+    return image if projected else features, features, data.labels[index]
 
 
 def class_metrics(tasks, train, test, few=None, limits=None, device=None):
@@ -73,9 +68,11 @@ def class_metrics(tasks, train, test, few=None, limits=None, device=None):
     (near, wide, labels), (asked, asked_wide, truth) = train, test
     y, right, found, chance = torch.from_numpy(labels), torch.from_numpy(truth), {}, {}
     if "knn" in tasks:
-        near, asked = on_card(device, near, asked)
+        near, asked = near.to(device), asked.to(device)
         found = {f"knn@{k}": knn_accuracy(near, y, asked, right, k, per_class=True) for k in (1, 10) if k <= len(y)}
-        chance = dict.fromkeys(found, knn_chance(labels, truth))
+        share = np.bincount(labels, minlength=truth.max() + 1) / len(labels)  # (C,) a random neighbour's classes
+        guess = {"top1": share[truth], "mean_per_class": share[np.unique(truth)]}
+        chance = dict.fromkeys(found, {k: float(100 * hit.mean()) for k, hit in guess.items()})
     if "probe" in tasks:
         sizes = np.unique(labels, return_counts=True)[1]
         some, shots = (few[1], torch.from_numpy(few[2])) if few else (wide, y), None if few else int(sizes.min())

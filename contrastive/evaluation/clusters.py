@@ -12,7 +12,7 @@ from contrastive.encoders.models import EvalTransform, VisionEncoder
 from contrastive.encoders.sentences import SentenceEncoder
 from contrastive.engine.processes import UserError, on_main, opening, read_json, say, write_json, write_tensors
 from contrastive.evaluation.by_class import recall_by_frequency
-from contrastive.evaluation.embed import encode_images, on_card
+from contrastive.evaluation.embed import encode_images
 from contrastive.evaluation.metrics import normalize, retrieval_metrics
 
 import numpy as np
@@ -64,7 +64,8 @@ def head_mid_tail(pieces, clusters):
     rows = [] if labels is None else (labels >= 0).nonzero().flatten()  # (q,)
     if not len(rows):
         return {}
-    text, image = on_card(pieces.get("device"), pieces["text"][rows], pieces["image"])  # (q, D), (M, D)
+    device = pieces.get("device")
+    text, image = pieces["text"][rows].to(device), pieces["image"].to(device)  # (q, D), (M, D)
     ranks = retrieval_metrics(text, image, pieces["positives"][rows], ranks=True)
     found = recall_by_frequency(ranks, clusters.sizes[labels[rows]])
     return {"by_cluster_size": found} if found else {}

@@ -25,11 +25,6 @@ def read_batch(data, transform, rows):
     return good, torch.stack(pixels) if pixels else None, bad
 
 
-def on_card(device, *tensors):
-    """Embeddings for large products: on the device if it is a CUDA card; unchanged on others, or if it is None."""
-    return [x.to(device) for x in tensors] if device is not None and device.type == "cuda" else tensors
-
-
 def gather_rows(parts, piece=4096):
     """The rows (n, ...) of all processes on the CPU, by rank. parts: [(b, ...)] of this one. Collective.
 

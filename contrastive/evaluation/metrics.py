@@ -163,13 +163,6 @@ def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
     return {f"top{k}": float(100 * (ranks <= k).mean()) for k in topk}
 
 
-def knn_chance(train_labels, test_labels):
-    """knn_accuracy of a random neighbour."""
-    share = np.bincount(train_labels, minlength=int(test_labels.max()) + 1) / len(train_labels)
-    mean = float(100 * share[np.unique(test_labels)].mean())
-    return {"top1": float(100 * share[test_labels].mean()), "mean_per_class": mean}
-
-
 def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42, per_class=False):
     """The probe of the TS authors: scikit-learn's LinearSVC (C = 1, one-vs-rest, random_state 42) on unit features.
 

@@ -11,8 +11,8 @@ Scripts use its Evaluator, eval.py `measure` itself; by_class.py has the parts b
 from contrastive.data.table import frames_of
 from contrastive.engine.processes import UserError, flatten
 from contrastive.evaluation import answers
-from contrastive.evaluation.by_class import class_metrics, labelled, view_of, with_class, zero_shot
-from contrastive.evaluation.embed import encode_images, encode_texts, on_card
+from contrastive.evaluation.by_class import class_metrics, labelled, view_of, zero_shot
+from contrastive.evaluation.embed import encode_images, encode_texts
 from contrastive.evaluation.trivial import trivial_accuracy
 
 from contrastive.evaluation.metrics import (  # isort: skip
@@ -45,32 +45,26 @@ def padded(rows):
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows])
 
 
-def repeated_texts(texts, groups):
-    """{text: its places} of the C texts that items of several groups (C,) have, word for word."""
-    places = {}
-    for c, text in enumerate(texts):
-        places.setdefault(text, []).append(c)
-    return {text: of for text, of in places.items() if len({*groups[of]}) > 1}
-
-
 def retrieval_pieces(model, tokenizer, data, index, image, device):
     """Encodes the captions of the encoded images, for retrieval metrics and pictures. Every caption is a query.
 
     Returns: dict of image (M, D), text (C, D), owner (C,) row of each caption's image, texts, index (M,) into data,
-        positives both ways, repeated texts as data.same_text says; device: where similarities are computed; cut,
-        repeated: how many texts."""
+        positives both ways, those of repeated texts as data.same_text says; device: where similarities are computed;
+        cut, repeated: how many texts are cut, and how many items of several groups have, word for word."""
     pairs = [(c, k) for k, i in enumerate(index) for c in data.captions(i)[:data.max_captions or None]]
     texts, owner = [c for c, _ in pairs], np.array([k for _, k in pairs])
     # if class names serve as captions, each image of the class is a positive
     groups = (data.groups if data.has_captions or data.labels is None else data.labels)[index]  # (M,)
-    to_text, repeated = positives_table(groups, groups[owner]), repeated_texts(texts, groups[owner])  # (M, P)
+    to_text, places = positives_table(groups, groups[owner]), {}           # (M, P); where each text stands
+    for c, t in enumerate(texts):
+        places.setdefault(t, []).append(c)
+    repeated = sum(len(of) for of in places.values() if len({*groups[owner[of]]}) > 1)
     if repeated and data.same_text == "positive":
-        own = [{c for c in row if c >= 0} for row in to_text.tolist()]
-        to_text = padded([sorted(row.union(*(repeated.get(texts[c], ()) for c in row))) for row in own])
+        to_text = padded([sorted({c for k in row if k >= 0 for c in places[texts[k]]}) for row in to_text.tolist()])
     text = encode_texts(model, tokenizer, texts, device)
     return {"image": image, "text": text, "owner": owner, "texts": texts, "index": index, "data": data,
             "cut": tokenizer.cut(texts), "device": device, "positives": positives_table(groups[owner], groups),
-            "positives_of_image": to_text, "repeated": sum(map(len, repeated.values()))}
+            "positives_of_image": to_text, "repeated": repeated}
 
 
 def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
@@ -80,7 +74,7 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
     image_bias (M,), text_bias (C,): added to the cosines of the ranked items (NCL), before grouped sets take the
     maximum over the captions of a clip.   dsl: temperature of the dual softmax over the queries of each direction;
     0 = none."""
-    image, text = on_card(pieces.get("device"), pieces["image"], pieces["text"])  # (M, D), (C, D)
+    image, text = (pieces[kind].to(pieces.get("device")) for kind in ("image", "text"))  # (M, D), (C, D)
     to_image, to_text = pieces["positives"], pieces["positives_of_image"]
     groups, ranked = None, len(text)
     if pieces["data"].grouped:
@@ -116,9 +110,9 @@ def mir_of(model, tokenizer, pieces, device):
         columns = list(first.values())
         text, said = text[columns], owner[columns]
         relevancy = class_relevancy(verb, nouns, verb[said], nouns[said])  # (M, C)
-    images, texts = on_card(device, pieces["image"], text)  # (M, D), (C, D)
+    sim = normalize(pieces["image"].to(device)) @ normalize(text.to(device)).T  # (M, C)
     names = {"rows": "image_to_text", "columns": "text_to_image"}
-    found = mir_metrics(normalize(images) @ normalize(texts).T, relevancy), mir_chance(relevancy)
+    found = mir_metrics(sim, relevancy), mir_chance(relevancy)
     return tuple({names.get(k, k): v for k, v in of.items()} for of in found)
 
 
@@ -143,35 +137,32 @@ def usual_tasks(model, tokenizer, data):
     return ("retrieval", "gap", "mir", "knn", *by_name) if tokenizer else ("knn", "probe")
 
 
-def lacks(task, data, towers, train=None, names=False, knn_features="projected"):
-    """Why a task cannot be done on these data with this model, in words; "" if it can.
+def lacks(tasks, data, towers, train=None, names=False, knn_features="projected"):
+    """{task: why it cannot be done on these data with this model, in words; "" if it can}.
 
     names: class names serve as captions where there are no others, as in training.   knn_features: as in measure."""
     model, tokenizer, _ = towers
-    if task == "qa":
-        answering = hasattr(model, "answers")
-        return answers.lacking(data, not model.answers) if answering else "the model answers no questions"
-    if task in BY_CAPTION and not (data.has_captions or names):
-        return "the set has no captions"
-    if task == "mir" and data.sentences is None and (data.column("verb") is None or data.column("noun") is None):
-        return "the set has no relevancies (no verb and noun classes)"
-    if task in BY_CLASS and (data.labels is None or not (data.labels >= 0).any()):
-        return "the set has no classes"
-    if task in LEARNT and (train is None or train.streamed or train.label_names != data.label_names):
-        return "there are no other training images of the same classes"
-    if task == "zero-shot" and not data.label_names:
-        return "the classes have no names"
-    if task not in LEARNT and not tokenizer:
-        return "the model has no text encoder"
-    by_features = task == "probe" or task == "knn" and knn_features == "backbone"
-    similarity = "" if by_features else getattr(model, "similarity", "")
-    if similarity == "fused":
-        return "the model was trained with --qa-similarity fused, not its embeddings before the fusion"
-    if similarity == "none":
-        return "the model was trained with --contrastive-weight 0, on answers alone, not its embeddings"
-    if getattr(model, "model", "") == "vgt" and model.vision.name != "regions":
-        return "the model needs boxes, which only questions bring: --tasks qa"
-    return ""
+    answering, similarity = hasattr(model, "answers"), getattr(model, "similarity", "")
+    why_no_answers = answers.lacking(data, not model.answers) if answering else "the model answers no questions"
+    without_mir = data.sentences is None and any(data.column(c) is None for c in ("verb", "noun"))
+    others = train is not None and not train.streamed and train.label_names == data.label_names
+    needs_boxes = getattr(model, "model", "") == "vgt" and model.vision.name != "regions"
+    embedded = {*TASKS} - {"qa", "probe"} - ({"knn"} if knn_features == "backbone" else set())
+    reasons = [  # the first that holds: the tasks that it concerns, whether it holds, its words
+        ({"qa"}, why_no_answers, why_no_answers),
+        (BY_CAPTION, not (data.has_captions or names), "the set has no captions"),
+        ({"mir"}, without_mir, "the set has no relevancies (no verb and noun classes)"),
+        (BY_CLASS, data.labels is None or not (data.labels >= 0).any(), "the set has no classes"),
+        (LEARNT, not others, "there are no other training images of the same classes"),
+        ({"zero-shot"}, not data.label_names, "the classes have no names"),
+        ({*TASKS} - {"qa"} - LEARNT, not tokenizer, "the model has no text encoder"),
+        (embedded, similarity == "fused",
+         "the model was trained with --qa-similarity fused, not its embeddings before the fusion"),
+        (embedded, similarity == "none",
+         "the model was trained with --contrastive-weight 0, on answers alone, not its embeddings"),
+        ({*TASKS} - {"qa"}, needs_boxes, "the model needs boxes, which only questions bring: --tasks qa")]
+    return {task: next((why for concerned, holds, why in reasons if task in concerned and holds), "")
+            for task in tasks}
 
 
 def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_features="projected", workers=0,
@@ -200,17 +191,16 @@ def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_
     if "gap" in tasks:
         found.append(gap_of(pieces))
     if "mir" in tasks:
-        numbers, by_chance = mir_of(model, tokenizer, pieces, device)
-        found.append(({"mir": numbers}, {"mir": by_chance}))
+        found.append(tuple({"mir": of} for of in mir_of(model, tokenizer, pieces, device)))
     if BY_CLASS & {*tasks}:
         if seen:
             _, image, features, _ = encode_images(model, data, seen, device, workers=workers)
-        image, features, labels = with_class(data.labels[index], image, features)
-        if len(labels) < len(index):
-            counts["without_class"] = len(index) - len(labels)
+        rows = np.flatnonzero(data.labels[index] >= 0)                     # those of a class
+        image, features, labels = image[rows], features[rows], data.labels[index[rows]]
+        if len(rows) < len(index):
+            counts["without_class"] = len(index) - len(rows)
     if "zero-shot" in tasks:
-        numbers, by_chance = zero_shot(model, tokenizer, image, labels, data, device)
-        found.append(({"zero-shot": numbers}, {"zero-shot": by_chance}))
+        found.append(tuple({"zero-shot": of} for of in zero_shot(model, tokenizer, image, labels, data, device)))
     if LEARNT & {*tasks}:
         projected, few = knn_features == "projected", few if "probe" in tasks else None
         how = seen or transform, device, workers, projected
@@ -246,7 +236,7 @@ class Evaluator:
         self.args, self.also, self.few, self.tasks = args, also, few, {}
         for name, split, data in ((name, *of) for name, splits in sets.items() for of in splits.items()):
             tasks, known = usual_tasks(model, tokenizer, data), train.name == data.name
-            why = {task: lacks(task, data, self.towers, train if known else None, names=True) for task in tasks}
+            why = lacks(tasks, data, self.towers, train if known else None, names=True)
             if all(why.values()):
                 raise UserError(f"--eval-datasets {name}: its {split} split: {why[tasks[0]]}")
             self.tasks[name, split] = [task for task in tasks if not why[task]]
@@ -284,8 +274,7 @@ def table(title, metrics, chance):
         lines += [f"  {'':<24} mean_per_class of {', '.join(beside)}"] if beside else []
     if any(kind.startswith("repeated") for kind in counts):
         it = "video" if clips else "image"
-        lines.append(f"  repeated captions: another {it} has the same words (--same-text); in text -> {it} nothing "
-                     "tells them apart")
+        lines.append(f"  repeated captions: another {it} has the same words; in text -> {it} nothing tells them apart")
     few = [f"of {n} {kind} one is worth {100 / n:.1f} points" for kind, n in counts.items()
            if kind in COUNTS[:4] and n < FEW_QUERIES]
     return "\n".join(lines + ["FEW QUERIES: " + ", ".join(few)] if few else lines)

@@ -20,29 +20,30 @@ import numpy as np
 import torch
 
 LETTERS = 11  # points, for all text: readable in half a column of a paper, and from the back of a room
+COLOURS = [f"tab:{name}" for name in "blue orange green red purple brown pink gray".split()]
 STYLE = dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize",
                        "legend.fontsize", "legend.title_fontsize", "figure.titlesize"), LETTERS) | {
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "savefig.dpi": 200,
+    "legend.handlelength": 1.2, "legend.columnspacing": 0.8, "legend.handletextpad": 0.5, "legend.borderaxespad": 0,
     "text.parse_math": False,  # a '$' in a caption is a dollar
-    "pdf.fonttype": 42}        # TrueType: journals refuse matplotlib's default, Type 3
-DASHES = ("-", (0, (4, 2)), (0, (1, 1)), (0, (4, 1.5, 1, 1.5)))
-MARKERS = "os^D"
+    "pdf.fonttype": 42,        # TrueType: journals refuse matplotlib's default, Type 3
+    "axes.prop_cycle": f"cycler(color={COLOURS}, ls={2 * ['-', '--', ':', '-.']})"}
 wrap = functools.partial(textwrap.fill, max_lines=3, placeholder=" ...")  # (text, width in letters)
 
 
 # ======================================================= any figure ==================================================
-def figure(columns, rows=1, width=3.6, height=2.7, panels=0):
+def figure(panels, columns=0, width=3.6, height=2.7):
     """A matplotlib figure without a display: (fig, flat array of axes).
 
-    Args: columns, rows: of the grid; width, height: of one panel in inches; panels: how many places of the grid are
-        used, 0 = all."""
+    Args: columns: of the grid, 0 = all in one row; width, height: of one panel in inches."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update(STYLE)
+    columns = columns or panels
+    rows = math.ceil(panels / columns)
     fig = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = fig.subplots(rows, columns, squeeze=False).ravel()
-    panels = panels or len(axes)
     for ax in axes[panels:]:
         ax.remove()
     return fig, axes[:panels]
@@ -53,32 +54,20 @@ def save_figure(fig, path):
     fig.draw_without_rendering()  # lays the panels out, so that their sizes are known
     rooms = [(fig.suptitle(fig.get_suptitle()), fig.bbox.width)]           # (text, dots that it may take)
     for ax in fig.axes:
-        upright = ax.yaxis.label.get_rotation() == 90
-        rooms += [(ax.title, ax.bbox.width), (ax.xaxis.label, ax.bbox.width)]
-        rooms += [(ax.yaxis.label, ax.bbox.height)] if upright else []
+        rooms += [(ax.title, ax.bbox.width), (ax.xaxis.label, ax.bbox.width), (ax.yaxis.label, ax.bbox.height)]
     for text, room in rooms:
-        letters = max(1, int(room / fig.dpi * 72 / (0.52 * LETTERS)))          # a letter is about half as wide as high
+        letters = int(room / fig.dpi * 72 / (0.52 * LETTERS))              # a letter is about half as wide as high
         if "\n" not in text.get_text():
             text.set_text(textwrap.fill(text.get_text(), letters, break_long_words=False))
     with opening(path):
         fig.savefig(path)
 
 
-def line_style(k, lines, points=False):
-    """Keywords of `plot` for line k of `lines`: later ones are thinner and dashed, so that no line hides another.
-
-    points: with markers, which are smaller for later lines."""
-    later = min(3, lines - 1 - k)
-    marks = {"marker": MARKERS[k % len(MARKERS)], "ms": 3 + 2 * later} if points else {}
-    return {"color": f"C{k}", "ls": DASHES[k % len(DASHES)], "lw": 1.5 + 0.6 * later} | marks
-
-
 def legend_above(ax):
     """A legend in room of its own: the y axis grows by what it takes, so that it covers nothing that is drawn."""
     names = ax.get_legend_handles_labels()[1]
     columns = 2 if len(names) > 2 and max(map(len, names)) <= 14 else 1
-    ax.legend(loc="upper center", ncols=columns, handlelength=2.4 / columns, columnspacing=0.8, handletextpad=0.5,
-              borderaxespad=0)
+    ax.legend(loc="upper center", ncols=columns)
     row = 1.7 * LETTERS / 72 * ax.figure.dpi / ax.bbox.height    # as a part of the panel, which the layout makes lower
     low, high = ax.get_ylim()
     ax.set_yticks([tick for tick in ax.get_yticks() if low <= tick <= high])     # none in the legend's room: no 150 %
@@ -86,11 +75,8 @@ def legend_above(ax):
 
 
 def whole_ticks(ax):
-    """Ticks of the x axis at whole numbers only: steps, samples, epochs (5k = 5,000)."""
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    """Ticks of the x axis at whole numbers only: steps, samples, epochs."""
+    ax.locator_params(axis="x", integer=True, nbins=5)
 
 
 def by_set(pieces):
@@ -127,19 +113,16 @@ def draw_curves(run, panels, path, x="step", rest=False):
         logged = dict.fromkeys(name for row in run.log.rows if "loss" in row for name in row)
         panels = panels + [(name, "mean over the batch", {name: name}) for name in logged if name not in drawn]
     panels = [panel for panel in panels if any(run.log.column(name)[0] for name in panel[2].values())]
-    fig, axes = figure(2, math.ceil(len(panels) / 2), panels=len(panels))
+    fig, axes = figure(len(panels), columns=2)
     chance = flatten({"eval": run.chance})
     for ax, (title, label, lines) in zip(axes, panels):
-        by_chance = {}                                           # value: colour
-        for k, (legend, name) in enumerate(lines.items()):
+        for legend, name in lines.items():
             at, values = run.log.column(name, x)
             if at:
-                ax.plot(at, values, label=legend, **line_style(k, len(lines), points=len(at) < 12))
-            if name in chance:
-                by_chance.setdefault(chance[name], f"C{k}")
-        for k, (value, colour) in enumerate(by_chance.items()):
-            ax.axhline(value, ls=":", lw=1, color=colour, label="_" * (k > 0) + "chance")
-        ax.set(title=title, xlabel={"step": "step", "samples_seen": "samples seen"}[x], ylabel=label)
+                ax.plot(at, values, label=legend, marker="." if len(at) < 12 else "")
+        if guesses := {chance[name] for name in lines.values() if name in chance}:
+            ax.hlines([*guesses], *ax.get_xlim(), color="grey", ls=":", lw=1, label="chance")
+        ax.set(title=title, xlabel=x.replace("_", " "), ylabel=label)
         whole_ticks(ax)
         if len(ax.get_legend_handles_labels()[1]) > 1:
             legend_above(ax)
@@ -149,34 +132,31 @@ def draw_curves(run, panels, path, x="step", rest=False):
 # ======================================================= examples ====================================================
 def picture(data, i, frames=4):
     """Example i as a picture (H, W, 3) uint8: the image, or up to `frames` frames side by side; white if it cannot be
-    read, as a few of a training set."""
+    read, as a few of a training set, or has features for pixels."""
     try:
         x = data.read(i)                                         # (3, H, W), (T, 3, H, W) or features (T, F)
     except Exception:
-        x = torch.full((3, 32, 32), 255, dtype=torch.uint8)
-    if x.ndim == 2:                                              # features: their first columns as grey values
-        grey = 255 * (x[:, :4 * len(x)] - x.min()) / (x.max() - x.min()).clamp(min=1e-9)  # (T, up to 4 T)
-        return grey.byte()[..., None].expand(-1, -1, 3).numpy()
+        x = torch.empty(0, 0)
+    if x.ndim == 2:
+        return np.full((32, 32, 3), 255, np.uint8)
     if x.ndim == 4:
         some = np.linspace(0, len(x) - 1, min(frames, len(x))).round().astype(int)
         x = torch.cat([x[k] for k in some], -1)                  # (3, H, frames * W)
     return x.permute(1, 2, 0).numpy()
 
 
-def draw_examples(table, path, title, width=0.0, words=0.0):
+def draw_examples(table, path, title, width, words):
     """Draws pictures in rows, each with words above and below.
 
     Args: table: [(words on the left, [(picture (H, W, 3), above, below, whether it is right: a green frame)])]; width:
-        of a panel in inches, at least; words: inches for those above and below."""
+        of a picture in inches; words: inches for those above and below."""
     columns, (high, wide) = max(len(row) for _, row in table), table[0][1][0][0].shape[:2]
-    width, height = max(width, min(2.4, 1.4 * max(1, wide / high))), 1.6 if wide < 2 * high else 1.1
-    fig, axes = figure(columns, len(table), width, height + words)
+    fig, axes = figure(columns * len(table), columns, width, width * high / wide + words)
     fig.set_figwidth(columns * width + 1.9)                      # room for the words on the left
     for line, (label, row) in zip(axes.reshape(len(table), columns), table):
         line[0].set_ylabel(wrap(label, 18, max_lines=4), rotation=0, ha="right", va="center", labelpad=8)
         for ax, (pixels, above, below, right) in zip(line, row):
-            every = max(1, min(pixels.shape[:2]) // 256)         # thin out photographs: they are drawn small
-            ax.imshow(pixels[::every, ::every])
+            ax.imshow(pixels)
             ax.set(xticks=[], yticks=[], title=above, xlabel=below)
             for spine in ax.spines.values():
                 spine.set(visible=True, color="tab:green" if right else "lightgrey", linewidth=3 if right else 1)
@@ -198,21 +178,15 @@ def some_queries(pieces, queries):
 
 
 def draw_retrieval(pieces, path, queries=6, bias=None):
-    """Draws queries with their first images or strips of frames by rank, half of them hits and half of them misses, if
-    there are so many among 200 that are drawn with a fixed seed.
+    """Draws a few queries with their first images or strips of frames by rank.
 
     Args: pieces: see the top; bias (M,): as in common.retrieval_metrics."""
-    rows = np.random.default_rng(0).permutation(some_queries(pieces, 200))
+    rows = some_queries(pieces, queries)
     sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T  # (q, M)
     sim = sim if bias is None else sim + bias
-    right = [{j for j in pieces["positives"][row].tolist() if j >= 0} for row in rows]
-    rank = np.array([1 + int((s > s[list(r)].max()).sum()) for s, r in zip(sim, right)])  # (q,) of the best right item
-    hit, miss = np.flatnonzero(rank == 1).tolist(), np.flatnonzero(rank > 1).tolist()
-    hit = hit[:max(queries // 2, queries - len(miss))]
-    hits = [(f"{'hit' if rank[q] == 1 else f'miss (rank {rank[q]})'}: {pieces['texts'][rows[q]]}", right[q], sim[q],
-             [f"{s:.2f}" for s in sim[q]]) for q in hit + miss[:queries - len(hit)]]
-    below = "cosine" if bias is None else "adjusted similarity"
-    draw_hits(pieces, hits, path, f"{below} below; {100 * (rank == 1).mean():.1f} % of {len(rank)} queries are hits")
+    hits = [(pieces["texts"][row], set(pieces["positives"][row].tolist()), s, [f"{x:.2f}" for x in s])
+            for row, s in zip(rows, sim)]
+    draw_hits(pieces, hits, path, f"{'cosine' if bias is None else 'adjusted similarity'} below")
 
 
 def draw_hits(pieces, hits, path, title):
@@ -220,36 +194,36 @@ def draw_hits(pieces, hits, path, title):
 
     Args: hits: [(words, right items, similarity of each item (M,), words below each)]."""
     data, it, table = pieces["data"], kind_of(pieces), []
+    first, width = (3, 2.4) if it == "video" else (5, 1.4)
     for words, right, sim, below in hits:
-        best = sim.topk(min(3 if it == "video" else 5, len(sim))).indices.tolist()
+        best = sim.topk(min(first, len(sim))).indices.tolist()
         table.append((words, [(picture(data, int(pieces["index"][j])), f"rank {k}", below[j], j in right)
                               for k, j in enumerate(best, 1)]))
     draw_examples(table, path, f"{data.name} ({data.split}): text -> {it}, the first of {len(pieces['image'])}; "
-                               f"green = right, {title}", words=0.1)
+                               f"green = right, {title}", width, words=0.5)
 
 
-def draw_pairs(pieces, path, n=6):
+def draw_pairs(pieces, path):
     """Draws the pairs with the lowest and the highest cosine, as pictures with their captions."""
-    image_of_text = pieces["image"][pieces["owner"]]             # (C, D)
-    sim = (normalize(pieces["text"]) * normalize(image_of_text)).sum(1)  # (C,)
+    sim = (normalize(pieces["text"]) * normalize(pieces["image"][pieces["owner"]])).sum(1)       # (C,)
     order, data = sim.argsort().tolist(), pieces["data"]
-    n = min(n, len(order) // 2) or 1
+    n = max(1, min(6, len(order) // 2))
     table = [(label, [(picture(data, int(pieces["index"][pieces["owner"][row]])), f"cos {sim[row]:.2f}",
                        wrap(pieces["texts"][row], 20), False) for row in rows])
              for label, rows in (("lowest", order[:n]), ("highest", order[-n:][::-1]))]
     draw_examples(table, path, f"{data.name} ({data.split}): positive pairs with the lowest (top) and highest (bottom) "
-                               "cosine", width=1.7, words=0.9)
+                               "cosine", width=1.7, words=1.1)
 
 
-def draw_answers(pieces, path, each=4):
-    """Draws questions with the given answer and, if it is wrong, the right one.
+def draw_answers(pieces, path):
+    """Draws four questions with a right and four with a wrong answer, chosen with a fixed seed.
 
-    Args: pieces: of evaluation/answers.py; each: how many right and how many wrong ones, drawn with a fixed seed."""
+    pieces: of evaluation/answers.py."""
     data, index, hits = pieces["data"], pieces["index"], np.asarray(pieces["hits"])
     questions, answers = data.column("question"), data.column("answer")
     order, table = np.random.default_rng(0).permutation(len(index)), []
     for label, those in (("right", order[hits[order] > 0]), ("wrong", order[hits[order] == 0])):
-        rows = [(int(index[r]), pieces["given"][r]) for r in those[:each]]
+        rows = [(int(index[r]), pieces["given"][r]) for r in those[:4]]
         table.append((label, [(picture(data, i), wrap(questions[i], 34), f"given: {wrap(given, 27)}"
                                + f"\nright: {wrap(answers[i], 27)}" * (label == "wrong"), label == "right")
                               for i, given in rows]))
@@ -282,18 +256,15 @@ def draw_histograms(stages, path, title):
     """Draws negative (left) and positive (right) pairs, with a line at the threshold.
 
     stages: {name: similarity_histograms(...)}: before, after."""
-    from matplotlib.colors import to_rgba
-
     fig, axes = figure(2)
     kinds = "negative", "positive"
     used = np.any([h[kind] for h in stages.values() for kind in kinds], axis=0)          # (bins,) some pair is there
     for ax, kind in zip(axes, kinds):
         for k, (name, h) in enumerate(stages.items()):
-            edges, ls = np.array(h["edges"]), DASHES[k % len(DASHES)]
-            ax.stairs(h[kind], edges, label=name, fill=True, facecolor=to_rgba(f"C{k}", 0.35), edgecolor=f"C{k}",
-                      lw=1.2, ls=ls)
+            edges = np.array(h["edges"])
+            ax.stairs(h[kind], edges, label=name, fill=True, color=f"C{k}", alpha=0.5)
             if h["threshold"] is not None:
-                ax.axvline(h["threshold"], ymax=0.6, color=f"C{k}", lw=1.2, ls=ls)
+                ax.axvline(h["threshold"], ymax=0.6, color=f"C{k}", ls=":")
         ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density",
                xlim=(edges[:-1][used].min() - 0.04, edges[1:][used].max() + 0.04))
         ax.locator_params(axis="x", nbins=5)                               # more numbers would run into each other

@@ -1,7 +1,7 @@
 """Pictures of MAMA: weights (Fig. 4, right), short and detailed captions (Tables 9, 10), described clips (Fig. 6)."""
 
 from contrastive.figures import base
-from contrastive.figures.base import figure, line_style, save_figure
+from contrastive.figures.base import figure, save_figure
 
 import numpy as np
 from safetensors.torch import load_file
@@ -12,9 +12,8 @@ def draw_weights(tensors, weighting, path):
     fig, axes = figure(2 if "curves" in tensors else 1)
     if "curves" in tensors:
         curves, grid = tensors["curves"], tensors["loss_grid"]             # (K, 1 + 64), (64,)
-        some = np.unique(np.linspace(0, len(curves) - 1, min(5, len(curves))).round().astype(int)).tolist()
-        for turn, k in enumerate(some):
-            axes[0].plot(grid, curves[k, 1:], label=f"step {curves[k, 0]:.0f}", **line_style(turn, len(some)))
+        for k in np.unique(np.linspace(0, len(curves) - 1, 5).round().astype(int)):
+            axes[0].plot(grid, curves[k, 1:], label=f"step {curves[k, 0]:.0f}")
         axes[0].set(title="weight over loss along the run (Fig. 4)", xlabel="L_i, nats", ylabel="w_i")
         base.legend_above(axes[0])
     sample, weight, swapped = tensors["last_batch"].unbind(1)              # (N,) each

@@ -11,10 +11,9 @@ def draw_cluster_curves(steps, values, sizes, path, title, label, lines=5):
 
     Args: steps (S,); values (S, K): of each cluster; sizes (K,): largest first; label: of the values."""
     fig, (ax,) = figure(1, width=6.4, height=3.6)
-    shown = np.unique(np.linspace(sizes[0], sizes[-1], lines).round())[::-1]  # evenly spaced in size
-    shown = np.unique([np.abs(sizes - s).argmin() for s in shown])
-    for k, c in enumerate(shown):
-        ax.plot(steps, values[:, c], label=f"{sizes[c]:,}", **base.line_style(k, len(shown)))
+    shown = np.unique([np.abs(sizes - s).argmin() for s in np.linspace(*sizes[[0, -1]], lines)])  # evenly in size
+    for c in shown:
+        ax.plot(steps, values[:, c], label=f"{sizes[c]:,}")
     ax.set(title=title, xlabel="step", ylabel=label)
     ax.set_ylim(bottom=min(0, values.min()))
     whole_ticks(ax)

@@ -3,7 +3,7 @@
 from contrastive.evaluation.metrics import normalization_error, normalize, pair_cosines
 from contrastive.evaluation.retrieval import retrieval_both_ways
 from contrastive.figures import base
-from contrastive.figures.base import figure, line_style, save_figure
+from contrastive.figures.base import figure, save_figure
 
 import numpy as np
 import torch
@@ -18,21 +18,19 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
         biases_of: ncl.py's retrieval_biases."""
     image, text = normalize(pieces["image"]), normalize(pieces["text"])    # (M, D), (C, D)
     sim, biases, it = text @ image.T, pieces["biases"], base.kind_of(pieces)             # (C, M)
-    panels = 5 if len(queues["texts"]) else 4
-    fig, axes = figure(2, 3 if panels == 5 else 2, panels=panels)
+    fig, axes = figure(5 if len(queues["texts"]) else 4, columns=2)
     for shift, label, s, side in ((-0.2, f"text -> {it}", sim, 0), (0.2, f"{it} -> text", sim.T, 1)):
         errors = [normalization_error(s + b[side], gamma) for b in biases.values()]
         axes[0].bar(np.arange(len(errors)) + shift, errors, 0.4, label=label)
     axes[0].set(title="normalisation error (Fig. 2)", ylabel="mean |1 - sum P|", xticks=range(len(biases)),
                 xticklabels=list(biases))
-    for k, (mode, (b, _)) in enumerate(biases.items()):
+    for mode, (b, _) in biases.items():
         share = collected(sim + b, gamma)                                  # (M,)
         bins = np.digitize(share.numpy(), [0.25, 0.5, 0.75, 1.25, 1.5, 2, 3])            # (M,) 0..7
         at = np.unique(bins)
         for ax, rates in zip(axes[1:3], mistakes(sim + b, pieces["positives"])):
-            ax.plot(at, [100 * rates[bins == i].mean() for i in at], label=mode,
-                    **line_style(k, len(biases), points=True))
-        axes[3].plot(np.sort(share.numpy())[::-1], label=mode, **line_style(k, len(biases)))
+            ax.plot(at, [100 * rates[bins == i].mean() for i in at], label=mode, marker=".")
+        axes[3].plot(np.sort(share.numpy())[::-1], label=mode)
     for ax, title in ((axes[1], "false negatives (Fig. 3)"), (axes[2], "false positives (Fig. 3)")):
         ax.set(title=title, xlabel=f"summed probability of one {it}", ylabel="% of the queries", xticks=range(8))
         ax.set_xticklabels(["< .25", "< .5", "< .75", "< 1.25", "< 1.5", "< 2", "< 3", "> 3"], rotation=45)
@@ -40,7 +38,7 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
     axes[3].set(title=f"what each {it} collects", xlabel=f"{it}, most first",
                 ylabel="sum of probabilities, 1 = fair")
     axes[3].yaxis.set(major_formatter="{x:g}", minor_formatter="")
-    if panels == 5:
+    if len(axes) == 5:
         draw_queue_sizes(axes[4], pieces, gamma, iterations, queues, biases_of)
     for ax in axes:
         ax.legend() if ax is axes[3] else base.legend_above(ax)
@@ -86,26 +84,21 @@ def draw_queue_sizes(ax, pieces, gamma, iterations, queues, biases_of):
     ax.set(title="R@1 by queue size (Fig. 5)", xlabel="training queries in the queue", ylabel="R@1, %")
 
 
-def draw_before_after(pieces, gamma, mode, path, queries=3):
-    """Fig. 6: the same queries without and with biases, and each answer's probability summed over all queries.
+def draw_queries(sims, gamma, pieces, path, queries=3):
+    """Fig. 6: the same queries in each stage or run, and each answer's probability summed over all queries.
 
-    Queries whose first answer changes come first.
-    Args: mode: which biases of the pieces, queue or oracle."""
-    sim = normalize(pieces["text"]) @ normalize(pieces["image"]).T         # (C, M)
-    stages = {"": sim, "the same with biases": sim + pieces["biases"][mode][0]}
-    shares = [collected(s, gamma) for s in stages.values()]                # (M,) each
+    Queries whose first answer changes from the first to the last come first.
+    Args: sims: {name: (C, M) with biases}; gamma: {name: number}.
+    Returns: {name: (M,) what each item collects}."""
+    shares = {name: collected(sim, gamma[name]) for name, sim in sims.items()}
     some = base.some_queries(pieces, 200)
-    first, second = (s[some].argmax(1) for s in stages.values())           # (q,) each
-    rows = [some[k] for k in (first == second).int().sort(stable=True).indices[:queries]]
-    hits = []
-    for row in rows:
-        right = set(pieces["positives"][row].tolist())
-        for (stage, s), share in zip(stages.items(), shares):
-            found = "hit" if int(s[row].argmax()) in right else "miss"
-            hits.append((f"{found}: {stage or pieces['texts'][row]}", right, s[row],
-                         [f"{cosine:.2f}, sum {sum_of:.2f}" for cosine, sum_of in zip(sim[row], share)]))
-    base.draw_hits(pieces, hits, path, f"without and with biases ({mode}, Fig. 6); below: cosine, and what each "
-                                       "collects of all queries (1 = fair)")
+    before, *_, after = (sim[some].argmax(1) for sim in sims.values())     # (q,) each
+    rows = [some[k] for k in (before == after).int().sort(stable=True).indices[:queries]]
+    hits = [(f"{name}: {pieces['texts'][row]}", set(pieces["positives"][row].tolist()), sim[row],
+             [f"{s:.2f}, sum {total:.2f}" for s, total in zip(sim[row], shares[name])])
+            for row in rows for name, sim in sims.items()]
+    base.draw_hits(pieces, hits, path, "below: similarity, and what each collects of all queries (1 = fair; Fig. 6)")
+    return shares
 
 
 def first_captions(pieces):
@@ -114,15 +107,7 @@ def first_captions(pieces):
     return {"text": pieces["text"][first[:500]], "image": pieces["image"][clips[:500]]}
 
 
-def draw_modalities(before, pieces, path):
-    """Figs. 7 and 8: both modalities in the plane, and mean cosines within and between them, before and after training.
-
-    before: {text (n, D), image (k, D)} before training, or empty.   pieces: after training."""
-    stages = ({"before training": before} if before else {}) | {"after training": first_captions(pieces)}
-    draw_stages(stages, base.kind_of(pieces), f"{pieces['data'].name} ({pieces['data'].split})", path)
-
-
-def draw_stages(stages, it, title, path):
+def draw_modalities(stages, it, title, path):
     """Figs. 7 and 8 of stages or runs, {name: {text (n, D), image (k, D)}}; it: image or video.   Returns: the mean
     cosines as lines."""
     fig, axes = figure(len(stages) + 1)
@@ -152,6 +137,7 @@ def draw(run, retrieval_biases):
     retrieval_biases: the script's own function, which its evaluation uses too."""
     args, val = run.args, run.val_pieces or run.test_pieces
     queues = load_file(run.folder / "queues.safetensors")
+    gamma = queues["gamma"].item()
     before = load_file(run.folder / "embeddings_before.safetensors")
     ways, modes = {"t->v": "text_to_image", "v->t": "image_to_text"}, ("none", "queue")
     recalls = {f"{way}, {mode}": f"eval/{next(iter(val), '')}/normalize/{mode}/{key}/R@1"
@@ -166,9 +152,14 @@ def draw(run, retrieval_biases):
         ("retrieval, val", "R@1, %", recalls)], run.folder / "curves.png", rest=True)
     for name, suffix, pieces in base.by_set(run.test_pieces):
         of_set = queues if name == args.dataset else {"texts": [], "videos": []}
-        draw_normalization(pieces, queues["gamma"].item(), args.iterations, of_set, retrieval_biases,
+        draw_normalization(pieces, gamma, args.iterations, of_set, retrieval_biases,
                            run.folder / f"normalization{suffix}.png")
         start = {k: before[f"{name}/{k}"] for k in ("text", "image") if f"{name}/{k}" in before}
-        draw_modalities(start, val.get(name, pieces), run.folder / f"modalities{suffix}.png")
+        last = val.get(name, pieces)
+        draw_modalities(({"before training": start} if start else {}) | {"after training": first_captions(last)},
+                        base.kind_of(last), f"{last['data'].name} ({last['data'].split})",
+                        run.folder / f"modalities{suffix}.png")
         mode = args.normalize if args.normalize in pieces["biases"] and args.normalize != "none" else "oracle"
-        draw_before_after(pieces, queues["gamma"].item(), mode, run.folder / f"retrieval{suffix}.png")
+        sim = normalize(pieces["text"]) @ normalize(pieces["image"]).T     # (C, M)
+        stages = {"cosine": sim, f"with biases ({mode})": sim + pieces["biases"][mode][0]}
+        draw_queries(stages, dict.fromkeys(stages, gamma), pieces, run.folder / f"retrieval{suffix}.png")

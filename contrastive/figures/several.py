@@ -5,9 +5,8 @@ of: {name of a run: its rows, results or pieces}, in the order of the command li
 
 from contrastive.engine.processes import UserError
 from contrastive.evaluation.metrics import normalize
-from contrastive.figures import base
-from contrastive.figures.base import figure, legend_above, line_style, save_figure, whole_ticks
-from contrastive.figures.ncl import collected, draw_stages, first_captions
+from contrastive.figures import base, ncl
+from contrastive.figures.base import figure, legend_above, save_figure, whole_ticks
 from contrastive.figures.ts import draw_space
 
 import numpy as np
@@ -18,9 +17,9 @@ def draw_temperatures(of, path):
     fig, axes = figure(2)
     said = []
     for ax, key, title in zip(axes, ("tau_pos", "tau_neg"), ("positive pairs (Fig. 2)", "negative pairs (Fig. 2)")):
-        for k, (run, rows) in enumerate(of.items()):
+        for run, rows in of.items():
             found = [(row["step"], row[key] if key in row else row["tau"]) for row in rows if "loss" in row]
-            ax.plot(*zip(*found), label=run, **line_style(k, len(of)))
+            ax.plot(*zip(*found), label=run)
             said.append(f"{title}, {run}: {found[0][1]:.4f} first, {found[-1][1]:.4f} last")
         ax.set(title=title, xlabel="step", ylabel="mean temperature of the batch")
         whole_ticks(ax)
@@ -104,19 +103,12 @@ def draw_false_positives(of, path, n=5):
     return [f"{said[row]}: {first['texts'][row]}" for row in worst]
 
 
-def draw_queries(of, path, queries=3):
+def draw_queries(of, path):
     """NCL, Fig. 6: the same queries in each run, and what each answer collects of all queries. The pieces have bias
-    (M,) or 0.0, and gamma. Queries whose first answer changes from the first run to the last come first."""
+    (M,) or 0.0, and gamma."""
     first = same_queries(of)
     sims = {run: normalize(p["text"]) @ normalize(p["image"]).T + p["bias"] for run, p in of.items()}      # (C, M)
-    sums = {run: collected(sims[run], p["gamma"]) for run, p in of.items()}                                 # (M,)
-    some = base.some_queries(first, 200)
-    before, *_, after = (sim[some].argmax(1) for sim in sims.values())     # (q,) each
-    rows = [some[k] for k in (before == after).int().sort(stable=True).indices[:queries]]
-    hits = [(f"{run}: {first['texts'][row]}", set(first["positives"][row].tolist()), sim[row],
-             [f"{s:.2f}, sum {total:.2f}" for s, total in zip(sim[row], sums[run])])
-            for row in rows for run, sim in sims.items()]
-    base.draw_hits(first, hits, path, "below: similarity, and what each collects of all queries (1 = fair; Fig. 6)")
+    sums = ncl.draw_queries(sims, {run: p["gamma"] for run, p in of.items()}, first, path)
     return [f"{run}: {100 * (abs(total - 1) < 0.5).float().mean():.1f} % of the items collect 0.5 to 1.5"
             for run, total in sums.items()]
 
@@ -124,8 +116,8 @@ def draw_queries(of, path, queries=3):
 def draw_modalities(of, path):
     """NCL, Figs. 7 and 8: both modalities in the plane, and mean cosines within and between them."""
     pieces = same_queries(of)
-    return draw_stages({run: first_captions(p) for run, p in of.items()}, base.kind_of(pieces),
-                       pieces["data"].name, path)
+    return ncl.draw_modalities({run: ncl.first_captions(p) for run, p in of.items()}, base.kind_of(pieces),
+                               pieces["data"].name, path)
 
 
 def draw_tails(of, path):
@@ -133,12 +125,12 @@ def draw_tails(of, path):
     sizes (classes,)."""
     fig, axes = figure(len(of) + 1)
     said = []
-    for k, ((run, p), place) in enumerate(zip(of.items(), axes)):
+    for (run, p), place in zip(of.items(), axes):
         order, known = np.argsort(-p["sizes"], kind="stable"), p["per_class"]            # classes, largest first
         title = f"{run}: mean of classes {np.mean(list(known.values())):.1f} %"
         draw_space(place, p["train_features"], p["train_labels"], p["sizes"], p["names"], known, f"{title} (Fig. 3)")
         values = [known.get(int(c), 0) for c in order]
-        axes[-1].plot(values, label=title, **line_style(k, len(of), points=True))
+        axes[-1].plot(values, label=title, marker=".")
         said.append(f"{title}; by class, largest first: {' '.join(f'{v:.1f}' for v in values)}")
     axes[-1].set(title="kNN@1 per class (Fig. 5)", xlabel="class, largest first", ylabel="test accuracy, %")
     legend_above(axes[-1])

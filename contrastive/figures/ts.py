@@ -1,6 +1,6 @@
 """The pictures of temperature_schedules.py: class sizes, temperature and coverage; the paper's Figures 1 to 5.
 
-sizes: (classes,) training images of each class.   tau_of: the schedule epoch -> tau, as the loss uses it.
+sizes: (classes,) training images of each class.
 """
 
 import math
@@ -12,29 +12,20 @@ import numpy as np
 import torch
 
 
-def draw_classes(run, sizes, tau_of, path):
-    """Draws the class sizes, and beside them the temperature of each epoch and the coverage of the sphere."""
-    args, sizes = run.args, np.sort(sizes)[::-1]
+def draw_classes(run, sizes, path):
+    """Draws the class sizes, and beside them the temperature along the run and the coverage of the sphere."""
     fig, (left, right) = figure(2)
-    left.bar(range(len(sizes)), sizes, width=1.0)
+    left.bar(range(len(sizes)), np.sort(sizes)[::-1], width=1.0)
     left.set(title="training images of each class", xlabel="class, largest first", ylabel="images")
-    epochs = max(1, math.ceil(run.step / run.per_epoch))
-    taus, title = [tau_of(epoch) for epoch in range(epochs)], f"temperature ({args.schedule})"
-    if args.tau_head:
-        taus, title = [args.tau_tail, args.tau_head], "temperature (coarse: tail and head classes)"
-        right.hlines(taus, 0, epochs, color="tab:orange")
-    elif args.learnable_tau:
-        (steps, taus), title = run.log.column("tau"), "temperature (learnt)"
-        right.plot(np.array(steps) / run.per_epoch, taus, color="tab:orange")
-    else:
-        right.stairs(taus, baseline=None, color="tab:orange")
-    right.set(title=f"{title} and coverage of the sphere", xlabel="epoch", ylim=(0, 1.1 * max(taus)))
-    whole_ticks(right)
-    right.set_ylabel("tau", color="tab:orange")
-    steps, covered = run.log.column("coverage")
     beside = right.twinx()
-    beside.plot(np.array(steps) / run.per_epoch, covered, "o-", ms=3)
-    beside.set_ylabel("effective part of 500 directions", color="tab:blue")
+    for ax, name, style, label in ((right, "tau", "tab:orange", "mean tau of the batch"),
+                                   (beside, "coverage", "o-", "effective part of 500 directions")):
+        steps, values = run.log.column(name)
+        line, = ax.plot(np.array(steps) / run.per_epoch, values, style, ms=3)
+        ax.set_ylabel(label, color=line.get_color())
+    right.set(title="temperature and coverage of the sphere", xlabel="epoch")
+    right.set_ylim(bottom=0)
+    whole_ticks(right)
     save_figure(fig, path)
 
 
@@ -45,10 +36,10 @@ def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
         and unit z of some training images."""
     order, known = np.argsort(-sizes, kind="stable"), pieces["per_class"]  # classes, largest first; {class: kNN@1}
     mean = f"mean of all classes {np.mean(list(known.values())):.1f} %"
-    fig, axes = figure(2, 4, panels=7)
+    fig, axes = figure(7, columns=2)
     for row in run.log.rows:
         if "sphere" in row:
-            axes[0].plot(row["sphere"], color=shade(row["step"], run))
+            axes[0].plot(row["sphere"], "-", color=shade(row["step"], run))
     axes[0].set(title="coverage of the sphere (Fig. 1)", xlabel="of 500 directions, fullest first; light = early",
                 ylabel="images nearest to it", yscale="log")
     axes[0].yaxis.set(major_formatter="{x:g}", minor_formatter="")
@@ -93,26 +84,20 @@ def draw_shares(axes, unit, args):
     cosines = (unit @ unit.T)[~torch.eye(len(unit), dtype=torch.bool)].numpy()
     edges = np.linspace(-1, 1, 101)
     middle, number = (edges[1:] + edges[:-1]) / 2, np.histogram(cosines, edges)[0]                          # (100,)
-    taus = {args.tau_min, (args.tau_min + args.tau_max) / 2, args.tau_max}
-    if args.schedule == "fixed":
-        taus = {args.tau_min, 0.5, 1.0}
-    if args.tau_head:
-        taus = {args.tau_head, args.tau_tail}
-    for tau in sorted(taus):
+    for tau in sorted({args.tau_min, 0.5, args.tau_max}):
         share = np.exp((middle - 1) / tau)                                 # (100,), before the scale
         single.plot(middle, share / share.max(), label=f"tau {tau:g}")
         together.plot(middle, share * number / max((share * number).max(), 1e-30), label=f"tau {tau:g}")
     histogram.fill_between(middle, number / number.max(), color="tab:grey", step="mid")
-    for ax, title, label in ((single, "share of one negative (Fig. 2a)", "of the loss, maximum 1"),
-                             (histogram, "negatives (Fig. 2b)", "number, maximum 1"),
-                             (together, "share of all negatives (Fig. 2c)", "of the loss, maximum 1")):
-        ax.set(title=title, xlabel="cosine of z to the anchor", ylabel=label, xticks=(-1, -0.5, 0, 0.5, 1))
+    for ax, title in zip(axes, ("share of one negative (Fig. 2a)", "negatives (Fig. 2b)",
+                                "share of all negatives (Fig. 2c)")):
+        ax.set(title=title, xlabel="cosine of z to the anchor", ylabel="maximum 1", xticks=(-1, -0.5, 0, 0.5, 1))
     legend_above(single)
     legend_above(together)
 
 
 def draw_phase(ax, run, tau_of):
-    """Fig. 4: the few-shot probe on val over the phase of the period, with the temperature beside it."""
+    """Fig. 4: the few-shot probe on val over the phase of the period, with the temperature tau_of(epoch) beside it."""
     args = run.args
     steps, values = run.log.column(f"eval/{args.dataset}/few-shot/top1")
     epochs = np.array(steps[1:]) / run.per_epoch                           # not before the first step
@@ -137,7 +122,7 @@ def draw(run, sizes, tau_of, sphere):
         ("temperature", "tau", {"tau": "tau"}), *BATCH,
         ("kNN@1, val", "%", {"top-1": f"{of_val}/top1", "tail": f"{of_val}/tail"})
     ], run.folder / "curves.png", rest=True)
-    draw_classes(run, sizes, tau_of, run.folder / "classes.png")
+    draw_classes(run, sizes, run.folder / "classes.png")
     if run.args.dataset in run.test_pieces:
         pieces = run.test_pieces[run.args.dataset]
         some = np.random.default_rng(0).permutation(len(pieces["train_labels"]))[:4000]

@@ -1,0 +1,285 @@
+"""CLIP-ViP's and AVION's towers over whole clips, by loops; their released weights; their runs."""
+
+import common
+from contrastive import encoders
+from contrastive.encoders.weights import init_from
+from contrastive.engine.processes import UserError
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import transformers as T
+from safetensors.torch import save_file
+
+import eval as eval_py
+import mama
+import temo
+from helpers import run_script, steps, write_captions
+from test_models import SPEC
+
+
+# ---------------------------------------------------- CLIP-ViP ------------------------------------------------------
+@pytest.fixture
+def clip(tiny, tokenizer):
+    """The folder of a tiny CLIP, the model, and its tokenizer."""
+    return *tiny("clip"), tokenizer
+
+
+def tower_of(clip, **more):
+    torch.manual_seed(1)
+    tower = encoders.clip_vip.ClipViP(clip[1].vision_model, **more).eval()
+    torch.nn.init.normal_(tower.temporal)
+    return tower
+
+
+def model_of(clip, **more):
+    spec = SPEC | dict(image_encoder=f"clip_vip:{clip[0]}", text_encoder=clip[0], image_stats="encoder") | more
+    return common.build_model(spec, clip[2], True)[0].eval()
+
+
+def published(config, proxies=3):
+    """A state dict with the names and shapes of the released files: VidCLIP, whose `clipmodel` is the authors'."""
+    shapes = {k: v.shape for k, v in T.CLIPModel(config).state_dict().items()}
+    width = config.vision_config.hidden_size
+    shapes |= {"vision_model.embeddings.added_cls": (proxies, width), "vision_model.embeddings.position_ids": (1, 5),
+               "vision_model.embeddings.temporal_embedding": (1, 12, width),
+               "text_model.embeddings.position_ids": (1, 12)}
+    return {f"clipmodel.{k}": torch.randn(shape) * 0.1 for k, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_attention_against_loops(clip, frames):
+    """Each query over the keys that it may see, one at a time, in float64."""
+    M, L, T, width = 4, 5, frames, 24
+    attention = clip[1].vision_model.encoder.layers[0].self_attn
+    x = torch.randn(2, M + T * L, width)
+    q, k, v = (F.linear(x.double(), p.weight.double(), p.bias.double()).unflatten(2, (2, 12))
+               for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    frame_of = [-1] * M + [t for t in range(T) for _ in range(L)]
+    out = torch.zeros(2, M + T * L, 2, 12, dtype=torch.float64)
+    for b in range(2):
+        for i, mine in enumerate(frame_of):
+            seen = [j for j, other in enumerate(frame_of) if -1 in (mine, other) or mine == other]
+            assert len(seen) == (M + T * L if i < M else M + L)
+            for h in range(2):
+                weight = torch.softmax(k[b, seen, h] @ q[b, i, h] / 12 ** 0.5, 0)
+                out[b, i, h] = weight @ v[b, seen, h]
+    expected = F.linear(out.flatten(2), attention.out_proj.weight.double(), attention.out_proj.bias.double())
+    assert torch.allclose(encoders.clip_vip.attend(attention, x, M, T).double(), expected, atol=1e-5)
+
+
+def test_one_frame_without_proxies_is_clip_and_the_order_of_frames_counts(clip):
+    pixels, clips, tower = torch.randn(3, 3, 32, 32), torch.randn(2, 3, 3, 32, 32), tower_of(clip)
+    with torch.no_grad():
+        expected = clip[1].vision_model(pixel_values=pixels).pooler_output
+        alone = encoders.clip_vip.ClipViP(clip[1].vision_model, proxies=0).eval()   # its temporal embedding is 0
+        for images in (pixels, pixels[:, None]):
+            assert torch.allclose(alone(images), expected, atol=1e-5)
+        assert not torch.allclose(tower(pixels), expected, atol=1e-3)
+        assert not torch.allclose(tower(clips), tower(clips.flip(1)), atol=1e-4)
+        (x, M, T), token = tower.embed(clips), clip[1].vision_model.embeddings.class_embedding
+        place = clip[1].vision_model.embeddings.position_embedding.weight[0]
+    assert (M, T) == (4, 3) and x.shape == (2, 4 + 3 * 4, 24)
+    assert torch.allclose(x[0, :4], torch.cat([token[None], tower.added_cls]) + place)
+
+
+def test_frames_between_those_the_weights_know(clip):
+    """Twelve as they are; 24 and 6 by torch's line, whose ends are not moved out."""
+    tower = tower_of(clip)
+    time = {T: tower.embed(torch.zeros(1, T, 3, 32, 32))[0][0, 4:].unflatten(0, (T, 4))[:, 0] for T in (6, 12, 24)}
+    base = time[12] - tower.temporal
+    assert torch.allclose(base, base[:1].expand(12, -1), atol=1e-5)
+    assert torch.allclose(time[6] - base[0], tower.temporal.unflatten(0, (6, 2)).mean(1), atol=1e-5)
+    quarter = 0.75 * tower.temporal[:-1] + 0.25 * tower.temporal[1:]
+    assert torch.allclose(time[24][1:-1:2] - base[0], quarter, atol=1e-5)
+
+
+def test_a_released_file_is_read_to_its_last_tensor(clip, tmp_path, capsys):
+    state, model = published(clip[1].config), model_of(clip)
+    torch.save(state, tmp_path / "a.pt")
+    init_from(model, tmp_path / "a.pt")
+    said = capsys.readouterr().out
+    assert f"{len(model.state_dict())} of {len(model.state_dict())} tensors read" in said
+    reference = T.CLIPModel(clip[1].config).eval()                         # the same numbers by transformers' names
+    plain = {k.removeprefix("clipmodel."): v for k, v in state.items()}
+    assert not reference.load_state_dict(plain, strict=False).missing_keys
+    tokens = clip[2](["red apple", "green pear"])
+    with torch.no_grad():
+        text = reference(pixel_values=torch.zeros(2, 3, 32, 32), **tokens).text_embeds
+        assert torch.allclose(common.normalize(model(tokens=tokens)[1]), text, atol=1e-5)
+    assert torch.equal(model.vision.body.temporal, plain["vision_model.embeddings.temporal_embedding"][0])
+    assert torch.equal(model.vision.body.added_cls, plain["vision_model.embeddings.added_cls"])
+
+
+def test_a_released_file_that_does_not_fit(clip, tmp_path):
+    for change, words, more in (
+            ("a tensor less", r"1 of its .* first vision.body.clip.post_layernorm.bias \(24,\)", {}),
+            ("a proxy", r"first vision.body.added_cls \(1, 24\)", {}),
+            ("", "first vision.projection.weight", {"embed_dim": 8}),
+            ("", "load it into --image-encoder clip_vip:", {"image_encoder": clip[0]})):
+        state = published(clip[1].config, proxies=1 if change == "a proxy" else 3)
+        state.pop("clipmodel.vision_model.post_layernorm.bias" if change == "a tensor less" else "", None)
+        torch.save(state, tmp_path / "a.pt")
+        with pytest.raises(UserError, match=words):
+            init_from(model_of(clip, **more), tmp_path / "a.pt")
+
+
+def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path):
+    """mama.py from the released weights; eval.py of the run and of those weights by name."""
+    weights, images = str(tmp_path / "a.pt"), str(write_captions(tmp_path / "images", 60))
+    torch.save(published(clip[1].config), weights)
+    pair = ["--image-encoder", f"clip_vip:{clip[0]}", "--text-encoder", clip[0]]
+    run = "--clips 32 16 16 --batch-size 16 --log-every 1 --pretrained --text-length 12 --embed-dim 16 --cpu " \
+        "--image-stats encoder --frames 3 --max-steps 2 --meta-size 8 --meta-batch-size 4"
+    summary = run_script(mama, tmp_path / "run", *pair, *run.split(), "--init-from", weights)
+    ahead = [row["w"] for row in steps(tmp_path / "run")]
+    assert len(ahead) == 2 and 0 < ahead[0] != ahead[1] < 1
+
+    def evaluate(*these):
+        these = [*these, "--cpu", "--tasks", "retrieval", "--output-dir", str(tmp_path / "eval")]
+        result, = eval_py.main(eval_py.parse_args(these))["datasets"].values()
+        return result["metrics"]["text_to_image"]
+    assert evaluate("--checkpoint", str(tmp_path / "run")) == summary["test"]["moving-emoji"]["text_to_image"]
+    released = ["--checkpoint", f"clip_vip:{clip[0]}", "--init-from", weights]
+    assert evaluate(*released, "--datasets", images)["R@50"] > 0
+
+
+# ---------------------------------------------------- AVION ---------------------------------------------------------
+WIDTH, PATCHES, LAYERS = 16, 4, 2  # of a tiny ViT: AVION's has 768, 196 and 12
+
+
+@pytest.fixture
+def tiny_vit(monkeypatch):
+    """timm's CLIP ViT in small, under its own name."""
+    def create(name, img_size=0, **options):
+        small = dict(embed_dim=WIDTH, depth=LAYERS, num_heads=2, img_size=img_size) if img_size else {}
+        return make(name, **options, **small)
+    make = timm.create_model
+    monkeypatch.setattr(timm, "create_model", create)
+
+
+VIT = "video_vit_base_patch16_clip_224"
+
+
+def test_the_video_tower_is_one_transformer_over_all_patches(tiny_vit):
+    torch.manual_seed(0)
+    encoder = common.VisionEncoder(VIT, 8, False, 32, frames=3).eval()
+    body, clip = encoder.body, torch.randn(2, 3, 3, 32, 32)
+    for p in body.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    torch.nn.init.normal_(body.temporal, std=9)
+    features, embedding = encoder(clip)
+    assert features.shape == (2, WIDTH) and embedding.shape == (2, 8)
+    tokens = [body.vit.cls_token[0, 0] + body.vit.pos_embed[0, 0]]  # the plain way, of the second clip
+    for t in range(3):
+        patches = body.vit.patch_embed(clip[1:, t])[0]
+        tokens += [patches[p] + body.vit.pos_embed[0, 1 + p] + body.temporal[t] for p in range(PATCHES)]
+    x = body.vit.norm_pre(torch.stack(tokens)[None])
+    for block in body.vit.blocks:
+        x = block(x)
+    assert torch.allclose(features[1], body.vit.norm(x)[0, 0], atol=1e-5)
+    assert not torch.allclose(encoder(clip.flip(1))[0], features, atol=1e-3)  # the order of the frames matters
+    still = common.VisionEncoder(VIT, 8, False, 32, frames=3).eval()  # as it starts, it does not
+    assert torch.allclose(still(clip.flip(1))[0], still(clip)[0], atol=1e-5)
+    assert {m.eps for m in body.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
+    for wrong in (clip[:, :2], clip[:, 0]):
+        with pytest.raises(UserError, match="made for clips of 3 frames"):
+            encoder(wrong)
+
+
+def test_a_run_with_the_video_tower(tiny_vit, tmp_path):
+    flags = f"--image-encoder {VIT} --image-size 32 --image-stats encoder --no-pretrained --cpu --batch-size 8 " \
+        "--chunk-size 4 --max-steps 2"
+    clips = "--dataset moving-emoji --clips 16 8 8"
+    summary = run_script(temo, tmp_path / "r", *f"{clips} {flags}".split())
+    assert summary["steps"] == 2 and 0 < summary["test"]["moving-emoji"]["mir"]["mAP"] < 100
+    model, _, transform = common.load_model(tmp_path / "r")
+    assert model.vision.body.temporal.shape == (4, WIDTH) and model.vision.body.temporal.abs().max() > 0
+    assert transform.mean == pytest.approx(list(encoders.base.STATS["clip"][0]))
+    with pytest.raises(UserError, match="made for clips of 0 frames"):
+        run_script(temo, tmp_path / "images", *flags.split())
+
+
+def avion_state(flash, layers=LAYERS):
+    """A state dict by the names and shapes of AVION's CLIP_VITB16, small, as its fast (flash) or plain code has it."""
+    torch.manual_seed(1)
+    shapes = {"logit_scale": (), "visual.class_embedding": (WIDTH,), "visual.temporal_embedding": (4, WIDTH),
+              "visual.positional_embedding": (PATCHES + 1, WIDTH), "visual.image_projection": (WIDTH, 8),
+              "visual.conv1.weight": (WIDTH, 3 * 16 * 16) if flash else (WIDTH, 3, 16, 16),
+              "textual.positional_embedding": (12, WIDTH), "textual.text_projection": (WIDTH, 8),
+              "textual.token_embedding.weight": (40, WIDTH)}
+    fast = {"attn.in_proj_weight": "attn.Wqkv.weight", "attn.in_proj_bias": "attn.Wqkv.bias", "mlp.c_fc": "mlp.fc1",
+            "mlp.c_proj": "mlp.fc2"}
+    for tower, ends in (("visual", ("ln_pre", "ln_post")), ("textual", ("ln_final",))):
+        shapes |= {f"{tower}.{n}.{k}": (WIDTH,) for n in ends for k in ("weight", "bias")}
+        for i in range(layers):
+            block = {"attn.in_proj_weight": (3 * WIDTH, WIDTH), "attn.in_proj_bias": (3 * WIDTH,),
+                     "attn.out_proj.weight": (WIDTH, WIDTH), "attn.out_proj.bias": (WIDTH,),
+                     "mlp.c_fc.weight": (4 * WIDTH, WIDTH), "mlp.c_fc.bias": (4 * WIDTH,),
+                     "mlp.c_proj.weight": (WIDTH, 4 * WIDTH), "mlp.c_proj.bias": (WIDTH,)}
+            block |= {f"{n}.{k}": (WIDTH,) for n in ("ln_1", "ln_2") for k in ("weight", "bias")}
+            for name, shape in block.items():
+                for plain, quick in fast.items() if flash and tower == "visual" else ():
+                    name = name.replace(plain, quick)
+                shapes[f"{tower}.transformer.resblocks.{i}.{name}"] = shape
+    return {f"module.{k}": torch.randn(shape) * 0.2 for k, shape in shapes.items()}
+
+
+def avion_model(folder, act="gelu"):
+    tower = dict(hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=2,
+                 hidden_act=act)
+    words = dict(vocab_size=40, max_position_embeddings=12, bos_token_id=38, eos_token_id=2, pad_token_id=0)
+    T.CLIPConfig(text_config=tower | words, vision_config=tower, projection_dim=16).save_pretrained(folder)
+    vision = common.VisionEncoder(VIT, 8, False, 32, frames=6)
+    return common.TwoTower(vision, common.TextEncoder(str(folder), 8, False, 12)).eval()
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_avion_s_weights_by_their_names(flash, tiny_vit, tmp_path):
+    """Against plain transformers that use the tensors under AVION's names."""
+    state = avion_state(flash)
+    save_file(state, tmp_path / "avion.safetensors")
+    model = avion_model(tmp_path / "clip")
+    init_from(model, tmp_path / "avion.safetensors")
+    s = {k.removeprefix("module."): v for k, v in state.items()}
+
+    def layers(x, tower, mask, eps):
+        for i in range(LAYERS):
+            get = lambda *names: next(s[k] for n in names if (k := f"{tower}.transformer.resblocks.{i}.{n}") in s)
+            norm = lambda x, n: F.layer_norm(x, (WIDTH,), get(f"{n}.weight"), get(f"{n}.bias"), eps)
+            y = norm(x, "ln_1") @ get("attn.Wqkv.weight", "attn.in_proj_weight").T
+            y = y + get("attn.Wqkv.bias", "attn.in_proj_bias")
+            q, k, v = y.unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=mask).transpose(1, 2).flatten(2)
+            x = x + y @ get("attn.out_proj.weight").T + get("attn.out_proj.bias")
+            y = norm(x, "ln_2") @ get("mlp.fc1.weight", "mlp.c_fc.weight").T + get("mlp.fc1.bias", "mlp.c_fc.bias")
+            y = F.gelu(y)
+            x = x + y @ get("mlp.fc2.weight", "mlp.c_proj.weight").T + get("mlp.fc2.bias", "mlp.c_proj.bias")
+        return x
+
+    norm = lambda x, n, eps: F.layer_norm(x, (WIDTH,), s[f"{n}.weight"], s[f"{n}.bias"], eps)
+    clip = torch.randn(2, 6, 3, 32, 32)
+    temporal = F.interpolate(s["visual.temporal_embedding"].T[None], 6, mode="linear")[0].T  # (6, width)
+    patches = F.conv2d(clip.flatten(0, 1), s["visual.conv1.weight"].view(WIDTH, 3, 16, 16), stride=16)
+    place = s["visual.positional_embedding"]
+    x = patches.flatten(2).transpose(1, 2).unflatten(0, (2, 6)) + place[1:] + temporal[:, None]
+    token = (s["visual.class_embedding"] + place[0]).expand(2, 1, -1)
+    x = layers(norm(torch.cat([token, x.flatten(1, 2)], 1), "visual.ln_pre", 1e-6), "visual", False, 1e-6)
+    want = norm(x[:, 0], "visual.ln_post", 1e-6) @ s["visual.image_projection"]
+    assert torch.allclose(model.vision(clip)[1], want, atol=1e-4)
+
+    ids = torch.tensor([[38, 5, 7, 39, 0], [38, 9, 39, 0, 0]])  # the highest id ends a text
+    x = layers(s["textual.token_embedding.weight"][ids] + s["textual.positional_embedding"][:5], "textual", True, 1e-5)
+    want = norm(x, "textual.ln_final", 1e-5)[torch.arange(2), ids.argmax(1)] @ s["textual.text_projection"]
+    assert torch.allclose(model.text(ids, (ids > 0).long()), want, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers, act, words", [
+    (LAYERS, "quick_gelu", "has GELU, .*clip has not"),
+    (3, "gelu", r"first \S+layers.2\S+ \S+; it is for --image-encoder video_vit"),
+    (1, "gelu", r"first vision.body.vit.blocks.1\S+ \S+; it is for")])
+def test_avion_s_weights_that_do_not_fit(layers, act, words, tiny_vit, tmp_path):
+    save_file(avion_state(True, layers=layers), tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=words):
+        init_from(avion_model(tmp_path / "clip", act), tmp_path / "a.safetensors")
