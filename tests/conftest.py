@@ -15,20 +15,9 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=CACHE, HF_DATASETS_CACHE=f"{CACHE}
 import pytest  # noqa: E402
 import torch  # noqa: E402  (the variables above are read at import)
 
+from helpers import tiny_model  # noqa: E402  (and with it the scripts, which draw nothing here)
+
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def without_pictures(request):
-    """Runs draw nothing, which takes them four seconds, but in a module that says DRAWS = True and in tests that ask
-    for the fixture `pictures`: {script: its draw}."""
-    names = ("temo", "temperature_schedules", "ncl", "mmts", "mama")
-    scripts = [sys.modules[name] for name in names if name in sys.modules]
-    with pytest.MonkeyPatch.context() as patch:
-        draws = {script: script.draw for script in scripts}
-        for script in scripts if not getattr(request.module, "DRAWS", False) else ():
-            patch.setattr(script, "draw", lambda *_, **__: None)
-        yield draws
 
 
 @pytest.fixture(scope="session")
@@ -42,16 +31,8 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory, tokenizer):
     """Function of a kind of helpers.tiny_model -> its folder, made once, and the model."""
-    from helpers import tiny_model
     root = tmp_path_factory.mktemp("tiny")
     return functools.cache(lambda kind: (str(root / kind), tiny_model(kind, root / kind, tokenizer)))
-
-
-@pytest.fixture
-def pictures(without_pictures, monkeypatch):
-    """The runs of this test draw."""
-    for script, draw in without_pictures.items():
-        monkeypatch.setattr(script, "draw", draw)
 
 
 def pytest_sessionfinish():

@@ -6,9 +6,7 @@ import importlib.util
 import io
 import json
 import pickle
-import struct
 import tarfile
-import zlib
 from pathlib import Path
 
 import common
@@ -23,8 +21,16 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+import mama
+import mmts
+import ncl
+import temo
+import temperature_schedules
 from tools.check import drift as drift  # noqa: F401  (of two trainings; tests import it from here)
 
+DRAW = {script: script.draw for script in (mama, mmts, ncl, temo, temperature_schedules)}
+for script in DRAW:
+    script.draw = lambda *_, **__: None  # it would take a run four seconds; where a test asks, run_script draws
 CLASSES = ["apple", "pear_tree", "zebra"]  # sample i has class i % 3
 
 
@@ -46,31 +52,12 @@ def encode(array, kind="png", **options):
     return out.getvalue()
 
 
-def png16(array):
-    """Bytes of a 16-bit png: (H, W, channels) of 0..65535; PIL cannot write the coloured ones."""
-    h, w, c = array.shape
-    def chunk(name, data):
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-    head = struct.pack(">IIBBBBB", w, h, 16, {1: 0, 3: 2, 4: 6}[c], 0, 0, 0)
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-
-
 def write_images(folder, numbers, kind="png", **size):
     """folder/003.png and so on; returns the file names."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     for i in numbers:
         (Path(folder) / f"{i:03}.{kind}").write_bytes(encode(picture(i, **size), {"jpg": "jpeg"}.get(kind, kind)))
     return [f"{i:03}.{kind}" for i in numbers]
-
-
-def write_features(root, clips=40):
-    """Features of clips as SSB has them, one file each: motion (time, 6) and appearance (time, 4), of unequal times."""
-    rng = np.random.default_rng(0)
-    for name, width in (("motion", 6), ("appearance", 4)):
-        (root / name).mkdir()
-        for i in range(clips):
-            np.save(root / name / f"clip{i}.npy", rng.normal(size=(3 + i % 9, width)).astype(np.float32))
 
 
 def write_rows(path, header, rows):
@@ -252,13 +239,6 @@ def write_clips(folder, clips, length=8, fps=10):
         write_video(Path(folder) / name, range(length * k, length * (k + 1)), codec, fps, pixels=pixels)
 
 
-def write_json(path, content):
-    """The content as JSON, also for endings that are none of write_rows'."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(content), encoding="utf8")
-    return Path(path)
-
-
 def write_files(root, files):
     """{path below root: content}: texts as they are, else a pickle, a table of rows or JSON by the ending."""
     for name, content in files.items():
@@ -271,7 +251,7 @@ def write_files(root, files):
         elif path.suffix == ".parquet":
             write_rows(path, [*content[0]], [row.values() for row in content])
         else:
-            write_json(path, content)
+            path.write_text(json.dumps(content), encoding="utf8")
     return Path(root)
 
 
@@ -349,8 +329,7 @@ def unit(*shape, seed=0):
 def run_script(script, folder, *flags, base=(), pictures=False):
     """A script's main in this process, into `folder` -> summary; without its pictures unless asked for."""
     with pytest.MonkeyPatch.context() as patch:
-        if not pictures:
-            patch.setattr(script, "draw", lambda *a, **k: None)
+        patch.setattr(script, "draw", DRAW.get(script, script.draw) if pictures else lambda *_, **__: None)
         where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
         return script.main(script.parse_args([*of_set(base, flags), *where, *map(str, flags)]))
 
@@ -417,7 +396,6 @@ def refused(parse_args, flags, capsys):
 def one_and_two(folder, flags, lr, names):
     """mama.py by one process and by two gives the same losses, weights and numbers (of these names in the log)."""
     import launch
-    import mama
     where = [*flags, "--output-dir", str(folder), "--run-name"]
     for run, of_run in (("start", 0), ("one", lr)):
         mama.main(mama.parse_args([*where, run, "--lr", str(of_run)]))

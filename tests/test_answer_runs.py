@@ -5,7 +5,6 @@ import math
 import common
 from contrastive import evaluation
 from contrastive.engine.processes import UserError
-from contrastive.evaluation.answers import questions_of
 from contrastive.evaluation.metrics import answer_vocabulary
 
 import pytest
@@ -31,12 +30,10 @@ def evaluate(folder, *flags):
 
 
 @pytest.fixture(scope="module")
-def runs_of(tmp_path_factory, without_pictures):
+def runs_of(tmp_path_factory):
     """A run of each task, with the pictures of the first: (folder, {task: summary})."""
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mama, "draw", without_pictures[mama])
-        summary = run_script(mama, folder / "qa-open", "--task", "qa-open", base=BASE, pictures=True)
+    summary = run_script(mama, folder / "qa-open", "--task", "qa-open", base=BASE, pictures=True)
     return folder, {"qa-open": summary, "qa-choice": main(folder / "qa-choice", "--task", "qa-choice")}
 
 
@@ -155,14 +152,6 @@ def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path, capsys):
 def test_bad_flags(flags, words, capsys):
     base = [] if "weight 0" in flags else of_set(BASE, flags.split())
     assert words in refused(mama.parse_args, [*base, *flags.split()], capsys)
-
-
-@pytest.mark.parametrize("model, weight, expected", [("fusion", "0", "none"), ("vgt", "0", "none"),
-                                                     ("vgt", "1", "pooled")])
-def test_which_losses_train_the_embeddings_of_a_model(model, weight, expected):
-    args = mama.parse_args(["--task", "qa-choice", "--qa-model", model, "--contrastive-weight", weight, "--clips", "9",
-                            "2", "2"])
-    assert questions_of(common.open_data(args)[0], args)["similarity"] == expected
 
 
 # ---------------------------------------------------- tools.score ---------------------------------------------------

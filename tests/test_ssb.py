@@ -8,6 +8,7 @@ from contrastive.encoders.texts import Tokenizer
 from contrastive.encoders.towers import set_dropout
 from contrastive.engine.processes import UserError
 
+import numpy as np
 import pytest
 import torch
 import transformers as T
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 import eval as eval_py
 import launch
 import ncl
-from helpers import drift, losses, refused, run_script, steps, tensors_of, unit, write_features, write_rows
+from helpers import drift, losses, refused, run_script, steps, tensors_of, unit, write_rows
 
 D, V = 16, 3  # embedding width, videos
 
@@ -26,8 +27,11 @@ D, V = 16, 3  # embedding width, videos
 def root(tmp_path_factory, tiny):
     """A tiny T5 with its tokenizer, and 40 clips of two captions: motion (time, 6) and appearance (time, 4), other
     times."""
-    root = tmp_path_factory.mktemp("ssb")
-    write_features(root)
+    root, rng = tmp_path_factory.mktemp("ssb"), np.random.default_rng(0)
+    for name, width in (("motion", 6), ("appearance", 4)):
+        (root / name).mkdir()
+        for i in range(40):
+            np.save(root / name / f"clip{i}.npy", rng.normal(size=(3 + i % 9, width)).astype(np.float32))
     captions = [(f"clip{i}", f"{w} number {i}") for i in range(40) for w in ("one", "yet another of them,")]
     write_rows(root / "clips.csv", ["video", "caption"], captions)
     (root / "t5").symlink_to(tiny("t5")[0])

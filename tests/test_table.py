@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import json
+import struct
 import tracemalloc
+import zlib
 from collections import Counter
 
 import common
@@ -20,7 +22,7 @@ from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as V
 
-from helpers import CLASSES, TEXT, TRUNCATED, caption, encode, picture, png16, write_captions
+from helpers import CLASSES, TEXT, TRUNCATED, caption, encode, picture, write_captions
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,16 @@ def palette():
     image.putpalette([255, 0, 0, 0, 0, 255] + [0] * 762)
     image.putdata([0, 1] * 8)
     return encode(image, transparency=bytes([0, 255]))
+
+
+def png16(array):
+    """Bytes of a 16-bit png: (H, W, channels) of 0..65535; PIL cannot write the coloured ones."""
+    h, w, c = array.shape
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    head = struct.pack(">IIBBBBB", w, h, 16, {1: 0, 3: 2, 4: 6}[c], 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
 GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)

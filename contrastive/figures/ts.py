@@ -29,11 +29,11 @@ def draw_classes(run, sizes, path):
     save_figure(fig, path)
 
 
-def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
-    """Figures 1 to 5 of the paper.
-
-    Args: pieces: what Evaluator kept of the test.   features (M, width), truth (M,), z (M, D): features, labels
-        and unit z of some training images."""
+def draw_figures(run, sizes, tau_of, sphere, path):
+    """Figures 1 to 5 of the paper; arguments as in draw."""
+    pieces = run.test_pieces[run.args.dataset]
+    some = np.random.default_rng(0).permutation(len(pieces["train_labels"]))[:4000]
+    features, truth = pieces["train_features"][some], pieces["train_labels"][some]                # (M, width), (M,)
     order, known = np.argsort(-sizes, kind="stable"), pieces["per_class"]  # classes, largest first; {class: kNN@1}
     mean = f"mean of all classes {np.mean(list(known.values())):.1f} %"
     fig, axes = figure(7, columns=2)
@@ -43,7 +43,7 @@ def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
     axes[0].set(title="coverage of the sphere (Fig. 1)", xlabel="of 500 directions, fullest first; light = early",
                 ylabel="images nearest to it", yscale="log")
     axes[0].yaxis.set(major_formatter="{x:g}", minor_formatter="")
-    draw_shares(axes[1:4], z, run.args)
+    draw_shares(axes[1:4], sphere(features), run.args)
 
     draw_space(axes[4], features, truth, sizes, pieces["names"], known,
                f"PCA, a head and a tail class (Fig. 3)\nkNN@1, {mean}")
@@ -124,7 +124,4 @@ def draw(run, sizes, tau_of, sphere):
     ], run.folder / "curves.png", rest=True)
     draw_classes(run, sizes, run.folder / "classes.png")
     if run.args.dataset in run.test_pieces:
-        pieces = run.test_pieces[run.args.dataset]
-        some = np.random.default_rng(0).permutation(len(pieces["train_labels"]))[:4000]
-        features, truth = pieces["train_features"][some], pieces["train_labels"][some]            # (M, width), (M,)
-        draw_figures(run, sizes, tau_of, pieces, features, truth, sphere(features), run.folder / "figures.png")
+        draw_figures(run, sizes, tau_of, sphere, run.folder / "figures.png")
