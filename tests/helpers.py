@@ -10,7 +10,6 @@ import tarfile
 from pathlib import Path
 
 import common
-from contrastive.data import HELD_OUT, held_out_place
 from contrastive.data.table import EmptySplit
 from contrastive.engine.processes import UserError
 from contrastive.engine.run import Run
@@ -20,6 +19,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_flatten_with_path
 
 import mama
 import mmts
@@ -97,13 +97,6 @@ def batches_of(data, augments, size=6, first=0, last=6, workers=0, folder=None, 
     return common.Batches(data, augments, transform, size, seed, first, last, CPU, workers, 1.0, folder)
 
 
-def same_batch(a, b):
-    """Are keys, captions, epoch, views and draws of two batches the same?"""
-    words = (a["keys"], a["captions"], a["epoch"]) == (b["keys"], b["captions"], b["epoch"])
-    views = all(torch.equal(x, y) for x, y in zip(a["views"], b["views"], strict=True))
-    return words and views and np.array_equal(a["draws"], b["draws"])
-
-
 def complains(name, split, *words, **options):
     """load_data refuses in one line that has these words."""
     with pytest.raises(UserError) as error:
@@ -117,14 +110,6 @@ def counted(batches):
     for step, batch in enumerate(batches, batches.first):
         batches.count_bad(batch["bad"], step)
         yield batch
-
-
-def held_out(names):
-    """{split: names} as the hash of each name places it, where train alone is given."""
-    out = {"val": [], "test": [], "train": []}
-    for name in names:
-        out[("val", "test", "train")[min(2, int(held_out_place(name) / HELD_OUT))]].append(name)
-    return out
 
 
 def write_captions(folder, n, name="captions.csv", **size):
@@ -368,14 +353,9 @@ def tensors_in(path):
     """{name: tensor} of a safetensors file or of a checkpoint: its parts and, of each process, its random state."""
     if path.suffix == ".safetensors":
         return load_file(path)
-
-    def flat(value, name):
-        if torch.is_tensor(value):
-            return {name: value}
-        many = enumerate(value) if isinstance(value, (list, tuple)) else ()
-        pairs = value.items() if isinstance(value, dict) else many
-        return {k: x for key, of in pairs for k, x in flat(of, f"{name}/{key}".lstrip("/")).items()}
-    return flat(torch.load(path, weights_only=True), "")
+    leaves, _ = tree_flatten_with_path(torch.load(path, weights_only=True))
+    return {"/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in at): x for at, x in leaves
+            if torch.is_tensor(x)}
 
 
 def equal_files(a, b):
@@ -391,19 +371,3 @@ def refused(parse_args, flags, capsys):
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
     return error
-
-
-def one_and_two(folder, flags, lr, names):
-    """mama.py by one process and by two gives the same losses, weights and numbers (of these names in the log)."""
-    import launch
-    where = [*flags, "--output-dir", str(folder), "--run-name"]
-    for run, of_run in (("start", 0), ("one", lr)):
-        mama.main(mama.parse_args([*where, run, "--lr", str(of_run)]))
-    ended = launch.ranks(folder, lambda rank: mama.main(mama.parse_args([*where, "two", "--lr", str(lr)])))
-    assert [code for code, _ in ended] == [0, 0], ended
-    for a, b in zip(*(steps(folder / run) for run in ("one", "two")), strict=True):
-        assert [b[k] for k in names] == pytest.approx([a[k] for k in names], rel=1e-2, abs=1e-4)
-    start, a, b = (load_file(folder / run / "model.safetensors") for run in ("start", "one", "two"))
-    assert drift(b, a, start) < 0.1
-    a, b = (json.loads((folder / run / "summary.json").read_text()) for run in ("one", "two"))
-    assert a["test"] == b["test"] and a["chance"] == b["chance"]

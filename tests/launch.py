@@ -1,19 +1,23 @@
 """Runs in processes of their own, forks of this one, so that no import is paid for: half a second, not six."""
 
 import functools
-import importlib
 import multiprocessing
 import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
 from contrastive import engine
+from contrastive.engine.processes import read_json
 
+import pytest
 import torch.multiprocessing
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from torch.utils.data._utils import signal_handling
+
+import mama
+from helpers import drift, run_script, steps
 
 
 def own_children():
@@ -28,30 +32,26 @@ def spawn(function, arguments, processes):
     torch.multiprocessing.start_processes(function, arguments, processes, start_method="fork")
 
 
-def free_port():
-    """A port on which the processes of a run can meet, as text."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def world_of(processes):
     """What torchrun tells each process of a run: a list of environments."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(processes),
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes),
              "LOCAL_WORLD_SIZE": str(processes)}
     return [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
-def forked(work, log, said=os.devnull, **environment):
-    """A process of work() under clean_exit, its stderr at the end of the file `log`, its stdout at that of `said`."""
+def forked(work, log, **environment):
+    """A process of work() under clean_exit, its stderr in the file `log`."""
     own_children()
 
     def inside():
         AcceleratorState._reset_state(reset_partial_state=True)  # this process may have been one of one
         os.environ.update(environment)
-        for number, file in ((1, said), (2, log)):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w")
+        for number, file in ((1, os.devnull), (2, log)):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         with engine.processes.clean_exit():
             work()
     process = multiprocessing.get_context("fork").Process(target=inside)
@@ -78,17 +78,15 @@ def ranks(folder, work):
     return [(code, log.read_text(errors="replace").replace("\x1b[A", "")) for code, log in zip(codes, logs)]
 
 
-def finish(script, flags, log, processes=1):
-    """`python SCRIPT.py FLAGS` without its pictures, its words in the file `log`, as so many processes; all end well.
-
-    script: a name, or the path of a fork that lies elsewhere."""
-    def work():
-        sys.path.insert(0, str(Path(script).parent))
-        sys.argv = [f"{Path(script).stem}.py", *map(str, flags)]
-        module = importlib.import_module(Path(script).stem)
-        module.draw = lambda *_, **__: None
-        module.main(module.parse_args(sys.argv[1:]))
-    running = [forked(work, log, log, **environment)
-               for environment in (world_of(processes) if processes > 1 else [{}])]
-    codes = [ended(process) for process in running]
-    assert codes == [0] * processes, (codes, Path(log).read_text()[-3000:])
+def one_and_two(folder, flags, lr, names):
+    """mama.py by one process and by two gives the same losses, weights and numbers (of these names in the log)."""
+    for name, rate in (("start", 0), ("one", lr)):
+        run_script(mama, folder / name, *flags, "--lr", rate)
+    done = ranks(folder, lambda rank: run_script(mama, folder / "two", *flags, "--lr", lr))
+    assert [code for code, _ in done] == [0, 0], done
+    for a, b in zip(*(steps(folder / name) for name in ("one", "two")), strict=True):
+        assert [b[k] for k in names] == pytest.approx([a[k] for k in names], rel=1e-2, abs=1e-4)
+    start, a, b = (load_file(folder / name / "model.safetensors") for name in ("start", "one", "two"))
+    assert drift(b, a, start) < 0.1
+    a, b = (read_json(folder / name / "summary.json") for name in ("one", "two"))
+    assert a["test"] == b["test"] and a["chance"] == b["chance"]

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 import eval as eval_py
+import launch
 import mama
-from helpers import drift, of_set, one_and_two, refused, run_script, steps
+from helpers import drift, of_set, refused, run_script, steps
 from tools import score
 
 BASE = ["--cpu", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
@@ -111,7 +112,7 @@ def test_two_processes_are_one(tmp_path):
     the processes."""
     flags = [*BASE, "--task", "qa-open", "--qa-similarity", "fused", "--batch-size", "8", "--meta-batch-size", "4",
              *SGD, "--meta-every", "1", "--max-steps", "4"]
-    one_and_two(tmp_path, flags, 0.005, ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos"))
+    launch.one_and_two(tmp_path, flags, 0.005, ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos"))
 
 
 ALONE = "--task qa-open --contrastive-weight 0"

@@ -30,7 +30,6 @@ from helpers import (
     complains,
     counted,
     numbers,
-    same_batch,
     tar_samples,
     write_captions,
     write_clips,
@@ -43,6 +42,13 @@ from helpers import (
 VIEWS = [common.Augment(16, 0.5, 0.5, randaugment=(2, 7)),
          common.Augment(16, 0.2, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)]
 PLAIN = common.Augment(32, squash=True)  # nothing random, nothing cut off: its views can be read
+
+
+def same_batch(a, b):
+    """Are keys, captions, epoch, views and draws of two batches the same?"""
+    words = (a["keys"], a["captions"], a["epoch"]) == (b["keys"], b["captions"], b["epoch"])
+    views = all(torch.equal(x, y) for x, y in zip(a["views"], b["views"], strict=True))
+    return words and views and np.array_equal(a["draws"], b["draws"])
 
 
 @pytest.fixture(scope="module")
@@ -345,6 +351,8 @@ def test_more_processes_than_shards_is_refused(shards, monkeypatch):
         monkeypatch.setattr(place, "world", lambda: 5)
     with pytest.raises(UserError, match="4 shards are too few for 5 processes"):
         next(iter(batches_of(stream(shards), VIEWS, 10)))
+    with pytest.raises(UserError, match="a batch of 8 is not divisible by 5 processes"):
+        batches_of(stream(shards), VIEWS, 8)
 
 
 def test_a_stream_of_videos(tmp_path):

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import math
-import os
 import sys
 import traceback
 from argparse import Namespace
@@ -124,17 +123,14 @@ class Waits(TorchDispatchMode):
 
 
 # ----------------------------------------------------- half precision, TF32 ------------------------------------------
-def compiled_rank(rank, port, folder):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    torch.compile = functools.partial(torch.compile, backend="eager")  # inductor's C++ takes minutes to compile
-    run_script(mama, folder, *"--compile --mixed-precision bf16 --meta-size 4 --meta-batch-size 2".split(),
-               *"--max-steps 2 --log-every 1".split(), base=TOY)
-
-
 def test_compiled_in_half_precision_on_two_processes(tmp_path):
     """With the look-ahead through the compiled encoders."""
-    launch.spawn(compiled_rank, (launch.free_port(), tmp_path / "run"), 2)
+    def work(_):
+        torch.compile = functools.partial(torch.compile, backend="eager")  # inductor's C++ takes minutes to compile
+        run_script(mama, tmp_path / "run", *"--compile --mixed-precision bf16 --meta-size 4".split(),
+                   *"--meta-batch-size 2 --max-steps 2 --log-every 1".split(), base=TOY)
+    ended = launch.ranks(tmp_path, work)
+    assert [code for code, _ in ended] == [0, 0], ended
     numbers = flatten(read_json(tmp_path / "run" / "summary.json")["test"]).values()
     assert all(math.isfinite(x) for x in numbers if isinstance(x, float)) and len(steps(tmp_path / "run")) == 2
 

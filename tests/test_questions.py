@@ -8,14 +8,16 @@ import common
 from contrastive import data as data_sets
 from contrastive.data import add_captions
 from contrastive.encoders.texts import Tokenizer
+from contrastive.engine.processes import UserError
 from contrastive.evaluation import answers
 from contrastive.evaluation.meta import meta_data
 
 import pytest
 import torch
 
+import launch
 import mama
-from helpers import CPU, UserError, one_and_two, write_clips, write_files, write_rows
+from helpers import CPU, write_clips, write_files, write_rows
 
 OPTIONS = {"frames": 2, "image_size": 32}
 CAUSAL = ["-0AbC_000015_000025", "x1_1_11", "gone_1_11"]
@@ -333,4 +335,4 @@ def test_the_loss_is_equation_3(files, name):
 def test_two_processes_are_one(files, tmp_path):
     """Where one process has more questions than the other: losses, weights, what is answered, the towers."""
     flags = [*flags_of(files, "msrvtt-qa"), "--max-steps", "4"]
-    one_and_two(tmp_path, flags, 0.02, ("loss", "L", "w", "CE", "answered"))
+    launch.one_and_two(tmp_path, flags, 0.02, ("loss", "L", "w", "CE", "answered"))
