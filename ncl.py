@@ -395,7 +395,7 @@ def main(args):
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if rank() == 0:
         queues = {kind: own[kind].get() for kind in ("texts", "videos")}
-        queues["gamma"] = torch.tensor([float(gamma_of(own, args))], dtype=torch.float64)
+        queues["gamma"] = torch.as_tensor(gamma_of(own, args), dtype=torch.float64).detach().reshape(1)
         write_tensors(run.folder / "queues.safetensors", queues)
     return run.finish(lambda run: draw(run, retrieval_biases))
 
