@@ -1,5 +1,7 @@
-"""Training batches of images, clips and sets in memory: their order, their views, and what cannot be read."""
+"""Training batches of images, clips, sets in memory and streams of tars: their order, their views, and what cannot be
+read."""
 
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -7,9 +9,12 @@ from collections import defaultdict
 
 import common
 from contrastive import evaluation
+from contrastive.data import batches as data_batches
+from contrastive.data import stream as data_stream
 from contrastive.data.batches import SHARDS_AT_ONCE, epoch_batches, epoch_order
 from contrastive.data.frames import read_frames
 from contrastive.engine import processes
+from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
@@ -22,6 +27,7 @@ from helpers import (
     TRUNCATED,
     batches_of,
     caption,
+    complains,
     counted,
     numbers,
     tar_samples,
@@ -59,6 +65,14 @@ def sets(tmp_path_factory):
             "clips": common.load_data(str(table), "train", frames=4, frame_sampling="random")}
 
 
+def shown_by(batches):
+    """[(epoch, key, numbers of the frames)] of batches of PLAIN clips, their bad samples counted."""
+    mean, std = (torch.tensor(x)[:, None, None] for x in (batches.transform.mean, batches.transform.std))
+    for batch in counted(batches):
+        for key, clip in zip(batch["keys"], batch["views"][0] * std + mean):
+            yield batch["epoch"], key, numbers((clip * 255).round().numpy())
+
+
 # ---------------------------------------------------- the order -----------------------------------------------------
 @pytest.fixture(scope="module")
 def forty():
@@ -83,25 +97,23 @@ def test_many_shards_are_read_a_few_at_a_time(forty):
     assert not np.array_equal(np.sort(windows[0]), np.arange(16))  # the shards come in random order too
 
 
-@pytest.mark.parametrize("many", [False, True])
-def test_epoch_batches(many, forty):
-    n, size, shards = (len(forty), 32, forty) if many else (50, 12, None)
-    per_epoch = n // size
-    steps = list(epoch_batches(n, size, 7, 0, 2 * per_epoch + 1, shards))
+def test_epoch_batches(forty):
+    n, per_epoch = len(forty), len(forty) // 32
+    steps = list(epoch_batches(n, 32, 7, 0, 2 * per_epoch + 1, forty))
     assert [e for e, _ in steps] == [0] * per_epoch + [1] * per_epoch + [2]
     for e in (0, 1):
         rows = np.concatenate([b for epoch, b in steps if epoch == e])  # what is left waits for another epoch
-        assert np.array_equal(rows, epoch_order(n, 7, e, shards)[:per_epoch * size])
+        assert np.array_equal(rows, epoch_order(n, 7, e, forty)[:per_epoch * 32])
 
 
-def test_batches_of_forty_tars_are_read_in_windows(tmp_path):
-    for s in range(40):
+def test_batches_of_many_tars_are_read_in_windows(tmp_path):
+    for s in range(20):
         write_tar(tmp_path / f"train-{s:02}.tar", tar_samples(range(2 * s, 2 * s + 2), "png", "txt"))
     for split, start in (("val", 80), ("test", 82)):
         write_tar(tmp_path / f"{split}.tar", tar_samples(range(start, start + 2), "png", "txt"))
     data = common.load_data(str(tmp_path), "train")
-    keys = [k for b in batches_of(data, VIEWS, 8, last=10) for k in b["keys"]]
-    assert keys == [data.key(i) for i in epoch_order(80, 3, 0, np.arange(80) // 2)]
+    keys = [k for b in batches_of(data, VIEWS, 8, last=5) for k in b["keys"]]
+    assert keys == [data.key(i) for i in epoch_order(40, 3, 0, np.arange(40) // 2)]
 
 
 # ---------------------------------------------------- the same run --------------------------------------------------
@@ -158,15 +170,14 @@ def test_two_processes_get_the_batches_of_one(tmp_path):
 
 
 # ---------------------------------------------------- bad samples ---------------------------------------------------
-@pytest.mark.parametrize("workers", [0, 2])
-def test_bad_samples_are_replaced_by_the_next_counted_and_listed(workers, tmp_path):
-    """Rows 3, 4 (in a row) and 35 (the last) of the training split; by the same rule with and without workers."""
+def test_bad_samples_are_replaced_by_the_next_counted_and_listed(tmp_path):
+    """Rows 3, 4 (in a row) and 35 (the last) of the training split."""
     data = common.load_data(str(write_captions(tmp_path, 39)), "train")
     keys = list(data.keys())
     (tmp_path / keys[3]).write_bytes(TRUNCATED)
     (tmp_path / keys[4]).write_bytes(TEXT)
     (tmp_path / keys[35]).unlink()
-    batches = batches_of(data, VIEWS, last=12, workers=workers, folder=tmp_path)
+    batches = batches_of(data, VIEWS, last=12, workers=2, folder=tmp_path)
     seen = [k for b in counted(batches) for k in b["keys"]]
     after = {keys[3]: keys[5], keys[4]: keys[5], keys[35]: keys[0]}
     order = [keys[i] for _, batch in epoch_batches(36, 6, 3, 0, 12) for i in batch]
@@ -174,8 +185,8 @@ def test_bad_samples_are_replaced_by_the_next_counted_and_listed(workers, tmp_pa
     lines = (tmp_path / "bad_samples.txt").read_text(encoding="utf8").splitlines()
     reasons = dict(line.split("\t") for line in lines)
     assert set(batches.bad) == set(after) == set(reasons) and len(lines) == 3  # each once in two epochs
-    assert "truncated" in reasons[keys[3]] and "cannot identify" in reasons[keys[4]]
-    assert "No such file" in reasons[keys[35]]
+    for k, words in ((3, "truncated"), (4, "cannot identify"), (35, "No such file")):
+        assert words in reasons[keys[k]]
 
 
 def test_a_question_goes_with_the_sample_that_was_read(tmp_path):
@@ -188,8 +199,17 @@ def test_a_question_goes_with_the_sample_that_was_read(tmp_path):
     assert batch["keys"] == [names[i] for i in batch["rows"]]
 
 
+def test_a_hundred_bad_samples_in_a_row_are_the_end(tmp_path):
+    path = write_rows(tmp_path / "a.csv", ["image", "caption"], [(f"{i}.png", "words") for i in range(30)])
+    write_tar(tmp_path / "tars" / "train-0.tar", {f"{i:06}": {"jpg": TEXT, "txt": b"a caption"} for i in range(12)})
+    write_tar(tmp_path / "tars" / "val-0.tar", tar_samples(range(2), "jpg", "txt"))
+    for data in (common.load_data(str(path), "train"), stream(tmp_path / "tars")):
+        with pytest.raises(UserError, match="^100 samples in a row cannot be read, the first: .*[0-9].*: "):
+            list(batches_of(data, VIEWS, 4, last=2))
+
+
 # ---------------------------------------------------- clips ---------------------------------------------------------
-def test_random_frames_change_with_the_epoch_and_a_broken_clip_is_replaced(sets, tmp_path):
+def test_random_frames_change_with_the_epoch_and_a_broken_clip_is_replaced(tmp_path):
     names = {k: f"{k:03}.mp4" for k in range(12)}
     write_clips(tmp_path, names)
     broken = tmp_path / names[4]
@@ -197,11 +217,9 @@ def test_random_frames_change_with_the_epoch_and_a_broken_clip_is_replaced(sets,
     rows = [(x, caption(k), "train") for k, x in names.items()] + [(names[0], "x", "val"), (names[0], "x", "test")]
     path = write_rows(tmp_path / "a.csv", ["video", "caption", "split"], rows)
     data = common.load_data(str(path), "train", frames=4, frame_sampling="random")
-    batches, found = batches_of(data, [PLAIN], 12, last=2, side=32), [{}, {}]
-    mean, std = (torch.tensor(x)[:, None, None] for x in (batches.transform.mean, batches.transform.std))
-    for batch in counted(batches):
-        for key, clip in zip(batch["keys"], batch["views"][0] * std + mean):
-            found[batch["epoch"]].setdefault(key, []).append(numbers((clip * 255).round().numpy()))
+    batches, found = batches_of(data, [PLAIN], 12, last=2, side=32), [defaultdict(list), defaultdict(list)]
+    for epoch, key, shown in shown_by(batches):
+        found[epoch][key].append(shown)
     assert [*batches.bad] == [names[4]]
     for seen in found:
         assert {key: len(clips) for key, clips in seen.items()} == {
@@ -253,3 +271,95 @@ def test_evaluation_batches_count_frames_and_leave_out_what_cannot_be_read(tmp_p
     index, _, features, bad = evaluation.embed.encode_images(Model(), data, view, CPU, batch=16, workers=2)
     assert max(sizes) == 4 and len(features) == 9 and [*bad] == ["003.mp4"]
     assert index.tolist() == [k for k in range(10) if k != 3]
+
+
+# ---------------------------------------------------- tars ----------------------------------------------------------
+def test_the_index_of_tars_is_made_anew_when_they_change(tmp_path):
+    write_tar(tmp_path / "0.tar", tar_samples(range(30), "jpg", "txt"))
+    assert len(data_stream.index("x", "train", [tmp_path / "0.tar"], {})) == 30
+    write_tar(tmp_path / "0.tar", tar_samples(range(40), "jpg", "txt"))
+    data = data_stream.index("x", "train", [tmp_path / "0.tar"], {})
+    assert len(data) == 40 and data.captions(39) == [caption(39), caption(39, 1)]
+    write_tar(tmp_path / "1.tar", tar_samples(range(5), "jpg", "txt"))
+    both = data_stream.index("x", "train", [tmp_path / "0.tar", tmp_path / "1.tar"], {})
+    assert both.key(3) == "0/000003" and both.key(41) == "1/000001" and both.shards.tolist() == [0] * 40 + [1] * 5
+
+
+@pytest.mark.parametrize("damage", [lambda c: c[:len(c) // 2], lambda c: b"x" * 512 + c[512:], lambda c: TEXT])
+def test_a_tar_that_cannot_be_read_to_its_end_is_named(damage, tmp_path):
+    content = write_tar(tmp_path / "a.tar", tar_samples(range(20), "jpg", "txt")).read_bytes()
+    (tmp_path / "a.tar").write_bytes(damage(content))
+    complains(tmp_path / "a.tar", "train", "a.tar: not a tar that can be read to its end")
+    found = list(data_stream.read_tar(str(tmp_path / "a.tar")))  # a stream gives what it can, and one bad sample
+    assert isinstance(found[-1][1], Exception) and len(found) < 15
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Four training tars of six samples, and one for val and test."""
+    folder = tmp_path_factory.mktemp("shards")
+    for s in range(4):
+        write_tar(folder / f"train-{s}.tar", tar_samples(range(6 * s, 6 * s + 6), "jpg", "txt"))
+    write_tar(folder / "val-0.tar", tar_samples(range(24, 30), "jpg", "txt"))
+    return str(folder)
+
+
+def stream(folder, buffer=1):
+    return dataclasses.replace(common.load_data(str(folder), "train", streaming=True), buffer=buffer)
+
+
+def items(data, process=0, processes=1, count=None, first=0, local=6):
+    """(key, epoch, views) of one reader: `count` of them, or an epoch of its shards."""
+    reader = iter(data_stream.StreamViews(data, VIEWS, 3, (process, processes), first, local))
+    some = (next(reader) for _ in range(count or 6 * len(data.urls[process::processes])))
+    return [(item["keys"], item["epochs"], item["views"]) for item in some]
+
+
+def test_two_readers_share_an_epoch_between_them(shards):
+    data = stream(shards)
+    left, right, views = items(data, 0, 2), items(data, 1, 2), {i[0]: i[2] for i in items(data)}
+    assert len(left) == len(right) == 12 and {i[0] for i in left + right} == {f"{i:06}" for i in range(24)}
+    # whoever reads a key, its views are the same
+    assert all(torch.equal(a, b) for key, _, v in left + right for a, b in zip(v, views[key], strict=True))
+    assert common.load_data(shards, "val", streaming=True).key(0) == "000024"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_stream_goes_on_at_its_batch(shards, workers):
+    data = stream(shards, buffer=5)
+    whole = [b["keys"] for b in batches_of(data, VIEWS, 4, last=8, workers=workers)]
+    again = [b["keys"] for b in batches_of(data, VIEWS, 4, first=3, last=8, workers=workers)]
+    assert whole[3:] == again and len({*sum(whole, [])}) > 12
+
+
+def test_samples_without_caption_are_left_out_of_an_index_and_bad_in_a_stream(tmp_path):
+    samples = tar_samples(range(12), "jpg", "txt")
+    del samples["000005"]["txt"]
+    samples["000007"]["txt"] = b" "
+    write_tar(tmp_path / "train-0.tar", samples)
+    write_tar(tmp_path / "val-0.tar", tar_samples(range(24, 30), "jpg", "txt"))
+    data = common.load_data(str(tmp_path), "train")
+    assert len(data) == 10 and "2 samples left out, first 000005" in data.note
+    batches = batches_of(stream(tmp_path), VIEWS, 4, last=3)
+    keys = [k for b in counted(batches) for k in b["keys"]]
+    assert {*batches.bad} == {"000005", "000007"} and {*keys} == {*samples} - {"000005", "000007"}
+    assert len(keys) == 12 and keys.count("000006") == keys.count("000008") == 2  # a bad one has the next in its place
+
+
+def test_more_processes_than_shards_is_refused(shards, monkeypatch):
+    for place in (data_stream, data_batches):
+        monkeypatch.setattr(place, "world", lambda: 5)
+    with pytest.raises(UserError, match="4 shards are too few for 5 processes"):
+        next(iter(batches_of(stream(shards), VIEWS, 10)))
+    with pytest.raises(UserError, match="a batch of 8 is not divisible by 5 processes"):
+        batches_of(stream(shards), VIEWS, 8)
+
+
+def test_a_stream_of_videos(tmp_path):
+    write_clips(tmp_path, {k: f"{k:06}.mp4" for k in range(6)})
+    samples = {f"{k:06}": {"mp4": (tmp_path / f"{k:06}.mp4").read_bytes(), "txt": b"x"} for k in range(6)}
+    for name in ("train", "val"):
+        write_tar(tmp_path / "tars" / f"{name}.tar", samples)
+    data = common.load_data(str(tmp_path / "tars"), "train", frames=4, streaming=True)
+    found = [*shown_by(batches_of(dataclasses.replace(data, buffer=3), [PLAIN], 4, last=1, side=32))]
+    assert len(found) == 4 and all(shown == [8 * int(key) + j for j in (0, 2, 5, 7)] for _, key, shown in found)

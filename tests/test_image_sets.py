@@ -1,16 +1,20 @@
-"""Image sets by name, on replicas in the true form of the repositories: tars, parquet, class and prompt files."""
+"""Image sets by name, on replicas in the true form of the repositories: tars, parquet, class and prompt files; their
+long tails: sizes, splits, SDCLR's files, ImageNet100's lists, thirds of the classes; and the table of names."""
 
 import importlib
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import common
 from contrastive import data as data_sets
-from contrastive.data import images as hub_sets
-from contrastive.data.stream import Stream
+from contrastive import evaluation
+from contrastive.data import images, long_tail
 from contrastive.data.table import COMMITS
 from contrastive.encoders.base import hub_encoder
+from contrastive.engine.processes import UserError, read_json
+from contrastive.evaluation.metrics import head_mid_tail
 from contrastive.evaluation.retrieval import lacks
 
 import datasets
@@ -18,165 +22,123 @@ import numpy as np
 import pytest
 import torch
 
+import helpers
 import temo
-from helpers import (
-    CLASSES,
-    complains,
-    encode,
-    picture,
-    tar_samples,
-    write_parquet_images,
-    write_rows,
-    write_tar,
-)
+import temperature_schedules as ts
+from helpers import CLASSES, complains, encode, picture, rows, run_script, tar_samples, write_images, write_tar
+
+
+def write_table(path, names, image, label, numbers, classes, pictures=picture):
+    """A parquet file as the hub has them: `image` without paths, and the class number of each row."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    features = datasets.Features({image: datasets.Image(), label: datasets.ClassLabel(names=names)})
+    content = {image: [{"bytes": encode(pictures(i)), "path": None} for i in numbers], label: [*map(int, classes)]}
+    datasets.Dataset.from_dict(content, features=features).to_parquet(str(path))
+
+
+def write_classes(path, classes, kind="png", **options):
+    """A tar of a classification set, s0.png and s0.cls; classes {number of the picture: class}."""
+    write_tar(path, {f"s{i:07}": {"cls": str(y).encode(), kind: encode(picture(i % 100), kind, **options)}
+                     for i, y in classes.items()})
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A folder with local copies: coco, flickr30k, dtd, cc3m, cifar100."""
+    """A folder with local copies: coco, flickr30k, dtd, cc3m, cc12m, cifar100."""
     root = tmp_path_factory.mktemp("hub")
     for name in ("coco", "flickr30k"):
-        for split, numbers in (("train", range(20, 32)), ("test", range(12))):
-            half = list(numbers)
-            for shard, part in enumerate((half[:6], half[6:])):
-                samples = tar_samples(part, "jpg", "txt").values()
-                write_tar(root / name / split / f"{shard}.tar", {f"s{i:07}": p for i, p in zip(part, samples)})
-            (root / name / split / "nshards.txt").write_text("2")
-        (root / name / "dataset_type.txt").write_text("retrieval")
-    for split, numbers in (("train", range(12, 30)), ("test", range(12))):
-        samples = {f"s{i:07}": {"cls": str(i % 3).encode(), "webp": encode(picture(i), "webp", lossless=True)}
-                   for i in numbers}
-        write_tar(root / "dtd" / split / "0.tar", samples)
-        (root / "dtd" / split / "nshards.txt").write_text("1")
-    prompts = "a photo of a {c} texture.\na photo of a {c} pattern.\n"
+        for split, first in (("test", 0), ("train", 20)):
+            for shard in range(2):
+                write_tar(root / name / split / f"{shard}.tar",
+                          tar_samples(range(first + 6 * shard, first + 6 * shard + 6), "jpg", "txt"))
+    write_classes(root / "dtd" / "test" / "0.tar", {i: i % 3 for i in range(12)}, "webp", lossless=True)
     (root / "dtd" / "classnames.txt").write_text("apple\npear_tree\nzebra\n\n")
-    (root / "dtd" / "zeroshot_classification_templates.txt").write_text(prompts)
-    for shard in range(4):
-        samples = tar_samples(range(10 * shard, 10 * shard + 10), "jpg", "json", "txt")
-        write_tar(root / "cc3m" / f"cc3m-train-{shard:04}.tar", samples)
-    write_tar(root / "cc3m" / "cc3m-validation-0000.tar", tar_samples(range(40, 46), "jpg", "json", "txt"))
-    fine, coarse = datasets.ClassLabel(names=CLASSES), datasets.ClassLabel(names=["a", "b"])
-    features = datasets.Features(img=datasets.Image(), fine_label=fine, coarse_label=coarse)
-    (root / "cifar100" / "cifar100").mkdir(parents=True)
+    (root / "dtd" / "zeroshot_classification_templates.txt").write_text("a {c} texture.\na {c} pattern.\n")
+    for name, numbers in (("cc3m/cc3m-train-0000", range(10)), ("cc3m/cc3m-train-0001", range(10, 20)),
+                          ("cc3m/cc3m-validation-0000", range(40, 46)), ("cc12m/cc12m-train-0000", range(3)),
+                          ("cc12m/cc12m-train-0001", range(3, 6)), ("cc12m/cc12m-train-2175", range(6, 9))):
+        write_tar(root / f"{name}.tar", tar_samples(numbers, "jpg", "json", "txt"))
     for split, numbers in (("train", range(34)), ("test", range(20, 26))):
-        rows = {"img": [{"bytes": encode(picture(i)), "path": None} for i in numbers],
-                "fine_label": [i % 3 for i in numbers], "coarse_label": [i % 2 for i in numbers]}
-        file = root / "cifar100" / "cifar100" / f"{split}-00000-of-00001.parquet"
-        datasets.Dataset.from_dict(rows, features=features).to_parquet(str(file))
+        write_table(root / "cifar100" / "cifar100" / f"{split}-00000-of-00001.parquet", CLASSES, "img", "fine_label",
+                    numbers, [i % 3 for i in numbers])
     return root
 
 
-def test_retrieval_tars_have_a_caption_a_line(hub):
-    data = common.load_data("coco", "test", data_dir=str(hub / "coco"))
-    assert len(data) == 12 and data.key(3) == "s0000003" and data.has_captions
-    assert data.captions(3) == ["picture number 3, take 0", "picture number 3, take 1"]
-    assert np.abs(data.read(3).permute(1, 2, 0).numpy().astype(int) - picture(3)).mean() < 3
-    assert "WARNING: 12 examples, 5,000 expected" in data.note
-    assert len(common.load_data("flickr30k", "train", data_dir=str(hub / "flickr30k"))) == 12
-    stream = common.load_data("coco", "train", data_dir=str(hub / "coco"), streaming=True)
-    assert stream.urls == [str(hub / "coco" / "train" / f"{k}.tar") for k in (0, 1)]
+# ---------------------------------------------------- the hub's sets ------------------------------------------------
+WORDS = [c.replace("_", " ") for c in CLASSES]
+EXPECTED = {  # (set, split): numbers of the pictures, captions of each, words of the note
+    ("coco", "test"): (range(12), lambda i: [helpers.caption(i), helpers.caption(i, 1)], "12 examples, 5,000 expected"),
+    ("flickr30k", "train"): (range(20, 32), lambda i: [helpers.caption(i), helpers.caption(i, 1)], "29,000 expected"),
+    ("dtd", "test"): (range(12), lambda i: [WORDS[i % 3]], "no captions: the classes serve as captions"),
+    ("cc3m", "train"): (range(20), lambda i: [helpers.caption(i), helpers.caption(i, 1)], "2,910,000 expected"),
+    ("cc3m", "val"): (range(40, 46), lambda i: [helpers.caption(i), helpers.caption(i, 1)], "13,400 expected"),
+    ("cc12m", "train"): (range(6), lambda i: [helpers.caption(i), helpers.caption(i, 1)], ""),
+    ("cc12m", "val"): (range(6, 9), lambda i: [helpers.caption(i), helpers.caption(i, 1)], ""),  # the last shard
+    ("cifar100", "test"): (range(20, 26), lambda i: [WORDS[i % 3]], "10,000 expected")}
 
 
-def test_classification_tars_bring_class_names_and_prompts(hub):
-    data = common.load_data("dtd", "test", data_dir=str(hub / "dtd"))
-    assert data.label_names == CLASSES and data.labels.tolist() == [i % 3 for i in range(12)] and not data.has_captions
-    assert data.prompts == ["a photo of a {c} texture.", "a photo of a {c} pattern."]
-    assert torch.equal(data.read(5).permute(1, 2, 0), torch.from_numpy(picture(5)))
-    assert data.column("captions")[:3] == [["apple"], ["pear tree"], ["zebra"]]
-    assert "no captions: the classes serve as captions" in data.note
+@pytest.mark.parametrize("name, split", EXPECTED)
+def test_the_rows_of_a_set(name, split, hub):
+    numbers, captions, words = EXPECTED[name, split]
+    data = common.load_data(name, split, data_dir=str(hub / name))
+    assert data.column("captions") == [captions(i) for i in numbers] and words in data.note and data.split == split
+    off = [np.abs(data.read(k).permute(1, 2, 0).numpy().astype(int) - picture(i)).mean() for k, i in enumerate(numbers)]
+    assert max(off) < 3
+    if name in ("dtd", "cifar100"):
+        assert data.label_names == CLASSES and data.labels.tolist() == [i % 3 for i in numbers]
+        assert data.prompts == (["a {c} texture.", "a {c} pattern."] if name == "dtd" else images.CIFAR_PROMPTS)
 
 
-def test_two_classes_of_one_name_stay_two(tmp_path):
-    """CLIP's names for ImageNet have some names twice; a label beyond the names is said."""
-    samples = {f"s{i}": {"cls": str(i % 3).encode(), "png": encode(picture(i))} for i in range(6)}
-    write_tar(tmp_path / "test" / "0.tar", samples)
-    (tmp_path / "classnames.txt").write_text("missile\nant\nmissile\n")
-    data = common.load_data("dtd", "test", data_dir=str(tmp_path))
-    assert data.labels.tolist() == [0, 1, 2] * 2
-    assert [n.strip() for n in data.label_names] == ["missile", "ant", "missile"]
-    (tmp_path / "classnames.txt").write_text("a\nb\n")
+def test_streams_of_the_hub_s_tars(hub, monkeypatch):
+    for name, shards in (("coco", ["0.tar", "1.tar"]), ("cc12m", ["cc12m-train-0000.tar", "cc12m-train-0001.tar"]),
+                         ("cc3m", ["cc3m-train-0000.tar", "cc3m-train-0001.tar"])):
+        stream = common.load_data(name, "train", data_dir=str(hub / name), streaming=True)
+        assert [Path(url).name for url in stream.urls] == shards and stream.streamed
+    assert stream.length == 2_910_000 and sorted(stream.first_captions(40))[0] == helpers.caption(0)
+    assert len(common.load_data("cc3m", "val", data_dir=str(hub / "cc3m"), streaming=True)) == 6
+    monkeypatch.setitem(images.SETS["cc3m"], "also", {"train": 20})  # the count of either paper will do
     data_sets._named.cache_clear()
-    complains("dtd", "test", "a label is 2, but there are 2 class names", data_dir=str(tmp_path))
+    assert "WARNING" not in common.load_data("cc3m", "train", data_dir=str(hub / "cc3m")).note
 
 
-def test_the_last_shard_of_cc12m_is_its_val_and_not_trained_on(tmp_path):
-    for k, shard in enumerate(("0000", "0001", "2175")):
-        write_tar(tmp_path / f"cc12m-train-{shard}.tar", tar_samples(range(3 * k, 3 * k + 3), "jpg", "txt"))
-    train, val = (common.load_data("cc12m", s, data_dir=str(tmp_path)) for s in ("train", "val"))
-    assert train.column("key") == [f"{i:06}" for i in range(6)] and val.column("key") == ["000006", "000007", "000008"]
-    stream = common.load_data("cc12m", "train", data_dir=str(tmp_path), streaming=True)
-    assert [Path(u).name for u in stream.urls] == ["cc12m-train-0000.tar", "cc12m-train-0001.tar"]
-
-
-def test_parquet_tables(hub):
-    data = common.load_data("cifar100", "test", data_dir=str(hub / "cifar100"))
-    assert len(data) == 6 and data.label_names == CLASSES and list(data.labels) == [i % 3 for i in range(20, 26)]
-    assert torch.equal(data.read(0).permute(1, 2, 0), torch.from_numpy(picture(20)))
-    assert data.prompts == hub_sets.CIFAR_PROMPTS and len(data.prompts) == 18
+def test_a_split_that_a_set_lacks(hub):
     where = {"data_dir": str(hub / "cifar100")}
     held, rest = (common.load_data("cifar100", s, hold_out_val=True, **where) for s in ("val", "train"))
-    assert held.column("key") == ["33"] and len(rest) == 33  # images without names: the number of the row
-    assert "33" not in rest.column("key") and len(common.load_data("cifar100", "train", **where)) == 34
+    assert held.column("key") == ["33"] and rest.column("key") == [*map(str, range(33))]  # no names: numbers of rows
     complains("cifar100", "val", "cifar100 has no val split; it has: train, test; --hold-out-val takes", **where)
+    complains("cc3m", "test", "cc3m has no test split; it has: train, val")
+    for name in ("coco", "cifar10"):  # and no hub
+        complains(name, "test", f"a local copy: --data-dir, to evaluate on {name}=DIR")
 
 
 def test_classes_of_imagenet_have_the_first_of_their_names(tmp_path):
     names = ["tench, Tinca tinca", "crane", "great white shark, white shark, man-eater", "crane, machine"]
-    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names))
-    rows = {"image": [{"bytes": encode(picture(i)), "path": None} for i in range(8)], "label": [0, 1, 2, 3] * 2}
-    (tmp_path / "data").mkdir()
     file = tmp_path / "data" / "validation-00000-of-00001.parquet"  # the papers' test
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(file))
+    write_table(file, names, "image", "label", range(8), [0, 1, 2, 3] * 2)
     data = common.load_data("imagenet", "test", data_dir=str(tmp_path))
     assert [n.strip() for n in data.label_names] == ["tench", "crane", "great white shark", "crane"]
     assert data.captions(2) == ["great white shark"] and data.labels.tolist() == [0, 1, 2, 3] * 2
-    assert data.split == "test" and data.prompts == hub_sets.IMAGENET_PROMPTS
+    assert data.split == "test" and data.prompts == images.IMAGENET_PROMPTS
     complains("imagenet", "test", "come with the tars of imagenet1k alone", data_dir=str(tmp_path), class_names="clip")
 
 
 def test_imagenet_has_clip_s_prompts_and_the_names_that_are_asked_for(tmp_path):
     """The tars have CLIP's names and perhaps other prompts beside them; WordNet's first names are the default."""
-    prompts = hub_sets.IMAGENET_PROMPTS
+    prompts, where = images.IMAGENET_PROMPTS, {"data_dir": str(tmp_path)}
     some = ["a photo of a {c}.", "itap of my {c}.", "the {c} in a video game.", "a jpeg corrupted photo of the {c}.",
             "the plushie {c}.", "graffiti of a {c}.", "a photo of the hard to see {c}.", "a photo of many {c}."]
     assert len(set(prompts)) == 80 == len(prompts) and {*some} < {*prompts}
-    assert all(p.count("{c}") == 1 and "  " not in p for p in prompts)
-    samples = {f"s{i}": {"cls": str(i).encode(), "png": encode(picture(i % 100))} for i in (0, 134, 517)}
-    write_tar(tmp_path / "test" / "0.tar", samples)
+    assert all(p.count("{c}") == 1 and "  " not in p for p in (*prompts, *images.CIFAR_PROMPTS))
+    assert len(set(images.CIFAR_PROMPTS)) == 18
+    write_classes(tmp_path / "test" / "0.tar", {i: i for i in (0, 134, 517)})
     (tmp_path / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n")
-    of, where = {}, {"data_dir": str(tmp_path)}
     complains("imagenet1k", "test", "--class-names clip: no classnames.txt in ", class_names="clip", **where)
     (tmp_path / "classnames.txt").write_text("\n".join(f"name {i}" for i in range(1000)))
-    for names in ("wordnet", "clip"):
-        data = common.load_data("imagenet1k", "test", class_names=names, **where)
-        of[names] = [data.captions(k)[0].strip() for k in range(3)]
+    for flags, names in (({}, ["tench", "crane bird", "crane"]),
+                         ({"class_names": "clip"}, ["name 0", "name 134", "name 517"])):
+        data = common.load_data("imagenet1k", "test", **where, **flags)
+        assert [data.captions(k)[0].strip() for k in range(3)] == names
         assert data.prompts == prompts and len(set(data.label_names)) == 1000
-    assert of == {"wordnet": ["tench", "crane bird", "crane"], "clip": ["name 0", "name 134", "name 517"]}
-    assert common.load_data("imagenet1k", "test", **where).captions(0) == ["tench"]
-
-
-def test_cc3m_streams_or_is_indexed(hub):
-    options = {"data_dir": str(hub / "cc3m")}
-    stream = common.load_data("cc3m", "train", streaming=True, **options)
-    assert isinstance(stream, Stream) and stream.streamed and len(stream.urls) == 4 and stream.length == 2_910_000
-    assert sorted(stream.first_captions(40))[0] == "picture number 0, take 0"
-    indexed = common.load_data("cc3m", "train", **options)
-    assert isinstance(indexed, common.Data) and not indexed.streamed and len(indexed) == 40
-    assert indexed.shards.tolist() == [shard for shard in range(4) for _ in range(10)]
-    assert len(common.load_data("cc3m", "val", streaming=True, **options)) == 6
-    complains("cc3m", "test", "cc3m has no test split; it has: train, val", **options)
-
-
-def test_without_the_hub_one_line_says_what_to_do():
-    for name, split in (("coco", "test"), ("cifar10", "test"), ("cc3m", "val")):
-        complains(name, split, f"a local copy: --data-dir, to evaluate on {name}=DIR")
-
-
-def test_the_17_sets_of_table_7_are_there():
-    assert len(hub_sets.TEMO_17) == 17 and all("test" in hub_sets.SETS[n]["splits"] for n in hub_sets.TEMO_17)
-    expected = {"cifar10": 10_000, "mnist": 10_000, "food101": 25_250, "imagenet1k": 50_000}
-    assert {n: hub_sets.SETS[n]["splits"]["test"] for n in expected} == expected
-    assert all(set(facts["splits"]) == set(facts.get("files", facts["splits"])) for facts in hub_sets.SETS.values())
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -191,13 +153,7 @@ def test_the_cc3m_recipe_trains_on_tars_and_is_evaluated_on_three_sets(streaming
     assert summary["test"]["coco"]["captions"] == 24
 
 
-@pytest.mark.parametrize("n, there", [(2_860_000, True), (3_318_333, True), (3_300_000, True), (3_100_000, False),
-                                      (2_800_000, False)])
-def test_cc3m_is_that_of_temo_or_of_mm_ts(n, there):
-    """Pages vanished between the two papers; a count between them is neither's."""
-    counts = [hub_sets.SETS["cc3m"]["splits"]["train"], hub_sets.SETS["cc3m"]["also"]["train"]]
-    assert any(abs(n - count) <= hub_sets.SETS["cc3m"]["about"] * count for count in counts) == there
-
+# ---------------------------------------------------- revisions -----------------------------------------------------
 A, B, C = "a" * 40, "b" * 40, "c" * 40  # commits
 
 
@@ -205,19 +161,18 @@ def test_a_data_set_of_the_hub_at_a_commit(tmp_path, monkeypatch):
     """dtd@COMMIT is read at that commit; a commit that the cache lacks, and one of what is not from the hub, are
     refused; a path is a path."""
     repo = tmp_path / "datasets--clip-benchmark--wds_vtab-dtd"
-    for commit, classes in ((A, "x y z"), (B, "p q r")):
-        samples = {f"s{i}": {"cls": str(i % 3).encode(), "png": encode(picture(i))} for i in range(6)}
-        write_tar(repo / "snapshots" / commit / "test" / "0.tar", samples)
-        (repo / "snapshots" / commit / "classnames.txt").write_text("\n".join(classes.split()))
+    for commit, classes in ((A, "x\ny\nz"), (B, "p\nq\nr")):
+        write_classes(repo / "snapshots" / commit / "test" / "0.tar", {i: i % 3 for i in range(6)})
+        (repo / "snapshots" / commit / "classnames.txt").write_text(classes)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(A)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for name, names in (("dtd", ["x", "y", "z"]), (f"dtd@{B}", ["p", "q", "r"])):
+    for name, names, commit in (("dtd", ["x", "y", "z"], A), (f"dtd@{B}", ["p", "q", "r"], B)):
         data = common.load_data(name, "test")
-        assert data.label_names == names and data.name == "dtd" and COMMITS[hub_sets.SETS["dtd"]["repo"]] == (
-            A if name == "dtd" else B)
+        assert data.label_names == names and data.name == "dtd"
+        assert COMMITS["clip-benchmark/wds_vtab-dtd"] == commit
     complains(f"dtd@{C}", "test", "dtd: clip-benchmark/wds_vtab-dtd ")
-    path = write_rows(tmp_path / "a@home.csv", ["image", "caption"], [("1.png", "x")])
+    path = helpers.write_rows(tmp_path / "a@home.csv", ["image", "caption"], [("1.png", "x")])
     assert len(common.load_data(str(path), "train")) == 1
     for name, options in ((f"dtd@{B}", {"data_dir": str(tmp_path)}), (f"emoji@{B}", {}), (f"{tmp_path}@{B}", {})):
         complains(name, "test", "only what is read from the hub has a revision", **options)
@@ -228,21 +183,30 @@ def test_a_run_on_a_commit_of_own_data_and_weights_says_which(tmp_path, tiny, mo
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     for split, numbers in (("train", range(30)), ("test", range(30, 40))):
-        write_parquet_images(tmp_path / "pictures" / f"{split}.parquet", numbers)
+        helpers.write_parquet_images(tmp_path / "pictures" / f"{split}.parquet", numbers)
     builder = datasets.load_dataset_builder(str(tmp_path / "pictures"))
     builder.download_and_prepare(str(tmp_path / "datasets" / "some___pictures" / "default" / "0.0.0" / A))
     complains(f"some/pictures@{B}", "train", f"the cache of some/pictures has the commit {A} alone")
-    args = temo.parse_args(["--dataset", f"some/pictures@{A}", "--image-encoder", "small", "--text-encoder", "small",
-                            "--no-pretrained", "--batch-size", "8", "--max-steps", "1", "--image-size", "24", "--cpu",
-                            "--workers", "0", "--eval-every", "0", "--output-dir", str(tmp_path), "--run-name", "r"])
-    assert (args.dataset, args.revision) == ("some/pictures", A)
-    summary = temo.main(args)
+    summary = run_script(temo, tmp_path / "r", "--dataset", f"some/pictures@{A}",
+                         *"--image-encoder small --text-encoder small --no-pretrained --batch-size 8 --max-steps 1 "
+                          "--image-size 24 --cpu --workers 0 --eval-every 0".split())
     assert summary["hub"]["some/pictures"] == A and summary["dataset"] == "some/pictures"
     shutil.copytree(tiny("bert")[0], tmp_path / "models--some--bert" / "snapshots" / C)
     (tmp_path / "models--some--bert" / "refs").mkdir()
     (tmp_path / "models--some--bert" / "refs" / "main").write_text(C)
     hub_encoder("some/bert", "text", True, None)
     assert COMMITS["some/bert"] == C
+
+
+# ---------------------------------------------------- the table of names ---------------------------------------------
+def test_every_set_says_what_it_is():
+    files = [f"contrastive.data.{f.stem}" for f in Path(data_sets.__file__).parent.glob("*.py") if f.stem != "__init__"]
+    rooms = [room for room in map(importlib.import_module, files) if hasattr(room, "SETS")]
+    assert data_sets.MODULES == {name: room.__name__ for room in rooms for name in room.SETS}  # the table and the files
+    for name, facts in ((name, facts) for room in rooms for name, facts in room.SETS.items()):
+        assert set(facts["splits"]) <= {"train", "val", "test"} and facts["licence"], name
+        assert set(facts.get("files", facts["splits"])) == set(facts["splits"]), name
+    assert len(images.TEMO_17) == 17 and all("test" in images.SETS[n]["splits"] for n in images.TEMO_17)
 
 
 def test_classes_of_own_tars_have_numbers_and_no_names(tmp_path):
@@ -255,37 +219,171 @@ def test_classes_of_own_tars_have_numbers_and_no_names(tmp_path):
     assert why == {"knn": "", "zero-shot": "the classes have no names"}
 
 
-
-# ---------------------------------------------------- the table of names ---------------------------------------------
-A_SET = '''"""A data set is one file."""
-import common
-import torch
-SETS = {"zz-noise": {"splits": {"train": 24, "val": 4, "test": 4}, "licence": "none", "where": "drawn here"}}
-def load(name, split, options):
-    n = SETS[name]["splits"][split]
-    table = common.make_table([[f"noise number {i}"] for i in range(n)], [f"{split} {i}" for i in range(n)])
-    pixels = torch.arange(n * 3 * 16 * 16).view(n, 3, 16, 16).to(torch.uint8)
-    return common.Data(name, split, table, pixels=pixels, note="zz was here")
-'''
+# ---------------------------------------------------- long tails -----------------------------------------------------
+def sizes_of(data):
+    return np.bincount(data.labels, minlength=len(data.label_names))
 
 
-def test_a_new_set_is_one_file_and_a_line(tmp_path, monkeypatch):
-    (tmp_path / "zz_test_set.py").write_text(A_SET)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(data_sets.MODULES, "zz-noise", "zz_test_set")
-    train, evals = data_sets.open_data(temo.parse_args(["--dataset", "zz-noise", "--batch-size", "8"]))
-    assert (len(train), train.note) == (24, "zz was here") and {k: len(d) for k, d in evals["zz-noise"].items()} == {
-        "val": 4, "test": 4}
+def test_long_tail_counts_are_the_papers():
+    ten, hundred = common.long_tail_counts(4500, 10, 100), common.long_tail_counts(450, 100, 100)
+    assert ten == [4500, 2697, 1617, 969, 581, 348, 208, 125, 75, 45] and sum(ten) == 11_165
+    assert sum(hundred) == 9_754 and (hundred[0], hundred[-1]) == (450, 4)
+    assert common.long_tail_counts(100, 5, 1) == [100] * 5
 
 
-def test_every_set_says_what_it_is():
-    files = [f"contrastive.data.{f.stem}" for f in Path(data_sets.__file__).parent.glob("*.py") if f.stem != "__init__"]
-    rooms = [room for room in map(importlib.import_module, files) if hasattr(room, "SETS")]
-    names = [name for room in rooms for name in room.SETS]
-    assert len(names) == len(set(names)) and all(callable(room.load) for room in rooms)
-    assert data_sets.MODULES == {name: room.__name__ for room in rooms for name in room.SETS}  # the table and the files
-    for room in rooms:
-        for name, facts in room.SETS.items():
-            assert set(facts["splits"]) <= {"train", "val", "test"} and facts["licence"], name
-            assert data_sets.find_set(name) is room and data_sets.splits_of(name) == tuple(facts["splits"])
-    assert data_sets.find_set("no/such") is None and data_sets.splits_of("no/such") == ("train", "val", "test")
+def test_emoji_classes_and_a_ratio_that_they_do_not_have():
+    """Sets with a tail of their own: the order of the classes is drawn, and a small one may have to be the largest."""
+    sets = long_tail.labelled_sets("emoji")
+    assert len(sets["train"]) == 3118 and len(sizes_of(sets["train"])) == 70 and sizes_of(sets["train"]).min() == 5
+    assert set(sizes_of(sets["test"])) == {2} and set(sizes_of(sets["val"])) == {1}
+    base = {s: {k.split()[0] for k in d.keys()} for s, d in sets.items()}
+    assert not base["train"] & base["test"] and not base["train"] & base["val"] and not base["val"] & base["test"]
+    train = long_tail.labelled_sets("emoji", 10, 0)["train"]
+    said = re.search(r"WARNING: .*-ratio 10 takes; the ratio is ([\d.]+), (\d+) to (\d+) images", train.note)
+    assert list(map(int, said.group(2, 3))) == [sizes_of(train).max(), sizes_of(train).min()] and float(said[1]) > 11
+
+
+def write_cifar(root, labels, pictures, splits):
+    """A local copy in the form of uoft-cs/cifar10: splits {name: numbers}."""
+    for split, numbers in splits.items():
+        file, names = root / f"{split}-00000-of-00001.parquet", [f"class {c}" for c in range(10)]
+        write_table(file, names, "img", "label", numbers, [labels[i] for i in numbers], pictures)
+    return str(root)
+
+
+def test_cifar_long_tail(tmp_path):
+    """Ten classes of 20 and 4 images."""
+    root = write_cifar(tmp_path, np.arange(200) % 10, lambda i: picture(i % 120, 32, 32),
+                       {"train": range(200), "test": range(40)})
+
+    def open_sets(ratio, split_seed=0, name="cifar10-lt", **options):
+        return long_tail.labelled_sets(name, ratio, split_seed, data_dir=root, **options)
+    sets = open_sets(9)
+    sizes = sizes_of(sets["train"])
+    assert sorted(sizes)[::-1] == common.long_tail_counts(18, 10, 9)  # a tenth of each class is set aside
+    assert len(sets["val"]) == 20 and len(sets["test"]) == 40 and sets["train"].pixels.shape[1:] == (3, 32, 32)
+    assert not {*sets["train"].keys()} & {*sets["val"].keys()}
+    assert not np.array_equal(sizes_of(open_sets(9, 1)["train"]), sizes)  # another split, another order of the classes
+    assert np.array_equal(sizes_of(open_sets(1)["train"]), [18] * 10)
+    with pytest.raises(UserError, match="--imbalance-ratio 100 leaves 4 of 10 classes without an image; the largest"):
+        common.load_data("cifar10-lt", "train", data_dir=root)  # the usual tail, in any other program
+    # by its plain name it has no val: everything is trained on, or --hold-out-val takes one out; cifar10-lt has its own
+    plain, held = (open_sets(0, name="cifar10", hold_out_val=h) for h in (False, True))
+    assert set(plain) == {"train", "test"} and len(plain["train"]) == 200
+    train, val = ({*held[s].keys()} for s in ("train", "val"))
+    assert val and not train & val and len(train | val) == 200
+    same = open_sets(9, hold_out_val=True)
+    assert all([*sets[s].keys()] == [*same[s].keys()] for s in sets)
+
+
+def test_index_files_of_sdclr_name_torchvision_s_images(tmp_path):
+    """500 images, whose colour is their number in torchvision's order; in the hub's files the batches come as in the
+    tar. A copy in torchvision's order is refused."""
+    labels, tail_of = np.random.default_rng(1).permutation(np.repeat(range(10), 50)), [3, 7, 1, 0, 9, 2, 8, 5, 6, 4]
+    for name, order in (("hub", (4, 3, 2, 5, 1)), ("other", (1, 2, 3, 4, 5))):
+        write_cifar(tmp_path / name, labels, lambda i: np.full((32, 32, 3), (i % 256, i // 256, 0), dtype=np.uint8),
+                    {"train": np.concatenate([np.arange(100 * b - 100, 100 * b) for b in order]), "test": range(40)})
+
+    def open_sets(file, root="hub", ratio=10, **more):
+        return long_tail.labelled_sets("cifar10-lt", ratio, 0, index_file=str(tmp_path / file),
+                                       data_dir=str(tmp_path / root), **more)
+
+    def numbers_of(data):
+        return (data.pixels[:, 0, 0, 0].numpy() + 256 * data.pixels[:, 1, 0, 0].numpy().astype(int)).tolist()
+    sizes, rng, files = common.long_tail_counts(44, 10, 10), np.random.default_rng(0), {}
+    for name, of_class in (("tail", sizes), ("uniform", [16] * 10)):
+        chosen = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(tail_of, of_class)]
+        files[name] = rng.permutation(np.concatenate(chosen))
+    files |= {"val": np.setdiff1d(np.arange(500), files["tail"])[:30], "out": np.array([3, 999])}
+    for name, indices in files.items():
+        np.save(tmp_path / f"{name}.npy", indices)
+    sets = open_sets("tail.npy")
+    assert numbers_of(sets["train"]) == files["tail"].tolist() and sizes_of(sets["train"])[tail_of].tolist() == sizes
+    assert not {*numbers_of(sets["val"])} & {*files["tail"].tolist()} and {*sizes_of(sets["val"])} == {5}  # a tenth
+    for ratio in (0, 1):  # without a tail
+        assert numbers_of(open_sets("uniform.npy", ratio=ratio)["train"]) == files["uniform"].tolist()
+    val = open_sets("tail.npy", val_file=str(tmp_path / "val.npy"))["val"]
+    assert sorted(numbers_of(val)) == files["val"].tolist()
+    for file, more, words in (("tail.npy", dict(root="other"), "torchvision's, and the images in the order of the hub"),
+                              ("uniform.npy", dict(root="other", ratio=1), "not a long tail of --imbalance-ratio 1: "),
+                              ("uniform.npy", {}, "not a long tail of --imbalance-ratio 10: "),
+                              ("out.npy", {}, "^--index-file .*out.npy: index 999 is out of bounds .* size 500$")):
+        with pytest.raises(UserError, match=words):
+            open_sets(file, **more)
+    for name, kind in (("cifar10-lt", "few_shot"), ("emoji", "index")):
+        with pytest.raises(UserError, match=f"-file x: --dataset {name} does not use it"):
+            long_tail.labelled_sets(name, **{f"{kind}_file": "x"})
+    assert long_tail._rows("cifar100", "", str(tmp_path / "val.npy"), 500).tolist() == files["val"].tolist()
+
+
+@pytest.fixture(scope="module")
+def lists(tmp_path_factory):
+    """A small ImageNet tree and lists in the form of SDCLR's: 48, 30 and 6 images of three classes."""
+    root = tmp_path_factory.mktemp("imagenet")
+    for c in range(3):
+        write_images(root / "train" / f"n0{c}", range(60), "jpg")
+    keys = [[f"train/n0{c}/{i:03}.jpg {c}\n" for i in range(60)] for c in range(3)]
+    for name, slices in (("index", [(0, 48), (0, 30), (0, 6)]), ("val", [(50, 52)] * 3), ("few_shot", [(53, 55)] * 3),
+                         ("test", [(56, 60)] * 3)):
+        lines = [line for of, (first, last) in zip(keys, slices) for line in of[first:last]]
+        (root / f"{name}.txt").write_text("".join(lines))
+    return root
+
+
+def test_imagenet100_list_files(lists):
+    keys = {name: [line.split()[0] for line in (lists / f"{name}.txt").read_text().splitlines()]
+            for name in ("index", "test", "val", "few_shot")}
+    for names in (("index", "test"), ("index", "test", "val", "few_shot")):
+        sets = long_tail.labelled_sets("imagenet100-lt", data_dir=str(lists),
+                                       **{f"{name}_file": str(lists / f"{name}.txt") for name in names})
+        renamed = {"index": "train", "few_shot": "few-shot"}  # nothing is held out
+        assert {s: [*d.keys()] for s, d in sets.items()} == {renamed.get(name, name): keys[name] for name in names}
+    assert sizes_of(sets["train"]).tolist() == [48, 30, 6]
+
+
+def test_imagenet100_runs_without_val(lists, tmp_path, monkeypatch):
+    probed, scores = [], evaluation.by_class.class_metrics
+    monkeypatch.setattr(evaluation.retrieval, "class_metrics", lambda *args: (probed.append(args[3]), scores(*args))[1])
+    files = [word for kind in ("index", "test", "few-shot")
+             for word in (f"--{kind}-file", lists / f"{kind.replace('-', '_')}.txt")]
+    flags = [*"--cpu --dataset imagenet100-lt --image-encoder small --head-norm none --image-size 24".split(),
+             *"--batch-size 8 --workers 0 --max-steps 2 --shot-limits 40 10 --log-every 1".split(), "--data-dir", lists,
+             *files]
+    summary = run_script(ts, tmp_path / "r", *flags)
+    assert summary["val"] == {"imagenet100-lt": {}} and summary["eval_epoch_val"] is None
+    spec = read_json(tmp_path / "r" / "model.json")
+    assert (spec["eval_crop"], common.load_model(tmp_path / "r")[2].short) == (0.875, round(24 / 0.875))
+    found = [r for r in rows(tmp_path / "r") if "eval" in r]
+    assert all(r["eval"] == {"imagenet100-lt": {}} and r["coverage"] > 0 for r in found) and len(found) == 2
+    few = summary["test"]["imagenet100-lt"]["few-shot"]
+    assert {"top1", "head", "mid", "tail"} <= few.keys() and len(probed[-1][0]) == 6  # the images of the list
+    with pytest.raises(UserError, match="imagenet100-lt has no val split; see --val-file"):
+        run_script(ts, tmp_path / "auto", *flags, *"--eval-epoch auto --eval-every 1".split())
+
+
+def test_few_shot_probe_learns_from_its_own_images():
+    """Axes 0..3 as classes: the training images say another class than the few-shot images."""
+    eye = torch.eye(4)
+    train, y = eye.repeat(6, 1), np.roll(np.arange(4), 1).tolist() * 6
+    data = ["probe"], (None, train, np.array(y)), (None, eye, np.arange(4))
+    metrics, _, _ = evaluation.by_class.class_metrics(*data, few=(None, eye, np.arange(4)))
+    assert metrics["few-shot"]["top1"] == 100 and metrics["all"]["top1"] == 0
+    assert evaluation.by_class.class_metrics(*data)[0]["few-shot"]["top1"] == 0
+
+
+def test_head_mid_tail_of_imagenet100():
+    sizes = np.r_[np.linspace(1280, 101, 39).astype(int), [100] * 24, [20] * 24, [19] * 12, 6]
+    labels, hit = np.repeat(np.arange(100), sizes), {c: float(c) for c in range(100)}
+    parts = head_mid_tail(labels, hit, [100, 20])
+    assert parts == {"head": np.mean(range(39)), "mid": np.mean(range(39, 87)), "tail": np.mean(range(87, 100))}
+    assert head_mid_tail(labels, hit)["head"] == np.mean(range(34)) == head_mid_tail(labels, hit, [0, 0])["head"]
+
+
+def test_own_class_folders_with_a_tail(tmp_path, capsys):
+    for c, name in enumerate(helpers.CLASSES):
+        write_images(tmp_path / "data" / name, range(40 * c, 40 * c + 40))
+    helpers.few_steps(ts, tmp_path / "r", "--dataset", tmp_path / "data", "--imbalance-ratio", 4,
+                      *"--cpu --image-size 16 --batch-size 8 --max-steps 2 --train-features augmented".split())
+    assert re.search(r"classes +\d, \d+ to (8|9|10) images", capsys.readouterr().out)
+    with pytest.raises(UserError, match="no classes; --label-column names them"):
+        long_tail.labelled_sets(str(helpers.write_captions(tmp_path / "c", 30)))

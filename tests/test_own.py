@@ -1,39 +1,63 @@
-"""The user's own data: every layout, of pictures and of videos; its splits, columns, windows and names."""
+"""The user's own data: every layout, of pictures and of videos; its splits, columns, windows and names; and what a user
+can get wrong with data, weights and folders: one clear line each."""
 
-import shutil
-from pathlib import Path
+import re
+from importlib.util import find_spec
 
 import common
-from contrastive.data import HELD_OUT, held_out_place
+from contrastive.data import HELD_OUT, batches, held_out_place
+from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import temo
 import temperature_schedules
 from helpers import (
     CLASSES,
+    TEXT,
+    TRUNCATED,
     caption,
     complains,
     encode,
-    frame_number,
     numbers,
     open_splits,
     picture,
     refused,
+    run_script,
     tar_samples,
+    write_captions,
     write_clips,
     write_images,
-    write_parquet_images,
     write_rows,
     write_tar,
     write_video,
 )
 
-HALVES = {"train": range(0, 8), "val": range(8, 10), "test": range(10, 12)}  # where a layout names its splits
+HALVES = {"train": range(0, 8), "validation": range(8, 10), "test": range(10, 12)}  # where a layout names its splits
+SHOWN = [0, 2, 5, 7]  # of eight frames, four spread
 
-N = 35  # samples where it does not: enough that one of each layout's names falls into val and one into test
+
+# ---------------------------------------------------- layouts -------------------------------------------------------
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory):
+    """{kind: bytes of the twelve samples}."""
+    root = tmp_path_factory.mktemp("clips")
+    write_clips(root, {i: f"{i}.mp4" for i in range(12)})
+    make = {"png": lambda i: encode(picture(i)), "jpg": lambda i: encode(picture(i), "jpeg", quality=95),
+            "mp4": lambda i: (root / f"{i}.mp4").read_bytes()}
+    return {kind: [of(i) for i in range(12)] for kind, of in make.items()}
+
+
+def takes(i):
+    return [caption(i, k) for k in range(2)]
+
+
+def write_file(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
 
 
 def held_out(names):
@@ -45,197 +69,176 @@ def held_out(names):
 
 
 def paths_file(name):
-    def write(folder):
-        names = write_images(folder / "pictures", range(N))
-        rows = [(f"pictures/{x}", caption(i), CLASSES[i % 3]) for i, x in enumerate(names)]
-        return write_rows(folder / name, ["image", "caption", "label"], rows), {}
+    def write(root, word, some, kind):
+        for i, content in some.items():
+            write_file(root / "files" / f"{i:03}.{kind}", content)
+        rows = [(f"files/{i:03}.{kind}", text, CLASSES[i % 3]) for i in some for text in takes(i)]
+        write_rows(root / name, ["video" if kind == "mp4" else "image", "caption", "label"], rows)
     return write
 
 
-def class_folders(folder, word="", numbers=range(N)):
-    for i in numbers:
-        write_images(folder / word / CLASSES[i % 3], [i])
-    return folder, {}
+def class_folders(root, word, some, kind):
+    for i, content in some.items():  # every class has its own 000, as exported clips often do
+        write_file(root / word / CLASSES[i % 3] / f"{i // 3:03}.{kind}", content)
 
 
 def metadata(name):
-    def write(folder, word="", numbers=range(N)):
-        rows = [(x, caption(i)) for i, x in zip(numbers, write_images(folder / word, numbers))]
-        write_rows(folder / word / name, ["file_name", "text"], rows)
-        return folder, {}
+    def write(root, word, some, kind):
+        for i, content in some.items():
+            write_file(root / word / f"{i:03}.{kind}", content)
+        rows = [(f"{i:03}.{kind}", text) for i in some for text in takes(i)]
+        write_rows(root / word / name, ["file_name", "text"], rows)
     return write
 
 
-def tars(*extensions):
-    def write(folder, word="shard", numbers=range(N)):
-        half = len(numbers) // 2
-        for k, part in enumerate((numbers[:half], numbers[half:])):
-            write_tar(folder / f"{word}-00000{k}.tar", tar_samples(part, *extensions))
-        return folder, {}
+def tars(part):
+    def write(root, word, some, kind):
+        texts = {"txt": lambda i: "\n".join(takes(i)).encode(), "cls": lambda i: str(i % 3).encode()}
+        samples = {f"{i:06}": {kind: content, part: texts[part](i)} for i, content in some.items()}
+        write_tar(root / f"{word or 'all'}-000.tar", samples)
     return write
 
 
-def one_tar(folder):
-    return write_tar(folder / "all.tar", tar_samples(range(N), "jpg", "txt")), {}
+def parquet(root, word, some, kind):
+    import datasets
+    column, feature = ("video", datasets.Video()) if kind == "mp4" else ("image", datasets.Image())
+    features = datasets.Features({column: feature, "caption": datasets.List(datasets.Value("string")),
+                                  "label": datasets.ClassLabel(names=CLASSES)})
+    rows = {column: [{"bytes": content, "path": f"{i:03}.{kind}"} for i, content in some.items()],
+            "caption": [takes(i) for i in some], "label": [i % 3 for i in some]}
+    table = datasets.Dataset.from_dict(rows, features=features)
+    table.to_parquet(root / f"{word or 'train'}-00000-of-00001.parquet")
 
 
-def parquet(folder, word="train", numbers=range(N)):
-    write_parquet_images(folder / "data" / f"{word}-00000-of-00001.parquet", numbers)
-    return folder, {}
-
-
-def in_splits(write):
-    def write_all(folder):
-        for word, half in zip(("train", "validation", "test"), HALVES.values()):
-            write(folder, word, half)
-        return folder, {}
-    return write_all
-
-def one(i):
-    return [caption(i)]
-
-
-def third(i):
-    return i % 3
-
-
-def word(i):
+def word_of(i):
     return [CLASSES[i % 3].replace("_", " ")]
 
 
-# name: (writer, captions of sample i, label of sample i or None, splits named by the layout)
+# name: (writer, what is opened, kind of files, captions of sample i, has classes, names its splits)
 LAYOUTS = {
-    "csv": (paths_file("a.csv"), one, third, False),
-    "jsonl": (paths_file("a.jsonl"), one, third, False),
-    "json": (paths_file("a.json"), one, third, False),
-    "parquet of paths": (paths_file("a.parquet"), one, third, False),
-    "class folders in splits": (in_splits(class_folders), word, third, True),
-    "metadata.csv": (metadata("metadata.csv"), one, None, False),
-    "metadata in splits": (in_splits(metadata("metadata.jsonl")), one, None, True),
-    "tars jpg cls": (tars("jpg", "cls"), lambda i: [f"class {i % 3}"], third, False),
-    "one tar": (one_tar, lambda i: [caption(i), caption(i, 1)], None, False),
-    "tars in splits": (in_splits(tars("jpg", "txt")), lambda i: [caption(i), caption(i, 1)], None, True),
-    "parquet in splits": (in_splits(parquet), one, third, True),
-}
+    "csv": (paths_file("a.csv"), "a.csv", "png", takes, True, False),
+    "jsonl": (paths_file("a.jsonl"), "a.jsonl", "png", takes, True, False),
+    "parquet of paths": (paths_file("a.parquet"), "a.parquet", "mp4", takes, True, False),
+    "class folders": (class_folders, "", "mp4", word_of, True, False),
+    "class folders in splits": (class_folders, "", "png", word_of, True, True),
+    "metadata": (metadata("metadata.csv"), "", "mp4", takes, False, False),
+    "metadata in splits": (metadata("metadata.jsonl"), "", "png", takes, False, True),
+    "tar of classes": (tars("cls"), "all-000.tar", "jpg", lambda i: [f"class {i % 3}"], True, False),
+    "tars": (tars("txt"), "", "mp4", takes, False, False),
+    "tars in splits": (tars("txt"), "", "jpg", takes, False, True),
+    "parquet": (parquet, "", "mp4", takes, True, False),
+    "parquet in splits": (parquet, "", "png", takes, True, True)}
+
+
+def number_of(pixels):
+    """Which sample this is: an image, or a clip of four frames."""
+    if pixels.ndim == 4:
+        shown = numbers(pixels)
+        assert [i - shown[0] for i in shown] == SHOWN
+        return shown[0] // 8
+    assert pixels.dtype == torch.uint8 and pixels.shape == (3, 20, 24)
+    off = [np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - picture(i)).max() for i in range(12)]
+    assert min(off) <= 8  # jpegs
+    return int(np.argmin(off))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout(layout, tmp_path):
-    write, captions, label, named = LAYOUTS[layout]
-    path, options = write(tmp_path)
-    numbers, keys = {}, {}
-    for split, data in open_splits(path, **options).items():
-        keys[split] = data.column("key")
-        numbers[split] = [int(Path(data.key(k)).stem) for k in range(len(data))]
-        assert (data.split, len(set(numbers[split]))) == (split, len(data))
-        for k, i in enumerate(numbers[split]):
+def test_layout(layout, contents, tmp_path):
+    write, name, kind, captions, classes, named = LAYOUTS[layout]
+    for word, part in HALVES.items() if named else [("", range(12))]:
+        write(tmp_path, word, {i: contents[kind][i] for i in part}, kind)
+    sets = open_splits(tmp_path / name, frames=4)
+    found, keys = {s: [number_of(d.read(k)) for k in range(len(d))] for s, d in sets.items()}, {}
+    for split, data in sets.items():
+        keys[split] = [*data.keys()]
+        assert data.split == split and str(tmp_path) not in str(keys)  # a key does not change with the folder
+        for k, i in enumerate(found[split]):
             example = data[k]
-            assert example["captions"] == data.captions(k) == captions(i) and example["key"] == data.key(k)
-            assert str(tmp_path) not in data.key(k)  # a key does not change with the folder
-            assert example.get("label") == (label(i) if label else None)
-            assert example["pixels"].dtype == torch.uint8 and example["pixels"].shape == (3, 20, 24)
-            off = np.abs(example["pixels"].permute(1, 2, 0).numpy().astype(int) - picture(i)).max()
-            assert off <= (0 if "tar" not in layout else 8)  # the tars hold jpegs
-        if label and layout != "tars jpg cls":
-            assert data.label_names == CLASSES
-    assert sorted(sum(numbers.values(), [])) == list(range(12 if named else N))  # nothing lost, nothing in two splits
+            assert example["captions"] == data.captions(k) == captions(i)
+            assert example["key"] == data.key(k) == keys[split][k]
+            assert example.get("label") == (i % 3 if classes else None)
+        assert data.label_names == (CLASSES if classes and "tar" not in layout else None)
+    assert sorted(sum(found.values(), [])) == list(range(12))  # nothing lost, nothing in two splits
+    every = sum(keys.values(), [])
+    assert len({*every}) == 12
     if named:
-        assert {s: sorted(v) for s, v in numbers.items()} == {s: list(v) for s, v in HALVES.items()}
+        assert [sorted(found[s]) for s in ("train", "val", "test")] == [[*part] for part in HALVES.values()]
     else:
-        expected = held_out(sorted(sum(keys.values(), [])))
-        assert {s: sorted(k) for s, k in keys.items()} == {s: k for s, k in expected.items() if k}
+        assert {s: sorted(of) for s, of in keys.items()} == {s: of for s, of in held_out(sorted(every)).items() if of}
 
 
 # ---------------------------------------------------- splits ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("fraction", [0.01, 0.3])
-def test_more_or_less_of_train_is_val(fraction, tmp_path):
-    """The bands of one hash: test stays, val holds what a smaller one held, and few rows are said."""
-    write_rows(tmp_path / "t.csv", ["image", "caption"], [(f"{i}.png", caption(i)) for i in range(1000)])
-    usual, other = (open_splits(tmp_path / "t.csv", **more) for more in ({}, {"val_fraction": fraction}))
-    before, after = ({split: {*data.keys()} for split, data in of.items()} for of in (usual, other))
-    assert after["test"] == before["test"] and len(set.union(*after.values())) == 1000 == sum(map(len, after.values()))
-    assert len(after["val"]) == pytest.approx(1000 * fraction, rel=0.5)
-    assert after["val"] < before["val"] or after["val"] > before["val"]
-    assert ("fewer than 20 rows, --val-fraction holds out more" in other["val"].note) == (fraction < 0.02)
-
-
-def test_val_fraction_is_refused_where_nothing_is_held_out(capsys):
-    assert "for own data" in refused(temo.parse_args, ["--val-fraction", "0.1"], capsys)  # emoji has a val
-    for flags in (["--dataset", "x.csv"], ["--eval-datasets", "imagenet", "--hold-out-val"]):
-        assert temo.parse_args([*flags, "--val-fraction", "0.1"]).val_fraction == 0.1
-
-
-@pytest.mark.parametrize("script, flags", [
-    (temo, ""), (temo, "--dataset x.csv"), (temo, "--eval-datasets x.csv"), (temperature_schedules, ""),
-    (temperature_schedules, "--dataset cifar10-lt"), (temperature_schedules, "--dataset imagenet100-lt")])
-def test_nothing_is_held_out_for_val_where_there_is_one(script, flags, capsys):
-    said = "--hold-out-val: only for named sets without val"
-    assert said in refused(script.parse_args, [*flags.split(), "--hold-out-val"], capsys)
-    for allowed in (["--dataset", "cifar10"], ["--eval-datasets", "coco", "imagenet"][:3 * (script is temo)]):
-        assert not allowed or script.parse_args([*allowed, "--hold-out-val"]).hold_out_val
-
-
 def test_held_out_splits_are_a_twentieth_each_and_the_same_every_time(tmp_path):
+    """Bands of one hash: for another val_fraction test stays, and val holds what a smaller one held."""
     names = [f"{i:03}.png" for i in range(4000)]
-    path = str(write_rows(tmp_path / "a.csv", ["image", "caption"], [(x, f"words of {x}") for x in names]))
-    keys = {s: common.load_data(path, s).column("key") for s in ("train", "val", "test")}
+    path = write_rows(tmp_path / "a.csv", ["image", "caption"], [(x, f"words of {x}") for x in names])
+    sets = open_splits(path)
+    keys = {s: d.column("key") for s, d in sets.items()}
     assert keys == held_out(names) and all(160 < len(keys[s]) < 240 for s in ("val", "test"))
-    assert keys["val"] == common.load_data(path, "val", image_column="image").column("key")  # opened anew, not kept
-    assert "held out for val and test" in common.load_data(path, "train").note
+    assert "held out for val and test" in sets["train"].note and "held out of 4,000" in sets["val"].note
     # a run may be resumed years later: these must never change
     assert keys["val"][:4] == ["029.png", "078.png", "146.png", "153.png"]
     assert keys["test"][:4] == ["007.png", "027.png", "054.png", "069.png"]
+    for fraction in (0.002, 0.3):
+        others = open_splits(path, val_fraction=fraction)
+        other = {s: {*d.keys()} for s, d in others.items()}
+        assert other["test"] == {*keys["test"]} and len(other["val"]) == pytest.approx(4000 * fraction, rel=0.5)
+        assert len(set.union(*other.values())) == 4000 == sum(map(len, other.values()))
+        assert other["val"] < {*keys["val"]} or other["val"] > {*keys["val"]}
+        assert ("fewer than 20 rows, --val-fraction holds out more" in others["val"].note) == (fraction < 0.01)
+
+
+@pytest.mark.parametrize("script, flags, words", [
+    (temo, "--val-fraction 0.1", "for own data"),  # emoji has a val
+    *((script, f"{flags} --hold-out-val", "--hold-out-val: only for named sets without val") for script, flags in (
+        (temo, ""), (temo, "--dataset x.csv"), (temperature_schedules, "--dataset cifar10-lt"))),
+    (temo, "--dataset x.csv --val-fraction 0.1", ""), (temo, "--dataset cifar10 --hold-out-val", ""),
+    (temo, "--eval-datasets imagenet --hold-out-val --val-fraction 0.1", "")])
+def test_nothing_is_held_out_for_val_where_there_is_one(script, flags, words, capsys):
+    if words:
+        assert words in refused(script.parse_args, flags.split(), capsys)
+    else:
+        args = script.parse_args(flags.split())
+        assert args.hold_out_val == ("--hold-out" in flags) and args.val_fraction == (0.1 if "frac" in flags else 0.05)
 
 
 def test_windows_of_a_video_stay_together(tmp_path):
     """Seconds as they come, 1e-05 too; another window moves none."""
     windows = [(None, 3), (1e-5, 2), (2, 4.5), (7.25, None), (100000.5, 200000), (1e6, 2e6)]
-    for k in range(100):
-        (tmp_path / f"v{k}.mp4").write_bytes(b"not opened")
-    found = {}
+    videos = [f"v{k}.mp4" for k in range(100)]
+    for video in videos:
+        write_file(tmp_path / video, b"not opened")
     for first in (3, 0):
-        rows = [(f"v{k}.mp4", start, end, f"{k} {start}") for start, end in windows[first:] for k in range(100)]
+        rows = [(video, start, end, f"{video} {start}") for start, end in windows[first:] for video in videos]
         path = write_rows(tmp_path / f"{first}.jsonl", ["video", "start", "end", "caption"], rows)
-        now = {s: {key.split()[0] for key in d.column("key")} for s, d in open_splits(path).items()}
-        assert set(now) == {"train", "val", "test"} and sum(map(len, now.values())) == 100
-        assert now == (found or now)
-        found = now
-    assert {s: sorted(v) for s, v in found.items()} == held_out(sorted(f"v{k}.mp4" for k in range(100)))
+        found = {s: sorted({key.split()[0] for key in d.keys()}) for s, d in open_splits(path).items()}
+        assert found == held_out(sorted(videos)) and all(found.values())
 
 
-@pytest.mark.parametrize("name", ["own.csv", "own.jsonl"])
-def test_a_column_split_says_which_rows_are_whose(name, tmp_path):
+def test_a_column_split_says_which_rows_are_whose(tmp_path):
     """Each row keeps its own picture, caption and class; a word that names no split is refused."""
     words, names = ["train", "val", "training", "test", "validation", "train"], write_images(tmp_path, range(6))
-    columns = {"caption": [f"words {k}" for k in range(6)], "label": ["dog", "cat"] * 3, "split": words}
-    write_rows(tmp_path / name, ["image", *columns], [*zip(names, *columns.values())])
+    rows = [(name, f"words {k}", ["dog", "cat"][k % 2], words[k]) for k, name in enumerate(names)]
+    path = write_rows(tmp_path / "own.csv", ["image", "caption", "label", "split"], rows)
     for split, wanted in (("train", [0, 2, 5]), ("val", [1, 4]), ("test", [3])):
-        data = common.load_data(str(tmp_path / name), split)
+        data = common.load_data(str(path), split)
         assert data.column("captions") == [[f"words {k}"] for k in wanted] and data.label_names == ["cat", "dog"]
         for i, k in enumerate(wanted):
-            assert (data.read(i).permute(1, 2, 0).numpy() == picture(k)).all() and data.labels[i] == (k + 1) % 2
-    write_rows(tmp_path / "odd.csv", ["image", "caption", "split"], [("000.png", "x", "trian")])
-    complains(tmp_path / "odd.csv", "train", "'trian' in the column split is none of")
-
-
-def test_a_test_split_alone_is_evaluated_and_not_trained_on(tmp_path):
-    class_folders(tmp_path, "test", range(12))
-    for split in ("train", "val"):
-        complains(tmp_path, split, f"no {split} split; it has: test")
-    assert len(common.load_data(str(tmp_path), "test")) == 12
+            assert number_of(data.read(i)) == k and data.labels[i] == (k + 1) % 2
+    odd = write_rows(tmp_path / "odd.csv", ["image", "caption", "split"], [("000.png", "x", "trian")])
+    complains(odd, "train", "'trian' in the column split is none of")
+    alone = write_rows(tmp_path / "test.csv", ["image", "caption", "split"], [("000.png", "x", "test")])
+    complains(alone, "train", "no train split; it has: test")  # it is evaluated, and nothing trained on
 
 
 # ---------------------------------------------------- columns --------------------------------------------------------
-
-
-def test_rows_of_one_image_become_its_captions(tmp_path):
-    names = write_images(tmp_path, range(3))
-    rows = [(names[k % 3], f"words {k}") for k in range(6)] + [(names[0], "words 0")]
-    data = common.load_data(str(write_rows(tmp_path / "a.csv", ["image", "caption"], rows)), "train")
-    assert data.column("captions") == [[f"words {k}", f"words {k + 3}"] for k in range(3)]
-    rows = [(names[0], ["a", "b"]), (names[1], []), (names[2], ["c"])]
+def test_rows_of_one_image_are_one_example_and_those_without_something_are_counted(tmp_path):
+    rows = [("0", "a", "cat"), ("", "b", "cat"), ("2", " ", "dog"), ("3", "d", ""), ("4", "e", "dog"),
+            ("4", "f", "cat"), ("0", "c", "cat"), ("0", "a", "cat")]
+    data = common.load_data(str(write_rows(tmp_path / "a.csv", ["image", "caption", "label"], rows)), "train")
+    assert data.column("captions") == [["a", "c"], ["d"], ["e", "f"]] and data.labels.tolist() == [0, -1, -1]
+    assert "2 rows without an image or a caption left out" in data.note and "2 without a class" in data.note
+    rows = [("0", ["a", "b"]), ("1", []), ("2", ["c"])]
     data = common.load_data(str(write_rows(tmp_path / "b.jsonl", ["image", "captions"], rows)), "train")
     assert data.column("captions") == [["a", "b"], ["c"]] and "1 rows without an image or a caption" in data.note
 
@@ -247,18 +250,11 @@ def test_column_flags_and_data_dir(tmp_path):
     flags = {"image_column": "picture", "caption_column": "said", "label_column": "kind"}
     data = common.load_data(path, "train", data_dir=str(tmp_path / "pictures"), **flags)
     assert data.captions(2) == [caption(2)] and data.label_names == ["0", "1"] and data.labels.tolist() == [0, 0, 1, 0]
-    assert (data.read(3).permute(1, 2, 0).numpy() == picture(3)).all()
-    words = "--caption-column none: there is no such column; there are: picture, said"
-    complains(path, "train", words, image_column="picture", caption_column="none")
-
-
-def test_rows_without_picture_caption_or_class_are_counted(tmp_path):
-    names = write_images(tmp_path, range(6))
-    rows = [(names[0], "a", "cat"), ("", "b", "cat"), (names[2], " ", "dog"), (names[3], "d", ""),
-            (names[4], "e", "dog"), (names[4], "f", "cat")]
-    data = common.load_data(str(write_rows(tmp_path / "a.csv", ["image", "caption", "label"], rows)), "train")
-    assert data.column("captions") == [["a"], ["d"], ["e", "f"]] and data.labels.tolist() == [0, -1, -1]
-    assert "2 rows without an image or a caption left out" in data.note and "2 without a class" in data.note
+    assert number_of(data.read(3)) == 3
+    for flag in flags:
+        words = f"--{flag.replace('_', '-')} none: there is no such column; there are: picture, said"
+        complains(path, "train", words, **flags | {flag: "none"})
+    complains(path, "train", "--image-column: none of image, ")
 
 
 def test_images_of_one_name_in_a_table_are_known_by_their_row(tmp_path):
@@ -269,100 +265,30 @@ def test_images_of_one_name_in_a_table_are_known_by_their_row(tmp_path):
     table.to_parquet(str(tmp_path / "train.parquet"))
     data = common.load_data(str(tmp_path / "train.parquet"), "train")
     assert data.column("key") == [str(i) for i in range(1, 8)] and "1 rows without" in data.note
-    assert all((data.read(k).permute(1, 2, 0).numpy() == picture(k + 1)).all() for k in range(7))
+    assert [number_of(data.read(k)) for k in range(7)] == list(range(1, 8))
+
+
+def test_captions_joined_and_unfolded(tmp_path):
+    """Of training; evaluations keep all captions."""
+    rows = [(f"{i}.png", text, split) for i, split in enumerate(("train", "train", "val", "test")) for text in takes(i)]
+    path = str(write_rows(tmp_path / "a.csv", ["image", "caption", "split"], rows))
+    assert common.load_data(path, "val", join_captions=True).column("captions") == [[" ".join(takes(2))]]
+    unfolded = common.load_data(path, "train", unfold_captions=True)
+    assert [unfolded.captions(k) for k in range(4)] == [[text] for i in range(2) for text in takes(i)]
+    assert common.load_data(path, "test", unfold_captions=True).captions(0) == takes(3)
 
 
 # ---------------------------------------------------- videos ---------------------------------------------------------
-
-OWN = [*range(19), 31]  # 18 of them train, one is held out as val and one as test
-SHOWN = [0, 2, 5, 7]  # of eight frames, four spread
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """20 clips of eight frames each."""
-    root = tmp_path_factory.mktemp("own")
-    write_clips(root, {k: f"{k:03}.mp4" for k in OWN})
-    return root
-
-
-def takes(k):
-    return [f"clip {k}, take {t}" for t in range(2)]
-
-
-def examples(path, **options):
-    """[(data set, index)] over the three splits."""
-    sets = open_splits(path, **({"frames": 4} | options)).values()
-    return [(data, i) for data in sets for i in range(len(data))]
-
-
-def write_layout(layout, videos, root):
-    """The clips of a folder with their takes, as a table of paths or in another layout: (path, options)."""
-    names = {k: f"{k:03}.mp4" for k in OWN}
-    content = {k: (videos / name).read_bytes() for k, name in names.items()}
-    if layout == "tars":
-        samples = {f"{k:06}": {"mp4": content[k], "txt": "\n".join(takes(k)).encode()} for k in OWN}
-        write_tar(root / "tars" / "0.tar", samples)
-        return root / "tars", {}
-    if layout == "videos in parquet":
-        import datasets
-        features = datasets.Features(video=datasets.Video(), caption=datasets.List(datasets.Value("string")))
-        table = {"video": [{"bytes": content[k], "path": names[k]} for k in OWN], "caption": [takes(k) for k in OWN]}
-        (root / "data").mkdir()
-        datasets.Dataset.from_dict(table, features=features).to_parquet(root / "data" / "train-00000-of-00001.parquet")
-        return root / "data", {}
-    if layout == "class folders":  # every class has its own 000.mp4, as exported clips often do
-        for k in OWN:
-            (root / "classes" / str(k)).mkdir(parents=True)
-            (root / "classes" / str(k) / "000.mp4").write_bytes(content[k])
-        return root / "classes", {}
-    if layout == "metadata.csv":
-        shutil.copytree(videos, root / "clips")
-        rows = [(names[k], c) for k in OWN for c in takes(k)]
-        return write_rows(root / "clips" / layout, ["file_name", "caption"], rows).parent, {}
-    rows = [(str(videos / names[k]), takes(k)[t]) for t in range(2) for k in OWN] + [("nowhere.mp4", "it is not there")]
-    return write_rows(root / layout, ["video", "caption"], rows), {"video_dir": str(videos)}
-
-
-@pytest.mark.parametrize("layout", ["a.csv", "a.parquet", "metadata.csv", "tars", "videos in parquet", "class folders"])
-def test_videos_and_captions_in_every_layout(layout, folder, tmp_path):
-    path, options = write_layout(layout, folder, tmp_path)
-    of, found = {}, []
-    for data, i in examples(path, **options):
-        k = frame_number(data.read(i)[0].permute(1, 2, 0).numpy()) // 8
-        assert data.captions(i) == ([str(k)] if layout == "class folders" else takes(k))
-        assert numbers(data.read(i)) == [8 * k + j for j in SHOWN]
-        of[data.key(i)] = data
-        found.append(k)
-    assert sorted(found) == OWN and len(of) == len(OWN)
-    assert ("nowhere.mp4" in data.note) == layout.startswith("a.")
-
-
-@pytest.mark.parametrize("layout", ["a.csv", "tars", "videos in parquet"])
-def test_captions_joined_and_unfolded(layout, folder, tmp_path):
-    path, options = write_layout(layout, folder, tmp_path)
-    joined, plain, unfolded = (common.load_data(str(path), "train", frames=4, **options | more) for more in (
-        {"join_captions": True}, {}, {"unfold_captions": True}))
-    if layout == "a.csv":
-        assert joined.column("captions") == [[" ".join(captions)] for captions in plain.column("captions")]
-    pairs = [(plain.key(i), c) for i in range(len(plain)) for c in plain.captions(i)]
-    assert [(unfolded.key(i), *unfolded.captions(i)) for i in range(len(unfolded))] == pairs
-    assert len(plain) > 12 and torch.equal(unfolded.read(25), plain.read(12))
-    assert unfolded.groups.tolist() == [g for g in plain.groups for _ in range(2)]
-    for d in open_splits(path, frames=4, unfold_captions=True, **options).values():
-        assert d.split == "train" or len(d.captions(0)) == 2  # training only
-
-
 @pytest.mark.parametrize("file", ["a.csv", "a.jsonl"])
 def test_windows_of_one_video_are_examples_of_their_own(file, tmp_path):
     """Also where one side or both are open."""
     write_video(tmp_path / "long.mp4", range(100))
     windows = {(1, 1.5): [10, 14], (3, 3.5): [30, 34], (None, None): [0, 99], (9, None): [90, 99], (None, 1): [0, 9]}
     rows = [("long.mp4", *window, f"{window}, {t}") for t in range(2) for window in windows]
-    every = examples(write_rows(tmp_path / file, ["video", "start", "end", "caption"], rows), frames=2)
-    shown = {tuple(d.captions(i)): numbers(d.read(i)) for d, i in every}
-    assert shown == {tuple(f"{window}, {t}" for t in range(2)): frames for window, frames in windows.items()}
-    assert len({d.key(i) for d, i in every}) == 5  # what bad_samples.txt names
+    sets = open_splits(write_rows(tmp_path / file, ["video", "start", "end", "caption"], rows), frames=2).values()
+    every = {d.key(i): (d.captions(i), numbers(d.read(i))) for d in sets for i in range(len(d))}
+    assert len(every) == 5 and sorted(every.values()) == sorted(
+        ([f"{window}, {t}" for t in range(2)], shown) for window, shown in windows.items())
     path = write_rows(tmp_path / "b.csv", ["video", "start", "end", "caption"], [("long.mp4", "soon", "later", "x")])
     complains(path, "train", "b.csv", "soon")
 
@@ -375,16 +301,98 @@ def test_video_dir_finds_videos_by_path_name_and_stem(tmp_path):
     (tmp_path / "all" / "no_video" / "000.mp4").mkdir(parents=True)  # a folder, as EPIC-KITCHENS in pieces has them
     asked = ["er/000", "001.mp4", "002", "x.003", "004", "P05/01", "P06/01.mp4", "elsewhere/001", "P07/01"]
     path = write_rows(tmp_path / "notes" / "a.csv", ["video", "caption"], [(v, str(k)) for k, v in enumerate(asked)])
-    every = examples(path, video_dir=str(tmp_path / "all"))
-    assert {d.captions(i)[0]: numbers(d.read(i))[0] // 8 for d, i in every} == {str(k): k for k in range(7)}
-    assert "2 videos are not there, first elsewhere/001" in every[0][0].note
+    sets = open_splits(path, video_dir=str(tmp_path / "all"), frames=4)
+    assert {d.captions(i)[0]: number_of(d.read(i)) for d in sets.values() for i in range(len(d))} == {
+        str(k): k for k in range(7)}
+    assert "2 videos are not there, first elsewhere/001" in sets["train"].note
 
 
-@pytest.mark.parametrize("header, name", [(["row", "video_id", "caption"], "{:03}"),
-                                          (["", "video", "caption"], "{:03}.mp4")])  # as pandas writes it by default
-def test_ids_of_a_csv_are_text_and_an_index_column_may_have_no_name(header, name, tmp_path):
-    """000 is a file name and NA a caption, not a number and nothing."""
+def test_ids_of_a_csv_are_text_and_an_index_column_may_have_no_name(tmp_path):
+    """000 is a file name and NA a caption, not a number and nothing; the index as pandas writes it by default."""
     write_clips(tmp_path, {k: f"{k:03}.mp4" for k in range(4)})
-    captions = {name.format(k): ["NA" if k == 3 else f"clip {k}"] for k in range(4)}
-    write_rows(tmp_path / "a.csv", header, [(k, v, *c) for k, (v, c) in enumerate(captions.items())])
-    assert {d.key(i): d.captions(i) for d, i in examples(tmp_path / "a.csv")} == captions
+    rows = [(k, f"{k:03}", "NA" if k == 3 else f"clip {k}") for k in range(4)]
+    sets = open_splits(write_rows(tmp_path / "a.csv", ["", "video_id", "caption"], rows))
+    assert {d.key(i): d.captions(i) for d in sets.values() for i in range(len(d))} == {v: [c] for _, v, c in rows}
+
+
+# ---------------------------------------------------- what cannot be opened -----------------------------------------
+@pytest.mark.parametrize("name, words", [
+    ("/no/such", "--dataset /no/such: no such file or folder"), ("emojis", "no hub id (org/name), and no known set: "),
+    ("nobody-at-all/nothing", "--dataset nobody-at-all/nothing: "), ("empty", "any data files"),
+    ("a.csv", "a.csv: "), ("a.parquet", "a.parquet: "),
+    ("a.xyz", "a .xyz file is not one of csv, json, jsonl, parquet, tar"),
+    ("silent", "--caption-column"), ("cat", "000000 of ")])
+def test_a_data_set_that_cannot_be_opened(name, words, tmp_path):
+    (tmp_path / "empty" / "inside").mkdir(parents=True)
+    for file in ("a.csv", "a.parquet", "a.xyz"):
+        (tmp_path / file).touch()
+    write_tar(tmp_path / "silent" / "a.tar", tar_samples(range(6), "jpg", "json"))
+    samples = tar_samples(range(6), "jpg", "txt")
+    write_tar(tmp_path / "cat" / "a.tar", {k: v | {"cls": b"cat"} for k, v in samples.items()})
+    complains(tmp_path / name if (tmp_path / name).exists() else name, "train", words)
+
+
+# ---------------------------------------------------- the start of a run --------------------------------------------
+TINY = "--cpu --workers 0 --image-size 16 --embed-dim 16 --batch-size 8 --max-steps 2".split()
+STOPPED = {
+    "--batch-size 64": "--batch-size 64: larger than the 23 training examples of .*captions.csv",
+    "--image-encoder resnet_99": "resnet_99: Unknown model", "--image-encoder no/such": "no/such: ",
+    "--paraphrases /no.jsonl": "--paraphrases /no.jsonl: .*/no.jsonl",
+    "--text-encoder nobody/none": "nobody/none: .*connect",
+    "--image-encoder resnet18-cifar --chunk-size 4": "--chunk-size 4: resnet18-cifar has BatchNorm.* chunk",
+    "--init-from text.pt": "--init-from .*text.pt: ",
+    "--init-from other.safetensors": ".*none of its 1 tensors fits the model; its first names are .'other'., the",
+    "--init-from nan.safetensors": r"the loss is not finite at step 0 \(tau 0.1\); .*norms up to nan.*keys \['\d+.png'",
+    "--lr 1e30 --lr-end 1e30 --grad-clip 0": r"the loss is not finite at step 1 \(tau 0.1\); process 0: norms "
+                                             r"up to .*keys \['\d+.png'.*a lower learning rate",
+    "--output-dir text.pt": ".*text.pt.*: .*Not a directory"}
+if not find_spec("wandb"):
+    STOPPED["--tracker wandb"] = "--tracker wandb: not installed: pip install wandb"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return write_captions(tmp_path_factory.mktemp("good"), 24)
+
+
+def stopped(dataset, out, *flags):
+    """The one line of the UserError that ends this run."""
+    with pytest.raises(UserError) as error:
+        run_script(temo, out / "a", *flags, base=[*TINY, "--dataset", dataset])
+    assert "\n" not in str(error.value) and len(str(error.value)) < 700
+    return str(error.value)
+
+
+@pytest.mark.parametrize("words", STOPPED)
+def test_what_ends_a_run_before_or_in_its_first_steps(words, good, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.pt").write_bytes(TEXT)
+    save_file({"other": torch.zeros(2)}, "other.safetensors")
+    save_file({"vision.projection.weight": torch.full((16, 128), float("nan"))}, "nan.safetensors")
+    assert re.match(STOPPED[words], stopped(good, tmp_path, *words.split()))
+
+
+def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
+    """And say so; a resumed run keeps it."""
+    flags = [*"--cpu --workers 0 --max-steps 1 --image-size 16".split(), "--dataset", good]
+    summary = run_script(temo, tmp_path / "r", *flags)
+    out = capsys.readouterr().out
+    assert summary["batch"] == 23 and "; --batch-size 256 -> 23, which fits the data" in out
+    assert "batch        23 = 1 x 23; 22 negatives" in out and "FEW QUERIES: of " in out
+    assert temo.parse_args(["--resume", str(tmp_path / "r")]).batch_size == 23
+
+
+def test_too_many_bad_samples_stop_the_run(tmp_path):
+    """Of 60 pictures one in the first batch cannot be read: counted, listed, and above --max-bad-fraction the end."""
+    csv = write_captions(tmp_path / "data", 60)
+    train = common.load_data(str(csv), "train")
+    bad = [train.key(int(i)) for i in next(batches.epoch_batches(len(train), 8, 42, 0, 1))[1][[1, 4]]]
+    for key, content in zip(bad, (TEXT, TRUNCATED)):
+        (csv.parent / key).write_bytes(content)
+    summary = run_script(temo, tmp_path / "r", "--max-bad-fraction", 0.1, base=[*TINY, "--dataset", csv])
+    assert summary["bad_samples"] == 2 and summary["steps"] == 2
+    message = stopped(csv, tmp_path)
+    assert re.match(r"2 of about 56 samples cannot be read, above --max-bad-fraction 0.01; the first: \S+: ", message)
+    for run in "ra":
+        lines = (tmp_path / run / "bad_samples.txt").read_text().splitlines()
+        assert {line.split("\t")[0] for line in lines} == {*bad}

@@ -8,6 +8,7 @@ import common
 from contrastive import data as data_sets
 from contrastive.data import add_captions
 from contrastive.encoders.texts import Tokenizer
+from contrastive.engine.processes import UserError
 from contrastive.evaluation import answers
 from contrastive.evaluation.meta import meta_data
 
@@ -16,7 +17,7 @@ import torch
 
 import launch
 import mama
-from helpers import CPU, UserError, complains, write_clips, write_files, write_rows
+from helpers import CPU, write_clips, write_files, write_rows
 
 OPTIONS = {"frames": 2, "image_size": 32}
 CAUSAL = ["-0AbC_000015_000025", "x1_1_11", "gone_1_11"]
@@ -149,20 +150,6 @@ def test_held_out_questions_are_of_other_videos(tmp_path):
     assert "held out of 240" in held.note
 
 
-def test_what_is_missing_is_said_in_one_line(tmp_path):
-    question = of_msrvtt("cat", 1, "what?", 3)
-    write_files(tmp_path, {
-        "train_qa.json": [{k: question[k] for k in question if k != "video_id"}], "val_qa.json": [question],
-        "valid.pkl": "cos\nsystem\n(S'true'\ntR.", "Test_frameqa_question.csv": "gif_name\tquestion\na\tb\tc\n"})
-    for name, split, words in (
-            ("msrvtt-qa", "train", "train_qa.json: 'video_id'"), ("msrvtt-qa", "test", "none of test_qa.json is there"),
-            ("msrvtt-qa", "val", "looked for video3); --video-dir names"),
-            ("tgif-qa-r-frame", "val", "no val split; it has: train, test"),
-            ("causal-vidqa", "val", "only plain data is read from pickles"),
-            ("tgif-qa-r-frame", "test", "Test_frameqa_question.csv: zip() argument 2 is longer")):
-        complains(name, split, words, data_dir=str(tmp_path))
-
-
 # ---------------------------------------------------- further captions ----------------------------------------------
 def test_extra_captions_of_training_clips(tmp_path):
     """By file name and window, in any folder; what matches nothing is counted."""
@@ -185,7 +172,6 @@ def test_extra_captions_of_training_clips(tmp_path):
 
 def test_extra_captions_that_match_nothing_or_anything_are_refused(tmp_path):
     (tmp_path / "odd.csv").write_text("name,caption\nx,y\n")
-    (tmp_path / "silent.csv").write_text("video,words\nx,y\n")
     write_rows(tmp_path / "x.csv", ["video", "caption"], [("x/a.mp4", "of which?")])
     write_rows(tmp_path / "inside.csv", ["image", "caption"], [("image.png", "one name for all is none")])
 
@@ -194,11 +180,9 @@ def test_extra_captions_that_match_nothing_or_anything_are_refused(tmp_path):
     files, inside = data(["x/a.mp4", "y/a.mp4"]), data([{"path": "image.png", "bytes": b"x"}] * 2)
     for some, file, words in (
             (files, "x.csv", "x/a.mp4 may be any of x/a.mp4, y/a.mp4"),
-            (files, "gone.csv", "--extra-captions .*gone.csv"),
             (inside, "inside.csv", "none of its 1 rows matches a clip"),
             (data(), "x.csv", "some has no files of its own"),
-            (files, "odd.csv", "--image-column: none of video, .* there are: name, caption"),
-            (files, "silent.csv", "--caption-column: none of caption, .* there are: video, words")):
+            (files, "odd.csv", "--image-column: none of video, .* there are: name, caption")):
         with pytest.raises(UserError, match=words):
             add_captions(some, tmp_path / file)
 

@@ -1,18 +1,26 @@
-"""One split as a table (Data), and decoding of images."""
+"""One split as a table (Data), decoding of images, random numbers, image views against torchvision's, second texts."""
 
 import dataclasses
+import itertools
+import json
 import struct
 import tracemalloc
 import zlib
+from collections import Counter
 
 import common
 from contrastive.data import table as data_table
 from contrastive.data.table import decode
+from contrastive.data.views import OPERATIONS, crop_batch, gaussian_blur, randaugment, shift_hue
+from contrastive.encoders.texts import Paraphrases
+from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as V
 
 from helpers import CLASSES, TEXT, TRUNCATED, caption, encode, picture, write_captions
 
@@ -32,7 +40,6 @@ def test_columns_of_data(ten):
     assert ten.groups.tolist() == [i // 2 for i in range(10)]
     assert ten.column("remark")[7] == "no 7" and ten.column("nothing") is None and ten.names("remark") is None
     assert set(ten[4]) == {"pixels", "captions", "key", "label", "remark"} and ten[4]["label"] == 1
-    assert list(ten.first_captions(2)) == [caption(0), caption(1), caption(1, 1)]
     bare = common.Data("plain", "test", common.make_table([["a"], ["b"]], ["x", "y"]))
     assert bare.labels is None and bare.label_names is None and bare.groups.tolist() == [0, 1]
 
@@ -111,8 +118,6 @@ def png16(array):
 GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)
 WIDE = np.linspace(0, 65535, 64).reshape(8, 8, 1).repeat(4, 2).round().astype(np.uint16)  # of 16 bits
 WIDE[..., 3] = 65535
-PLAIN, BLACK = Image.new("RGB", (12, 8), (200, 40, 90)), Image.new("RGB", (12, 8))
-NOISE = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
 # name: (bytes, what is decoded, or its one colour, and how far off it may be)
 DECODED = {
     "grey": (encode(GREY), np.stack([GREY] * 3), 0),
@@ -120,11 +125,7 @@ DECODED = {
     "alpha": (encode(Image.new("RGBA", (4, 4), (255, 0, 0, 128))), [255, 127, 127], 0),
     "grey and alpha": (encode(Image.new("LA", (4, 4), (0, 128))), [127, 127, 127], 0),
     "cmyk jpeg": (encode(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), "jpeg", quality=95), [255, 0, 0], 3),
-    "16 bits": (png16(WIDE[..., :3]), np.stack([WIDE[..., 0] / 257] * 3), 1),
-    "16 bits and alpha": (png16(WIDE), np.stack([WIDE[..., 0] / 257] * 3), 1),
-    "gif of two frames": (encode(PLAIN, "gif", save_all=True, append_images=[BLACK]), [200, 40, 90], 0),
-    "webp": (encode(PLAIN, "webp", lossless=True), [200, 40, 90], 0),
-    "tiff": (encode(PLAIN, "tiff"), [200, 40, 90], 0)}
+    "16 bits": (png16(WIDE[..., :3]), np.stack([WIDE[..., 0] / 257] * 3), 1)}
 
 
 @pytest.mark.parametrize("name", DECODED)
@@ -135,7 +136,7 @@ def test_decode(name):
     assert out.dtype == torch.uint8 and np.abs(out.numpy().astype(int) - expected).max() <= tolerance
 
 
-@pytest.mark.parametrize("kind, mode", [("jpeg", "RGB"), ("jpeg", "L"), ("jpeg", "CMYK"), ("png", "RGB")])
+@pytest.mark.parametrize("kind, mode", [("jpeg", "RGB"), ("jpeg", "CMYK")])
 def test_decode_turns_pictures_as_exif_says(kind, mode):
     exif, upright = Image.Exif(), np.zeros((32, 16), np.uint8)
     upright[:16] = 255                                           # white above, black below
@@ -146,13 +147,199 @@ def test_decode_turns_pictures_as_exif_says(kind, mode):
 
 def test_decode_refuses_what_is_broken_or_has_wide_grey(tmp_path):
     """Of grey with more than 8 bits Pillow would make everything above 255 white."""
-    whole = encode(NOISE, "jpeg")
-    assert len(encode(picture(7, 64, 64), "jpeg")) > len(TRUNCATED)
-    for data in (TRUNCATED, whole[:len(whole) // 2], whole[:-2], whole[:30], encode(NOISE)[:5000], TEXT, b"",
-                 tmp_path / "none.png"):
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
+    whole = encode(noise, "jpeg")
+    for data in (TRUNCATED, whole[:-2], whole[:30], encode(noise)[:5000], TEXT, b"", tmp_path / "none.png"):
         with pytest.raises((ValueError, OSError)):
             decode(data)
     wide = [Image.fromarray(WIDE[..., 0].astype(kind)) for kind in (np.uint16, np.int32, np.float32)]
-    for data in (png16(WIDE[..., :1]), encode(wide[0], "ppm"), *(encode(x, "tiff") for x in wide)):
+    for data in (png16(WIDE[..., :1]), *(encode(x, "tiff") for x in wide)):
         with pytest.raises(ValueError, match="more than 8 bits of grey"):
             decode(data)
+
+
+# ---------------------------------------------------- random numbers -------------------------------------------------
+def test_uniforms():
+    u = common.uniforms(1, 2, range(5000), 8, stream=1)
+    assert u.shape == (5000, 8) and u.dtype == np.float32 and u.min() >= 0 and u.max() < 1
+    assert abs(u.mean() - 0.5) < 0.01 and abs(u.std() - 12**-0.5) < 0.01
+    assert np.abs(np.corrcoef(u.T) - np.eye(8)).max() < 0.06
+    shuffled = np.random.default_rng(0).permutation(5000)
+    assert np.array_equal(common.uniforms(1, 2, shuffled, 8, 1), u[shuffled])  # not of the order
+    assert np.array_equal(common.uniforms(1, 2, [7], 3, 1), u[7:8, :3])  # nor of the batch
+    for seed, epoch, number in ((0, 2, 1), (1, 3, 1), (1, 2, 0)):
+        other = common.uniforms(seed, epoch, range(5000), 8, number)
+        assert (other == u).mean() < 1e-3 and abs(np.corrcoef(other.ravel(), u.ravel())[0, 1]) < 0.03
+    assert len({common.key_hash(f"sample {i}") for i in range(2000)}) == 2000 and 0 <= common.key_hash("a") < 2**63
+
+
+# ---------------------------------------------------- views ----------------------------------------------------------
+def close(a, b, tolerance=1e-5):
+    torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
+
+
+def noise(n=4, height=37, width=53, seed=0):
+    return torch.rand(n, 3, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def draws(n=4, **at):
+    """(n, 16) draws of one half but for the columns given: draws(4, _5=0.0)."""
+    u = np.full((n, common.Augment.DRAWS), 0.5, np.float32)
+    for name, value in at.items():
+        u[:, int(name[1:])] = value
+    return u
+
+
+def finished(augment, x, u):
+    return augment.photometric(x, torch.from_numpy(u)[:, :, None, None, None])
+
+
+@pytest.mark.parametrize("scale_min, size", [(0.08, 16), (0.5, 48), (1.0, 24)])
+def test_crop_batch_is_torchvisions_resized_crop_and_crop_one_has_the_same_boxes(scale_min, size):
+    images, u = (noise(8) * 255).byte(), common.uniforms(0, 0, range(8), 16)
+    augment = common.Augment(size, scale_min)
+    out = crop_batch(augment, images, u)
+    for x, y, row, (top, left, h, w) in zip(images, out, u, augment.boxes(37, 53, u).tolist(), strict=True):
+        assert 0 <= top <= top + h <= 37 and 0 <= left <= left + w <= 53 and h > 0 and w > 0
+        close(y, V.resized_crop(x.float() / 255, top, left, h, w, [size, size], antialias=True))
+        close(augment.crop_one(x, row).float() / 255, y, 1.5 / 255)  # but for rounding to uint8
+
+
+def test_crop_boxes_have_the_area_asked_for():
+    boxes = common.Augment(16, 0.08).boxes(200, 200, common.uniforms(0, 0, range(2000), 16))
+    area, ratio = boxes[:, 2] * boxes[:, 3] / 200**2, boxes[:, 3] / boxes[:, 2]
+    assert 0.07 < area.min() < 0.12 and area.max() > 0.9 and abs(np.median(area) - 0.54) < 0.03
+    assert 0.72 < ratio.min() < 0.77 and 1.3 < ratio.max() < 1.39
+    down, right = ((boxes[:, k] + 0.5) / (201 - boxes[:, k + 2]) for k in (0, 1))  # parts of the way that is free
+    assert abs(np.corrcoef(down, right)[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.3, 0.9])
+def test_colours_are_torchvisions(draw):
+    x, on = noise(4, 16, 16), {"_5": 0.0}
+    for column, strength, function in ((6, "brightness", V.adjust_brightness), (7, "contrast", V.adjust_contrast),
+                                       (8, "saturation", V.adjust_saturation)):
+        augment = common.Augment(16, jitter_p=1.0, **{strength: 0.4})
+        close(finished(augment, x, draws(**on, **{f"_{column}": draw})), function(x, 1 + (2 * draw - 1) * 0.4))
+    hue = common.Augment(16, jitter_p=1.0, hue=0.1)
+    close(finished(hue, x, draws(**on, _9=draw)), V.adjust_hue(x, (2 * draw - 1) * 0.1))
+    grey, primaries = torch.full((1, 3, 16, 16), 0.4), torch.eye(3)[:, :, None, None].expand(3, 3, 16, 16)
+    x = torch.cat([x, grey, primaries])
+    close(shift_hue(x, torch.full((8, 1, 1, 1), draw - 0.5)), V.adjust_hue(x, draw - 0.5))
+    close(finished(common.Augment(16, grey=1.0), x, draws(8, _10=draw)), V.rgb_to_grayscale(x, 3))
+
+
+def test_flip_and_blur_are_torchvisions():
+    """The strength of a blur has a draw of its own: 0.1 to 2 pixels, as SimCLR."""
+    x = noise(4, 48, 48)
+    flipped = finished(common.Augment(48, flip=0.5), x, draws(_4=[0.0, 0.9, 0.4, 0.6]))
+    close(flipped, torch.stack([x[0].flip(-1), x[1], x[2].flip(-1), x[3]]), 0)
+    for sigma, size in itertools.product((0.1, 1.3), (16, 48, 224)):
+        x, width = noise(2, size, size), 2 * max(1, size // 20) + 1
+        expected = V.gaussian_blur(x, [width, width], [sigma, sigma])
+        close(gaussian_blur(x, torch.full((2,), sigma)), expected)
+        blurred = finished(common.Augment(size, blur=0.5), x, draws(2, _11=0.2, _14=(sigma - 0.1) / 1.9))
+        close(blurred, expected)
+
+
+def test_probabilities_choose_samples_one_by_one():
+    x = noise(4, 16, 16)
+    augment = common.Augment(16, 1.0, 0.0, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
+    u = draws(_5=[0.9, 0.7, 0.9, 0.9], _6=0.9, _10=[0.9, 0.9, 0.1, 0.9], _11=[0.9, 0.9, 0.9, 0.1])
+    out = finished(augment, x, u)
+    assert torch.equal(out[0], x[0]) and not any(torch.equal(out[i], x[i]) for i in (1, 2, 3))
+    for i in range(4):  # no sample looks at its neighbours
+        close(finished(augment, x[i:i + 1], u[i:i + 1])[0], out[i], 1e-6)
+
+
+def test_operations_of_randaugment_are_torchvision_s():
+    """In its order, within one grey level; a rotation takes the next pixel now and then."""
+    clip, theirs = (noise(2, 40, 56) * 255).byte(), v2.RandAugment(num_ops=1)
+    clip[0, 0] = 7  # nothing to stretch or to equalise
+    assert list(OPERATIONS) == [k for k in theirs._AUGMENTATION_SPACE if k in OPERATIONS]
+    for name, (change, most) in OPERATIONS.items():
+        strengths, signed = theirs._AUGMENTATION_SPACE[name]
+        assert signed == bool(most)
+        for magnitude, sign in itertools.product((0, 7, 21, 30), (1, -1)):
+            strength = sign * float(strengths(31, 40, 56)[magnitude]) if signed else 0.0
+            expected = theirs._apply_image_or_video_transform(clip, name, strength, theirs.interpolation, theirs._fill)
+            found = [change(Image.fromarray(p), sign * most * magnitude / 30) for p in clip.flatten(0, 1).numpy()]
+            far = (torch.from_numpy(np.stack(found)).view_as(clip).int() - expected.int()).abs() > 1
+            assert far.float().mean() <= (1 / 300 if name == "Rotate" else 0), (name, magnitude, sign)
+
+
+def test_randaugment_chooses_as_torchvision_by_its_draws_alone(monkeypatch):
+    """And leaves the random numbers of this process and of the GPU as they are."""
+    clips, u = (noise(120, 32, 40) * 255).byte().unflatten(0, (60, 2)), common.uniforms(0, 0, range(60), 16)
+    theirs, asked, state = v2.RandAugment(num_ops=1, magnitude=21), [], torch.get_rng_state()
+    theirs._AUGMENTATION_SPACE = {k: theirs._AUGMENTATION_SPACE[k] for k in OPERATIONS}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "manual_seed_all", asked.append)
+        found = [randaugment(x, row, 2, 21) for x, row in zip(clips, u)]
+    assert not asked and torch.equal(torch.get_rng_state(), state)
+    assert sum(not torch.equal(a, b) for a, b in zip(found, clips)) > 30
+    for x, row, y in zip(clips, u, found):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(row[12] * 2**24) * 2**24 + int(row[13] * 2**24))
+            for _ in range(2):
+                x = theirs(x) if torch.rand(()) < 0.5 else x
+        assert ((x.int() - y.int()).abs() > 3).float().mean() < 0.02 and y.shape == x.shape
+
+
+@pytest.mark.parametrize("how", ["crop", "squash"])
+def test_evaluation_view_is_that_of_training_without_a_crop(how, tmp_path):
+    image, size = picture(3, 40, 60), [16, 24] if how == "crop" else [16, 16]
+    tensor = torch.from_numpy(image).permute(2, 0, 1)
+    view = common.EvalTransform(16, (0.5,) * 3, (0.25,) * 3, how)
+    expected = V.center_crop(V.resize(tensor, size, antialias=True), [16, 16])
+    close(view(tensor), (expected / 255 - 0.5) / 0.25)
+    (tmp_path / "a.png").write_bytes(encode(image))
+    for x in (Image.fromarray(image), tmp_path / "a.png", str(tmp_path / "a.png")):
+        assert torch.equal(view(x), view(tensor))
+    large = torch.arange(40 * 80, dtype=torch.float).view(1, 40, 80).expand(3, -1, -1).div(13).to(torch.uint8)
+    training = common.Augment(40, squash=how == "squash").crop_one(large, common.uniforms(0, 0, [5], 16)[0])
+    assert torch.equal(training, common.EvalTransform(40, (0,) * 3, (1,) * 3, how).raw(large))
+
+
+# ---------------------------------------------------- second texts ---------------------------------------------------
+def test_text_pair_takes_the_first_source_there_is(tmp_path):
+    path = tmp_path / "p.jsonl"
+    lines = {"a cat": ["the cat", "one cat"], "a dog": [], "a cow": ["", "some cow"]}
+    path.write_text("".join(json.dumps({"caption": c, "paraphrases": p}) + "\n" for c, p in lines.items()))
+    known = Paraphrases(path)
+    assert known.get(["a cow", "no such", "a cat", "a dog"]) == [["some cow"], [], ["the cat", "one cat"], []]
+    captions, templates = [["a cat"], ["a dog"], ["a cow", "moo"]], ("icon of {}", "{} drawn")
+    u = np.zeros((3, 32), np.float32)
+    u[:, 1] = 0.9
+    plain = ["a cat", "a dog", "a cow"]
+    assert common.text_pair(captions, u, known, templates) == (plain, ["one cat", "a dog drawn", "some cow"])
+    assert common.text_pair(captions, u, None, templates)[1] == ["a cat drawn", "a dog drawn", "moo drawn"]
+    u[:, 2:] = 0.99  # nothing is dropped or swapped; the anchor is the last of the caption and its paraphrases
+    assert common.text_pair(captions, u)[1] == ["a cat", "a dog", "moo"]  # another caption, else words
+    assert common.text_pair(captions, u, known) == (["one cat", "a dog", "some cow"],) * 2
+    assert common.text_pair(captions, u, known, anchor=False)[0] == plain
+    assert common.text_pair(captions, u, known, second=False) == (plain, [])
+    u[:, 0] = 0.7
+    assert [texts[2] for texts in common.text_pair(captions, u)] == ["moo", "a cow"]
+    many = np.random.default_rng(0).random((3000, 32), dtype=np.float32)  # T is uniform over three, T~ over two
+    first, other = common.text_pair([["a cat"]] * 3000, many, known)
+    assert all(first.count(t) == pytest.approx(1000, abs=100) for t in ("a cat", "the cat", "one cat"))
+    assert all(other.count(t) == pytest.approx(1500, abs=100) for t in ("the cat", "one cat"))
+    assert sum(a == b for a, b in zip(first, other)) == pytest.approx(1000, abs=100)  # drawn independently
+    for text in ('{"words": "x"}\n', ""):
+        path.write_text(text)
+        with pytest.raises(UserError, match="^--paraphrases .*p.jsonl: "):
+            Paraphrases(path)
+
+
+def test_drop_and_swap():
+    text = "one two three four five six seven"
+    u = common.uniforms(0, 0, range(400), 30)
+    out = [common.drop_and_swap(text, row, 0.3, 0.2) for row in u]
+    assert all(out) and all(not Counter(o.split()) - Counter(text.split()) for o in out)
+    kept = np.mean([len(o.split()) for o in out]) / 7
+    assert abs(kept - 0.7) < 0.04 and any(sorted(o.split()) == sorted(text.split()) and o != text for o in out)
+    assert all(common.drop_and_swap(t, row, 1.0, 1.0) for row in u[:20] for t in ("word", "two words"))  # never empty
+    assert all(common.drop_and_swap(text, row, 0.0, 0.0) == text for row in u[:20])
+    swapped = np.mean([common.drop_and_swap(text, row, 0.0, 0.1) != text for row in u])
+    assert abs(swapped - 0.7) < 0.07  # 0.1 swaps a word, of seven words
