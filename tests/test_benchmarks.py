@@ -19,6 +19,7 @@ import torch
 from scipy import stats  # comes with scikit-learn
 
 from benchmarks import claims, compare, gpu, recipes, speed
+from helpers import write_files
 
 # a script that any other may stand beside: its test metric is 50 + 10 tau + noise by seed, less some 20 with --worse
 FORK = '''
@@ -186,13 +187,11 @@ def test_every_claim_names_flags_that_its_script_has(tmp_path):
 
 def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
     """Tables are rewritten while runs are made: their records must still name a clean commit."""
-    log = tmp_path / "contrastive" / "engine" / "log.py"
-    for file in (tmp_path / "benchmarks" / "results" / "claims.md", tmp_path / "temo.py", log):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("before")
+    files = ("benchmarks/results/claims.md", "temo.py", "contrastive/engine/log.py")
+    write_files(tmp_path, dict.fromkeys(files, "before"))
     for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    monkeypatch.setattr(engine.log, "__file__", str(log))
+    monkeypatch.setattr(engine.log, "__file__", str(tmp_path / files[2]))
     for changed, script, dirty in (("benchmarks/results/claims.md", "temo.py", False), ("mine.py", "temo.py", False),
                                    ("mine.py", "mine.py", True), ("temo.py", "temo.py", True)):
         (tmp_path / changed).write_text("after")                           # git does not know the fork mine.py
@@ -211,19 +210,6 @@ def test_a_row_runs_at_toy_size(name):
     """So that it also runs where nobody watches it."""
     numbers = [x for x in flatten(ROWS[name]()).values() if not isinstance(x, str)]
     assert numbers and all(math.isfinite(x) and x > 0 for x in numbers)
-
-
-def test_without_a_card_a_row_says_so_and_a_failure_ends_no_other(tmp_path, monkeypatch):
-    """A row of an earlier call stays; the process of the row `unknown` does not know it."""
-    monkeypatch.setattr(gpu, "CARD", False)
-    monkeypatch.setattr(gpu, "ROWS", gpu.ROWS | {"unknown": (gpu.row_views, 60, True)})
-    (tmp_path / "gpu.json").write_text(json.dumps({"waits": {"results": {"temo": 0}}}))
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    gpu.main(["--only", "unknown", "views"])
-    found = {name: row["results"] for name, row in read_json(tmp_path / "gpu.json").items()}
-    assert found["unknown"]["failed"] == "exit 1: KeyError: 'unknown'" and found["waits"] == {"temo": 0}
-    assert found["views"] == {"not run": "no card"}
-    assert "| views | not run | no card |" in (tmp_path / "gpu.md").read_text()
 
 
 def test_the_idle_part_of_a_card():

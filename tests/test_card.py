@@ -34,7 +34,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import launch
 import mama
 import ncl
-import temo
 from helpers import of_set, run_script, steps, unit
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a card that torch does not find
@@ -292,23 +291,3 @@ def test_no_step_waits_for_the_card(line, tiny, tmp_path, monkeypatch):
     seen = train(line, tmp_path, monkeypatch)
     of_step = [on_card for step, on_card in seen.collectives if step == 2]
     assert not seen.waits and len(of_step) >= 2 and all(of_step)  # embeddings and the check
-
-
-PLANTS = {"a value": lambda x: x.sum().item(), "a shape": lambda x: x[x > 0],
-          "a copy to": lambda x: torch.ones(3).to(x.device), "a copy from": lambda x: x.detach().cpu()}
-
-
-def test_planted_waits_are_found(tmp_path, monkeypatch):
-    """Also that for what a step says, where it is read in the same step."""
-    loss = temo.temo_loss
-
-    def planted(image, *rest, **more):
-        for plant in PLANTS.values():
-            plant(image)
-        return loss(image, *rest, **more)
-    monkeypatch.setattr(temo, "temo_loss", planted)
-    monkeypatch.setattr(Run, "lagged", property(lambda run: False, lambda run, value: None), raising=False)
-    found = {what: where for what, _, where in train("temo", tmp_path, monkeypatch).waits}
-    assert len(found) == 1 + len(PLANTS) and "this step" in found
-    for kind in PLANTS:
-        assert any(what.startswith(kind) and where.startswith("temo.py") for what, where in found.items())

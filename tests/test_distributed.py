@@ -185,11 +185,6 @@ def test_processes_together_come_to_what_one_does(differences, what):
     assert max(max(of_rank[what]) for of_rank in differences) <= (1e-10 if what == "mama" else 0)
 
 
-@pytest.mark.parametrize("name", IN_CHUNKS)
-def test_chunks_have_the_gradient_of_the_full_batch(name):
-    assert max(errors(step(name, torch.float64, WHOLE, 3), step(name, torch.float64, WHOLE))) < 1e-10
-
-
 def test_chunks_replay_dropout():
     """The second encoding sees the masks of the first: the gradient is that of one graph over the same masks."""
     found = step("multimodal", torch.float64, WHOLE, 3, dropout=0.5)

@@ -4,7 +4,6 @@ import argparse
 import importlib
 import itertools
 import json
-import math
 import re
 from argparse import Namespace
 
@@ -57,8 +56,7 @@ def test_a_flag_without_an_effect_is_refused(name, words, capsys):
 
 
 REFUSED = [  # script, flags, words of the one line
-    ("temo", "--batch-size many", "--batch-size invalid whole number value: 'many'"),
-    ("temo", "--tau 0", "--tau 0: must be at least 1e-12"), ("temo", "--beta2 1", "--beta2 1: must be between 0 and 1"),
+    ("temo", "--tau 0", "--tau 0: must be at least 1e-12"),
     ("temo", "--clip-law zipf", "unknown: --clip-law zipf; near it:"),     # of moving-emoji, and not of emoji
     ("temo", "--max-step 2", "unknown: --max-step 2; near it: --max-steps"),
     ("temo", "--warmup-fraction .1 --warmup-epochs 1", "give one of them"),
@@ -66,6 +64,8 @@ REFUSED = [  # script, flags, words of the one line
     ("temo", "--no-base --no-modulated --unimodal none", "leaves no loss"),
     ("temo", "--loss slip --tau 1.5", "--tau-clamp"),
     (TS, "--tau-max 0.05", "must be at least --tau-min"), (TS, "--tau-tail 1", "give both"),
+    *[(TS, f"--split-seed 3 --index-file a --test-file b {data}", "--split-seed: only where --imbalance-ratio")
+      for data in ("--dataset cifar10-lt", "--dataset imagenet100-lt --data-dir .")],
     (TS, "--schedule fixed --learnable-tau --tau-min 0.001", "--tau-min: if learnt at least 0.01"),
     (TS, "--loss moco --chunk-size 8", "not with --loss moco"), (TS, "--imbalance-ratio 0.5", "at least 1, or 0"),
     (TS, "--stop-at-phase 0.7 --period 99", "no full --period"), (TS, "--eval-epoch last", "must be auto"),
@@ -85,13 +85,6 @@ REFUSED = [  # script, flags, words of the one line
 @pytest.mark.parametrize("name, words, says", REFUSED)
 def test_refused_in_one_line(name, words, says, capsys):
     assert says in refused(importlib.import_module(name).parse_args, words.split(), capsys)
-
-
-def test_the_main_process_alone_says_which_flag_is_wrong(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "2")
-    with pytest.raises(SystemExit, match="2"):
-        parse("temo", "--tau 0")
-    assert not capsys.readouterr().err
 
 
 @pytest.fixture
@@ -126,13 +119,6 @@ def test_a_misspelt_key_of_a_recipe_is_refused(monkeypatch, capsys):
     monkeypatch.setitem(ncl.RECIPES, "own", ncl.OWN | {"warm_up_epochs": 3.0})
     said = refused(ncl.parse_args, ["--dataset", "mine.csv"], capsys)
     assert said == "error: recipe own: there is no flag warm_up_epochs\n"
-
-
-@each_script
-def test_help_shows_the_recipe_s_values(name, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        parse(name, "--dataset msrvtt --help")
-    assert f" [{parse(name, '--dataset msrvtt').batch_size}] " in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
 # ----------------------------------------------- recipes -------------------------------------------------------------
@@ -202,14 +188,11 @@ def test_any_recipe_for_any_data(name):
 
 
 def test_a_paper_s_recipe_wants_a_card_or_to_be_told(tmp_path, monkeypatch):
-    """One line with torch's own reason."""
-    def no_card():
-        raise RuntimeError("The NVIDIA driver on your system is too old")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", no_card)
+    monkeypatch.setattr(torch.cuda, "init", lambda: torch.empty(0, device="nowhere"))  # torch says why there is none
     data = str(write_captions(tmp_path, 24))
     args = parse("temo", ["--dataset", data, "--recipe", "cc3m", "--eval-datasets", data])
-    with pytest.raises(UserError, match="^recipe cc3m without a card is for --cpu; torch: The NVIDIA driver .* old$"):
+    with pytest.raises(UserError, match="^recipe cc3m without a card is for --cpu; torch: .*nowhere"):
         temo.main(args)
 
 
@@ -241,12 +224,6 @@ def test_the_warm_up_is_a_part_of_the_run(tmp_path):
                     *"--eval-every 0 --warmup-fraction 0.5".split())
     assert [row["lr"] for row in log[:4]] == pytest.approx([2e-3 * k / 4 for k in (1, 2, 3, 4)])
     assert log[7]["lr"] < log[4]["lr"] <= 2e-3
-
-
-@pytest.mark.parametrize("words, guess", [
-    ("", math.log(128)), ("--loss-scale 3", 3 * math.log(128)), ("--loss max-margin --margin 0.3", 0.6)])
-def test_a_random_guess_is_that_of_the_loss(words, guess):
-    assert ncl.random_guess(None, parse("ncl", f"{words} --batch-size 128")) == pytest.approx((guess, guess))
 
 
 # ----------------------------------------------- a resumed run ------------------------------------------------------

@@ -145,6 +145,7 @@ GUESSES = {  # script and flags: what its banner says, and its loss where all co
     "temo --loss slip": lambda a: (
         temo.random_guess(a)[0], temo.multimodal_loss(ONES, ONES, 0.1) + temo.simclr_loss(ONES, ONES, 0.1)),
     "ncl --loss-scale 3": lambda a: (ncl.random_guess(None, a)[0], 3 * ncl.ncl_loss(ONES, ONES, 0.1)),
+    "ncl --loss max-margin": lambda a: (ncl.random_guess(None, a)[0], ncl.max_margin_loss(ONES, ONES, a.margin)),
     "mmts --loss max-margin": of_mmts,
     "mama": lambda a: (mama.random_guess(0.2, a), mama.fused_margin_loss(RIGHT, RIGHT, a.tau, 0.2).mean())}
 

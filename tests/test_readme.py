@@ -132,12 +132,6 @@ def test_the_fork_takes_the_place_of_its_function():
     assert mine(torch.tensor([1.0, 0.0, -1.0]), 0.01, 0.04).tolist() == pytest.approx([0.05, 0.02, 0.01])
 
 
-def test_ci_runs_the_two_commands():
-    expected = [c.replace("install", "install -q") for k in (0, 2) for c in LINES[k].split(" && ")]
-    run = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert "set -euo pipefail" in run and [line for line in run if line in expected] == expected
-
-
 # ------------------------------------------------------- what pages name ---------------------------------------------
 def test_numbers_of_the_shop_window_are_those_of_the_results():
     """Each difference with its interval at the top of the README stands in the tables of docs/results.md."""

@@ -1,7 +1,6 @@
 """Killed with kill -9 or by a signal and resumed, a run is bitwise the run that was never stopped; what stops all its
 processes; tools.check, which asks the same of the five scripts and of forks."""
 
-import importlib
 import json
 import math
 import os
@@ -11,7 +10,7 @@ import signal
 from pathlib import Path
 
 import common
-from contrastive import encoders, engine
+from contrastive import engine
 from contrastive.data.batches import epoch_batches
 from contrastive.engine.checkpoints import checkpoints_of
 from contrastive.engine.processes import UserError, rank, read_json
@@ -23,6 +22,7 @@ import torch
 
 import helpers
 import launch
+import mama
 import temo
 from helpers import equal_files, rows, tensors_of
 from tools import check
@@ -121,24 +121,6 @@ def test_a_finished_run_is_only_evaluated(folder, runs):
     after = resume(folder)
     assert after["steps"] == STEPS and after["val"] == before["val"] and after["test"] == before["test"]
     assert same(folder, runs[1][0]) and 1000 < after["wall_s"] < 2000
-
-
-def test_before_the_first_checkpoint_it_starts_again(folder, runs, monkeypatch):
-    """With the tokenizer of the run: captions that changed since must not renumber its embeddings."""
-    for path in checkpoints_of(folder):
-        path.unlink()
-    (folder / "bad_samples.txt").unlink()
-    train = common.train_wordpiece
-    monkeypatch.setattr(encoders.texts, "train_wordpiece", lambda captions: train([*captions, *["zebra"] * 9]))
-    resume(folder)
-    assert same(folder, runs[1][0])
-    words = [(place / "tokenizer" / "tokenizer.json").read_bytes() for place in (folder, runs[1][0])]
-    assert words[0] == words[1]
-
-
-def test_a_tokenizer_is_the_same_each_time():
-    captions = [f"{a} {b} {a}{b}" for a in ("red", "green", "blue", "grey") for b in ("box", "ball", "tree", "house")]
-    assert len({common.train_wordpiece(captions, vocabulary=80).backend_tokenizer.to_str() for _ in range(5)}) == 1
 
 
 def test_at_its_end_it_is_evaluated_in_float32(tmp_path, data, monkeypatch):
@@ -260,18 +242,34 @@ def test_too_many_bad_samples_stop_both_processes(data, tmp_path):
     assert (tmp_path / "a" / "bad_samples.txt").read_text().count("\n") == 1
 
 
-# ----------------------------------------------- tools.check: the five scripts, forks of docs/forking.md, faults -----
+# ----------------------------------------------- tools.check: the five scripts, a fork, faults ----------------------
 TINY = "--dataset moving-emoji --clips 32 8 8 --frames 2 --embed-dim 8 --batch-size 8".split()
-FORKS = {"margin": TINY, "memory": [*TINY, "--weighting", "none", "--tau", "0.1"]}
 OF_FIVE = [("temo", ""), ("temo", "--loss slip"), ("temperature_schedules", "--schedule fixed --learnable-tau"),
            ("temperature_schedules", "--loss moco --queue-size 32"), ("temperature_schedules", "--loss sdclr"),
            ("ncl", "--learnable-tau --queue-size 32"), ("mmts", "--num-clusters 4"),
            ("mmts", "--clusters none --no-schedule --no-shifts --learnable-tau"),
            ("mama", "--meta-size 8 --meta-batch-size 4 --meta-every 2 --learnable-tau --tau .5")]
-FAULTS = [  # what is planted into a fork, and the line that must say so: fork, old, new, line
-    ("memory", 'own["memory"]', "memory", "kill and resume"),
-    ("memory", "texts = gather(normalize(text))", "texts = normalize(text)", "two processes"),
-    ("margin", "(logits - lower)", "(logits - logits.mean(0) - lower)", "two processes")]
+MEMORY = '''
+class Memory(nn.Module):
+    """-log softmax of each video's pair among the texts of this batch and the last `size`; (B, D) each -> (B,)."""
+
+    def __init__(self, size, dim):
+        super().__init__()
+        self.register_buffer("texts", normalize(torch.randn(size, dim)))   # (size, D) in own: saved, resumed
+
+    def forward(self, video, text, tau):
+        texts = gather(normalize(text))                                    # (N, D)
+        logits = normalize(video) @ torch.cat([texts, self.texts]).T / tau                   # (B, N + size)
+        self.texts = torch.cat([texts.detach(), self.texts])[:len(self.texts)]
+        return F.cross_entropy(logits, positive_index(video), reduction="none")
+'''
+FORK = [  # of mama.py, as docs/forking.md says how: old, new
+    ("\n# ======================================================= flags ===",
+     f"{MEMORY}\n\n# ======================================================= flags ==="),
+    ("    own.to(run.device)\n", '    own["memory"] = Memory(32, args.embed_dim)\n    own.to(run.device)\n'),
+    ("args.contrastive_weight * contrast(video, text, tau, mu)", 'own["memory"](video, text, tau)')]
+FAULTS = {"kill and resume": ("torch.randn(size, dim)))", "torch.randn(size, dim)), persistent=False)"),
+          "two processes": ("texts = gather(normalize(text))", "texts = normalize(text)")}
 
 
 def checked(path, flags, capsys):
@@ -291,16 +289,12 @@ def test_the_five_keep_the_promises(script, words, capsys):
     assert "losses 0e+00 (at most 0), tensors 0e+00 (at most 0)" in said["kill and resume"]
 
 
-@pytest.mark.parametrize("name, old, new, red", [*((name, "", "", None) for name in FORKS), *FAULTS])
-def test_forks_of_the_docs_keep_them_and_a_fault_is_found(name, old, new, red, tmp_path, capsys):
-    """A fork of tests/forks, made of the script as it is now, that says `new` where it would say `old`."""
-    fork = importlib.import_module(f"forks.{name}")
-    text = (ROOT / fork.SCRIPT).read_text(encoding="utf8")
-    for before, after in fork.CHANGES:
-        assert text.count(before) == 1, before
-        text = text.replace(before, after)
-    assert old in text
-    (tmp_path / f"{name}.py").write_text(text.replace(old, new) if old else text, encoding="utf8")
-    code, said = checked(tmp_path / f"{name}.py", FORKS[name], capsys)
-    wrong = {promise for promise, line in said.items() if "DIFFERS" in line}
-    assert code == bool(red) and wrong == ({red} if red else set()), said
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_fork_keeps_them_and_a_fault_is_found(fault, tmp_path, capsys):
+    """Of a memory of texts beside the method; each fault breaks the promise of its name alone."""
+    own = mama
+    for old, new in FORK + [FAULTS[fault]] * bool(fault):
+        own = helpers.fork(own, tmp_path, old, new)
+    code, said = checked(own.__file__, [*TINY, "--weighting", "none", "--tau", "0.1"], capsys)
+    wrong = [promise for promise, line in said.items() if "DIFFERS" in line]
+    assert code == bool(fault) and wrong == [fault] * bool(fault), said

@@ -210,14 +210,6 @@ def test_a_replaced_image_has_the_temperature_of_its_own_class(tmp_path):
     assert any((np.asarray(batch["rows"]) != np.asarray(batch["index"])).any() for batch in seen)
 
 
-def test_a_seed_that_draws_no_split_is_refused(capsys):
-    seed, lists = ["--split-seed", "3"], "--index-file a --test-file b --data-dir .".split()
-    for flags in (["--dataset", "cifar10-lt", *lists[:2]], ["--dataset", "imagenet100-lt", *lists]):
-        said = helpers.refused(ts.parse_args, [*flags, *seed], capsys)
-        assert "--split-seed: only where --imbalance-ratio" in said
-    assert ts.parse_args(["--dataset", "imagenet100-lt", *lists, "--imbalance-ratio", "50", *seed]).split_seed == 3
-
-
 # ---------------------------------------------------- which weights are tested --------------------------------------
 def test_the_epoch_is_chosen_among_every_twentieth_and_the_last(tmp_path):
     few_steps(ts, tmp_path / "a", *"--epochs 21 --batch-size 32 --eval-epoch auto".split(), base=MOVING)
