@@ -32,16 +32,6 @@ def spawn(function, arguments, processes):
     torch.multiprocessing.start_processes(function, arguments, processes, start_method="fork")
 
 
-def world_of(processes):
-    """What torchrun tells each process of a run: a list of environments."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes),
-             "LOCAL_WORLD_SIZE": str(processes)}
-    return [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-
-
 def forked(work, log, **environment):
     """A process of work() under clean_exit, its stderr in the file `log`."""
     own_children()
@@ -71,9 +61,12 @@ def ended(process, seconds=300):
 def ranks(folder, work):
     """[(exit code, stderr)] of forks work(rank) that are the ranks of a world of two; stderr in folder/rank0.log, here
     without the sign for one line up, which tqdm writes where an earlier test left a progress bar open."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2",
+                 "LOCAL_WORLD_SIZE": "2"}                                  # what torchrun tells each process
     logs = [folder / f"rank{n}.log" for n in (0, 1)]
-    processes = [forked(functools.partial(work, n), logs[n], **environment)
-                 for n, environment in enumerate(world_of(2))]
+    processes = [forked(functools.partial(work, n), logs[n], **world, RANK=str(n), LOCAL_RANK=str(n)) for n in (0, 1)]
     codes = [ended(process) for process in processes]
     return [(code, log.read_text(errors="replace").replace("\x1b[A", "")) for code, log in zip(codes, logs)]
 

@@ -60,7 +60,6 @@ REFUSED = [  # script, flags, words of the one line
     ("temo", "--clip-law zipf", "unknown: --clip-law zipf; near it:"),     # of moving-emoji, and not of emoji
     ("temo", "--max-step 2", "unknown: --max-step 2; near it: --max-steps"),
     ("temo", "--warmup-fraction .1 --warmup-epochs 1", "give one of them"),
-    ("temo", "--dataset my.csv --recipe cc4m", "--recipe cc4m: there are emoji, "),
     ("temo", "--no-base --no-modulated --unimodal none", "leaves no loss"),
     ("temo", "--loss slip --tau 1.5", "--tau-clamp"),
     (TS, "--tau-max 0.05", "must be at least --tau-min"), (TS, "--tau-tail 1", "give both"),

@@ -144,7 +144,7 @@ def test_more_steps_are_remembered_also_on_fewer_processes(runs, tmp_path, capsy
 
 def test_what_does_not_fit_the_run_is_refused(folder, data):
     """Before args.json is written: else the next --resume without any flag would be refused as well."""
-    before, saved = (folder / "args.json").read_text(), checkpoints_of(folder)[0]
+    before = (folder / "args.json").read_text()
     with pytest.raises(UserError, match="step_12.pt: is beyond the 3 steps"):
         resume(folder, "--max-steps", 3)
     with pytest.raises(UserError, match=f"{folder}: holds a run already; --resume {folder}"):
@@ -155,15 +155,10 @@ def test_what_does_not_fit_the_run_is_refused(folder, data):
     args.dataset = str(fewer)
     with pytest.raises(UserError, match="--resume: the run had .*, now .*: give it the same data"):
         temo.main(args)
-    state = torch.load(saved, weights_only=True)
-    state["model"]["vision.projection.weight"] = state["model"]["vision.projection.weight"][:8].clone()
-    torch.save(state, saved)                                               # of another architecture
-    with pytest.raises(UserError, match=f"^{re.escape(str(saved))}: .*$"):
-        resume(folder)
     assert (folder / "args.json").read_text() == before
 
 
-# ----------------------------------------------- signals, NaN, bad samples --------------------------------------------
+# ----------------------------------------------- signals, NaN ------------------------------------------------------
 def put_off(monkeypatch, lagged):
     """What a step says is read a step later, as on a card."""
     monkeypatch.setattr(Run, "lagged", property(lambda run: lagged, lambda run, value: None), raising=False)
@@ -234,12 +229,6 @@ def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(lagged, 
     assert re.search(r"not finite at step 4 \(tau 0\.1\d+\); process 1: norms up to .*, keys \[.\d+.png", error)
     assert max(row["step"] for row in rows(tmp_path / "a")) == (0 if lagged else 4)
     assert [p.name for p in checkpoints_of(tmp_path / "a")] == ([] if lagged else ["step_4.pt"])
-
-
-def test_too_many_bad_samples_stop_both_processes(data, tmp_path):
-    ended = launch.ranks(tmp_path, lambda _: run(tmp_path / "a", data, "--max-bad-fraction", 0.001))
-    assert "1 of about " in error_of(ended)
-    assert (tmp_path / "a" / "bad_samples.txt").read_text().count("\n") == 1
 
 
 # ----------------------------------------------- tools.check: the five scripts, a fork, faults ----------------------

@@ -155,13 +155,15 @@ VIEWS = {
 
 @pytest.fixture
 def views_of(tmp_path, monkeypatch):
-    """Function of a script's name and flags -> its views, as dicts, of a run without a batch."""
+    """Function of a script's name and flags -> its views, as dicts."""
+    batches = Run.batches
+
     def found(name, flags):
         seen = []
-        monkeypatch.setattr(Run, "batches", lambda run, views, transform: seen.extend(map(vars, views)) or ())
+        monkeypatch.setattr(Run, "batches", lambda run, views, *more: seen.extend(views) or batches(run, views, *more))
         few_steps(importlib.import_module(name), tmp_path / "run", *OF.get(name, ()), *flags.split(),
-                  "--image-size", 24, base=SMALL)
-        return seen
+                  "--image-size", 24, "--max-steps", 1, base=SMALL)
+        return [vars(view) for view in seen]
     return found
 
 

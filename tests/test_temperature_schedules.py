@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import common
 from contrastive import figures
-from contrastive.engine.processes import write_json
 from contrastive.evaluation.retrieval import Evaluator
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 
 import helpers
 import temperature_schedules as ts
-from helpers import few_steps, fork, panel, rows, run_script, steps, tensors_of, unit, write_images
+from helpers import few_steps, fork, panel, rows, run_script, steps, tensors_of, unit, write_files, write_images
 from tools import figures as several
 
 N, D, K = 5, 4, 7
@@ -283,14 +282,14 @@ def test_figures_have_a_fork_s_schedule_and_z(tmp_path, monkeypatch):
 def test_figure_4_is_the_mean_over_the_last_period_of_runs(tmp_path, capsys):
     """tools.figures phase, of runs with 4 steps an epoch; 10 epochs of a third period do not count."""
     for name, period, epochs, height in (("a", 100, 200, 50.0), ("b", 200, 410, 60.0)):
-        folder, log = tmp_path / name, [{"step": 1, "loss": 2.0}]
+        log = [{"step": 1, "loss": 2.0}]
         for e in range(0, epochs + 1, 10):
             top1 = height - 10 * abs((e % period) / period - 0.7) - (100 if e < period else 0)
             log.append({"step": 4 * e, "eval": {"d": {"few-shot": {"top1": top1}}}})
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
-        write_json(folder / "args.json", {"dataset": "d", "period": period, "schedule": "cos", "tau_head": 0.0})
-        write_json(folder / "summary.json", {"steps": 4 * epochs, "epochs": epochs})
+        write_files(tmp_path / name, {
+            "metrics.jsonl": "".join(json.dumps(row) + "\n" for row in log),
+            "args.json": {"dataset": "d", "period": period, "schedule": "cos", "tau_head": 0.0},
+            "summary.json": {"steps": 4 * epochs, "epochs": epochs}})
     several.main(["phase", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "p.png")])
     out = capsys.readouterr().out
     assert "best at phase 0.700" in out and "0.700    55.00     5.00" in out and (tmp_path / "p.png").stat().st_size

@@ -16,7 +16,7 @@ import mama
 import ncl
 import temo
 import temperature_schedules
-from helpers import picture, run_script, steps, write_captions, write_images, write_rows
+from helpers import picture, run_script, steps, write_captions, write_files, write_images, write_rows
 from tools import figures as several
 from tools import score
 from tools.export import export
@@ -143,11 +143,10 @@ MAMA = "--cpu --clips 64 16 16 --batch-size 16 --log-every 1 --eval-every 0 --we
 
 def folder_of(path, val=10.0, **flags):
     """What tools.figures margins reads of a finished run."""
-    path.mkdir(parents=True)
     args = dict(margin_schedule="logistic", a0=2.0, a1=10.0, a2=0.1, seed=0, task="retrieval", dataset="set", tau=0.1)
-    write_json(path / "args.json", args | {"run_name": path.name, "changed": [path.name]} | flags)
-    write_json(path / "summary.json", {"val": {"set": {"text_to_image": {"R@1": val}, "accuracy": val + 1}}})
-    return path
+    return write_files(path, {
+        "args.json": args | {"run_name": path.name, "changed": [path.name]} | flags,
+        "summary.json": {"val": {"set": {"text_to_image": {"R@1": val}, "accuracy": val + 1}}}})
 
 
 def test_margins_of_several_runs(tmp_path, draw):
