@@ -156,9 +156,7 @@ TEXT = b"this is no picture\n"
 
 # ---- videos ----
 def frame(i, height=64, width=96):
-    """(H, W, 3) uint8: the number i in eight bars (red 1, blue 0, the lowest bit left) above a green floor.
-
-    Every colour is in a gif's 3-3-2 bit palette."""
+    """(H, W, 3) uint8: the number i in eight bars (red 1, blue 0, lowest bit left) above green, in a gif's palette."""
     x = np.full((height, width, 3), (36, 146, 85), np.uint8)
     for bit in range(8):
         bar = slice(bit * width // 8, (bit + 1) * width // 8)
@@ -259,8 +257,7 @@ def panel(drawn, title):
 
 
 def of_set(base, flags):
-    """A test's usual flags without those that have no part beside `flags`: --clips of another set than moving-emoji,
-    meta-data without a look ahead, the number of clusters where classes are counted."""
+    """A test's usual flags without those that have no part beside `flags`."""
     base, flags = [*map(str, base)], [*map(str, flags)]
 
     def asked(flag, usual):

@@ -59,8 +59,7 @@ def ended(process, seconds=300):
 
 
 def ranks(folder, work):
-    """[(exit code, stderr)] of forks work(rank) that are the ranks of a world of two; stderr in folder/rank0.log, here
-    without the sign for one line up, which tqdm writes where an earlier test left a progress bar open."""
+    """[(exit code, stderr)] of forks work(rank), the ranks of a world of two; without tqdm's sign for one line up."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2",

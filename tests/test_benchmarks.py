@@ -1,5 +1,4 @@
-"""What decides a claim: statistics by hand, tuning on val alone, no run twice, commands that exist, stored runs; the
-rows of gpu.py and speed.py at toy size."""
+"""What decides a claim: statistics by hand, tuning on val alone, stored runs; rows of gpu.py and speed.py."""
 
 import importlib
 import json

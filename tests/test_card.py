@@ -1,5 +1,4 @@
-"""What only a card would show, on the CPU: compiled encoders in half precision, TF32, layouts; and training on a card
-that is not there: no step waits for it, and collectives have its tensors alone."""
+"""What only a card would show, on the CPU; and training on a card that is not there: steps do not wait for it."""
 
 import collections
 import contextlib
@@ -221,8 +220,7 @@ def test_similarities_are_computed_on_the_card():
 
 # ----------------------------------------------------- waits and collectives -----------------------------------------
 def train(line, folder, monkeypatch):
-    """Four steps of a script as one of eight processes with cards -> its Waits, of the third step, which neither logs
-    nor saves."""
+    """Four steps as one of eight processes with cards -> Waits, of the third, which neither logs nor saves."""
     script, *flags = line.split()
     module, waits, names = importlib.import_module(script), Waits(), Names()
     set_up, done, backward_of_torch = engine.set_up, Run.done, torch.autograd._engine_run_backward

@@ -238,8 +238,7 @@ ONE_CORE = "import os, runpy, sys; os.sched_setaffinity(0, [{core}]); runpy.run_
     ([sys.executable, "-m", "accelerate.commands.launch"], f"{CORES} of {CORES} Linear 1.0"),
     ([sys.executable, "-c", ONE_CORE], "1 of 1 Linear 1.0")])
 def test_launchers(launcher, found, tmp_path):
-    """They tell each process to take one thread, which is not heeded; without a card gradients are averaged, though
-    --cpu was not given; and only --compile compiles."""
+    """All cores are used, whatever launchers set; without a card and --cpu gradients are averaged, nothing compiles."""
     (tmp_path / "script.py").write_text(SCRIPT)
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     env |= {"PYTHONPATH": str(ROOT), "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,5 +1,4 @@
-"""MAMA: the loss against loops in float64, the weight network's gradient against second order, other weightings, the
-meta-data, a run's steps against Algorithm 1. test_caption.py has the key frames, test_answers.py the questions."""
+"""MAMA: the loss against loops, the weight network's gradient, other weightings, meta-data, Algorithm 1."""
 
 import copy
 import math
@@ -208,8 +207,7 @@ def test_the_margin_and_the_weights_are_those_of_the_step(tmp_path):
 
 @pytest.mark.parametrize("weighting", ["meta", "joint"])
 def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
-    """Two steps of plain SGD, the second at half the rate, recomputed from the batches that main read, by autograd from
-    end to end."""
+    """Two steps of SGD, the second at half the rate, by autograd from end to end on what main read."""
     seen, read, inputs_of, net_of, towers_of = {}, [], mama.inputs_of, mama.WeightNet, Run.towers
 
     def watch_net(*args):

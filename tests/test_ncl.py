@@ -1,5 +1,4 @@
-"""NCL: Sinkhorn biases and losses against loops in float64, the queue and what is in it, normalisation at test time.
-test_ssb.py has SSB's towers."""
+"""NCL: Sinkhorn biases and losses against loops, the queue, normalisation at test time. test_ssb.py has SSB."""
 
 import math
 from types import SimpleNamespace
@@ -25,10 +24,7 @@ SMALL = ("--cpu --workers 0 --clips 64 16 16 --frames 2 --image-size 16 --batch-
 
 
 def pairs(n=N, d=D, noise=0.7, hub=0.5, seed=0):
-    """Texts and the videos near them, (n, d) float64 each.
-
-    hub: how far the videos lean, each by another length, to where all texts lean.
-    """
+    """Texts and videos near them, (n, d) float64 each, which lean by other lengths to where all texts lean: hub."""
     text, other, way = unit(n, d, seed=seed), unit(n, d, seed=seed + 1), unit(1, d, seed=seed + 2)
     lean = hub * torch.rand(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return F.normalize(text + hub * way, dim=1), F.normalize(text + noise * other + 2 * lean * way, dim=1)
@@ -182,10 +178,7 @@ def test_the_loss_is_that_of_its_terms(tmp_path):
 
 
 def test_the_queues_are_the_training_batches(tmp_path):
-    """With a learning rate of 0 the queues can be computed again: row k is the k-th training example.
-
-    No caption or clip of val or test.
-    """
+    """At a rate of 0 they can be computed again: row k is the k-th training example, and none of val or test."""
     flags = "--lr 0 --lr-end 0 --crop-min 1 --jitter 0 --eval-every 1".split()
     run_script(ncl, tmp_path / "still", *flags, base=SMALL)
     queues = load_file(tmp_path / "still" / "queues.safetensors")
@@ -227,8 +220,7 @@ def test_clip4clip_freezes_embeddings_and_first_norms(tiny, tmp_path):
 
 # ---------------------------------------------------- pictures -------------------------------------------------------
 def test_the_figures_have_a_fork_s_biases(tmp_path, monkeypatch):
-    """R@1 by the size of the queue (Fig. 5) is found with the script's own retrieval_biases: the fork's put the first
-    item in front of all others."""
+    """R@1 by the size of the queue (Fig. 5): the fork's biases put the first item in front of all others."""
     own = fork(ncl, tmp_path, "return gamma * log_beta.log_softmax(0)\n",
                "return 9.0 * (torch.arange(len(items)) == 0)\n")
     drawn = []
@@ -242,8 +234,7 @@ def test_the_figures_have_a_fork_s_biases(tmp_path, monkeypatch):
 
 
 def test_what_figures_3_and_7_count():
-    """Fig. 3: four queries of items 0 and 1 find 0, two of item 2 find 2 and 0: one right item is no mistake. Fig. 7:
-    one caption of each clip, or the first texts would be a few clips'."""
+    """Queries of items 0 and 1 find 0, those of 2 find 2 and 0: one right item will do. One caption of each clip."""
     sim = F.one_hot(torch.tensor([0, 0, 0, 0, 2, 0]), 3).float()
     missed, wrong = figures.ncl.mistakes(sim, torch.tensor([[0, 1]] * 4 + [[2, -1]] * 2))
     assert missed.tolist() == [0, 0, 0.5] and wrong.tolist() == [0.5, 0, 0]

@@ -1,5 +1,4 @@
-"""The README and the pages of docs/: its commands and code run (two steps), theirs parse; flags, functions, files and
-numbers exist; tables come from files."""
+"""README and docs/: commands and code run or parse; what pages name is there; tables come from files."""
 
 import importlib.util
 import inspect

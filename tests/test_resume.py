@@ -1,5 +1,4 @@
-"""Killed with kill -9 or by a signal and resumed, a run is bitwise the run that was never stopped; what stops all its
-processes; tools.check, which asks the same of the five scripts and of forks."""
+"""A run that was killed or stopped and resumed is bitwise the whole one; what stops all processes; tools.check."""
 
 import json
 import math
@@ -215,8 +214,7 @@ def test_a_signal_to_one_process_ends_all_and_their_workers(data, tmp_path, monk
 
 @pytest.mark.parametrize("lagged", [False, True])
 def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(lagged, data, tmp_path, monkeypatch):
-    """NaN in step 4 of one process; every fourth step is saved. Where it is read late: not even the checkpoint of a
-    signal, heeded when step 4 is done."""
+    """In step 4 of one process. Where it is read late, not even the checkpoint of a signal is written."""
     loss, now, every = temo.multimodal_loss, [], 8 if lagged else 4
     put_off(monkeypatch, lagged)
     at_step(monkeypatch, 4, lambda: now.append(4))

@@ -1,5 +1,4 @@
-"""The five scripts side by side, of each one short run: its rates and steps, what it leaves, its pictures; a learnt
-tau, that every flag acts, the views; then docs/forking.md as it stands. test_eval.py has the numbers of a run."""
+"""The five scripts side by side: a short run, a learnt tau, every flag acts, the views; then docs/forking.md."""
 
 import functools
 import importlib
@@ -38,8 +37,7 @@ each_script = pytest.mark.parametrize("name", NAMES)
 
 @each_script
 def test_a_run(name, tmp_path, monkeypatch):
-    """A step of SGD goes as far as the rate of the step (warm-up, a line) and the clip say, since gradients are longer;
-    summary, model and pictures are there; a checkpoint is read with weights_only=True, and nothing runs code."""
+    """A step of SGD goes as far as its rate and the clip say; what a run leaves; nothing in it runs code."""
     folder, seen = tmp_path / "run", []
 
     def watch(method):

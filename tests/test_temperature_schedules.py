@@ -1,5 +1,4 @@
-"""TS: the schedule and the losses against loops in float64, MoCo's queue and keys, SDCLR's branches, which weights are
-tested, pictures. test_long_tail.py has the data."""
+"""TS: schedule and losses against loops, MoCo's queue and keys, SDCLR's branches, the weights that are tested."""
 
 import copy
 import json
@@ -163,8 +162,7 @@ def test_keys_do_not_share_their_query_s_batch_statistics(monkeypatch):
 
 
 def test_what_moco_s_step_does(tmp_path, monkeypatch):
-    """The key encoder follows by the momentum; no anchor finds its own key among its negatives; in the second step they
-    are in the queue."""
+    """Keys follow by the momentum; no anchor has its own among its negatives; later they are in the queue."""
     moved, seen, update, loss = [], [], ts.update_momentum, ts.moco_loss
 
     def watch(key, tower, momentum):
@@ -228,8 +226,7 @@ def test_stop_at_phase_keeps_the_schedules(tmp_path):
 
 
 def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch, capsys):
-    """Real runs whose val results are replaced by a plan: its best after step 0, of equals the first, is what is saved
-    and tested."""
+    """Real runs, val replaced by a plan: its best after step 0, of equals the first, is saved and tested."""
     evaluate, plan = Evaluator.__call__, [90.0, 20.0, 30.0, 30.0, 10.0]    # at steps 0, 2, 4, 6, 8
 
     def planned(self, split, *more):
@@ -261,8 +258,7 @@ def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch
 
 # ---------------------------------------------------- pictures ------------------------------------------------------
 def test_figures_have_a_fork_s_schedule_and_z(tmp_path, monkeypatch):
-    """The temperature beside the class sizes and over the period (Fig. 4) is the script's own, which the loss has.
-    Fig. 2 is of z, whose cosines may be negative: features are never below 0."""
+    """Its temperature, which the loss has; Fig. 2 is of z, whose cosines may be negative, not of features."""
     own = fork(ts, tmp_path, "    phase = (epoch % period) / period ", "    return 0.3 + epoch / 100\n    phase = 0 ")
     drawn, seen, shares = [], [], figures.ts.draw_shares
     monkeypatch.setattr(figures.ts, "save_figure", lambda *args: drawn.append(args))

@@ -1,5 +1,4 @@
-"""tools/: figures over runs have the numbers of the runs' own results, and of their embeddings, by hand; an exported
-run has, through open_clip's own loader, the embeddings that it has here."""
+"""tools/: figures have the numbers of the runs' results and embeddings; an exported run is the same in open_clip."""
 
 import math
 
