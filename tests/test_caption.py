@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from types import SimpleNamespace
 
 import common
 from contrastive.encoders.texts import Paraphrases, train_wordpiece
@@ -87,7 +88,7 @@ def words_tokenizer():
 
 
 def model_of(kind, folder):
-    """A random LLaVA, BLIP-2, Llama or T5 with what reads for it, saved as a user has it."""
+    """A random LLaVA, BLIP-2, InstructBLIP, Llama or T5 with what reads for it, saved as a user has it."""
     import transformers as T
     words, tower = words_tokenizer(), SIZES | {"intermediate_size": 16, "image_size": 32, "patch_size": 16}
     llama = T.LlamaConfig(**SIZES, **IDS, vocab_size=len(words), intermediate_size=16)
@@ -106,12 +107,16 @@ def model_of(kind, folder):
         processor = T.LlavaProcessor(pixels, words, patch_size=16, vision_feature_select_strategy="default",
                                      num_additional_image_tokens=1)
     else:
-        parts = {"vision_config": T.Blip2VisionConfig(**tower, initializer_range=0.02),         # its default is 1e-10
-                 "qformer_config": T.Blip2QFormerConfig(**SIZES, intermediate_size=16, encoder_hidden_size=16),
-                 "text_config": T.OPTConfig(**SIZES, **IDS, vocab_size=len(words), ffn_dim=16, word_embed_proj_dim=16,
-                                            max_position_embeddings=128)}
-        model = T.Blip2ForConditionalGeneration(T.Blip2Config(**parts, num_query_tokens=4, **image))
-        processor = T.Blip2Processor(T.BlipImageProcessor(size={"height": 32, "width": 32}), words, num_query_tokens=4)
+        def of(name, *args, **more):
+            return getattr(T, f"{kind}{name}")(*args, **more)
+        text = T.OPTConfig(**SIZES, **IDS, vocab_size=len(words), ffn_dim=16, word_embed_proj_dim=16,
+                           max_position_embeddings=128)
+        model = of("ForConditionalGeneration", of(
+            "Config", vision_config=of("VisionConfig", **tower, initializer_range=0.02),        # its default is 1e-10
+            qformer_config=of("QFormerConfig", **SIZES, vocab_size=len(words), intermediate_size=16,
+                              encoder_hidden_size=16), text_config=text, num_query_tokens=4, **image))
+        readers = [T.BlipImageProcessor(size={"height": 32, "width": 32}), words, words_tokenizer()]
+        processor = of("Processor", *readers[:2 + (kind == "InstructBlip")], num_query_tokens=4)
     for p in model.parameters():                                           # else it says the same of every picture
         p.data *= 10 if p.ndim > 1 else 1
     model.save_pretrained(folder)
@@ -155,7 +160,7 @@ def run(*words):
         return {row["video"]: row["caption"] for row in csv.DictReader(f)}
 
 
-@pytest.mark.parametrize("kind", ["Llava", "Blip2"])
+@pytest.mark.parametrize("kind", ["Llava", "Blip2", "InstructBlip"])
 def test_a_csv_of_captions_that_the_scripts_read(kind, videos, tmp_path, capsys, drawn):
     rows = run(videos, tmp_path / "captions.csv", model_of(kind, tmp_path / "model"))
     assert list(rows) == ["a.mp4", "b.mp4", "c.mp4", "inside/d.mp4"]
@@ -184,6 +189,8 @@ def test_captions_of_frames_are_summed_up_by_another_model(llava, videos, tmp_pa
     first = asked[0].split("\n")
     assert first[0] == "Sentences on frames of one video in the order of time:" and len(first) == 6  # four frames
     assert len(asked) == 4
+    args = SimpleNamespace(dtype="float32", device="cpu", temperature=0, max_new_tokens=6)
+    assert len(true(model_of("T5", tmp_path / "t5"), args)(["red", "green"])) == 2   # an encoder-decoder
 
 
 def test_greedy_captions_do_not_depend_on_the_batch_and_sampled_ones_on_the_seed(llava, videos, tmp_path):
