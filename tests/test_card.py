@@ -39,6 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of a card that torch does n
 ROOT, aten = str(Path(__file__).parents[1]), torch.ops.aten
 CARD, META = torch.device("cuda", 0), torch.device("meta")  # a card that is not there: its tensors are meta tensors
 VALUES = {aten._local_scalar_dense.default, aten.equal.default}  # .item(), bool(), .tolist(), torch.equal
+SHAPES = {aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.bincount.default,
+          aten.repeat_interleave.Tensor}  # their shapes are values of the card
 INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 TOY = [*"--dataset moving-emoji --clips 48 16 16 --image-size 16 --frames 2 --batch-size 16 --max-steps 5".split(),
        *"--log-every 4 --eval-every 0 --save-every 0 --workers 0 --cpu".split()]
@@ -83,6 +85,7 @@ class Waits(TorchDispatchMode):
         kwargs, name = kwargs or {}, function.__name__
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         there, here = [x for x in tensors if x.is_meta], [x for x in tensors if x.ndim and not x.is_meta]
+        by_mask = function in INDEX and any(x is not None and x.dtype == torch.bool for x in args[1])
         if function is aten.mm.default:
             self.products.append(args[0].is_meta)
         if function.namespace == "c10d":
@@ -92,6 +95,10 @@ class Waits(TorchDispatchMode):
         elif there and function in VALUES:
             self.note("a value", name)
             return 1.0 if there[0].is_floating_point() else 1
+        elif there and (function in SHAPES or by_mask):
+            self.note("a shape", name)
+            host = tree_map_only(torch.Tensor, lambda x: torch.ones_like(x, device="cpu"), args)
+            return tree_map_only(torch.Tensor, lambda x: x.to(META), function(*host, **kwargs))
         elif there and here and function in INDEX:
             self.note("a copy to the card", name)
         elif there and here:
