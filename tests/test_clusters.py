@@ -100,15 +100,6 @@ def test_classes_are_counted(tmp_path):
         assert (thirds[part]["from"], thirds[part]["to"], thirds[part]["queries"]) == (size, size, len(own))
 
 
-def test_a_new_run_makes_its_clusters_and_a_resumed_one_reads_them(tmp_path):
-    """From a file that lacks an example: it counts once, however many captions it has."""
-    path, data = tmp_path / "mine.json", made(CAPTIONS)
-    for turn, resume, train in ((0, "", data), (1, "", data.unfold()), (2, "a", data)):
-        path.write_text(json.dumps({f"k{i}": i > turn for i in range(7)}))
-        found = opened(tmp_path / "a", train, path, resume=resume)
-        assert found.sizes.tolist() == ([6, 1], [5, 2], [5, 2])[turn] and found.meta["without"] == 1
-
-
 def test_sentences_are_mean_pooled(tiny, tokenizer):
     texts, (folder, model) = ["a red apple here", "pear"], tiny("bert")
     tokens = tokenizer(texts)
@@ -131,8 +122,7 @@ REFUSED = [  # --clusters, --cluster-encoder, data, words
     ("noun", "tf-idf", made(CAPTIONS), "--clusters noun: made has no noun; --clusters captions needs none"),
     ("noun", "tf-idf", made(CAPTIONS, noun=np.full(8, -1)), "--clusters noun: no example of made has one"),
     ("none.json", "tf-idf", made(CAPTIONS), "none.json: .*No such file"),
-    ("captions", "tf-idf", made([["?"], ["!"], ["."]]), "--cluster-encoder tf-idf: empty vocabulary"),
-    ("vision", "tf-idf", made(CAPTIONS), "tf-idf: Unknown model")]
+    ("captions", "tf-idf", made([["?"], ["!"], ["."]]), "--cluster-encoder tf-idf: empty vocabulary")]
 
 
 @pytest.mark.parametrize("source, encoder, data, words", REFUSED)
@@ -171,17 +161,11 @@ def meta_of(flags, *more):
 
 def test_meta_data_of_msrvtt_are_balanced(tmp_path):
     """One of each of three categories, of which one has three quarters of the rows, unless --meta-balance says
-    otherwise; further pairs take no class away and are no meta-data."""
+    otherwise."""
     flags = [*msrvtt(tmp_path), "--meta-size", "3"]
     meta = meta_of(flags)
     assert Counter(meta.labels.tolist()) == {0: 1, 7: 1, 19: 1}
     assert meta.note.startswith("3 of train, balanced over label, not known to be clean")
-    for k in range(3):
-        write_video(tmp_path / "more" / f"w{k}.mp4", [k, 1])
-    write_rows(tmp_path / "more.csv", ["video", "caption"], [(f"w{k}.mp4", f"speech {k}") for k in range(3)])
-    pairs = f"{tmp_path / 'more.csv'}={tmp_path / 'more'}"
-    both = meta_of(flags, "--extra-pairs", pairs)
-    assert sorted(both.column("key")) == sorted(meta.column("key")) and "balanced over label" in both.note
     assert "at random" in meta_of(flags, "--meta-balance", "none").note
     assert "clusters of captions" in meta_of(flags, "--meta-balance", "captions").note
 

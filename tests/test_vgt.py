@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import eval as eval_py
 import mama
 from helpers import of_set, refused, run_script, steps, write_rows
+from test_models import SPEC
 
 VGT = ["--cpu", "--clips", "32", "8", "8", "--batch-size", "8", "--meta-batch-size", "4",
         "--meta-size", "12", "--log-every", "1", "--eval-every", "0", "--max-steps", "2", "--qa-model", "vgt",
@@ -57,29 +58,24 @@ def test_the_graph_against_loops():
     frames, regions, boxes = numbers(1, T, W), numbers(1, T, R, W, seed=1), numbers(1, T, R, 5, seed=2)
     got = graph(frames, regions, boxes)[0]
 
-    def norm(module, y):                                                   # groups of channels over all regions
-        groups = y.view(T * R, 8, -1).transpose(0, 1).flatten(1)           # (8, T R BOX / 8)
-        y = (groups - groups.mean(1, keepdim=True)) / (groups.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-        return y.view(8, T * R, -1).transpose(0, 1).reshape(T * R, -1) * module.weight + module.bias
     y = boxes.view(-1, 5)
-    for convolution, normal in ((graph.box[0], graph.box[1]), (graph.box[3], graph.box[4])):
-        y = norm(normal, y @ convolution.weight[:, :, 0, 0].T + convolution.bias).relu()
+    for convolution, norm in ((graph.box[0], graph.box[1]), (graph.box[3], graph.box[4])):
+        y = y @ convolution.weight[:, :, 0, 0].T + convolution.bias        # groups of channels over all regions:
+        y = F.group_norm(y.T[None], 8, norm.weight, norm.bias)[0].T.relu()
     x = F.elu(graph.region(torch.cat([regions[0], y.view(T, R, -1)], -1)))  # (T, R, d)
     for clip in range(2):
         here = slice(4 * clip, 4 * clip + 4)
         x[here] = torch.stack([attention(graph.nodes, x[here, r]) for r in range(R)], 1)
-        raw = torch.stack([torch.stack([torch.stack([graph.key(x[t, i]) @ graph.query(x[t, j]) for j in range(R)])
-                                        for i in range(R)]) for t in range(*here.indices(T))])
+        raw = torch.einsum("tid,tjd->tij", graph.key(x[here]), graph.query(x[here]))
         edges = attention(graph.edges, raw.view(4, R * R)).view(4, R, R).softmax(-1)     # first whole, then by rows
         assert edges.sum(-1).allclose(edges.new_tensor(1))
         for t, A in zip(range(*here.indices(T)), edges):
             h = x[t]
             for layer in graph.graph:
                 S = h @ layer.weight
-                h = torch.stack([sum(A[i, j] * S[j] for j in range(R)) + layer.bias + S[i] for i in range(R)]).relu()
+                h = (A @ S + layer.bias + S).relu()
             nodes = x[t] + h
-            weight = torch.softmax(torch.stack([graph.weight(n)[0] for n in nodes]), 0)
-            pooled = sum(w * n for w, n in zip(weight, nodes))
+            pooled = torch.softmax(graph.weight(nodes)[:, 0], 0) @ nodes
             frame = F.layer_norm(F.gelu(graph.frame(frames[0, t])), (d,), graph.norm.weight, graph.norm.bias, 1e-12)
             assert torch.allclose(got[t], F.elu(graph.merge(torch.cat([frame, pooled]))), atol=1e-9)
     assert graph.edges.heads == 5 and PostNorm(16, 5, 8, 0).heads == 4
@@ -107,9 +103,7 @@ def test_words_past_a_text_s_length_and_absent_choices_have_no_part():
 def model_of(answers=(), **more):
     torch.manual_seed(0)
     tokenizer = Tokenizer(common.train_wordpiece(["a b c d e f", "yes no two"]), 12)
-    spec = {"image_encoder": "small", "text_encoder": "small", "embed_dim": 16, "image_size": 16, "text_length": 12,
-            "text_pooling": "mean", "image_stats": "half", "eval_resize": "crop",
-            "questions": {"answers": list(answers), "model": "vgt", "regions": 5} | more}
+    spec = SPEC | {"image_size": 16, "questions": {"answers": list(answers), "model": "vgt", "regions": 5} | more}
     return common.build_model(spec, tokenizer, False)[0].eval(), tokenizer
 
 
@@ -285,7 +279,6 @@ def test_a_run_and_its_evaluation(tmp_path):
 @pytest.mark.parametrize("flags, words", [
     ("--task qa-open --frames 6", "--frames 6: VGT has clips of 4 frames; use a multiple of 4"),
     ("--task qa-open --crop-min 0.5", "boxes follow neither crop nor mirror image; use --crop-min"),
-    ("--task qa-open --clean-captions", "--clean-captions would break up its [SEP]"),
     ("--dataset nextqa", "--region-dir DIR and --image-encoder regions go together"),
     ("--task qa-open --qa-model fusion --regions 3", "--regions: only with --qa-model vgt")])
 def test_bad_flags(flags, words, capsys):
