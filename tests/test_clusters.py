@@ -118,17 +118,14 @@ def test_clusters_of_pictures(tiny, tmp_path):
     assert labels[::2].unique().numel() == labels[1::2].unique().numel() == 1 and labels[0] != labels[1]
 
 
-REFUSED = [  # --clusters, --cluster-encoder, data, words
-    ("noun", "tf-idf", made(CAPTIONS), "--clusters noun: made has no noun; --clusters captions needs none"),
-    ("noun", "tf-idf", made(CAPTIONS, noun=np.full(8, -1)), "--clusters noun: no example of made has one"),
-    ("none.json", "tf-idf", made(CAPTIONS), "none.json: .*No such file"),
-    ("captions", "tf-idf", made([["?"], ["!"], ["."]]), "--cluster-encoder tf-idf: empty vocabulary")]
-
-
-@pytest.mark.parametrize("source, encoder, data, words", REFUSED)
-def test_what_makes_no_clusters_is_refused_in_one_line(source, encoder, data, words, tmp_path):
+@pytest.mark.parametrize("source, data, words", [
+    ("noun", made(CAPTIONS), "--clusters noun: made has no noun; --clusters captions needs none"),
+    ("noun", made(CAPTIONS, noun=np.full(8, -1)), "--clusters noun: no example of made has one"),
+    ("none.json", made(CAPTIONS), "none.json: .*No such file"),
+    ("captions", made([["?"], ["!"], ["."]]), "--cluster-encoder tf-idf: empty vocabulary")])
+def test_what_makes_no_clusters_is_refused_in_one_line(source, data, words, tmp_path):
     with pytest.raises(UserError, match=f"^.*{words}.*$"):
-        opened(tmp_path / "out", data, source, encoder=encoder)
+        opened(tmp_path / "out", data, source)
     assert not (tmp_path / "out" / "clusters.json").exists()
 
 
