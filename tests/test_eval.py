@@ -54,7 +54,7 @@ IMAGES = {"classes": 140, "long tail": 40, "stream": 10, "videos": 4}      # tha
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """Local copies of coco and dtd as tars, of cifar10 as parquet; a folder of classes, one of videos, and
+    """Local copies of coco and dtd as tars, of cifar10 and cifar100 as parquet; a folder of classes, one of videos, and
     tars of pairs."""
     root = tmp_path_factory.mktemp("sets")
     for name, parts in (("coco", ("jpg", "txt")), ("dtd", ("png", "cls"))):
@@ -63,13 +63,14 @@ def sets(tmp_path_factory):
             (root / name / split / "nshards.txt").write_text("1")
         (root / name / "dataset_type.txt").write_text("retrieval")
     (root / "dtd" / "classnames.txt").write_text("apple\npear_tree\nzebra\n\n")
-    of_classes = datasets.ClassLabel(names=[f"class {c}" for c in range(10)])
-    features = datasets.Features({"img": datasets.Image(), "label": of_classes})
-    (root / "cifar10" / "plain_text").mkdir(parents=True)
-    for split, n in (("train", 200), ("test", 40)):
-        images = [{"bytes": helpers.encode(helpers.picture(i % 120, 32, 32)), "path": None} for i in range(n)]
-        table = datasets.Dataset.from_dict({"img": images, "label": [i % 10 for i in range(n)]}, features=features)
-        table.to_parquet(str(root / "cifar10" / "plain_text" / f"{split}-00000-of-00001.parquet"))
+    for name, folder, label in (("cifar10", "plain_text", "label"), ("cifar100", "cifar100", "fine_label")):
+        of_classes = datasets.ClassLabel(names=[f"class {c}" for c in range(10)])
+        features = datasets.Features({"img": datasets.Image(), label: of_classes})
+        (root / name / folder).mkdir(parents=True)
+        for split, n in (("train", 200), ("test", 40)):
+            images = [{"bytes": helpers.encode(helpers.picture(i % 120, 32, 32)), "path": None} for i in range(n)]
+            table = datasets.Dataset.from_dict({"img": images, label: [i % 10 for i in range(n)]}, features=features)
+            table.to_parquet(str(root / name / folder / f"{split}-00000-of-00001.parquet"))
     for i in range(12):
         helpers.write_images(root / "classes" / ("train", "test")[i % 2] / "abc"[i % 3], [i])
     rows = [(f"{i}.mp4", f"picture {i}", "val" if i < 2 else "test") for i in range(6)]
@@ -140,15 +141,27 @@ def test_what_training_printed_is_printed_without_a_flag(name, runs, capsys):
     assert all((folder / "eval" / f"{of}.png").exists() for of in DRAWN.get(name, "").split())
 
 
+def test_what_differs_from_training_is_said(run, tmp_path, capsys):
+    """A line for each value; how many texts lose their end stands beside the numbers."""
+    found = evaluate("--checkpoint", run, "--text-length", "4", "--knn-features", "backbone", "--output-dir", tmp_path)
+    said = capsys.readouterr().out
+    assert "--text-length 4: 24 in training" in said and "--knn-features backbone: projected in training" in said
+    words, tokenizer = common.load_data("emoji", "test").first_captions(), common.load_model(run)[1].tokenizer
+    cut = sum(len(of) > 4 for of in tokenizer([*words])["input_ids"])
+    assert found["datasets"]["emoji"]["metrics"]["captions_cut"] == cut > 0 and f", {cut} captions cut" in said
+
+
 def test_repeated_texts_are_right_unless_a_paper_or_the_run_says_otherwise(sets, tmp_path, capsys):
     """And own data by another path are those of the run: its columns, its rules."""
     names = helpers.write_images(tmp_path, range(40))
     rows = [(x, f"a {('pear', 'plum')[i % 2]}", "test" if i < 20 else "train") for i, x in enumerate(names)]
     csv = helpers.write_rows(tmp_path / "twice.csv", ["image", "words", "split"], rows)
     flags = ["--dataset", csv, "--caption-column", "words", "--batch-size", "8", "--same-text", "wrong"]
-    folder, own, _ = train(tmp_path / "r", flags)
+    folder, own, of_run = train(tmp_path / "r", flags)
     found = evaluate("--checkpoint", folder, "--datasets", tmp_path / "." / "r" / ".." / "twice.csv")["datasets"]
-    assert found[str(csv)]["metrics"] == own[str(csv)] and " in training" not in capsys.readouterr().out
+    for said in (capsys.readouterr().out, "\n".join(of_run)):
+        assert "20 captions, 20 repeated captions wrong; number (chance)" in said and " in training" not in said
+    assert found[str(csv)]["metrics"] == own[str(csv)]
     assert found[str(csv)]["chance"]["image_to_text"]["R@1"] == pytest.approx(5)
     found = evaluate("--checkpoint", folder, "--same-text", "positive")["datasets"][str(csv)]
     assert "--same-text positive: wrong in training" in capsys.readouterr().out
@@ -182,9 +195,11 @@ def test_train_is_evaluated_without_the_run_s_noise(runs, monkeypatch):
 def test_val_of_a_set_without_one_is_what_the_run_held_out(sets, tmp_path):
     flags = ["--dataset", "cifar10", "--data-dir", sets / "cifar10", "--image-encoder", "small", "--train-features",
              "clean", "--batch-size", "8"]
-    held, _, _ = train(tmp_path / "held", [*flags, "--hold-out-val"], ts)
-    found = evaluate("--split", "val", "--tasks", "zero-shot", "knn", "--checkpoint", held)
-    assert found["datasets"]["cifar10"]["metrics"]["images"] == 10
+    asked = ["--split", "val", "--tasks", "zero-shot", "knn", "--checkpoint"]
+    with pytest.raises(UserError, match="cifar10 has no val split"):
+        evaluate(*asked, train(tmp_path / "all", flags, ts)[0])
+    held = evaluate(*asked, train(tmp_path / "held", [*flags, "--hold-out-val"], ts)[0])
+    assert held["datasets"]["cifar10"]["metrics"]["images"] == 10
 
 
 def test_two_processes_count_each_item_once(run, tmp_path):
@@ -199,7 +214,7 @@ def test_two_processes_count_each_item_once(run, tmp_path):
 
 
 # ------------------------------------------------- sets and views ---------------------------------------------------
-def test_all_tasks_on_several_sets(run, sets, tmp_path, capsys):
+def test_all_tasks_on_several_sets(run, sets, tmp_path, capsys, monkeypatch):
     flags = ["--checkpoint", run, "--output-dir", tmp_path, "--max-captions", 1, "--tasks", "retrieval", "zero-shot",
              "knn", "probe", "gap", "--datasets", f"dtd={sets / 'dtd'}", f"coco={sets / 'coco'}"]
     dtd, coco = evaluate(*flags)["datasets"].values()
@@ -211,16 +226,22 @@ def test_all_tasks_on_several_sets(run, sets, tmp_path, capsys):
     assert list(beside) == ["pixels", "colours", "untrained"] and all(of.keys() == learnt for of in beside.values())
     said = ", ".join(f"{name} {of['few-shot']['mean_per_class']:.2f}" for name, of in beside.items())
     assert f"mean_per_class of {said}" in capsys.readouterr().out
+    monkeypatch.setattr(evaluation.retrieval, "encode_images", None)       # all are opened before the first is encoded
+    with pytest.raises(UserError, match="no such file or folder"):
+        evaluate(*flags, "/no/such/set")
 
 
 def test_the_sets_that_are_meant():
     """temo-17 is one word for seventeen sets; without any, they are the run's own."""
     def wanted(*flags, **own):
         return eval_py.wanted_sets(eval_py.parse_args(["--checkpoint", "r", *flags]), own)
-    folders = {name: f"DIR/{name}" for name in TEMO_17} | {"coco": "", "dtd": "a"}         # one of them lies elsewhere
-    assert wanted("--datasets", "temo-17=DIR", "coco", "dtd=a") == folders
+    sets = wanted("--datasets", "temo-17=DIR", "coco", "dtd=a")            # one of them lies elsewhere
+    last = TEMO_17[-1]
+    assert list(sets) == [*TEMO_17, "coco"] and (sets[last], sets["dtd"], sets["coco"]) == (f"DIR/{last}", "a", "")
     assert wanted(eval_datasets=["emoji", "coco"], dataset="cc3m") == {"emoji": "", "coco": ""}
     assert wanted(dataset="coco") == {"coco": ""}
+    with pytest.raises(UserError, match="--datasets is needed"):
+        wanted()
 
 
 def test_the_views_of_the_cc3m_trainer(runs, sets, tmp_path, monkeypatch):
@@ -232,14 +253,16 @@ def test_the_views_of_the_cc3m_trainer(runs, sets, tmp_path, monkeypatch):
         return encode_images(model, data, transform, *device, **how)
     for module in (evaluation.retrieval, evaluation.by_class):
         monkeypatch.setattr(module, "encode_images", spy)
-    names = f"dtd={sets / 'dtd'}", f"cifar10={sets / 'cifar10'}", "emoji"
-    evaluate("--checkpoint", folder, "--output-dir", tmp_path, "--tasks", "retrieval", "zero-shot", "knn",
-             "--datasets", *names)
+    names = [f"{name}={sets / name}" for name in ("dtd", "cifar100", "coco")] + ["emoji"]
+    result = evaluate("--checkpoint", folder, "--output-dir", tmp_path, "--tasks", "retrieval", "zero-shot", "knn",
+                      "--datasets", *names)["datasets"]
     half, imagenet = encoders.base.STATS["half"], encoders.base.STATS["imagenet"]
-    crops = {"dtd": imagenet, "cifar10": CIFAR_STATS["cifar10"]}
+    crops = {"dtd": imagenet, "cifar100": CIFAR_STATS["cifar100"]}
     assert seen == {*((name, split, "crop", *crops[name]) for name in crops for split in ("train", "test")),
-                    *((name, "test", "squash", *half) for name in ("dtd", "cifar10", "emoji")),
+                    *((name, "test", "squash", *half) for name in ("dtd", "cifar100", "coco", "emoji")),
                     ("emoji", "train", "squash", *half)}
+    assert result["dtd"]["views"] == "images of the tasks by class seen as crop, statistics imagenet"
+    assert not result["emoji"]["views"]
 
 
 def test_images_without_a_class_count_nowhere_among_classes(run, tmp_path):
@@ -256,12 +279,9 @@ def test_images_without_a_class_count_nowhere_among_classes(run, tmp_path):
 
 
 def test_class_names_are_captions_of_all_images_of_their_class(runs, sets):
-    """And texts that are longer than --text-length are counted."""
     folder, own, _ = runs("squashed")
     name, chance = str(sets / "classes"), json.loads((folder / "summary.json").read_text())["chance"]
     assert own[name]["captions"] == 6 and chance[name]["text_to_image"]["R@1"] == pytest.approx(100 / 3)  # 2 of 6
-    words, tokenizer = common.load_data("emoji", "test").first_captions(), common.load_model(folder)[1].tokenizer
-    assert own["emoji"]["captions_cut"] == sum(len(of) > 4 for of in tokenizer([*words])["input_ids"]) > 0
 
 
 def test_training_images_of_other_classes_are_none(run, sets, tmp_path):
@@ -274,8 +294,8 @@ def test_training_images_of_other_classes_are_none(run, sets, tmp_path):
         assert found["left_out"] == why and "zero-shot" in found["metrics"]
     train, test = (common.load_data("emoji", split) for split in ("train", "test"))
     table = test.table.cast_column("label", datasets.ClassLabel(names=[f"{n} " for n in test.label_names]))
-    other = dataclasses.replace(test, table=table)
-    assert evaluation.retrieval.lacks(["knn"], other, (None,) * 3, train)["knn"] == why["knn"]
+    for data, lacking in ((test, ""), (dataclasses.replace(test, table=table), why["knn"])):
+        assert evaluation.retrieval.lacks(["knn"], data, (None,) * 3, train)["knn"] == lacking
 
 
 def test_trivial_neighbours_by_hand(run):
@@ -335,6 +355,7 @@ def test_queries_of_a_class_do_not_stand_together_in_the_queue(run, monkeypatch)
 
 # ------------------------------------------------- bad input --------------------------------------------------------
 @pytest.mark.parametrize("flags,message", [
+    ("", "required: --checkpoint"),
     ("--checkpoint x --normalize queue --split train", "--normalize oracle"),
     ("--checkpoint x --tasks qa gap", "--tasks qa: its model answers questions; give it alone"),
     ("--checkpoint RUN --init-from w.pt", "--init-from: only with a CLIP by name: a run has its own weights")])
@@ -344,9 +365,13 @@ def test_bad_flags(flags, message, run, capsys):
 
 @pytest.mark.parametrize("name, flags, message", [
     ("temo", "--tasks qa", "^--tasks: nothing can be measured: emoji: qa: the model answers no questions$"),
+    ("temo", "--class-names clip", "--class-names: only with an ImageNet"),
     ("stream", "--split train", "--split train: .* is a stream"),
+    ("half", "", "half.model.json: .*No such file"),                       # of a run that has not ended
     ("none", "--datasets emoji", "^--checkpoint .*none .no args.json of a run there, so a CLIP by name.: ")])
 def test_what_a_run_cannot_give(name, flags, message, runs, tmp_path):
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "args.json").write_text("{}")
     with pytest.raises(UserError, match=message):
         evaluate("--checkpoint", runs(name)[0] if name in RUNS else tmp_path / name, *flags.split(), "--output-dir",
                  tmp_path / "out")
