@@ -1,17 +1,23 @@
-"""Questions and answers by hand: the loss, the model, its gradient and the accuracies."""
+"""Questions and answers by hand: the loss, the model, its gradient and the accuracies; runs of both tasks, eval.py,
+chunks and processes, what is refused, tools.score."""
 
 import math
 
 import common
 from contrastive import evaluation
 from contrastive.engine.processes import UserError
-from contrastive.evaluation.answers import inputs, lacking, right_answers, shuffled
-from contrastive.evaluation.metrics import answer_hits, answer_vocabulary, question_metrics
+from contrastive.evaluation.answers import right_answers
+from contrastive.evaluation.metrics import answer_vocabulary, question_metrics
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import eval as eval_py
+import launch
 import mama
+from helpers import drift, of_set, refused, run_script, steps
+from tools import score
 
 CPU, INF = torch.device("cpu"), math.inf
 
@@ -77,7 +83,7 @@ def test_scores_of_choices():
 
 
 def test_fused_cosines_are_those_of_each_pair_alone():
-    """One pass for all pairs, in blocks or not, against a double loop; so is the loss, and its gradient is finite."""
+    """One pass for all pairs, in blocks or not, against a double loop; the gradient is finite."""
     model, clips = model_of(["yes", "no"], similarity="fused", layers=2).double(), clips_of(4).double()
     tokens, question, mu, tau = words(4, 6), words(4, 5), 0.3, 0.5
     for row, length in enumerate((6, 3, 5, 1)):
@@ -90,15 +96,9 @@ def test_fused_cosines_are_those_of_each_pair_alone():
             short = {k: v[j:j + 1, :length] for k, v in tokens.items()}
             v, t = model.fuse(model.pair, frames[i:i + 1], model.text.words(**short)[0], short["attention_mask"])[0]
             assert torch.cosine_similarity(v, t, 0).item() == pytest.approx(video[i, j].item(), abs=1e-9)
-    losses = mama.fused_margin_loss(video, text, tau, mu)
-    for i in range(4):
-        expected = 0.0
-        for row in (video[i], video[:, i]):
-            angle = math.acos(row[i].item())
-            near = math.cos(max(angle - mu, 0)) if angle <= math.pi / 2 else row[i].item()
-            others = sum(math.exp(row[k].item() / tau) for k in range(4) if k != i)
-            expected += math.log(math.exp(near / tau) + others) - near / tau
-        assert losses[i].item() == pytest.approx(expected, rel=1e-6)
+    a, b = (torch.randn(4, 5, dtype=torch.float64) for _ in range(2))
+    sim = common.normalize(a) @ common.normalize(b).T                      # of two towers: their loss
+    assert torch.allclose(mama.fused_margin_loss(sim, sim.T, tau, mu), mama.angular_margin_loss(a, b, tau, mu))
     gradients = []
     for model.block in (0, 1, 3):
         model.zero_grad()
@@ -140,33 +140,17 @@ def test_meta_gradient_of_questions(task, similarity, weight):
 
 
 # ---------------------------------------------------- accuracy ------------------------------------------------------
-def test_a_hit_is_the_highest_score_and_ties_are_none():
-    scores = torch.tensor([[0.1, 0.9, 0.3], [0.5, 0.5, 0.1], [2.0, 1.0, -INF], [0.0, 0.0, 0.0], [3.0, 1.0, 2.0]])
-    assert answer_hits(scores, torch.tensor([1, 0, 0, 2, -1])).tolist() == [True, False, True, False, False]
-    for bad in (math.nan, INF):
-        with pytest.raises(ValueError, match="non-finite"):
-            answer_hits(torch.tensor([[bad, 0.0]]), torch.tensor([1]))
-
-
 def test_accuracies_by_hand():
-    """By types and their families, with an upper bound; Causal-VidQA's answer and reason must both be right."""
-    known = [True, False, True, True, False]  # two answers are not in the vocabulary: wrong, and the bound is 60
-    assert question_metrics([1, 0, 0, 1, 0], known=known) == {"accuracy": 40.0, "upper_bound": 60.0}
-    types = ["causal why", "causal how", "causal why", "temporal next", "descriptive"]
-    assert question_metrics([1, 1, 0, 0, 1], types) == {
-        "accuracy": 60.0, "accuracy causal": pytest.approx(200 / 3), "accuracy causal how": 100.0,
-        "accuracy causal why": 50.0, "accuracy descriptive": 100.0, "accuracy temporal": 0.0,
-        "accuracy temporal next": 0.0}
-    types = ["descriptive", "explanatory", "predictive answer", "predictive reason", "counterfactual answer",
-             "counterfactual reason"]
-    hits, pairs = [1, 0, 1, 1, 1, 0] + [1, 1, 0, 1, 0, 0], [0, 1, 2, 2, 3, 3, 4, 5, 6, 6, 7, 7]
-    assert question_metrics(hits, types * 2, pairs) == {
-        "accuracy": 50.0,  # descriptive 2, explanatory 1, predictive 1, counterfactual 0 of 8
-        "accuracy descriptive": 100.0, "accuracy explanatory": 50.0, "accuracy predictive": 50.0,
-        "accuracy predictive answer": 50.0, "accuracy predictive reason": 100.0, "accuracy counterfactual": 0.0,
-        "accuracy counterfactual answer": 50.0, "accuracy counterfactual reason": 0.0}
-    chance = question_metrics([1 / 5] * 12, types * 2, pairs)  # of a random choice among five
-    assert chance["accuracy"] == pytest.approx(100 * (0.2 + 0.2 + 0.04 + 0.04) / 4)
+    """By types and their families; Causal-VidQA's answer and reason must both be right."""
+    types = ["causal why", "causal how", "causal why", "descriptive", *["predictive answer", "predictive reason"] * 2]
+    pairs = [0, 1, 2, 3, 4, 4, 5, 5]
+    assert question_metrics([1, 1, 0, 0, 1, 1, 1, 0], types, pairs) == {
+        "accuracy": 50.0,  # causal 2 of 3, descriptive 0 of 1, predictive 1 of 2
+        "accuracy causal": pytest.approx(200 / 3), "accuracy causal how": 100.0, "accuracy causal why": 50.0,
+        "accuracy descriptive": 0.0, "accuracy predictive": 50.0, "accuracy predictive answer": 100.0,
+        "accuracy predictive reason": 50.0}
+    chance = question_metrics([1 / 5] * 8, types, pairs)  # of a random choice among five
+    assert chance["accuracy"] == pytest.approx(100 * (4 * 0.2 + 2 * 0.04) / 6)
     assert chance["accuracy predictive"] == pytest.approx(4.0) and chance["accuracy predictive reason"] == 20.0
 
 
@@ -238,30 +222,146 @@ def test_choices_and_pairs_by_hand(capsys):
         scored(model, data.select([0, 2]))
 
 
-def test_inputs_of_rows():
-    data, seen = data_of([("0", "b", ["a", "b", "c"]), ("1", "a", ["b", "a"])]), []
-
-    def tokenizer(texts):
-        seen.append(texts)
-        return {"input_ids": torch.zeros(len(texts), 2), "attention_mask": torch.ones(len(texts), 2)}
-    found = inputs(data, [1, 0], tokenizer, [], CPU)
-    assert seen == [["1", "0"], ["1 b", "1 a", "1 ", "0 a", "0 b", "0 c"]]
-    assert found["answers"].tolist() == [1, 1] and found["choices"]["there"].tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert found["choices"]["input_ids"].shape == (2, 3, 2) and found["question"]["input_ids"].shape == (2, 2)
-    assert inputs(data, [1, 0], tokenizer, ["a"], CPU)["answers"].tolist() == [0, -1]
+# ---------------------------------------------------- runs ----------------------------------------------------------
+BASE = ["--cpu", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
+        "--meta-size", "24", "--log-every", "1", "--eval-every", "0", "--max-steps", "2"]
 
 
-def test_shuffled_videos_are_all_of_others():
-    data = common.load_data("moving-emoji", "val", clips=(64, 24, 24))
-    other = shuffled(data)
-    assert other.column("question") == data.column("question") and other.column("key") == data.column("key")
-    assert not any(torch.equal(a, b) for a, b in zip(other.pixels, data.pixels))
-    assert sorted(x.sum().item() for x in other.pixels) == sorted(x.sum().item() for x in data.pixels)
+def main(folder, *flags):
+    return run_script(mama, folder, *flags, base=BASE)
 
 
-def test_rows_that_a_model_cannot_use():
-    data = data_of([("0", "b", ["a", "b"]), ("1", "a", [])])
-    assert not lacking(data, choices=False)
-    assert "questions without choices; use --task qa-open" in lacking(data, choices=True)
-    with pytest.raises(UserError, match=r"emoji \(train\) has no questions"):
-        mama.main(mama.parse_args("--dataset emoji --task qa-open --cpu".split()))
+def evaluate(folder, *flags):
+    flags = ["--checkpoint", str(folder), "--cpu", "--output-dir", str(folder / "eval"), *flags]
+    return eval_py.main(eval_py.parse_args(flags))["datasets"]["moving-emoji"]
+
+
+@pytest.fixture(scope="module")
+def runs_of(tmp_path_factory):
+    """A run of each task, with the pictures of the first: (folder, {task: summary})."""
+    folder = tmp_path_factory.mktemp("runs")
+    summary = run_script(mama, folder / "qa-open", "--task", "qa-open", base=BASE, pictures=True)
+    return folder, {"qa-open": summary, "qa-choice": main(folder / "qa-choice", "--task", "qa-choice")}
+
+
+@pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
+def test_a_run_and_its_checkpoint(runs_of, task):
+    """eval.py gives its numbers; with shorter texts it counts those that are cut."""
+    folder, summary = runs_of[0] / task, runs_of[1][task]
+    test, chance = (summary[k]["moving-emoji"] for k in ("test", "chance"))
+    assert test["questions"] == 24 and {"accuracy noun", "accuracy verb", "accuracy colour"} < test.keys()
+    assert ("upper_bound" in test) == (task == "qa-open") and chance.keys() <= test.keys()
+    assert chance["accuracy"] == pytest.approx(20) or task == "qa-open"
+    for row in steps(folder):
+        assert 0 < row["CE"] < row["L"] and row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
+    found = evaluate(folder)
+    assert found["metrics"] == test and found["chance"] == chance and not found["left_out"]
+    model, tokenizer, _ = common.load_model(folder)
+    train, data = (common.load_data("moving-emoji", split, clips=(64, 24, 24)) for split in ("train", "test"))
+    texts = data.column("question")
+    if task == "qa-open":
+        assert (folder / "answers.png").is_file() and (folder / "eval" / "answers_moving-emoji.png").is_file()
+        assert model.answers == answer_vocabulary(train.column("answer"), 1500)
+    else:
+        texts = [f"{q} {choice}" for q, choices in zip(texts, data.column("choices")) for choice in choices]
+    cut = evaluate(folder, "--text-length", "6")["metrics"]["texts_cut"]
+    assert cut == sum(len(ids) > 6 for ids in tokenizer.tokenizer([*texts])["input_ids"]) > 0
+
+
+OTHER = {"eta": "qa-open --eta 0", "answers": "qa-open --answers 3", "layers": "qa-open --fusion-layers 3",
+         "control": "qa-open --shuffle-video", "fused": "qa-choice --qa-similarity fused"}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
+    asked, measure = [], evaluation.answers.evaluate
+    monkeypatch.setattr(evaluation.answers, "evaluate", lambda *args: (asked.append(args[3]), measure(*args))[1])
+    task, folder = OTHER[name].split()[0], tmp_path / "other"
+    summary = main(folder, "--task", *OTHER[name].split())
+    ours, theirs = steps(runs_of[0] / task), steps(folder)
+    assert len(theirs) == 2 and ours[-1]["loss"] != theirs[-1]["loss"]
+    if name == "answers":
+        assert 0 < summary["test"]["moving-emoji"]["upper_bound"] < 50
+        assert len(common.load_model(folder)[0].answers) == 3
+    if name == "control":  # eval.py asks with the right videos, and says that it does
+        right = {split: common.load_data("moving-emoji", split, clips=(64, 24, 24)) for split in ("val", "test")}
+        assert {data.split for data in asked} == right.keys()
+        assert not any(torch.equal(data.pixels, right[data.split].pixels) for data in asked)
+        evaluate(folder)
+        assert "the run was a control (--shuffle-video); here each question has its own" in capsys.readouterr().out
+    if name == "fused":
+        assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
+        assert evaluate(folder)["metrics"] == summary["test"]["moving-emoji"]
+        found = evaluate(folder, "--tasks", "retrieval", "knn", "--knn-features", "backbone")
+        assert found["left_out"].keys() == {"retrieval"} and "knn@1" in found["metrics"]
+
+
+SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()  # as near as gradients are
+
+
+def test_chunks_are_exact(tmp_path):
+    """--chunk-size encodes questions and choices in parts: the losses and the weights of the whole batch."""
+    for name, chunk, lr in (("start", 0, 0), ("whole", 0, 0.02), ("parts", 5, 0.02)):
+        main(tmp_path / name, "--task", "qa-choice", "--weighting", "none", *SGD, "--chunk-size", chunk, "--lr", lr)
+    start, whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "whole", "parts"))
+    assert drift(parts, whole, start) < 0.05
+    losses = [[r["loss"] for r in steps(tmp_path / name)] for name in ("whole", "parts")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_two_processes_are_one(tmp_path):
+    """Losses, weights of the samples and accuracies, with the meta step; texts of fused pairs differ in length between
+    the processes."""
+    flags = [*BASE, "--task", "qa-open", "--qa-similarity", "fused", "--batch-size", "8", "--meta-batch-size", "4",
+             *SGD, "--meta-every", "1", "--max-steps", "4"]
+    launch.one_and_two(tmp_path, flags, 0.005, ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos"))
+
+
+ALONE = "--task qa-open --contrastive-weight 0"
+
+
+def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path):
+    """--contrastive-weight 0: the loss is that of the answers."""
+    args = mama.parse_args(ALONE.split())
+    assert (args.weighting, args.margin_schedule) == ("none", "none")
+    main(tmp_path / "alone", *ALONE.split())
+    log = steps(tmp_path / "alone")
+    assert [r["loss"] for r in log] == pytest.approx([r["CE"] for r in log])
+    found = evaluate(tmp_path / "alone", "--tasks", "retrieval", "gap", "knn", "probe")["left_out"]
+    assert found.keys() == {"retrieval", "gap", "knn"}  # of embeddings, which nothing trained
+    half = mama.parse_args(["--batch-size", "16", "--contrastive-weight", "0.5"])
+    assert mama.random_guess(0.0, half) == pytest.approx(math.log(16))     # both directions, a half each
+
+
+# ---------------------------------------------------- what is refused ------------------------------------------------
+@pytest.mark.parametrize("flags, words", [
+    ("--task qa-choice --chunk-size 4", "--chunk-size: --weighting meta encodes the whole batch"),
+    ("--task qa-choice --qa-model vgt --qa-similarity fused", "with --qa-model fusion"),
+    ("--task qa-open --qa-similarity fused --weighting none --chunk-size 4",
+     "--chunk-size: --qa-similarity fused needs all videos and texts at once"),
+    *((f"{ALONE} {flag}", flag.split()[0]) for flag in (
+        "--tau 1", "--learnable-tau", "--margin-schedule none", "--loss mama", "--weighting focal", "--meta-size 9",
+        "--qa-similarity fused")),
+    ("--contrastive-weight 0", "no loss is left"), (f"{ALONE} --eta 0", "no loss is left")])
+def test_bad_flags(flags, words, capsys):
+    base = [] if "weight 0" in flags else of_set(BASE, flags.split())
+    assert words in refused(mama.parse_args, [*base, *flags.split()], capsys)
+
+
+# ---------------------------------------------------- tools.score ---------------------------------------------------
+def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
+    """Tables 9 and 10 of two runs: cosines of their embeddings, a csv of all, a picture of some."""
+    folders = [str(runs_of[0] / name) for name in ("qa-open", "qa-choice")]
+    found = score.main([*folders, "--out", str(tmp_path / "scores"), "--cpu", "--split", "test"])
+    data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
+    rows = [*score.caption_pairs(data, "")]                                # of clips with captions of two lengths
+    assert found.shape == (2, len(rows), 2) and len(rows) > 12 and (tmp_path / "scores.png").is_file()
+    model, tokenizer, transform = common.load_model(folders[1])
+    texts = [of(data.captions(rows[5]), key=lambda c: len(c.split())) for of in (min, max)]
+    with torch.no_grad():
+        video, text = model(transform(data.read(rows[5]))[None], tokenizer(texts))[:2]
+    assert torch.allclose(torch.tensor(found[1, 5]).float(), torch.cosine_similarity(video, text), atol=1e-4)
+    lines = (tmp_path / "scores.csv").read_text().splitlines()
+    assert lines[0] == "video,detail,caption,qa-open,qa-choice" and len(lines) == 1 + 2 * len(rows)
+    assert lines[12].startswith(f"test {rows[5]},detailed,{texts[1]},")
+    assert f"{'qa-choice':<34}{found[1, :, 0].mean():9.4f}{found[1, :, 1].mean():10.4f}" in capsys.readouterr().out

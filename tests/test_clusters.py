@@ -86,7 +86,7 @@ def test_classes_are_counted(tmp_path):
     labels, lost = found.look_up([f"k{i}" for i in range(8)] + ["new"], [""] * 9)
     assert labels.tolist() == [0, 0, 0, 1, 1, 2, -1, 0, -1] and lost == 2 and found.meta["without"] == 1
     pairs = opened(tmp_path / "pairs", train.unfold(), "verb-noun")
-    assert pairs.sizes.tolist() == [3, 2, 1, 1] and pairs.meta["names"][0] == "1 cat"
+    assert pairs.sizes.tolist() == [3, 2, 1, 1] and pairs.meta["names"][0] == "1 cat" and pairs.meta["without"] == 1
     names = [0, 2, 1, -1, 0, 2, 1, 0]  # cat, owl, dog, none, ...: of 4, 2 and 1 training examples
     x, y = unit(8, 5).float(), unit(8, 5, seed=1).float()
     pieces = {"owner": np.arange(8), "index": np.arange(8), "positives": torch.arange(8)[:, None], "texts": ["x"] * 8,
@@ -98,24 +98,6 @@ def test_classes_are_counted(tmp_path):
         own = [r for r, n in zip(ranks, names, strict=True) if n == noun]
         assert thirds[part]["MnR"] == pytest.approx(sum(own) / len(own))
         assert (thirds[part]["from"], thirds[part]["to"], thirds[part]["queries"]) == (size, size, len(own))
-
-
-def test_examples_without_a_cluster_are_counted_once(tmp_path):
-    """However many captions they have, and as many rows unfolded; by a class or by a file."""
-    label, path = np.array([0, 0, 1, 1, 1, -1, -1, -1]), tmp_path / "mine.json"
-    path.write_text(json.dumps({f"k{i}": int(y) for i, y in enumerate(label) if y >= 0}))
-    for name, data in (("rows", made(CAPTIONS, label=label)), ("unfolded", made(CAPTIONS, label=label).unfold())):
-        for source in ("label", path):
-            found = opened(tmp_path / name, data, source)
-            assert (found.sizes.tolist(), found.meta["without"]) == ([3, 2], 3)
-
-
-def test_a_new_run_makes_its_clusters_and_a_resumed_one_reads_them(tmp_path):
-    path = tmp_path / "mine.json"
-    for turn, resume in ((0, ""), (1, ""), (2, "a")):
-        path.write_text(json.dumps({f"k{i}": i > turn for i in range(8)}))
-        found = opened(tmp_path / "a", made(CAPTIONS), path, resume=resume)
-        assert found.sizes.tolist() == ([7, 1], [6, 2], [6, 2])[turn]
 
 
 def test_sentences_are_mean_pooled(tiny, tokenizer):
@@ -136,24 +118,14 @@ def test_clusters_of_pictures(tiny, tmp_path):
     assert labels[::2].unique().numel() == labels[1::2].unique().numel() == 1 and labels[0] != labels[1]
 
 
-NOUNS, MARKS = {"noun": np.full(8, -1)}, [["?"], ["!"], ["."]]
-REFUSED = [  # --clusters (a file's content in brackets), --cluster-encoder, number, data, words
-    ("noun", "tf-idf", 3, made(CAPTIONS), "--clusters noun: made has no noun; --clusters captions needs none"),
-    ("noun", "tf-idf", 3, made(CAPTIONS, **NOUNS), "--clusters noun: no example of made has one"),
-    ("none.json", "tf-idf", 3, made(CAPTIONS), "none.json: .*No such file"),
-    ("{", "tf-idf", 3, made(CAPTIONS), "Expecting"),
-    ("captions", "tf-idf", 7, made(CAPTIONS), "--clusters captions: n_samples=6 should be >= n_clusters=7"),
-    ("captions", "tf-idf", 2, made(MARKS), "--cluster-encoder tf-idf: empty vocabulary"),
-    ("vision", "tf-idf", 2, made(CAPTIONS), "tf-idf: Unknown model")]
-
-
-@pytest.mark.parametrize("source, encoder, k, data, words", REFUSED)
-def test_what_makes_no_clusters_is_refused_in_one_line(source, encoder, k, data, words, tmp_path):
-    if source == "{":
-        source = tmp_path / "mine.json"
-        source.write_text("{")
+@pytest.mark.parametrize("source, data, words", [
+    ("noun", made(CAPTIONS), "--clusters noun: made has no noun; --clusters captions needs none"),
+    ("noun", made(CAPTIONS, noun=np.full(8, -1)), "--clusters noun: no example of made has one"),
+    ("none.json", made(CAPTIONS), "none.json: .*No such file"),
+    ("captions", made([["?"], ["!"], ["."]]), "--cluster-encoder tf-idf: empty vocabulary")])
+def test_what_makes_no_clusters_is_refused_in_one_line(source, data, words, tmp_path):
     with pytest.raises(UserError, match=f"^.*{words}.*$"):
-        opened(tmp_path / "out", data, source, k, encoder)
+        opened(tmp_path / "out", data, source)
     assert not (tmp_path / "out" / "clusters.json").exists()
 
 
@@ -186,47 +158,34 @@ def meta_of(flags, *more):
 
 def test_meta_data_of_msrvtt_are_balanced(tmp_path):
     """One of each of three categories, of which one has three quarters of the rows, unless --meta-balance says
-    otherwise; further pairs take no class away and are no meta-data."""
+    otherwise."""
     flags = [*msrvtt(tmp_path), "--meta-size", "3"]
     meta = meta_of(flags)
     assert Counter(meta.labels.tolist()) == {0: 1, 7: 1, 19: 1}
-    assert meta.note.startswith("3 of train, balanced over label, not known to be clean: captions as the set has them")
-    for k in range(3):
-        write_video(tmp_path / "more" / f"w{k}.mp4", [k, 1])
-    write_rows(tmp_path / "more.csv", ["video", "caption"], [(f"w{k}.mp4", f"speech {k}") for k in range(3)])
-    pairs = f"{tmp_path / 'more.csv'}={tmp_path / 'more'}"
-    both = meta_of(flags, "--extra-pairs", pairs)
-    assert sorted(both.column("key")) == sorted(meta.column("key")) and "balanced over label" in both.note
+    assert meta.note.startswith("3 of train, balanced over label, not known to be clean")
     assert "at random" in meta_of(flags, "--meta-balance", "none").note
     assert "clusters of captions" in meta_of(flags, "--meta-balance", "captions").note
 
 
-def test_clusters_of_captions_in_turn(monkeypatch):
-    """Each of six things comes as often, but where there are no more; the first rows by a hash are clustered."""
+def test_clusters_of_captions_in_turn():
+    """Each of six things comes as often, but where there are no more."""
     words, counts = "cat dog horse bird fish cow".split(), [100, 40, 20, 10, 5, 1]
     captions = [[f"a {words[c]} runs", f"{words[c]} {words[c]}"] for c, n in enumerate(counts) for _ in range(n)]
     data = common.Data("talk", "train", common.make_table(captions, [f"{k}.mp4" for k in range(len(captions))]))
     kind = np.repeat(range(6), counts)
     found, how = balanced_rows(data, 24, (), captions=True)
     assert sorted(Counter(kind[found].tolist()).values()) == [1, 4, 4, 5, 5, 5] and len({*found.tolist()}) == 24
-    assert how.startswith("balanced over 6 clusters of captions, not known to be clean")
+    assert how.startswith("balanced over 6 clusters of captions")
     plain, how = balanced_rows(data, 24, ())
     assert how.startswith("at random") and max(Counter(kind[plain].tolist()).values()) > 8
     with pytest.raises(UserError, match="--meta-balance classes: talk has no column label or verb"):
         meta_data(data, {}, "talk", "train", 6, 2, balance="classes")
-    monkeypatch.setattr(evaluation.meta, "CLUSTERED", 10)
-    seen, true = [], evaluation.meta.caption_clusters
-    monkeypatch.setattr(evaluation.meta, "caption_clusters", lambda d, r: seen.append(len(r)) or true(d, r))
-    assert [len(balanced_rows(data, n, (), captions=True)[0]) for n in (4, 20)] == [4, 20] and seen == [10, 20]
 
 
 def test_meta_data_of_unfolded_rows_are_of_as_many_clips():
     """With --unfold-captions the rows of a clip share its name; they would follow each other."""
-    captions = [[f"clip {i} take {k}" for k in range(5)] for i in range(60)]
-    table = common.make_table(captions, [f"v{i}" for i in range(60)], classes={"label": list("abcdef")},
-                              label=[i % 6 for i in range(60)])
-    data = common.Data("x", "train", table).unfold()
-    for columns, by_captions in ((("label",), False), ((), True)):
+    data = made([[f"clip {i} take {k}" for k in range(5)] for i in range(60)], noun=np.arange(60) % 3).unfold()
+    for columns, by_captions in ((("noun",), False), ((), True)):
         rows, _ = balanced_rows(data, 30, columns, by_captions)
         assert len({data.key(i) for i in rows}) == 30
 
@@ -242,9 +201,7 @@ def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, 
         seen.append(list(data.keys())), encode(model, data, *more, **k))[1])
     run_script(mama, tmp_path / "mama", *files, "--meta-size", "4", "--unfold-captions")
     assert seen and all(len(keys) == len(set(keys)) for keys in seen)
-    run_script(mama, tmp_path / "infonce", *files[:-4], "--loss", "infonce", "--unfold-captions")
-    several.main(["concepts", str(tmp_path / "infonce"), str(tmp_path / "mama"), "--topics", "2", "--out",
-                  str(tmp_path / "t.png")])
+    several.main(["concepts", *[str(tmp_path / "mama")] * 2, "--topics", "2", "--out", str(tmp_path / "t.png")])
     said = capsys.readouterr().out
     assert "1 of 4 queries have no topic and are left out" in said and "% of the training rows, gain" in said
     assert "nan" not in said and (tmp_path / "t.png").stat().st_size > 5000

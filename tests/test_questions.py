@@ -299,7 +299,7 @@ def test_pairs_beside_questions_have_none(files, name, known):
 @pytest.mark.parametrize("name", ["msrvtt-qa", "nextqa"])
 def test_the_loss_is_equation_3(files, name):
     """L_i is the contrast, and with eta CE_i where there is a question; the text of Eq. 1 is the caption, that of Eq. 2
-    the question. (The meta step: test_answer_runs.py.)"""
+    the question. (The meta step: test_answers.py.)"""
     _, data, _, questions, tokenizer = prepared(files, name)
     rows = [18, 0, 4, 18]
     batch = {"views": [torch.randn(4, 2, 3, 32, 32, generator=torch.Generator().manual_seed(0))], "rows": rows,
