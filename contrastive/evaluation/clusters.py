@@ -64,8 +64,7 @@ def head_mid_tail(pieces, clusters):
     rows = [] if labels is None else (labels >= 0).nonzero().flatten()  # (q,)
     if not len(rows):
         return {}
-    device = pieces.get("device")
-    text, image = pieces["text"][rows].to(device), pieces["image"].to(device)  # (q, D), (M, D)
+    text, image = (x.to(pieces.get("device")) for x in (pieces["text"][rows], pieces["image"]))  # (q, D), (M, D)
     ranks = retrieval_metrics(text, image, pieces["positives"][rows], ranks=True)
     found = recall_by_frequency(ranks, clusters.sizes[labels[rows]])
     return {"by_cluster_size": found} if found else {}
