@@ -85,7 +85,7 @@ def draw_shares(axes, unit, args):
     edges = np.linspace(-1, 1, 101)
     middle, number = (edges[1:] + edges[:-1]) / 2, np.histogram(cosines, edges)[0]                          # (100,)
     coarse = {args.tau_head, args.tau_tail} - {0}
-    for tau in sorted(coarse or {args.tau_min, 0.5, args.tau_max}):
+    for tau in sorted(coarse or {args.tau_min, (args.tau_min + args.tau_max) / 2, args.tau_max}):
         share = np.exp((middle - 1) / tau)                                 # (100,), before the scale
         single.plot(middle, share / share.max(), label=f"tau {tau:g}")
         together.plot(middle, share * number / max((share * number).max(), 1e-30), label=f"tau {tau:g}")
