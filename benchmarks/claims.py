@@ -82,13 +82,13 @@ def claim(says, paper, arms, flags=MOVING, metric=T2V, **more):
     """says: the claim; the metric is added.   paper: where it is, and its method minus its baseline in points.   arms:
     name -> its trials (script and flags) or (metric, trials); the method comes first.   flags: of every arm, before its
     own.   metric: on val it chooses the trial.   more: read: the metric compared on test, if it is another, or {arm:
-    metric}; scale: factor, so that more is better; tuning: seeds of the trials longer than length 1, if not one."""
+    metric}; scale: factor, so that more is better; tuning: seeds of the trials, if not one."""
     if metric and "read" not in more:
         says += {T2V: " (text -> video R@1)", KNN: " (kNN@1)"}[metric]
     return {"says": says, "paper": paper, "flags": flags, "metric": metric, "arms": arms, "read": metric} | more
 
 
-on_long_tail = functools.partial(claim, flags=STOPPED, metric=KNN)
+on_long_tail = functools.partial(claim, flags=STOPPED, metric=KNN, tuning=3)
 ZIPF = MOVING + " --clip-law zipf"
 AT_TEST = {kind: (f"normalize/{kind}/{T2V}", ["ncl.py"]) for kind in ("none", "queue", "oracle")}
 
@@ -217,7 +217,7 @@ def arm_of(runs, name, arm, length):
 
     def made(length):
         trials = [scaled(words, length, rate) for words, rate in tried]
-        return Arm(metric, trials, read, claim.get("scale", 1), also, claim.get("tuning", 1) if length > 1 else 1)
+        return Arm(metric, trials, read, claim.get("scale", 1), also, claim.get("tuning", 1))
     first = made(min(length, TUNED))
     best = runs.best(first)
     if length == 1 or best is None:
