@@ -1,128 +1,113 @@
-"""What the five method files share, and the only file of ours that they import.
+"""What the five method scripts share, and the only module of ours that they import.
 
 Notation, used in every file of this project:
-    B  batch of this process      W  processes      N = B * W  global batch (every loss sees N candidates)
-    D  embedding width            V  views          K  captions of one example      T  frames of one clip
-    tau  temperature, divides the cosine            sim  plain cosine matrix, rows = queries (anchors)
-    shapes stand beside the line that makes them, e.g.  logits = image @ text.T / tau    # (B, N)
+    B    batch of this process                 W    processes
+    N    global batch, B * W; the number of candidates of each anchor in a loss
+    D    width of the embeddings               V    views
+    K    captions of one example               T    frames of one clip
+    tau  temperature, divides the cosine       sim  cosine matrix; rows are queries (anchors)
+Shapes stand beside the line that makes them: logits = image @ text.T / tau    # (B, N)
 
-What a loss needs stands in this file. All else is named here, room by room, and stands where the import says.
+This file holds what a loss needs: its gradients, its temperature, and an exact gradient in chunks.
+Everything else is imported here by name, package by package in the order in which they import each
+other, and stands where the import says.
 """
 
 import contextlib
 import functools
 import math
 
-# ---- contrastive/data: from a file to batch["views"] ----
-from contrastive.data import MODULES as SETS  # data sets by name; SETS["mine"] = function(split, options) -> Data
-from contrastive.data import load_data, open_data  # one split of a data set; all of a run, as its flags say
-from contrastive.data.batches import Batches  # the training batches
-from contrastive.data.frames import read_frames  # frames of one video
-from contrastive.data.long_tail import labelled_splits, long_tail_counts  # images with classes, cut to a long tail
-from contrastive.data.table import Data, make_table
-from contrastive.data.views import Augment, key_hash, pick, uniforms  # image views and captions from numbers by key
+# ---- contrastive/core: processes, files, types of flags, losses in blocks of rows, metrics ----
+from contrastive.core.processes import (
+    UserError,              # an error that the user can fix: one line, exit code 2
+    clean_exit,             # stands around a program
+    gather,                 # (B, ...) of each process -> (N, ...), with gradient
+    mean_over_processes,    # of the columns of a log
+    positive_index,         # the column of each row's own pair: (B,)
+    rank,                   # index of this process
+    say,                    # print on the main process
+    to_device,              # copies a tensor without making the host wait
+    world)                  # number of processes
+from contrastive.core.files import read_json, write_json, write_tensors
+from contrastive.core.number_types import (
+    below_one, between, count, nonnegative, part, positive, rate, whole)
+from contrastive.core.row_blocks import by_rows, row_blocks
+from contrastive.core.metrics import (
+    embedding_health, knn_accuracy, linear_probe, mir_metrics, modality_gap, normalization_error,
+    normalize, pair_cosines, retrieval_metrics, zero_shot_accuracy)
 
-# ---- contrastive/encoders: towers by name ----
-from contrastive.encoders.base import TwoTower, batchnorms, functional_call, is_clip, run_again, statistics_stay
+# ---- contrastive/data: from files to batches ----
+from contrastive.data import load_data, open_data  # one split; all splits that the flags name
+from contrastive.data.batches import Batches
+from contrastive.data.frames import read_frames
+from contrastive.data.long_tail import labelled_splits, long_tail_counts
+from contrastive.data.registry import SETS  # SETS["mine"] = function (split, options) -> Data
+from contrastive.data.table import Data, make_table
+from contrastive.data.views import Augment, key_hash, pick, uniforms
+
+# ---- contrastive/encoders: towers by name, tokenizers, and the texts of a batch ----
+from contrastive.encoders.base import (
+    TwoTower, batchnorms, functional_call, is_clip, run_again, statistics_stay)
+from contrastive.encoders.build import build_towers, fit_to_encoder
+from contrastive.encoders.cached import open_feature_cache  # --freeze
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
-from contrastive.encoders.models import EvalTransform, TextEncoder, VisionEncoder, build_model, load_model
-from contrastive.encoders.questions import QuestionAnswerer
-from contrastive.encoders.ssb import (  # towers over features, and captioning (NCL)
-    Captioner,
-    captioning_loss,
-    ssb_recipe,
-    support_summary,
-)
-from contrastive.encoders.texts import (  # tokenizers; T and T~ (TeMo)
-    Paraphrases,
-    build_tokenizer,
-    drop_and_swap,
-    text_pair,
-    text_words,
-    train_wordpiece,
-)
+from contrastive.encoders.models import (
+    EvalTransform, TextEncoder, VisionEncoder, build_model, load_model)
+from contrastive.encoders.questions import QuestionAnswerer  # (MAMA)
+from contrastive.encoders.ssb import (  # SSB, a base of NCL
+    Captioner, captioning_loss, ssb_recipe, support_summary)
+from contrastive.encoders.texts import (
+    Paraphrases, build_tokenizer, drop_and_swap, text_pair, text_words, train_wordpiece)
 from contrastive.encoders.towers import freeze_as_clip4clip, set_dropout
 
-# ---- contrastive/engine: a run and its processes ----
-from contrastive.engine.flags import OneLine, Parser  # argparse with recipes
-from contrastive.engine.processes import (
-    UserError,  # what a user can mend: one line, exit code 2
-    clean_exit,  # the entry point
-    gather,  # (B, ...) of each process -> (N, ...), with gradient
-    mean_over_processes,  # of the columns of a log
-    positive_index,  # the column of each row's own pair
-    rank,
-    read_json,
-    say,  # print, on the main process only
-    to_device,
-    world,
-    write_json,
-    write_tensors,
-)
-from contrastive.engine.ranges import (  # types of flags
-    below_one,
-    between,
-    count,
-    nonnegative,
-    part,
-    positive,
-    rate,
-    whole,
-)
-from contrastive.engine.run import Run  # folder, log, checkpoints, signals, evaluation, summary
-
-# ---- contrastive/evaluation: metrics, and whole evaluations ----
+# ---- contrastive/evaluation: whole evaluations, clusters and meta-data ----
 from contrastive.evaluation import answers  # questions and their answers (MAMA)
-from contrastive.evaluation.by_class import padded_and_flipped  # training images as TS's authors probe them
+from contrastive.evaluation.by_class import padded_and_flipped  # training images of TS's probes
 from contrastive.evaluation.clusters import (  # of captions (MM-TS)
-    check_source,
-    head_mid_tail,
-    k_means,
-    largest_first,
-    open_clusters,
-)
+    check_source, head_mid_tail, k_means, largest_first, open_clusters)
 from contrastive.evaluation.embed import encode_texts
 from contrastive.evaluation.meta import meta_data  # a few clean examples (MAMA)
-from contrastive.evaluation.metrics import (
-    embedding_health,
-    knn_accuracy,
-    linear_probe,
-    mir_metrics,
-    modality_gap,
-    normalization_error,
-    normalize,
-    pair_cosines,
-    retrieval_metrics,
-    zero_shot_accuracy,
-)
-from contrastive.evaluation.retrieval import Evaluator, retrieval_both_ways
+from contrastive.evaluation.facts import EvaluationFacts  # what a run tells eval.py
+from contrastive.evaluation.measure import Evaluator
+from contrastive.evaluation.retrieval import retrieval_both_ways
+
+# ---- contrastive/engine: the flags and the book-keeping of a run ----
+from contrastive.engine.flags import OneLine, Parser  # argparse with recipes
+from contrastive.engine.run import Run, count_steps, fit_to_data
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+import torch.nn as nn
 
 
-# ===================================================== gradients =====================================================
+# ===================================================== gradients ==================================
 def average_gradients(parameters):
-    """Mean over processes of .grad, for parameters of the loss, which are outside DDP (a learnable tau, a head)."""
+    """Replaces .grad by its mean over processes, for parameters of the loss, outside DDP."""
+    if world() == 1:
+        return
     for p in parameters:
-        if world() > 1 and p.requires_grad:
-            p.grad, = average([torch.zeros_like(p) if p.grad is None else p.grad])
+        if p.requires_grad:
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad = average([grad])[0]
 
 
 def average(gradients):
-    """Mean over processes of gradients from autograd.grad, which DDP does not average: a tuple of tensors."""
+    """Mean over processes of gradients from autograd.grad, which DDP does not average: a tuple."""
     gradients = tuple(g.contiguous() for g in gradients)
-    for g in gradients if world() > 1 else ():
-        dist.all_reduce(g)
-        g /= world()
+    if world() > 1:
+        for g in gradients:
+            dist.all_reduce(g)
+            g /= world()
     return gradients
 
 
-# ================================================ losses on any card ================================================
+# ===================================================== losses =====================================
 def fp32(loss):
-    """Decorator: the loss runs outside autocast and on float32 in place of half precision, whatever the caller does."""
+    """Decorator of a loss, which then runs in float32 outside autocast, whatever the caller does.
+
+    Half precision becomes float32; float64 stays.
+    """
     @functools.wraps(loss)
     def wrapped(*args, **kwargs):
         from accelerate.utils import convert_to_fp32, find_device
@@ -132,197 +117,290 @@ def fp32(loss):
 
 
 def per_anchor(value, anchor, name="tau", positive=True, columns=0):
-    """Checks a temperature or margin of a loss. Returns: a number or () unchanged, (B,), one per anchor, as (B, 1).
+    """A temperature or margin in a shape that divides or shifts the logits (B, N) of the anchors.
 
-    Args: name: for the message; positive: a number must be above 0 (a tensor's values are not checked: that would wait
-        for the card); columns: N if the loss also accepts one value per pair, (B, N).
-    Raises: ValueError for a number that is not above 0, and for any other shape, which would broadcast wrongly."""
+    Args:
+        value: a number, () or (B,), one for each anchor.
+        anchor: (B, D).
+        name: of the value, for the message.
+        positive: whether a number must be above 0. The values of a tensor are not checked, since
+            that would wait for the GPU.
+        columns: N, if the loss also accepts (B, N), one for each pair.
+    Returns: a number, (), (B, N), or (B,) as (B, 1).
+    Raises: ValueError for any other shape, which would broadcast wrongly.
+    """
     if not torch.is_tensor(value):
-        one_number(value, name, positive)
-    elif value.ndim and value.shape != (len(anchor),) and value.shape != (len(anchor), columns):
-        pairs = f", or ({len(anchor)}, {columns}), one per pair" if columns else ""
-        raise ValueError(f"{name}: a tensor {tuple(value.shape)}; give a number, () or ({len(anchor)},), one per "
-                         f"anchor of this process{pairs}")
-    elif value.ndim == 1:
-        return value[:, None]  # (B, 1)
-    return value
+        return one_number(value, name, positive)
+    B = len(anchor)
+    if value.ndim == 0 or value.shape == (B, columns):
+        return value
+    if value.shape == (B,):
+        return value[:, None]                                              # (B, 1)
+    pairs = f", or ({B}, {columns}), one per pair" if columns else ""
+    raise ValueError(f"{name}: a tensor {tuple(value.shape)}; give a number, () or ({B},), one per "
+                     f"anchor of this process{pairs}")
 
 
 def one_number(value, name="tau", positive=True):
-    """Returns a number or () unchanged. Raises: ValueError for any other shape, and for a number not above 0."""
-    if torch.is_tensor(value) and value.ndim or not torch.is_tensor(value) and np.ndim(value):
-        shape = tuple(value.shape) if torch.is_tensor(value) else np.shape(value)
-        raise ValueError(f"{name}: {shape}; give a number or ()" + ("" if torch.is_tensor(value) else ", or a tensor"))
-    if positive and not torch.is_tensor(value) and not value > 0:
+    """A number or a tensor of shape () as it is.
+
+    Args: name, positive: as in per_anchor.
+    Raises: ValueError for any other shape, and for a number that is not above 0.
+    """
+    if torch.is_tensor(value):
+        if value.ndim > 0:
+            raise ValueError(f"{name}: {tuple(value.shape)}; give a number or ()")
+        return value
+    if np.ndim(value) > 0:
+        raise ValueError(f"{name}: {np.shape(value)}; give a number or (), or a tensor")
+    if positive and not value > 0:
         raise ValueError(f"{name} {value}: must be above 0; the cosines are divided by it")
     return value
 
 
-def by_rows(loss, *rows, columns, block=0):
-    """The loss of each row; for large (B, N) matrices in blocks of rows, which backward recomputes: memory linear in N.
+class Temperature(nn.Module):
+    """A temperature, which divides the cosines: a fixed number, or learnt as its logarithm.
 
     Args:
-        loss: function of slices of `rows` -> (b,), or () their mean; gradients flow back through the slices.
-        rows: tensors whose first axis is B are sliced; anything else is passed whole.
-        columns: N.   block: rows at a time; 0 = all, if their float32 temporaries fit into 1 GiB; else as many as fit
-            into 64 MiB on a CPU (for its cache), into 1 GiB on a card (to keep it busy).
-    Returns: (B,), or () the mean over all rows.
+        start: value at the first step, > 0.
+        limits: (lowest, highest) value of a learnt temperature, None for no limit on a side.
+            None in place of the pair: it is fixed.
     """
-    B = len(rows[0])
-    per_row = 4 * 21 * columns  # bytes; Algorithm 1 of TeMo written out keeps about 21 (B, N) matrices
-    if not block and B * per_row > 2**30:
-        block = max(1, 2**(30 if rows[0].is_cuda else 26) // per_row)
-    block = block or B
-    if block >= B:
-        return loss(*rows)
-    def cut(x, i):
-        return x[i:i + block] if torch.is_tensor(x) and x.ndim and len(x) == B else x
-    if torch.is_grad_enabled():  # otherwise there is nothing to recompute, and older torch refuses forward mode in it
-        loss = functools.partial(checkpoint, loss, use_reentrant=False, preserve_rng_state=False)
-    parts = [loss(*(cut(x, i) for x in rows)) for i in range(0, B, block)]
-    if parts[0].ndim:
-        return torch.cat(parts)
-    return sum(part * (min(block, B - i) / B) for part, i in zip(parts, range(0, B, block)))  # the last may be short
+
+    def __init__(self, start, limits=None):
+        super().__init__()
+        self.start = start
+        self.limits = limits
+        if limits is not None:
+            self.log_tau = nn.Parameter(torch.tensor(math.log(start)))
+
+    def forward(self):
+        """tau: a number, or () with gradient if it is learnt."""
+        if self.limits is None:
+            return self.start
+        return self.log_tau.exp()
+
+    @torch.no_grad()
+    def clamp(self):
+        """Brings a learnt temperature back into its limits after a step.
+
+        Returns: the temperature.
+        """
+        if self.limits is not None:
+            low, high = [None if limit is None else math.log(limit) for limit in self.limits]
+            self.log_tau.clamp_(low, high)
+        return self()
 
 
+# ===================================================== chunks =====================================
 @contextlib.contextmanager
-def tf32(on=True):
-    """Inside, a CUDA card multiplies float32 matrices in TF32 (11 bits, not 24): for encoders, never for a loss."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if on else "highest")
+def tf32(enabled=True):
+    """Context in which a CUDA GPU multiplies float32 matrices in TF32 (11 bits, not 24).
+
+    For encoders, never for a loss, which divides the cosines by 0.01.
+    """
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if enabled else "highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(precision)
 
 
-class _Border(torch.autograd.Function):
-    """The identity, placed between encoders and loss: backward calls `crossed` when it reaches the encoders."""
+class _CallInBackward(torch.autograd.Function):
+    """The identity of embeddings; backward calls a function before it enters their encoders."""
 
     @staticmethod
-    def forward(ctx, crossed, *embeddings):
-        ctx.crossed = crossed
+    def forward(ctx, function, *embeddings):
+        ctx.function = function
         ctx.set_materialize_grads(False)
         return tuple(e.view_as(e) for e in embeddings)
 
     @staticmethod
     def backward(ctx, *gradients):
-        ctx.crossed()
+        ctx.function()
         return None, *gradients
 
 
 class Chunks:
-    """Encodes a batch, and passes the gradient of a loss back into the encoders: all at once, or `chunk` examples at a
-    time, with the memory of one chunk and the exact gradient of the full batch (gradient caching).
+    """Encodes a batch, and passes the gradient of a loss back into the encoders.
 
-    With chunks, the batch is first encoded without a graph. The script computes its loss from these embeddings. Then
-    `backward` computes the loss's gradient at the embeddings, encodes each chunk again with the random state of the
-    first pass, and passes the gradient through it.
+    With chunks (gradient caching) this needs the memory of one chunk and gives the exact gradient
+    of the full batch: `encode` encodes the batch without a graph; the script computes its loss from
+    these embeddings; `backward` computes the gradient of the loss at the embeddings, encodes each
+    chunk again with the random state of the first pass, and passes the gradient through it.
 
     Args:
-        encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as in the inputs.
+        encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as
+            in the inputs.
         model: what `encode` calls, as prepared by the accelerator.
-        chunk: examples at a time on this process, 0 = all.
-        tf32: on a CUDA card the encoders multiply float32 in TF32, forward and backward; the loss never does.
+        accelerator: the Accelerator of the run.
+        chunk: examples at a time on this process; 0 = all, without a second pass.
     """
 
-    def __init__(self, encode, model, accelerator, chunk=0, tf32=True):
-        self.function, self.model, self.accelerator, self.chunk = encode, model, accelerator, chunk
-        self.tf32, self.on_the_way_back = tf32 and accelerator.device.type == "cuda", False
-        norms, self.kept = batchnorms(model), contextlib.nullcontext
-        if norms and run_again(model):  # --grad-checkpointing
-            self.kept = functools.partial(statistics_stay, norms)
-
-    def _crossed(self):
-        if self.on_the_way_back:  # not when a script calls autograd.grad itself
-            torch.set_float32_matmul_precision("high")
+    def __init__(self, encode, model, accelerator, chunk=0):
+        self.function = encode
+        self.model = model
+        self.accelerator = accelerator
+        self.chunk = chunk
+        # encoders multiply float32 in TF32, forward and backward; the loss never does
+        self.tf32 = accelerator.device.type == "cuda"
+        self.in_backward = False
+        self.keep_statistics = contextlib.nullcontext
+        norms = batchnorms(model)
+        if norms and run_again(model):  # with --grad-checkpointing
+            self.keep_statistics = functools.partial(statistics_stay, norms)
 
     def encode(self, inputs):
-        """Nested dict of (B, ...) tensors -> tuple of (B, D) embeddings, from which a loss can be computed."""
-        from accelerate.utils import find_batch_size, slice_tensors
-        B, device = find_batch_size(inputs), self.accelerator.device
+        """Nested dict of (B, ...) tensors -> tuple of (B, D) embeddings, for a loss."""
+        from accelerate.utils import find_batch_size
+        B = find_batch_size(inputs)
         self.pieces = []  # of the inputs, each with the random state of its first pass
-        if not self.chunk or self.chunk >= B:
-            with tf32(self.tf32):
-                whole = self.function(inputs)
-            return _Border.apply(self._crossed, *whole) if self.tf32 else whole
+        if self.chunk and self.chunk < B:
+            return self.encode_in_chunks(inputs, B)
+        with tf32(self.tf32):
+            embeddings = self.function(inputs)                             # (B, D) each
+        if self.tf32:
+            embeddings = _CallInBackward.apply(self.enter_encoders, *embeddings)
+        return embeddings
+
+    def encode_in_chunks(self, inputs, B):
+        """The first pass: embeddings without a graph, which are leaves of the loss's graph."""
+        from accelerate.utils import slice_tensors
+        device = self.accelerator.device
         parts = []
         with torch.no_grad(), tf32(self.tf32):
-            for i in range(0, B, self.chunk):
-                piece = slice_tensors(inputs, slice(i, i + self.chunk))
+            for start in range(0, B, self.chunk):
+                piece = slice_tensors(inputs, slice(start, start + self.chunk))
                 self.pieces.append((piece, random_state(device)))
-                parts.append(self.function(piece))
-        self.embeddings = tuple(torch.cat(e).detach().requires_grad_() for e in zip(*parts))  # (B, D) each
-        return self.embeddings
+                parts.append(self.function(piece))                         # (b, D) each
+        self.embeddings = tuple(x.requires_grad_() for x in join_parts(parts))
+        return self.embeddings                                             # (B, D) each
 
     @torch.no_grad()
     def encode_without_gradient(self, inputs):
-        """As encode, for what only serves as a candidate: nothing learns from it, and nothing is kept for backward."""
+        """As encode, but without a graph, for candidates through which no gradient passes."""
         from accelerate.utils import find_batch_size, slice_tensors
         B = find_batch_size(inputs)
         step = self.chunk or B
+        parts = []
         with tf32(self.tf32):
-            parts = [self.function(slice_tensors(inputs, slice(i, i + step))) for i in range(0, B, step)]
-        return tuple(torch.cat(e) for e in zip(*parts))                    # (B, D) each
+            for start in range(0, B, step):
+                piece = slice_tensors(inputs, slice(start, start + step))
+                parts.append(self.function(piece))                         # (b, D) each
+        return join_parts(parts)                                           # (B, D) each
 
     def backward(self, loss):
-        """Fill .grad of the model's parameters (and of the loss's own) for a loss of the last `encode`'s embeddings."""
-        self.on_the_way_back = self.tf32
-        with tf32(on=False), self.kept():  # undoes what _crossed has switched on
+        """Fills .grad of the model's parameters, and of the loss's, for the last `encode`."""
+        self.in_backward = self.tf32
+        with tf32(enabled=False), self.keep_statistics():
             self.accelerator.backward(loss)
-        self.on_the_way_back = False
-        if not self.pieces:
-            return
-        with tf32(self.tf32):
-            self._backward_in_chunks()
+        self.in_backward = False
+        if self.pieces:
+            with tf32(self.tf32):
+                self.backward_in_chunks()
 
-    def _backward_in_chunks(self):
+    def enter_encoders(self):
+        """Switches to TF32 when `backward` comes from the loss to the encoders.
+
+        A script's own autograd.grad stays in float32.
+        """
+        if self.in_backward:
+            torch.set_float32_matmul_precision("high")  # until the end of `backward`
+
+    def backward_in_chunks(self):
+        """The second pass: encodes each chunk with a graph, and passes its gradient through."""
         device = self.accelerator.device
-        after = random_state(device)
-        for k, (piece, state) in enumerate(self.pieces, 1):
+        state_after = random_state(device)
+        for k, (piece, state) in enumerate(self.pieces):
             set_random_state(state, device)
-            rows = slice((k - 1) * self.chunk, k * self.chunk)
-            wait = k == len(self.pieces)  # processes wait for each other in the last chunk only
-            with contextlib.nullcontext() if wait else self.accelerator.no_sync(self.model):
-                again = self.function(piece)  # (b, D) each, with a graph
-                used = [(e, whole.grad[rows]) for e, whole in zip(again, self.embeddings)
-                        if e.requires_grad and whole.grad is not None]     # not of a frozen encoder
-                torch.autograd.backward([e for e, _ in used], [g.to(e.dtype) for e, g in used])
-        set_random_state(after, device)
+            sync = contextlib.nullcontext()
+            if k < len(self.pieces) - 1:
+                # processes average their gradients in the last chunk only
+                sync = self.accelerator.no_sync(self.model)
+            with sync:
+                self.backward_of_chunk(piece, start=k * self.chunk)
+        set_random_state(state_after, device)
+
+    def backward_of_chunk(self, piece, start):
+        outputs, gradients = [], []
+        for output, embedding in zip(self.function(piece), self.embeddings):
+            # a frozen encoder has no gradient, and the loss may use only some embeddings
+            if output.requires_grad and embedding.grad is not None:
+                gradient = embedding.grad[start:start + self.chunk]        # (b, D)
+                outputs.append(output)
+                gradients.append(gradient.to(output.dtype))
+        torch.autograd.backward(outputs, gradients)
+
+
+def join_parts(parts):
+    """Embeddings of chunks, a list of tuples (b, D) -> of the batch, a tuple (B, D) each."""
+    return tuple(torch.cat(embeddings) for embeddings in zip(*parts))
 
 
 def random_state(device):
     """Random states of the CPU and, if the device is a GPU, of the device."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    cuda = None
+    if device.type == "cuda":
+        cuda = torch.cuda.get_rng_state(device)
+    return torch.get_rng_state(), cuda
 
 
 def set_random_state(state, device):
     """Restores what random_state returned."""
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
+    cpu, cuda = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
 
 
-def cosine_lr(step, total, warmup, peak, end, schedule="cosine"):
-    """Learning rate at step `step` (from 0): linear warm-up over `warmup` steps, then cosine or linear to `end`, or
-    constant.
+# ===================================================== optimiser ==================================
+def learning_rate(step, steps, args):
+    """The learning rate of a step: a linear warm-up to --lr, then --lr-schedule.
 
-    A pure function, written into the optimiser each step: a scheduler object would be stepped W times on W processes.
+    A pure function that the loop writes into the optimiser at each step: a scheduler object would
+    be stepped W times on W processes.
+
+    Args:
+        step: optimiser steps before this one.
+        steps: Steps, as count_steps returns them.
+        args: lr, lr_schedule and, unless that is constant, lr_end.
     """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if schedule == "constant":
-        return peak
-    if schedule == "linear":
-        return end + (peak - end) * (1 - (step - warmup) / max(1, total - warmup))
-    return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+    position = step - steps.warmup
+    length = max(1, steps.total - steps.warmup)
+    if args.lr_schedule == "constant":
+        lr = args.lr
+    elif args.lr_schedule == "linear":
+        lr = args.lr_end + (args.lr - args.lr_end) * (1 - position / length)
+    elif args.lr_schedule == "cosine":
+        cosine = math.cos(math.pi * position / length)
+        lr = args.lr_end + (args.lr - args.lr_end) * 0.5 * (1 + cosine)
+    else:
+        raise ValueError(f"--lr-schedule {args.lr_schedule} has no branch in learning_rate")
+    if step < steps.warmup:
+        lr = args.lr * (step + 1) / steps.warmup
+    return lr
 
 
 def decay_groups(modules, weight_decay):
-    """Parameter groups for an optimiser: weight decay for matrices and kernels, none for biases and norms, and none for
-    scalars, such as a learnt tau, which make a third group where there are some."""
-    params = [p for m in modules for p in m.parameters() if p.requires_grad]
-    scalars = [p for p in params if p.ndim == 0]
-    return [{"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
-            {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
-            *[{"params": scalars, "weight_decay": 0.0}] * bool(scalars)]
+    """Parameter groups for an optimiser: matrices and kernels, then biases and norms, then scalars.
+
+    Only the first group has weight decay. The third is left out if there are no scalars, such as a
+    learnt tau.
+    """
+    matrices, vectors, scalars = [], [], []
+    for module in modules:
+        for p in module.parameters():
+            if not p.requires_grad:
+                continue
+            if p.ndim > 1:
+                matrices.append(p)
+            elif p.ndim == 1:
+                vectors.append(p)
+            else:
+                scalars.append(p)
+    groups = [{"params": matrices, "weight_decay": weight_decay},
+              {"params": vectors, "weight_decay": 0.0}]
+    if scalars:
+        groups.append({"params": scalars, "weight_decay": 0.0})
+    return groups

@@ -1,16 +1,20 @@
-"""Evaluate a checkpoint of any script, or any CLIP by name, on any data set.
+r"""Evaluate a checkpoint of any script, or any CLIP by name, on any data set.
 
-    python eval.py --checkpoint runs/NAME                                # what the run printed at its end
-    python eval.py --checkpoint runs/NAME --datasets coco flickr30k      # the papers' retrieval tables
+    python eval.py --checkpoint runs/NAME                            # as the run printed at its end
+    python eval.py --checkpoint runs/NAME --datasets coco flickr30k  # the papers' retrieval tables
     python eval.py --checkpoint runs/NAME --datasets cifar10 cifar100 --tasks zero-shot knn probe
-    python eval.py --checkpoint runs/NAME --datasets temo-17             # zero-shot on the 17 sets of TeMo's Table 7
-    python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco msrvtt=ANNOTATIONS --video-dir VIDEOS
-    python eval.py --checkpoint clip_vip:openai/clip-vit-base-patch32 --init-from pretrain_clipvip_base_32.pt ...
-    python eval.py --checkpoint runs/NAME --normalize queue              # NCL's test-time normalisation, of any script
-    accelerate launch eval.py ... / torchrun --nproc_per_node 2 eval.py ... --cpu  # the same numbers on any number
+    python eval.py --checkpoint runs/NAME --datasets temo-17         # the 17 sets of TeMo's Table 7
+    python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco msrvtt=ANNOTATIONS \
+        --video-dir VIDEOS
+    python eval.py --checkpoint clip_vip:openai/clip-vit-base-patch32 \
+        --init-from pretrain_clipvip_base_32.pt ...
+    python eval.py --checkpoint runs/NAME --normalize queue          # NCL's biases, for any run
+    accelerate launch eval.py ...                                    # the same numbers on any
+    torchrun --nproc_per_node 2 eval.py ... --cpu                    # number of processes
 
-docs/running.md says what each of the --tasks measures. All is measured as in training, and each value that a flag
-changes is printed. The result is a table, eval.json (metrics and chance as in a run's summary.json), and pictures.
+docs/running.md says what each of the --tasks measures. All is measured as in training; a value that
+a flag changes is printed. The result is a table, eval.json (metrics and chance levels as in the
+summary.json of a run), and pictures.
 """
 
 import contextlib
@@ -20,179 +24,362 @@ import shlex
 import sys
 from pathlib import Path
 
-from contrastive.data import facts_of, parted
+from contrastive.core.number_types import count, nonnegative, whole
+from contrastive.core.processes import (
+    UserError, clean_exit, join, opening, rank, say, world)
 from contrastive.data.images import TEMO_17
-from contrastive.data.table import EmptySplit
+from contrastive.data.registry import flags_of, split_word
+from contrastive.data.table import Data, EmptySplit
 from contrastive.engine.flags import OneLine
 from contrastive.engine.log import versions
-from contrastive.engine.processes import UserError, clean_exit, join, rank, read_json, say, world, write_json
-from contrastive.engine.ranges import count, nonnegative, whole
+from contrastive.core.files import read_json, slug, write_json, write_tensors
 from contrastive.evaluation.by_class import view_of
-from contrastive.evaluation.case import Subject, resolved
 from contrastive.evaluation.clusters import head_mid_tail
-from contrastive.evaluation.retrieval import LEARNT, TASKS, lacks, measure, retrieval_both_ways, table, usual_tasks
-from contrastive.figures.base import draw_answers, draw_histograms, draw_retrieval, similarity_histograms
+from contrastive.evaluation.evaluated_model import (
+    EvaluatedData, EvaluatedModel, resolve_name, training_queries)
+from contrastive.evaluation.facts import read_facts
+from contrastive.evaluation.measure import (
+    TASKS, WITH_TRAINING, ClassOptions, measure, unsupported_tasks, usual_tasks)
+from contrastive.evaluation.report import table
+from contrastive.evaluation.retrieval import retrieval_both_ways
+from contrastive.figures.base import (
+    draw_answers, draw_histograms, draw_retrieval, has_few_queries, similarity_histograms)
 from contrastive.figures.ncl import draw_normalization
 
 from ncl import normalized_retrieval, retrieval_biases
 
+import torch
+
 SEVENTEEN = "temo-17"
+EXAMPLES = """examples:
+  python eval.py --checkpoint runs/NAME
+  python eval.py --checkpoint runs/NAME --datasets test.csv
+  python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco --tasks retrieval"""
 
 
+# ======================================================= flags ====================================
 def parse_args(argv=None):
     """The flags."""
-    p = OneLine("eval.py", "Evaluate any checkpoint.")
-    g = p.add_argument_group("model")
-    g.add_argument("--checkpoint", required=True, help="run folder, or a CLIP by transformers id or folder")
-    g.add_argument("--import", nargs="+", default=[], metavar="MODULE", dest="modules", help="yours, imported first")
-    g.add_argument("--init-from", default="", help="weights loaded into that CLIP: .safetensors, .pt or .bin")
-    g = p.add_argument_group("data")
-    g.add_argument("--datasets", nargs="*", default=[], metavar="NAME[=DIR]",
-                   help="names or paths, DIR: a local copy; temo-17 = TeMo's Table 7 (DIR holds a folder of each); "
-                        "none = those of the run")
-    g.add_argument("--split", choices=["test", "val", "train"], default="test", help="split that is evaluated")
-    for flag in "--image-column --caption-column --label-column --video-dir --frame-cache --region-dir".split():
-        g.add_argument(flag, default="", help="as in training")
-    g.add_argument("--frames", type=whole, default=0, help="frames of a clip; 0 = as in training, 12 for one by name")
-    g.add_argument("--text-length", type=whole, default=0, help="most tokens of a text; 0 = as trained, 77 by name")
-    g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
-    g.add_argument("--class-names", choices=["wordnet", "clip"], default="", help="ImageNet's; empty = wordnet")
-    g.add_argument("--max-captions", type=whole, default=0,
-                   help="of an image; 5 = COCO's usual 25,000 captions; 0 = all, or as many as the set's protocol has")
-    g.add_argument("--same-text", choices=["positive", "wrong"], default="", help="as in training; empty = as the run")
-    g = p.add_argument_group("tasks")
-    g.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
-                   help="one that a set does not support is left out; none = as in training, zero-shot for temo-17")
-    g.add_argument("--knn-features", choices=["projected", "backbone"], default="",
-                   help="after the projection (TeMo's code) or before it; empty = as the run, else projected")
-    g.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="",
-                   help="empty = as the run, else none; NCL's biases, by training queries (the run's queue, else its "
-                        "train split) or by the test queries (not fair); dsl: CLIP-ViP's dual softmax (nor is this)")
-    g.add_argument("--queue-size", type=count, default=0,
-                   help="latest training queries of each kind that count; 0 = the run's whole queue, else 16,384")
-    g.add_argument("--gamma", type=nonnegative, default=0.0, help="divides the cosine; 0 = the run's own, dsl: 0.01")
-    g = p.add_argument_group("run")
-    g.add_argument("--output-dir", default="", help="empty = RUN_DIR/eval, or runs/eval/NAME of a model by name")
-    g.add_argument("--workers", type=whole, default=4, help="loader processes")
-    g.add_argument("--cpu", action="store_true", help="stay on the CPU")
-    args = p.parse_args(argv)
-    p.require(args.normalize != "queue" or args.split != "train",
-              "--split train: the queue holds its own queries; that is --normalize oracle")
-    p.require("qa" not in args.tasks or len(args.tasks) == 1, "--tasks qa: its model answers questions; give it alone")
-    own = read_json(Path(args.checkpoint) / "args.json", {})                # of a run; {} of a model by name
+    parser = OneLine("eval.py", "Evaluates any checkpoint on any data set.", epilog=EXAMPLES)
+    model = parser.add_argument_group("model")
+    model.add_argument("--checkpoint", required=True,
+                       help="folder of a run, or a CLIP by transformers id or folder")
+    model.add_argument("--import", nargs="+", default=[], metavar="MODULE", dest="modules",
+                       help="Python modules of yours that are imported first, such as one that "
+                            "adds a data set")
+    model.add_argument("--init-from", default="",
+                       help="weights loaded into a CLIP by name: .safetensors, .pt or .bin")
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--datasets", nargs="*", default=[], metavar="NAME[=DIR]",
+                      help="data sets by name or path; DIR is a local copy; temo-17 = the 17 sets "
+                           "of TeMo's Table 7 (DIR holds a folder of each); none = those of the "
+                           "run")
+    data.add_argument("--split", choices=["test", "val", "train"], default="test",
+                      help="split that is evaluated")
+    data.add_argument("--image-column", default="",
+                      help="column of images or videos in own data; empty = as the run")
+    data.add_argument("--caption-column", default="",
+                      help="column of captions in own data; empty = as the run")
+    data.add_argument("--label-column", default="",
+                      help="column of classes in own data; empty = as the run")
+    data.add_argument("--video-dir", default="",
+                      help="folder of the video files; empty = as the run")
+    data.add_argument("--frame-cache", default="",
+                      help="folder of decoded frames; empty = as the run")
+    data.add_argument("--region-dir", default="",
+                      help="folder of VGT's region features; empty = as the run")
+    data.add_argument("--frames", type=whole, default=0,
+                      help="frames of a clip; 0 = as the run, 12 for a CLIP by name")
+    data.add_argument("--text-length", type=whole, default=0,
+                      help="most tokens of a text; 0 = as the run, 77 for a CLIP by name")
+    data.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
+                      help="folders of video features that SSB reads; none = as the run")
+    data.add_argument("--class-names", choices=["wordnet", "clip"], default="",
+                      help="class names of ImageNet; empty = as the run, else wordnet")
+    data.add_argument("--prompts", choices=["openai", "slip"], default="",
+                      help="prompts for ImageNet's classes: CLIP's 80, or the 7 of SLIP's code; "
+                           "empty = as the run, else openai")
+    data.add_argument("--max-captions", type=whole, default=0,
+                      help="captions of an image that count; 5 = COCO's usual 25,000 captions; 0 = "
+                           "all, or as many as the protocol of the set has")
+    data.add_argument("--same-text", choices=["positive", "wrong"], default="",
+                      help="what another item's caption with the same words counts as; empty = as "
+                           "the run")
+
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
+                       help="what is measured; a task that a set does not support is left out; "
+                            "none = as in training, zero-shot for temo-17")
+    tasks.add_argument("--knn-features", choices=["projected", "backbone"], default="",
+                       help="features of knn, after the projection (TeMo's code) or before it; "
+                            "empty = as the run, else projected")
+    tasks.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="",
+                       help="queue: NCL's biases from training queries (the queue of the run, else "
+                            "its train split); oracle: from the test queries, which is not fair; "
+                            "dsl: CLIP-ViP's dual softmax over the test queries, nor is this; "
+                            "empty = as the run, else none")
+    tasks.add_argument("--queue-size", type=count, default=0,
+                       help="latest training queries of each kind that --normalize queue reads; 0 "
+                            "= the whole queue of the run, else 16,384")
+    tasks.add_argument("--gamma", type=nonnegative, default=0.0,
+                       help="temperature of --normalize, which divides the cosine; 0 = that of the "
+                            "run, for dsl 0.01")
+
+    run = parser.add_argument_group("run")
+    run.add_argument("--output-dir", default="",
+                     help="folder of the result; empty = RUN_DIR/eval, or runs/eval/NAME for a "
+                          "CLIP by name")
+    run.add_argument("--save-embeddings", default="", metavar="DIR",
+                     help="folder for the embeddings of each data set, before normalisation, as "
+                          "NAME.safetensors, with their keys and captions in NAME.json; empty = "
+                          "none")
+    run.add_argument("--workers", type=whole, default=4, help="loader processes")
+    run.add_argument("--cpu", action="store_true", help="stay on the CPU")
+    args = parser.parse_args(argv)
+
+    # whether a run's own normalisation is repeated, on the sets and with the queue of its training
     args.as_trained = not args.normalize
     if args.as_trained:
-        args.normalize = own.get("normalize", "none") if args.split != "train" else "none"
-    p.only(not own, "with a CLIP by name: a run has its own weights", "--init-from")
-    p.only(not args.tasks or "retrieval" in args.tasks, "with --tasks retrieval", "--normalize")
-    p.only(args.normalize != "none", "with --normalize queue, oracle or dsl", "--gamma")
-    p.only(args.normalize == "queue", "with --normalize queue", "--queue-size")
-    p.only(not args.tasks or "knn" in args.tasks, "with --tasks knn", "--knn-features")
+        args.normalize = "none"
+        if args.split != "train":
+            args.normalize = read_facts(Path(args.checkpoint)).normalize
+    check_flags(parser, args)
     return args
 
 
-# ======================================================= data sets ===================================================
-def wanted_sets(args, own):
-    """{name: its local copy or ''} of --datasets, else of the run. Raises: UserError if there are none."""
-    wanted = {}
-    for word in args.datasets or own.get("eval_datasets") or [own.get("dataset", "")]:
-        name, folder = parted(word, "=")
-        name = own.get("dataset", "") if resolved(name) == resolved(own.get("dataset", "")) else name
-        if name == SEVENTEEN:
-            wanted |= {one: folder and str(Path(folder) / one) for one in TEMO_17}
-        else:
-            wanted[name] = folder
-    if "" in wanted:
+def check_flags(parser, args):
+    """Refuses flags that contradict each other or would have no effect."""
+    if args.normalize == "queue" and args.split == "train":
+        parser.error("--split train: the queue holds its own queries; that is --normalize oracle")
+    if "qa" in args.tasks and len(args.tasks) > 1:
+        parser.error("--tasks qa: its model answers questions; give it alone")
+    is_run = bool(read_json(Path(args.checkpoint) / "args.json", {}))
+    parser.only(not is_run, "with a CLIP by name: a run has its own weights", "--init-from")
+    parser.only(not args.tasks or "retrieval" in args.tasks, "with --tasks retrieval",
+                "--normalize")
+    parser.only(args.normalize != "none", "with --normalize queue, oracle or dsl", "--gamma")
+    parser.only(args.normalize == "queue", "with --normalize queue", "--queue-size")
+    parser.only(not args.tasks or "knn" in args.tasks, "with --tasks knn", "--knn-features")
+
+
+# ======================================================= data sets ================================
+def sets_to_evaluate(args, trained_on, evaluated_in_training):
+    """The data sets of --datasets, else those that the run evaluated, else its own.
+
+    Args:
+        trained_on: data set of the run, None for a model by name.
+        evaluated_in_training: words of the run's --eval-datasets.
+    Returns: {name: its local copy or ""}.
+    Raises: UserError if there are none.
+    """
+    words = args.datasets or evaluated_in_training or [trained_on or ""]
+    folders = {}
+    for word in words:
+        name, folder = split_word(word, "=")
+        if trained_on and resolve_name(name) == resolve_name(trained_on):
+            name = trained_on
+        if name != SEVENTEEN:
+            folders[name] = folder
+            continue
+        for member in TEMO_17:
+            folders[member] = str(Path(folder) / member) if folder else ""
+    if "" in folders:
         raise UserError("--datasets is needed: the data set of this model is not known")
-    if args.class_names and not any("--class-names" in facts_of(name).get("options", {}) for name in wanted):
-        raise UserError("--class-names: only with an ImageNet; it would have no effect")
-    return wanted
+    has_imagenet = any("--class-names" in flags_of(name) for name in folders)
+    for flag, value in (("--class-names", args.class_names), ("--prompts", args.prompts)):
+        if value and not has_imagenet:
+            raise UserError(f"{flag}: only with an ImageNet; it would have no effect")
+    return folders
 
 
-class Case:
-    """One data set: data, training images, the tasks that can be done on it, and why others are left out."""
+@dataclasses.dataclass
+class OpenedSet:
+    """A data set that is open for evaluation."""
 
-    def __init__(self, subject, name, folder, tasks):
-        args, names = subject.args, not tasks                              # class names are captions, as in training
-        self.subject, self.name, self.split_of, self.train = subject, name, subject.open(name, folder), None
-        data = self.split_of(args.split)
-        if data.streamed:
-            raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val or test")
-        self.data = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions)
-        tasks = tasks or usual_tasks(*subject.towers[:2], data)
-        if LEARNT & {*tasks} and data.labels is not None and args.split != "train":  # there each would find itself
-            with contextlib.suppress(EmptySplit):
-                self.train = self.split_of("train")
-        why = lacks(tasks, self.data, subject.towers, self.train, names, subject.knn_features)
-        self.tasks = [task for task in tasks if not why[task]]
-        self.left_out = {task: why[task] for task in tasks if why[task]}
-
-    def evaluate(self):
-        """{metrics, chance, left_out: {task: why}, views} of all its tasks, which it prints and draws. Collective."""
-        subject, args, name, metrics, chance = self.subject, self.subject.args, self.name, {}, {}
-        own = name == subject.own.get("dataset")
-        seen, words = view_of(subject.towers[2], name, subject.own.get("dataset"))
-        if self.data.note:
-            say(f"\n{name} ({args.split}): {self.data.note}")
-        if "qa" in self.tasks and subject.own.get("shuffle_video"):
-            say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its own video")
-        if self.tasks:
-            metrics, chance, pieces = measure(
-                subject.towers, self.data, subject.device, self.tasks, self.train, self.split_of("few-shot"),
-                subject.own.get("shot_limits") if own else None, subject.knn_features, args.workers, seen,
-                subject.untrained)
-            if "retrieval" in self.tasks and (args.normalize != "none" or args.as_trained and subject.queues):
-                metrics |= self.normalize(metrics, pieces)
-            if "retrieval" in self.tasks:
-                metrics |= head_mid_tail(pieces, subject.clusters)
-            if "qa" in self.tasks and rank() == 0:
-                draw_answers(pieces, subject.picture("answers", name))
-            if "retrieval" in self.tasks and rank() == 0:
-                bias, *_ = pieces.get("biases", {}).get(args.normalize, [None])
-                draw_retrieval(pieces, subject.picture("retrieval", name), bias=bias)
-            if "gap" in self.tasks and rank() == 0:
-                draw_histograms({args.checkpoint: similarity_histograms(pieces)}, subject.picture("similarities", name),
-                                title=f"{name} ({args.split}): image-text cosines")
-        say(table(f"\n{name} ({args.split})", metrics, chance) + f"\n  {words}" * bool(words))
-        for task, why in self.left_out.items():
-            say(f"  left out: {task}: {why}")
-        return {"metrics": metrics, "chance": chance, "left_out": self.left_out, "views": words}
-
-    def normalize(self, metrics, pieces):
-        """The set's retrieval with NCL's biases, (M,) and (C,), which `pieces` gets, or with the dual softmax."""
-        subject, args = self.subject, self.subject.args
-        texts, videos = subject.stand_ins(self.name, self.split_of)
-        if args.normalize == "dsl":
-            by_softmax, _ = retrieval_both_ways(pieces, dsl=subject.gamma)
-            results = {"none": {k: metrics[k] for k in by_softmax}, "dsl": by_softmax}
-        else:
-            how = subject.gamma, subject.own.get("iterations") or 4
-            results, pieces["biases"] = normalized_retrieval(pieces, *how, texts, videos)
-            if rank() == 0:
-                draw_normalization(pieces, *how, {"texts": texts, "videos": videos}, retrieval_biases,
-                                   subject.picture("normalization", self.name))
-        mode = args.normalize if args.normalize in results else "none"     # another set than the run's has no queue
-        return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}
+    name: str
+    data: EvaluatedData
+    split: Data  # that is evaluated
+    train: Data | None  # for knn and probe
+    tasks: list
+    left_out: dict  # {task: the reason}
 
 
+def open_set(model, name, folder, tasks):
+    """Opens a data set.
+
+    Args:
+        model: EvaluatedModel.
+        folder: local copy of the set, or "".
+        tasks: those of the command line; none = as in training.
+    Returns: OpenedSet.
+    """
+    args, towers = model.args, model.towers
+    data = EvaluatedData(model, name, folder)
+    split = data.split(args.split)
+    if split.streamed:
+        raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val "
+                        "or test")
+    if args.max_captions:
+        split = dataclasses.replace(split, max_captions=args.max_captions)
+    as_in_training = not tasks
+    if as_in_training:
+        tasks = usual_tasks(towers.model, towers.tokenizer, split)
+    train = None
+    learns = split.labels is not None and bool(WITH_TRAINING.intersection(tasks))
+    if learns and args.split != "train":  # there each image would find itself
+        with contextlib.suppress(EmptySplit):
+            train = data.split("train")
+    left_out = unsupported_tasks(
+        tasks, split, towers, train, class_names_as_captions=as_in_training,
+        knn_features=model.knn_features)
+    tasks = [task for task in tasks if task not in left_out]
+    return OpenedSet(name, data, split, train, tasks, left_out)
+
+
+# ======================================================= evaluation ===============================
+def evaluate(model, opened):
+    """Evaluates a data set, prints the table and draws the pictures. Collective.
+
+    Args: model: EvaluatedModel. opened: OpenedSet.
+    Returns: its entry in eval.json, {metrics, chance, left_out: {task: reason}, views}.
+    """
+    args, name, tasks = model.args, opened.name, opened.tasks
+    title = f"{name} ({args.split})"
+    if opened.split.note:
+        say(f"\n{title}: {opened.split.note}")
+    if "qa" in tasks and model.facts.shuffled_videos:
+        say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its "
+            "own video")
+    view, view_description = view_of(model.towers.transform, name, model.trained_on)
+    metrics, chance = {}, {}
+    if tasks:
+        options = ClassOptions(
+            train=opened.train, few_shot=opened.data.few_shot, knn_features=model.knn_features,
+            view=view, untrained=model.untrained)
+        if name == model.trained_on:
+            options.shot_limits = model.facts.shot_limits
+        metrics, chance, pieces = measure(
+            model.towers, opened.split, tasks, options, device=model.device, workers=args.workers)
+        if "retrieval" in tasks:
+            if args.normalize != "none" or args.as_trained and model.queues:
+                metrics.update(normalized_metrics(model, opened, metrics, pieces))
+            metrics.update(head_mid_tail(pieces, model.clusters))
+        if rank() == 0 and not has_few_queries(pieces):
+            draw(model, opened, pieces)
+        if rank() == 0 and args.save_embeddings:
+            save_embeddings(Path(args.save_embeddings), name, pieces)
+    lines = [table(f"\n{title}", metrics, chance)]
+    if view_description:
+        lines.append(f"  {view_description}")
+    for task, reason in opened.left_out.items():
+        lines.append(f"  left out: {task}: {reason}")
+    say("\n".join(lines))
+    return {"metrics": metrics, "chance": chance, "left_out": opened.left_out,
+            "views": view_description}
+
+
+def normalized_metrics(model, opened, metrics, pieces):
+    """Retrieval with NCL's biases or with the dual softmax.
+
+    Args:
+        metrics: without either.
+        pieces: EvaluationPieces, which get the biases.
+    Returns: the metrics of --normalize; beside them normalize: {mode: those of each}, and
+        normalized_by: the mode, 'none' if the set has no queue.
+    """
+    args, gamma, iterations = model.args, model.gamma, model.facts.iterations
+    texts, videos = training_queries(model, opened.data)
+    if args.normalize == "dsl":
+        by_softmax, _ = retrieval_both_ways(pieces, dsl=gamma)
+        plain = {key: metrics[key] for key in by_softmax}
+        results = {"none": plain, "dsl": by_softmax}
+    else:
+        results, pieces.biases = normalized_retrieval(pieces, gamma, iterations, texts, videos)
+        if rank() == 0:
+            queues = {"texts": texts, "videos": videos}
+            draw_normalization(pieces, gamma, iterations, queues, retrieval_biases,
+                               model.picture("normalization", opened.name))
+    mode = args.normalize if args.normalize in results else "none"
+    normalized = {key: value for key, value in results[mode].items() if key != "error"}
+    return {**normalized, "normalize": results, "normalized_by": mode}
+
+
+def save_embeddings(folder, name, pieces):
+    """Writes the embeddings of a data set, and what each row of them is.
+
+    NAME.safetensors: image (M, D) and, of texts, text (C, D) and owner (C,), the row of each text's
+    image. NAME.json: keys of the M images, captions of the C texts.
+    """
+    if getattr(pieces, "image", None) is None:
+        say(f"{name}: no embeddings to save: its model answers questions")
+        return
+    keys = list(pieces.data.keys())
+    rows = {"keys": [keys[row] for row in pieces.index]}
+    tensors = {"image": pieces.image}
+    if pieces.text is not None:
+        tensors |= {"text": pieces.text, "owner": torch.from_numpy(pieces.owner)}
+        rows["captions"] = pieces.texts
+    with opening(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / f"{slug(name)}.safetensors", tensors)
+    write_json(folder / f"{slug(name)}.json", rows)
+
+
+def draw(model, opened, pieces):
+    """Draws the pictures of a data set."""
+    name, tasks = opened.name, opened.tasks
+    if "qa" in tasks:
+        draw_answers(pieces, model.picture("answers", name))
+    if "retrieval" in tasks:
+        image_bias = None
+        if model.args.normalize in pieces.biases:
+            image_bias, _ = pieces.biases[model.args.normalize]
+        draw_retrieval(pieces, model.picture("retrieval", name), bias=image_bias)
+    if "gap" in tasks:
+        histograms = {model.args.checkpoint: similarity_histograms(pieces)}
+        draw_histograms(histograms, model.picture("similarities", name),
+                        title=f"{name} ({model.args.split}): image-text cosines")
+
+
+# ======================================================= main =====================================
 def main(args):
-    """Evaluate, print, write eval.json; returns its content. Raises: UserError if nothing can be measured."""
+    """Evaluates, prints the tables and writes eval.json.
+
+    Returns: the content of eval.json.
+    Raises: UserError if nothing can be measured.
+    """
     for module in args.modules:
         importlib.import_module(module)
-    subject = Subject(args, join(args.cpu))
-    tasks = args.tasks or ["zero-shot"] * any(parted(word, "=")[0] == SEVENTEEN for word in args.datasets)
-    cases = [Case(subject, name, folder, tasks)
-             for name, folder in wanted_sets(args, subject.own).items()]   # all are opened before the first is encoded
-    if not any(case.tasks for case in cases):
-        why = "; ".join(f"{case.name}: {task}: {words}" for case in cases for task, words in case.left_out.items())
-        raise UserError(f"--tasks: nothing can be measured: {why}")
-    result = {"command": shlex.join([Path(sys.executable).name, *sys.argv]), "checkpoint": args.checkpoint,
-              "split": args.split, "versions": versions(args.cpu), "processes": world(),
-              "datasets": {case.name: case.evaluate() for case in cases}}
+    model = EvaluatedModel(args, join(args.cpu))
+    tasks = args.tasks
+    has_seventeen = any(split_word(word, "=")[0] == SEVENTEEN for word in args.datasets)
+    if has_seventeen and not tasks:
+        tasks = ["zero-shot"]
+    folders = sets_to_evaluate(args, model.trained_on, model.flags.get("eval_datasets"))
+    # all are opened before the first is encoded, so that errors come early
+    opened_sets = [open_set(model, name, folder, tasks) for name, folder in folders.items()]
+    check_tasks(opened_sets)
+    results = {opened.name: evaluate(model, opened) for opened in opened_sets}
+    result = {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "checkpoint": args.checkpoint, "split": args.split, "versions": versions(args.cpu),
+        "processes": world(), "datasets": results}
     if rank() == 0:
-        write_json(subject.folder / "eval.json", result)
-    say(f"\nwritten to {subject.folder}")
+        write_json(model.folder / "eval.json", result)
+    say(f"\nwritten to {model.folder}")
     return result
+
+
+def check_tasks(opened_sets):
+    """Raises UserError if no set supports a task."""
+    if any(opened.tasks for opened in opened_sets):
+        return
+    reasons = []
+    for opened in opened_sets:
+        for task, reason in opened.left_out.items():
+            reasons.append(f"{opened.name}: {task}: {reason}")
+    raise UserError(f"--tasks: nothing can be measured: {'; '.join(reasons)}")
 
 
 if __name__ == "__main__":

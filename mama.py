@@ -1,644 +1,946 @@
-"""MAMA: Meta-optimized Angular Margin Contrastive Framework for Video-Language Representation Learning (Nguyen et al.,
-ECCV 2024).
+"""MAMA: Meta-optimized Angular Margin Contrastive Framework for Video-Language Representation
+Learning (Nguyen et al., ECCV 2024).
 
-A caption seldom says all that its video shows, so a pair should come near, not together: the angle of each pair counts
-as smaller by a margin, which shrinks the pair's gradient and ends it inside the margin. Some pairs do not belong
-together at all, and some concepts are rare: each pair's loss gets a weight from a small network that sees that loss
-alone. The network learns what weights are good for by a look ahead: it makes a step of the encoders with its weights,
-asks how well they then do on a few clean, balanced examples (the meta-data), and changes so that they would have done
-better. Nothing is kept at test time but the encoders.
+A caption seldom describes all of its video, so a pair should come near but not coincide: a margin
+is subtracted from its angle, which shrinks the gradient of near pairs and ends it inside the
+margin. Some pairs do not match and some concepts are rare, so a small network gives each pair a
+weight, from its loss. The network learns by looking ahead: the encoders take a virtual step with
+its weights, and it lowers their loss after that step on a few clean examples (the meta-data).
 
-Equations, s_ij = cos(lambda_ij) = cosine of video i and text j, all candidates of the global batch in the denominator:
-    (1)      L_contrastive,i = -log( exp(s_ii / tau) / sum_j exp(s_ij / tau) )     angular_margin_loss with mu = 0
-    (3)      L_i = L_v2t,i + L_t2v,i, the sum of both directions                   angular_margin_loss
-             + eta CE_i of the answer, where the text is a question                answer_loss
-    (4) ff.  s_ii becomes cos([lambda_ii - mu]_+) where lambda_ii <= pi / 2         angular_cosine
-    (6)      mu(k) = a0 / (a1 + exp(-a2 k)), k = optimiser step                    margin
-    (7)      w_i = MLP_theta(L_i), 1-100-1, ReLU, sigmoid                          WeightNet
-    (8)      L = 1/B sum_i w_i L_i                                                 main
-    (9)      Theta^ = Theta - alpha/B sum_j w_j grad L_j                           weightnet_gradient
-    (10)     theta steps against the gradient of 1/M sum_i L_i^meta(Theta^)        weightnet_gradient, main
-    (11)     Theta steps with the weights of the new theta                         main
-    (12, 13) that gradient: -alpha/B sum_j <grad L^meta(Theta^), grad L_j> dw_j/dtheta   directional_derivative
-    (14, 15) density and distance of each frame of a video, for its captioner      key_frames
+Equations (s_ij = cos(lambda_ij): cosine of video i and text j)
+    (1, 4)      L_v2t,i = -log( e^(cos([lambda_ii - mu]_+) / tau) / sum_j e^(s_ij / tau) ), in which
+                the pair keeps s_ii if lambda_ii > pi / 2     angular_cosine, angular_margin_loss
+    (3)         L_i = L_v2t,i + L_t2v,i + eta CE_i of the answer       sample_losses, answer_loss
+    (6)         mu(k) = a0 / (a1 + exp(-a2 k))                                             margin
+    (7, 8)      w_i = MLP_theta(L_i),  L = 1/B sum_i w_i L_i                      WeightNet, main
+    (9 to 12)   theta descends 1/M sum_i L_i^meta(Theta^)                       weightnet_gradient
+                with Theta^ = Theta - alpha/B sum_j w_j grad L_j; then Theta with new w_i     main
+    (13)        <grad L^meta, grad L_j>                    meta_direction, directional_derivative
+    (14, 15)    density and distance of each frame of a video                          key_frames
 
-    symbol     variable               shape      unit and paper value
-    v, t       video, text            (B, D)     this process's embeddings, normalised inside the loss
-    L_i        sample                 (B,)       nats, both directions, with the margin
-    w_i        weight                 (B,)       0 .. 1 (L2RW: mean 1), constant for the encoders
-    tau        tau                    ()         divides the cosine; 1 as printed
-    y_i        answers                (B,)       number of the right answer, -1: no question, or not in the vocabulary
-    eta        eta                    ()         weight of the answers' loss; 1, and 0 of a row without a question
-    mu         mu                     ()         radians; a0 = 2, a1 = 10, a2 = 0.1: 0.182 to 0.2
-    alpha      virtual_lr             ()         the learning rate of the step
-    beta       meta_lr                ()         of the weight network; alpha = beta in the paper
-    B, M       batch_size, meta_batch_size       4, and not said
+Symbols
+    v, t          video, text           (B, D)  embeddings of this process
+    L_i, w_i      sample_loss, weight   (B,)    nats; 0..1
+    tau, mu       tau, mu               ()      divides the cosine, paper 1; radians, 0.18 to 0.2
+    alpha, beta   virtual_lr, meta_lr   ()      rates of the virtual step and of the network
 
-Commands:
-    accelerate launch mama.py                                    # moving emoji, a part of the captions swapped
-    accelerate launch mama.py --loss infonce                     # neither margin nor weights
-    accelerate launch mama.py --weighting focal                  # spl, l2rw, joint: Tables 6 and 8; none: ours
-    accelerate launch mama.py --margin-schedule none             # constant; the margin's part (Fig. 4)
-    accelerate launch mama.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS   # the paper's; didemo, ...
-    accelerate launch mama.py --task qa-open                     # questions about moving emoji; qa-choice: five choices
-    accelerate launch mama.py --dataset msrvtt-qa --data-dir ANNOTATIONS --video-dir VIDEOS    # msvd-qa, nextqa, ...
-    accelerate launch mama.py --dataset nextqa --qa-model vgt --data-dir ANNOTATIONS --region-dir FEATURES
-    accelerate launch mama.py --task qa-open --contrastive-weight 0    # the answers' loss alone: rows VIOLET and VGT
-    accelerate launch mama.py --dataset clips.csv --video-dir VIDEOS    # own data: columns video, caption[, start, end]
+Commands
+    accelerate launch mama.py                               # moving emoji, some captions swapped
+    accelerate launch mama.py --loss infonce                # the baseline; --weighting focal, ...
+    accelerate launch mama.py --task qa-open                # questions; --dataset msrvtt-qa, ...
+    accelerate launch mama.py --dataset clips.csv --video-dir VIDEOS      # own: video, caption
 
-A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
-
-Differences from the paper and from the authors' code, which has neither schedule nor weights for retrieval (its margin
-is 0) and whose meta step for question answering changes nothing (it joins the letters of a name, not its parts):
- 1. The recipes encode with CLIP (ViT-B/16) and the mean of its frames. CLIP-ViP, which the paper starts from (no size
-    is said, the authors' script runs base_32): --image-encoder clip_vip:openai/clip-vit-base-patch16 --init-from
-    pretrain_clipvip_base_16.pt, its batch and tau, --batch-size 128 --tau 0.01 --learnable-tau, and another margin
-    (--a0). Its evaluation ranks and selects by the dual softmax: eval.py --normalize dsl.
- 2. Batch 4 at tau = 1 is what the paper prints (3 negatives, at least 0.34 nats a direction). At a small tau the margin
-    weighs much more: mu / tau = 18 at 0.01, where hardly a pair has a gradient left. Tune them together.
- 3. Section 4.1 prints a0 = 0.2 and a2 = -0.1, a margin that falls from 0.018 to 0; Section 4.3 prints a0 = 2 and
-    a2 = 0.1, which grows to the best margin of Fig. 4. We follow 4.3.
- 4. As printed the margin ends at lambda = pi / 2 with a jump of the logit by sin(mu) / tau: kept.
- 5. Eq. 8 as printed lets a gradient flow through w; as MW-Net (Shu et al. 2019), whose algorithm this is, we do not.
-    Eq. 10 prints a plain step, and eta for beta; for theta we take AdamW as the authors' code does.
- 6. The virtual step is plain gradient descent, as in Eq. 9, whatever --optimizer does.
- 7. beta for retrieval is not said (here alpha, as of questions); how the weight network starts is ours (WeightNet).
- 8. The meta-data are said to be small, clean and balanced. Here: training examples by a hash of their names, which stay
-    in train; or of val, which leave its evaluation (--meta-set val); or a file of names. Clean: without swapped
-    captions and --extra-pairs; nobody has checked other sets. Balanced: in turn verbs of moving-emoji, MSR-VTT's
-    categories, answers or types of questions; elsewhere --meta-balance captions takes 50 clusters of captions.
- 9. Not specified: focal has (1 - p)^2, p the geometric mean of both directions' probabilities of the pair; SPL keeps
-    the easiest part of the batch, which grows linearly to all of it; L2RW is times B, since Eq. 8 divides by B.
-10. Read or chosen by us: MSR-VTT's 5 epochs are of its 180,000 pairs, "30 words" of a question 30 tokens; frames are
-    random in training; the warm-up of 1 % and the cosine of questions (the authors' code: linear, 10 %).
-11. Captions of a vision-language model (Section 3.3) are further captions of training clips (--extra-captions), of
-    which each epoch draws one, or pairs (--extra-pairs; eta = 0 beside questions); Table 5's first row has neither.
-12. Questions are answered by a model in VIOLET's way (common.QuestionAnswerer), from published towers but with a new
-    fusion of two layers, not from VIOLET's pre-training. The cosine of Eq. 1 is that of video and text before the
-    fusion; the paper's comes from a layer on [CLS], after it, and is no cosine as such; --qa-similarity fused sends all
-    pairs through it. The text is a caption of the row (--extra-captions), else the question itself.
-13. Video Swin-B has weights of Kinetics-400, the paper's of 600; each token of it is a time, the mean over the picture.
-14. An answer outside --answers has no loss in training and is wrong in evaluation, whose upper bound is printed, as in
-    the authors' code, which tests the best epoch; here it is the last. Table 2's accuracies by type: docs/methods.md.
-15. --qa-model vgt is the base of Table 2's best rows. It reads features of regions (--region-dir DIR), and
-    encoders/vgt.py lists its differences. The paper takes "BERT-Base embeddings" and 32 random frames; here it is all
-    of BERT and the 32 frames of VGT's files, as in VGT's code.
+docs/mama.md: commands for every table, recipes, differences from the paper, VGT, results.
+To try an idea of your own, copy this file and edit it; docs/forking.md.
 """
 
 import argparse
 import copy
+import functools
 import math
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import common
 
-from common import (  # isort: skip
-    Evaluator, Parser, Run, UserError, answers, between, by_rows, clean_exit, count, fp32, gather, meta_data,
-    nonnegative, normalize, open_data, pair_cosines, part, per_anchor, positive, positive_index, rank, rate,
-    write_json, write_tensors)
+from common import (
+    Augment, EvaluationFacts, Evaluator, Parser, Run, Temperature, answers, between, clean_exit,
+    count, fp32, gather, meta_data, nonnegative, normalize, open_data, pair_cosines, part,
+    per_anchor, positive, positive_index, rank, rate, row_blocks, write_json, write_tensors)
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.autograd import forward_ad
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from contrastive.figures.mama import draw  # isort: skip
+from contrastive.figures.mama import draw
 
 
-# ======================================================= METHOD ======================================================
+# ======================================================= METHOD ===================================
 def margin(step, a0=2.0, a1=10.0, a2=0.1):
-    """mu = a0 / (a1 + exp(-a2 step)) in radians (Eq. 6): 0.182 at step 0, a0 / a1 = 0.2 after about 60 steps."""
-    return a0 / (a1 + math.exp(min(-a2 * step, 700.0)))                    # a2 < 0: down to 0 without an overflow
+    """mu = a0 / (a1 + exp(-a2 step)) in radians (Eq. 6): from 0.182 to 0.2 in about 60 steps."""
+    exponent = min(-a2 * step, 700.0)                                      # exp does not overflow
+    return a0 / (a1 + math.exp(exponent))
 
 
 def angular_cosine(sim, mu):
-    """cos([lambda - mu]_+) of cosines sim = cos(lambda), any shape (mu spreads over it); sim where lambda > pi / 2.
+    """cos([lambda - mu]_+) of cosines sim = cos(lambda) (Eq. 4), and sim where lambda > pi / 2.
 
-    cos(lambda - mu) = s cos(mu) + sqrt(1 - s^2) sin(mu): acos has no finite slope at 1, this has one everywhere.
-    """
-    sine = ((1 - sim) * (1 + sim)).clamp(min=1e-12).sqrt()                 # of lambda
-    cos_mu, sin_mu = (mu.cos(), mu.sin()) if torch.is_tensor(mu) else (math.cos(mu), math.sin(mu))
-    nearer = torch.where(sim > cos_mu, torch.ones_like(sim), sim * cos_mu + sine * sin_mu)
-    return torch.where(sim < 0, sim, nearer)
-
-
-@fp32
-def angular_margin_loss(video, text, tau, mu, block=0):
-    """L_i = L_v2t,i + L_t2v,i over the global batch, with the angle of each pair smaller by mu (Eqs. 1, 3, 4).
+    It is computed without acos, whose slope at 1 is infinite.
 
     Args:
-        video, text: (B, D) this process's embeddings, any float dtype; row i of both is a pair.
-        tau: temperature, divides the cosine, > 0.   mu: margin in radians, 0 .. pi / 2; 0 = plain InfoNCE. Both: a
-            float, (), or (B,): that of pair i, both ways.   block: rows at a time (0 = automatic, see common.by_rows).
-    Returns: (B,) fp32 (float64 stays), one loss for each local pair. A random guess is about 2 ln N without a margin.
+        sim: cosines, any shape.
+        mu: margin in radians, 0 to pi / 2: a number, or a tensor that broadcasts with sim.
+    Returns: cosines of sim's shape; the gradient is finite everywhere.
+    """
+    if torch.is_tensor(mu):
+        cos_mu, sin_mu = mu.cos(), mu.sin()
+    else:
+        cos_mu, sin_mu = math.cos(mu), math.sin(mu)
+    sine = ((1 - sim) * (1 + sim)).clamp(min=1e-12).sqrt()                 # sin(lambda)
+    cosine = sim * cos_mu + sine * sin_mu                                  # cos(lambda - mu)
+    cosine = torch.where(sim > cos_mu, torch.ones_like(sim), cosine)       # 1 inside the margin
+    return torch.where(sim < 0, sim, cosine)
+
+
+def margin_cross_entropy(sim, target, tau, mu):
+    """Eqs. 1 and 4 of each row of cosines: (b, N), (b,), tau, mu -> (b,)."""
+    target_column = target[:, None]                                        # (b, 1)
+    pair = angular_cosine(sim.gather(1, target_column), mu)                # (b, 1)
+    logits = sim.scatter(1, target_column, pair) / tau                     # (b, N)
+    return F.cross_entropy(logits, target, reduction="none")               # (b,)
+
+
+@row_blocks
+def angular_margin_per_anchor(anchor, target, tau, mu, *, candidates):
+    """Eqs. 1 and 4 of each anchor: (b, D), (b,), tau, mu, (N, D) -> (b,)."""
+    sim = anchor @ candidates.T                                            # (b, N)
+    return margin_cross_entropy(sim, target, tau, mu)                      # (b,)
+
+
+@fp32
+def angular_margin_loss(video, text, tau, mu):
+    """L_v2t,i + L_t2v,i over the global batch with an angular margin (Eqs. 1, 3, 4).
+
+    Args:
+        video, text: (B, D) embeddings of this process; row i of both is a pair.
+        tau: temperature > 0: a number, () or (B,) for each pair.
+        mu: margin in radians, 0 to pi / 2: a number, () or (B,). 0 is InfoNCE.
+    Returns: (B,) one loss for each pair, float32. A random guess is about 2 ln N without a margin.
     """
     video, text = normalize(video), normalize(text)                        # (B, D)
-    videos, texts = gather(video), gather(text)                            # (N, D)
-    tau, mu = per_anchor(tau, video), per_anchor(mu, video, "mu", positive=False)       # () or (B, 1)
-
-    def rows(v, t, target, tau, mu):                                       # b pairs at a time
-        return one_way(v @ texts.T, target, tau, mu) + one_way(t @ videos.T, target, tau, mu)
-    return by_rows(rows, video, text, positive_index(video), tau, mu, columns=len(videos), block=block)
-
-
-@fp32
-def fused_margin_loss(video, text, tau, mu, block=0):
-    """angular_margin_loss from cosines that a fusion gives: (B, N) of this process's videos with all texts, and of its
-    texts with all videos; -> (B,). block: has no part here, the matrices are there already."""
+    all_videos, all_texts = gather(video), gather(text)                    # (N, D)
+    tau = per_anchor(tau, video)                                           # () or (B, 1)
+    mu = per_anchor(mu, video, "mu", positive=False)                       # () or (B, 1)
     target = positive_index(video)                                         # (B,)
-    tau, mu = per_anchor(tau, video), per_anchor(mu, video, "mu", positive=False)
-    return one_way(video, target, tau, mu) + one_way(text, target, tau, mu)
-
-
-def one_way(sim, target, tau, mu):
-    """-log softmax of each row's pair, its angle smaller by mu: cosines (b, N), the pairs' columns (b,) -> (b,)."""
-    pair = sim.gather(1, target[:, None])                                  # (b, 1)
-    logits = sim.scatter(1, target[:, None], angular_cosine(pair, mu)) / tau
-    return F.cross_entropy(logits, target, reduction="none")
+    video_to_text = angular_margin_per_anchor(video, target, tau, mu, candidates=all_texts)
+    text_to_video = angular_margin_per_anchor(text, target, tau, mu, candidates=all_videos)
+    return video_to_text + text_to_video                                   # (B,) the sum of Eq. 3
 
 
 @fp32
-def answer_loss(scores, answers):
-    """CE_i of Eq. 3, -log q(y_i | v_i, t_i), q = softmax of the scores.
+def fused_margin_loss(video_sim, text_sim, tau, mu):
+    """As angular_margin_loss, but from cosines of each video fused with each text.
 
-    Args: scores: (B, A) of a vocabulary's answers, or of the choices (-inf: none there); answers: (B,) long, the right
-        one; -1 = the vocabulary lacks it, or the row has no question (its eta is 0).
-    Returns: (B,) fp32, 0 where there is no right one. A random guess is ln A.
+    Args:
+        video_sim, text_sim: (B, N) cosines of the videos of this process with all texts, and of its
+            texts with all videos.
+        tau, mu: as in angular_margin_loss.
+    Returns: (B,) one loss for each pair, float32.
     """
-    return F.cross_entropy(scores, answers, ignore_index=-1, reduction="none")
+    target = positive_index(video_sim)                                     # (B,)
+    tau = per_anchor(tau, video_sim)                                       # () or (B, 1)
+    mu = per_anchor(mu, video_sim, "mu", positive=False)                   # () or (B, 1)
+    video_to_text = margin_cross_entropy(video_sim, target, tau, mu)       # (B,)
+    text_to_video = margin_cross_entropy(text_sim, target, tau, mu)        # (B,)
+    return video_to_text + text_to_video
 
 
+@fp32
+def answer_loss(scores, target):
+    """CE_i of Eq. 3: cross-entropy of the right answer.
+
+    Args:
+        scores: (B, A) of the answers of a vocabulary, or of the choices; -inf for a missing one.
+        target: (B,) long, the right answer; -1 = not in the vocabulary, or the row has no question.
+    Returns: (B,) float32, 0 where there is no right answer. A random guess is ln A.
+    """
+    return F.cross_entropy(scores, target, ignore_index=-1, reduction="none")
+
+
+def sample_losses(encoded, target, tau, mu, *, contrastive_weight=1.0, eta=1.0,
+                  similarity="pooled"):
+    """L_i of Eq. 3, one for each pair: (B,).
+
+    Args:
+        encoded: what `encode` returns: (video, text) or, with questions, (video, text, scores).
+        target: (B,) the right answers, as in answer_loss; None without questions.
+        tau, mu: as in angular_margin_loss.
+        contrastive_weight: weight of L_v2t,i + L_t2v,i; paper 1.
+        eta: weight of CE_i; paper 1.
+        similarity: 'pooled' if video and text are embeddings, 'fused' if they are cosines.
+    """
+    video, text, *scores = encoded
+    if similarity == "pooled":
+        contrastive_loss = angular_margin_loss(video, text, tau, mu)       # (B,)
+    elif similarity == "fused":
+        contrastive_loss = fused_margin_loss(video, text, tau, mu)         # (B,)
+    else:
+        raise ValueError(f"similarity={similarity!r}: give 'pooled' or 'fused'")
+    sample_loss = contrastive_weight * contrastive_loss                    # (B,)
+    if scores:
+        sample_loss = sample_loss + eta * answer_loss(scores[0], target)   # (B,)
+    return sample_loss
+
+
+# ------------------------------------------------------- weights ----------------------------------
 class WeightNet(nn.Module):
-    """w_i = MLP(L_i) (Eq. 7): losses (B,) -> weights (B,) in 0 .. 1, about 1/2 at first.
+    """w_i = MLP(L_i) (Eq. 7): losses (B,) -> weights (B,) between 0 and 1, about 1/2 at the start.
 
-    reach: the hidden units begin to act at losses spread over 0 .. reach nats (torch's own biases put nearly all of
-    these points next to 0: a straight line before the sigmoid), and the start has hardly a slope of its own."""
+    Args:
+        hidden: number of hidden units; MW-Net 100.
+        reach: at the start each unit becomes active at a loss between 0 and this, in nats. With
+            PyTorch's biases it would be near 0 for nearly all: a straight line before the sigmoid.
+    """
 
     def __init__(self, hidden=100, reach=10.0):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(1, hidden), nn.ReLU(), nn.Linear(hidden, 1), nn.Sigmoid())
+        self.layers = nn.Sequential(nn.Linear(1, hidden), nn.ReLU(),
+                                    nn.Linear(hidden, 1), nn.Sigmoid())
+        first, last = self.layers[0], self.layers[2]
         with torch.no_grad():
-            self.layers[0].bias.copy_(-self.layers[0].weight[:, 0] * reach * torch.rand(hidden))
-            self.layers[2].weight.mul_(0.1)
-            self.layers[2].bias.zero_()
+            first.bias.copy_(-first.weight[:, 0] * reach * torch.rand(hidden))
+            last.weight.mul_(0.1)                                          # nearly constant
+            last.bias.zero_()
 
     def forward(self, losses):
         return self.layers(losses[:, None])[:, 0]
 
 
-def weightnet_gradient(losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward"):
-    """Gradient of the meta loss after one step with the weights of weight_net (Eqs. 9, 10, 12, 13).
+def weightnet_gradient(  # noqa: PLR0917
+        losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward"):
+    """Gradient of the meta loss after a virtual step for the weight network (Eqs. 9, 10, 12, 13).
+
+    The virtual step is plain gradient descent on 1/B sum_j w_j L_j, whatever the optimiser is.
 
     Args:
-        losses: function (parameters, batch) -> (B,) differentiable losses L_j of this process's part of a batch, the
-            same for the same arguments (dropout too).   parameters: {name: tensor}, Theta; they are not changed.
+        losses: function (parameters, batch) -> (B,) differentiable losses L_j of this process. It
+            must return the same for the same arguments, also with dropout.
+        parameters: {name: tensor} Theta of the encoders, which are not changed.
+        batch, meta_batch: second arguments of `losses`.
         weight_net: losses (B,) -> weights (B,); it sees L_j without gradient.
-        virtual_lr: alpha of the virtual step, a plain gradient step with 1/B sum_j w_j L_j.
-        method: 'forward' needs the memory of a plain step; 'second-order' keeps the graph of a gradient.
-    Returns: d meta / d p for each p of weight_net.parameters(), in order, averaged over processes; meta = the mean of
-        losses(virtual parameters, meta_batch).
+        virtual_lr: alpha.
+        method: 'forward', with the memory of a plain step, or 'second-order', which keeps the graph
+            of a gradient.
+    Returns: d meta / d p for each p of weight_net.parameters(), in order, the mean over processes.
     """
-    leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
-    theta, second = list(weight_net.parameters()), method == "second-order"
-    with sdpa_kernel(SDPBackend.MATH):                                     # fused attention has no further derivatives
-        sample = losses(leaves, batch)                                     # (B,)
-        weight = weight_net(sample.detach())                               # (B,)
-        objective = ((weight if second else weight.detach()) * sample).mean()
-        gradient = _grad(objective, leaves.values(), create_graph=second)
+    if method not in ("forward", "second-order"):
+        raise ValueError(f"method={method!r}: give 'forward' or 'second-order'")
+    second_order = method == "second-order"
+    leaves, theta = as_leaves(parameters), list(weight_net.parameters())
+    # fused attention has neither second nor forward-mode derivatives
+    with sdpa_kernel(SDPBackend.MATH):
+        sample_loss = losses(leaves, batch)                                # (B,)
+        weight = weight_net(sample_loss.detach())                          # (B,)
+        step_weight = weight if second_order else weight.detach()          # (B,)
+        objective = (step_weight * sample_loss).mean()                     # ()
+        gradient = gradients(objective, leaves.values(), create_graph=second_order)
+
         averaged = common.average([g.detach() for g in gradient])
-        virtual = {k: p.detach() - virtual_lr * g for (k, p), g in zip(leaves.items(), averaged)}        # Eq. 9
+        virtual = {}                                                       # Theta^, Eq. 9
+        for (name, p), g in zip(leaves.items(), averaged):
+            virtual[name] = p.detach() - virtual_lr * g
         direction = meta_direction(losses, virtual, meta_batch)            # like Theta^
-        if second:                                                         # d meta / dg = -alpha direction
-            gradient = _grad(gradient, theta, [-virtual_lr * v for v in direction.values()])
+
+        if second_order:
+            # d meta / d g, where g is the gradient of the virtual step
+            g_gradient = [-virtual_lr * d for d in direction.values()]
+            gradient = gradients(gradient, theta, g_gradient)
         else:
-            agreement = directional_derivative(losses, leaves, batch, direction)                         # (B,)
-            gradient = _grad(weight, theta, -virtual_lr * agreement / len(sample))                       # Eq. 12
+            agreement = directional_derivative(losses, leaves, batch, direction)         # (B,)
+            weight_gradient = -virtual_lr * agreement / len(sample_loss)   # (B,)
+            gradient = gradients(weight, theta, weight_gradient)           # Eq. 12
     return common.average(gradient)
 
 
 def meta_direction(losses, parameters, meta_batch):
-    """Gradient of 1/M sum_i L_i^meta at the given parameters, {name: tensor}; arguments as weightnet_gradient."""
-    leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
+    """Gradient of the meta loss 1/M sum_i L_i^meta: {name: tensor}, the mean over processes.
+
+    Args: losses, parameters, meta_batch: as in weightnet_gradient.
+    """
+    leaves = as_leaves(parameters)
     with sdpa_kernel(SDPBackend.MATH):
-        gradient = _grad(losses(leaves, meta_batch).mean(), leaves.values())
+        meta_loss = losses(leaves, meta_batch).mean()                      # ()
+        gradient = gradients(meta_loss, leaves.values())
     return dict(zip(leaves, common.average(gradient)))
 
 
 def directional_derivative(losses, parameters, batch, direction):
-    """<direction, grad L_j> of each local sample, (B,): sum_i G_ij / M (Eq. 13), in one pass of forward mode.
+    """<direction, grad L_j> of each pair of this process (Eq. 13): (B,), in one forward pass.
 
-    A tangent walks beside each activation, so no graph is kept; positive: a step on L_j also lowers the meta loss."""
-    with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
-        dual = {k: forward_ad.make_dual(p.detach(), direction[k]) for k, p in parameters.items()}
-        value, tangent = forward_ad.unpack_dual(losses(dual, batch))       # (B,), (B,)
-    return torch.zeros_like(value) if tangent is None else tangent
-
-
-def _grad(of, by, weights=None, **graph):
-    """torch.autograd.grad with zeros where nothing is reached."""
-    return torch.autograd.grad(of, list(by), weights, materialize_grads=True, **graph)
-
-
-# ------------------------------------------------------- key frames (Eqs. 14, 15) ------------------------------------
-def key_frames(features, k=6, q=12):
-    """Key frames of a video by density peaks (Eqs. 14-15): frames with many like them, far from any frame with more.
-
-        d_j = exp(-mean of |h_l - h_j|^2 over the k nearest other frames)                            (14)
-        gamma_j = min of |h_l - h_j|^2 over the denser frames, d_l > d_j; the densest: its largest   (15)
-
-    Eq. 15 as printed has the condition under its min the wrong way round and one distance without its square; this is
-    the reading that its own case condition needs. Of two equally dense frames the earlier counts as denser, so that a
-    still shot gives one peak and not as many as it has frames.
+    Forward mode keeps no graph. The result is positive where a step on L_j lowers the meta loss.
 
     Args:
-        features: (n, D) of the frames in the order of time, finite.
-        k: neighbours, at most the n - 1 others count.   q: frames wanted.
-    Returns: (min(q, n),) long, the frames with the largest d * gamma, in the order of time.
-    Raises: ValueError for another shape, values that are not finite, or k or q below 1.
+        losses, parameters, batch: as in weightnet_gradient.
+        direction: {name: tensor}, as meta_direction returns it.
     """
-    x = torch.as_tensor(features).detach().double()                            # (n, D)
-    if x.ndim != 2 or not x.isfinite().all() or min(k, q) < 1:
-        raise ValueError(f"features {tuple(x.shape)}, k {k}, q {q}: expected finite (n, D), k and q at least 1")
-    n = len(x)
-    if n <= q:
-        return torch.arange(n)
-    distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square()  # (n, n), 0 for equal frames
-    others = distance.clone().fill_diagonal_(torch.inf)                        # (n, n)
-    log_d = -others.sort(dim=1).values[:, :min(k, n - 1)].mean(dim=1)          # (n,); d itself is 0 beyond 745
-    time = torch.arange(n, device=x.device)                                    # (n,)
-    tie = (log_d == log_d[:, None]) & (time < time[:, None])                   # (n, n), l as dense as j and earlier
-    denser = (log_d > log_d[:, None]) | tie                                    # (n, n), l denser than j
-    gamma = distance.masked_fill(~denser, torch.inf).amin(dim=1)               # (n,)
-    gamma = torch.where(denser.any(dim=1), gamma, distance.amax(dim=1))        # (n,)
-    peaks = (log_d + gamma.log()).sort(descending=True, stable=True).indices   # (n,), by d * gamma
-    return peaks[:q].sort().values.cpu()
+    with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        dual = {}
+        for name, p in parameters.items():
+            dual[name] = forward_ad.make_dual(p.detach(), direction[name])
+        sample_loss, tangent = forward_ad.unpack_dual(losses(dual, batch))           # (B,), (B,)
+    if tangent is None:                        # no parameter has a part in the losses
+        return torch.zeros_like(sample_loss)
+    return tangent
 
 
-# ------------------------------------------------------- baselines ---------------------------------------------------
+def as_leaves(parameters):
+    """{name: tensor} that share the memory of these and start a new graph."""
+    return {name: p.detach().requires_grad_() for name, p in parameters.items()}
+
+
+def gradients(outputs, inputs, output_gradients=None, create_graph=False):
+    """torch.autograd.grad with zeros for inputs that have no part in the outputs."""
+    return torch.autograd.grad(outputs, list(inputs), output_gradients, create_graph=create_graph,
+                               materialize_grads=True)
+
+
+# ------------------------------------------------------- baselines --------------------------------
 def focal_weights(losses, gamma=2.0):
-    """Focal loss (Lin et al. 2017): (1 - p_i)^gamma, p_i = exp(-L_i / 2), the mean of both directions; (B,) -> (B,)."""
+    """Focal loss (Lin et al. 2017): (1 - p_i)^gamma, (B,) -> (B,).
+
+    p_i = exp(-L_i / 2) is the geometric mean of the pair's probability in both directions.
+    """
     return (-torch.expm1(-losses / 2)).clamp(min=0) ** gamma
 
 
-def spl_weights(losses, kept):
-    """Self-paced learning: 1 for the easiest part `kept` (0..1) of the global batch, else 0; (B,) -> (B,)."""
-    every = gather(losses).sort().values                                   # (N,)
-    return (losses <= every[max(1, round(kept * len(every))) - 1]).to(losses)
+def spl_weights(losses, share):
+    """Self-paced learning: 1 for the easiest share (0..1) of the global batch, else 0: (B,)."""
+    sorted_losses = gather(losses).sort().values                           # (N,)
+    num_easiest = max(1, round(share * len(sorted_losses)))
+    return (losses <= sorted_losses[num_easiest - 1]).to(losses)           # (B,)
 
 
 def l2rw_weights(losses, parameters, batch, meta_batch):
-    """L2RW (Ren et al. 2018): weights (B,) in proportion to how far a step on L_j lowers the meta loss, 0 if it does
-    not, with mean 1 over the global batch (all 0 where none helps). The meta gradient is that of Theta itself."""
+    """L2RW (Ren et al. 2018): in proportion to how far a step on L_j lowers the meta loss: (B,).
+
+    The weight is 0 where it does not, and 1 in the mean over the global batch (all are 0 where no
+    step helps). The gradient of the meta loss is taken at Theta, without a virtual step.
+
+    Args: as in weightnet_gradient.
+    """
     direction = meta_direction(losses, parameters, meta_batch)
-    useful = directional_derivative(losses, parameters, batch, direction).clamp(min=0)                   # (B,)
-    every = gather(useful)                                                 # (N,)
-    total = every.sum()
-    return torch.where(total > 0, len(every) * useful / total, useful)     # an if would wait for a card
+    gain = directional_derivative(losses, parameters, batch, direction).clamp(min=0)     # (B,)
+    all_gains = gather(gain)                                               # (N,)
+    total = all_gains.sum()                                                # ()
+    # an `if` would wait for the GPU
+    return torch.where(total > 0, len(all_gains) * gain / total, gain)     # (B,)
 
 
-# --weighting: losses (B,), own, progress 0..1 of the run, args -> weights (B,). A fork adds a line (docs/forking.md);
-# what is learnt, said and drawn follows the name. 'meta' has the new theta (Eq. 11); of 'joint' the loss trains it.
-WEIGHTINGS = {
-    "meta": lambda losses, own, progress, args: own["weight_net"](losses),
-    "joint": lambda losses, own, progress, args: own["weight_net"](losses),              # Table 8
-    "focal": lambda losses, own, progress, args: focal_weights(losses, args.focal_gamma),                # Table 6
-    "spl": lambda losses, own, progress, args: spl_weights(losses, args.spl_start + (1 - args.spl_start) * progress),
-    "none": lambda losses, own, progress, args: torch.ones_like(losses)}
+# ------------------------------------------------------- key frames, for tools/caption.py ---------
+def key_frames(features, k=6, q=12):
+    """Key frames of a video by density peaks (Eqs. 14 and 15), in the order of time.
+
+        d_j = exp(-mean of |h_l - h_j|^2 over the k nearest other frames)                      (14)
+        gamma_j = min of |h_l - h_j|^2 over the denser frames l; of the densest its largest    (15)
+
+    Eq. 15 is printed with the condition under its min reversed and one distance without a square.
+    Of two equally dense frames the earlier one counts as denser, so that a still shot has one peak.
+
+    Args:
+        features: (n, D) of the frames in the order of time, finite.
+        k: neighbours; at most the n - 1 others count.
+        q: number of key frames.
+    Returns: (min(q, n),) long, the frames with the largest d * gamma.
+    Raises: ValueError for another shape, values that are not finite, or k or q below 1.
+    """
+    x = torch.as_tensor(features).detach().double()                        # (n, D)
+    if x.ndim != 2 or not x.isfinite().all() or min(k, q) < 1:
+        raise ValueError(f"features {tuple(x.shape)}, k {k}, q {q}: expected finite (n, D), k and "
+                         "q at least 1")
+    n = len(x)
+    if n <= q:
+        return torch.arange(n)
+    # without a matrix product, so that equal frames have distance 0 exactly
+    distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square()   # (n, n)
+    neighbours = distance.clone().fill_diagonal_(torch.inf)                # (n, n)
+    nearest = neighbours.sort(dim=1).values[:, :min(k, n - 1)]             # (n, k)
+    # the logarithm, since d itself is 0 beyond a distance of 745
+    log_d = -nearest.mean(dim=1)                                           # (n,)
+    time = torch.arange(n, device=x.device)                                # (n,)
+    tie = (log_d == log_d[:, None]) & (time < time[:, None])               # (n, n)
+    denser = (log_d > log_d[:, None]) | tie                                # (n, n) l denser than j
+    gamma = distance.masked_fill(~denser, torch.inf).amin(dim=1)           # (n,)
+    gamma = torch.where(denser.any(dim=1), gamma, distance.amax(dim=1))    # (n,)
+    peaks = (log_d + gamma.log()).sort(descending=True, stable=True).indices             # (n,)
+    return peaks[:q].sort().values.cpu()
 
 
-# ======================================================= flags =======================================================
-# Defaults by data set, one line a group. 'paper': Section 4.1 and Appendix D; what they do not say from the authors'
-# code; 'ours': ncl.py's towers and optimiser, tau and margin tuned on val of moving-emoji. Other sets take 'own'.
+# ======================================================= flags ====================================
+# A recipe holds what differs from the defaults, which stand in parse_args and, for the flags of all
+# scripts, in contrastive/engine/flags.py. 'recipe' says whose values they are (docs/mama.md).
 MSRVTT = dict(
     recipe="paper; schedule and betas from the authors' code",
-    image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16", pretrained=True,
-    embed_dim=512, image_size=224, image_stats="encoder", eval_resize="crop", frames=12, frame_sampling="random",
-    text_length=70, text_pooling="cls", clean_captions=False, join_captions=False, unfold_captions=False,
-    epochs=5.0, batch_size=4, optimizer="adamw", lr=5e-6, lr_end=0.0, lr_schedule="cosine", warmup_epochs=0.05,
-    weight_decay=5e-2, beta1=0.9, beta2=0.98, eps=1e-8, grad_clip=1.0,
-    tau=1.0, meta_lr=5e-6, meta_batch_size=4, crop_min=1.0, flip=0.0, jitter=0.0,
-    mixed_precision="no", log_every=50, save_every=1000, eval_every=0)
-LONGER = MSRVTT | dict(epochs=20.0, warmup_epochs=0.2)
-MOVING = MSRVTT | dict(
-    recipe="ours; captions of 30 % of the training clips swapped, for the weights to find",
-    image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
-    image_size=32, image_stats="encoder", frames=4, text_length=24, text_pooling="mean",
-    epochs=10.0, batch_size=64, lr=2e-3, lr_end=2e-5, warmup_epochs=1.0, weight_decay=0.1,
-    tau=0.1, a0=0.1, meta_lr=2e-4, meta_batch_size=32,                     # tau, a0: benchmarks/results/mama_default.md
-    crop_min=0.8, jitter=0.2, log_every=10, save_every=120, eval_every=100)
-OWN = MOVING | dict(
-    recipe="ours; small towers from scratch", image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
+    image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16",
+    pretrained=True, embed_dim=512, image_size=224, frame_sampling="random",
+    text_length=70, text_pooling="cls", unfold_captions=True,
+    epochs=5.0, batch_size=4, lr=5e-6, lr_end=0.0, warmup_epochs=0.05, weight_decay=5e-2,
+    tau=1.0, a0=2.0, meta_lr=5e-6, meta_batch_size=4, crop_min=1.0, jitter=0.0,
+    log_every=50, save_every=1000)
+PARAGRAPHS = MSRVTT | dict(epochs=20.0, warmup_epochs=0.2, unfold_captions=False)
+# InfoNCE on CLIP-ViP's encoders, as its authors train it: the base of Tables 3 and 4. Their batch
+# is 16 on each of 8 GPUs (ActivityNet 8); the epochs are those of MAMA.
+CLIP_VIP = dict(lr=1e-6, weight_decay=0.2, tau=0.01, learnable_tau=True, batch_size=128,
+                chunk_size=16)
+CLIP_VIP_RECIPES = {
+    "msrvtt": CLIP_VIP | dict(text_length=50),
+    "activitynet": CLIP_VIP | dict(frames=32, batch_size=64, chunk_size=8)}
+OWN = dict(
+    recipe="ours; small towers from scratch", frames=8, frame_sampling="random",
+    epochs=10.0, batch_size=64, warmup_epochs=1.0)
+EMOJI = OWN | dict(image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
+MOVING = OWN | dict(image_size=32, frames=4, text_length=24, save_every=120, eval_every=100)
 QUESTIONS = MSRVTT | dict(
     recipe="paper; warm-up, schedule and clipping from the authors' code or ours", task="qa-open",
-    image_encoder="swin3d_b", text_encoder="google-bert/bert-base-uncased", embed_dim=768, frames=5, text_length=30,
+    image_encoder="swin3d_b", text_encoder="google-bert/bert-base-uncased", embed_dim=768,
+    frames=5, text_length=30, unfold_captions=False,
     epochs=10.0, lr=2e-5, warmup_epochs=0.1, weight_decay=1e-3, meta_lr=2e-5)
+MSVD_QA = QUESTIONS | dict(answers=1000)                                   # VIOLET's
+TGIF_FRAME = QUESTIONS | dict(answers=1540)                                # VIOLET's
 CHOICES = QUESTIONS | dict(task="qa-choice", text_length=60)               # of "question choice"
+FROZEN = dict(
+    recipe="ours; published encoders, frozen: their projections learn",
+    # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
+    image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
+    image_size=128, text_pooling="mean", cached_views=4,
+    max_steps=1000, batch_size=512, lr=1e-3, warmup_epochs=0.0, warmup_fraction=0.05,
+    log_every=50,
+    crop_min=0.35, flip=0.5, jitter=0.4)
 RECIPES = {
-    "moving-emoji": MOVING | dict(caption_noise=0.3),
-    "emoji": OWN | dict(image_size=48, crop_min=0.35, flip=0.5, jitter=0.4),
-    "msrvtt": MSRVTT | dict(unfold_captions=True), "didemo": LONGER, "activitynet": LONGER,
-    **dict.fromkeys(("msvd", "youcook2"), MSRVTT | dict(recipe="ours; as msrvtt", unfold_captions=True)),
-    "howto100m": MSRVTT | dict(recipe="ours; as msrvtt", epochs=1.0), "own": OWN,
-    "msrvtt-qa": QUESTIONS, "msvd-qa": QUESTIONS, "tgif-qa-r-frame": QUESTIONS,
-    "tgif-qa-r-action": CHOICES, "tgif-qa-r-transition": CHOICES, "nextqa": CHOICES, "causal-vidqa": CHOICES}
-ASKED = RECIPES | {                                                        # under --task qa-open and qa-choice
-    "moving-emoji": MOVING | dict(recipe="ours; small towers from scratch", fusion_layers=1, meta_every=4, a0=2.0)}
-GRAPH = dict(                                                              # with --qa-model vgt
+    "moving-emoji": MOVING | dict(
+        recipe="ours; captions of 30 % of the training clips swapped, for the weights to find",
+        caption_noise=0.3),
+    "emoji": EMOJI,
+    "msrvtt": MSRVTT,
+    "didemo": PARAGRAPHS,
+    "activitynet": PARAGRAPHS,
+    "msvd": MSRVTT | dict(recipe="ours; as msrvtt"),
+    "youcook2": MSRVTT | dict(recipe="ours; as msrvtt"),
+    "howto100m": MSRVTT | dict(recipe="ours; as msrvtt", epochs=1.0, unfold_captions=False),
+    "own": OWN,
+    "frozen": FROZEN,
+    "msrvtt-qa": QUESTIONS,
+    "msvd-qa": MSVD_QA,
+    "tgif-qa-r-frame": TGIF_FRAME,
+    "tgif-qa-r-action": CHOICES,
+    "tgif-qa-r-transition": CHOICES,
+    "nextqa": CHOICES,
+    "causal-vidqa": CHOICES}
+# with --task qa-open and qa-choice
+MOVING_QUESTIONS = MOVING | dict(fusion_layers=1, meta_every=4, a0=2.0)
+QUESTION_RECIPES = RECIPES | {"moving-emoji": MOVING_QUESTIONS}
+# with --qa-model vgt; lengths of texts from VGT's code, of Causal-VidQA from CoVGT's
+GRAPH = dict(
     recipe="the paper's batch, epochs, frames and rate; sizes and all else from VGT's code",
-    image_encoder="regions", embed_dim=512, regions=10, dropout=0.3, frames=32,
-    epochs=30.0, optimizer="adam", lr=1e-5, meta_lr=1e-5, warmup_epochs=0.0,                             # beta = alpha
-    weight_decay=0.0, beta2=0.999, grad_clip=12.0)                         # of VGT's code; its batch is 64
-# text_length is that of VGT's code; of Causal-VidQA that of CoVGT, its successor; of MSVD-QA ours, as MSRVTT-QA's
-VGT = ASKED | {name: recipe | GRAPH | dict(text_length=38 if name in ("nextqa", "causal-vidqa") else 20)
-               for name, recipe in RECIPES.items() if "task" in recipe}
-VGT["nextqa"]["regions"] = 5                                               # of 20 in its file
-VGT["moving-emoji"] = ASKED["moving-emoji"] | dict(                        # benchmarks/results/vgt_moving_emoji.md
-    recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0, lr=5e-4)
-TAU_LIMITS = 0.005, 1.0                                                    # of a learnable tau; CLIP-ViP's
-
-
-def loss_defaults(chosen):
-    """Neither margin nor weights: --loss infonce, and the answers' loss alone (--contrastive-weight 0)."""
-    plain = chosen.loss == "infonce" or not chosen.contrastive_weight
-    return dict(margin_schedule="none", weighting="none") if plain else {}
-
-
-def looks_ahead(args):
-    """Does the weighting take a virtual step on meta-data (Algorithm 1, L2RW)?"""
-    return args.weighting in ("meta", "l2rw")
-
-
-def parse_args(argv=None):
-    """Flags; the recipe of --dataset, --task and --loss gives the defaults."""
-    p = Parser(__file__, "MAMA: angular margin and meta-learned sample weights.")
-    g = p.group("method")
-    g.add_argument("--loss", choices=["mama", "infonce"], default="mama", help="infonce: neither margin nor weights")
-    g.add_argument("--task", choices=["retrieval", "qa-open", "qa-choice"], default="retrieval",
-                   help="pairs; or questions, with a vocabulary of answers or with choices")
-    g.add_argument("--contrastive-weight", type=nonnegative, default=1.0,
-                   help="of Eq. 1 beside the answers' loss; 0 = the rows VIOLET and VGT of Tables 1 and 2")
-    g = p.group("with --contrastive-weight above 0", contrastive_weight=True)
-    g.add_argument("--tau", type=positive, help="temperature, divides the cosine, > 0; paper 1")
-    g.add_argument("--learnable-tau", action=argparse.BooleanOptionalAction, default=False, help="from --tau on")
-    g = p.group("with --loss mama and --contrastive-weight above 0", loss="mama", contrastive_weight=True)
-    g.add_argument("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
-                   help="of Eq. 6; its limit a0 / a1 throughout; or none")
-    g.add_argument("--weighting", choices=[*WEIGHTINGS, "l2rw"], default="meta",
-                   help="Algorithm 1; joint: Table 8; focal, spl, l2rw: Table 6; none: 1")
-    g = p.group("with a margin", margin_schedule=("logistic", "constant"))
-    g.add_argument("--a0", type=nonnegative, default=2.0, help="of Eq. 6; the limit of the margin is a0 / a1, radians")
-    g.add_argument("--a1", type=positive, default=10.0, help="of Eq. 6; the margin starts at a0 / (a1 + 1)")
-    g = p.group("with --margin-schedule logistic", margin_schedule="logistic")
-    g.add_argument("--a2", type=between(-1000), default=0.1, help="of Eq. 6, per step; below 0 it falls to 0")
-    g = p.group("with --weighting focal", weighting="focal")
-    g.add_argument("--focal-gamma", type=nonnegative, default=2.0, help="its exponent")
-    g = p.group("with --weighting spl", weighting="spl")
-    g.add_argument("--spl-start", type=part, default=0.5, help="part of the batch that it starts with")
-    g = p.group("with --weighting meta or joint", weighting=("meta", "joint"))
-    g.add_argument("--weight-hidden", type=count, default=100, help="its hidden units; MW-Net 100")
-    g = p.group("with --weighting meta", weighting="meta")
-    g.add_argument("--meta-lr", type=rate, help="beta of its AdamW; paper: alpha, MW-Net 1e-3")
-    g.add_argument("--meta-weight-decay", type=rate, default=1e-3, help="its decay (1e-3)")
-    g.add_argument("--virtual-lr", type=rate, default=0.0, help="alpha; 0 = the learning rate of the moment")
-    g.add_argument("--meta-every", type=count, default=1, help="steps between updates of the network; paper 1")
-    g = p.group("with --weighting meta or l2rw", has_meta=True)
-    g.add_argument("--meta-set", default="train", metavar="train|val|FILE",
-                   help="source of the meta-data; FILE: a name (key) of a training example a line")
-    g.add_argument("--meta-batch-size", type=between(2, 10**9, int), help="M, GLOBAL: of a step; paper: not said")
-    g = p.group("with --weighting meta or l2rw and --meta-set train or val", has_meta=True, meta_set=("train", "val"))
-    g.add_argument("--meta-size", type=count, default=256, help="examples of the meta-data; paper: not said")
-    g.add_argument("--meta-balance", choices=["auto", "classes", "captions", "none"], default="auto",
-                   help="classes if any, or K-Means of captions; difference 8")
-    g = p.group("with --task qa-open or qa-choice", task=("qa-open", "qa-choice"))
-    g.add_argument("--eta", type=nonnegative, default=1.0, help="of Eq. 3, weight of the answers' loss; paper 1")
-    answers.add_flags(p)
-    g = p.group("views")
-    g.add_argument("--crop-min", type=part, help="least area of the crop of a clip; 1 = none")
-    g.add_argument("--flip", type=part, help="share of mirror images")
-    g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
-    args = p.parse(argv, recipes_of, loss_defaults, ("--task", "--qa-model", "--contrastive-weight"),
-                   lambda a: {"has_meta": looks_ahead(a) or a.meta_set == "val"})
-    p.require(args.a0 / args.a1 <= math.pi / 2,
-              f"--a0 {args.a0:g} --a1 {args.a1:g}: the margin a0 / a1 must be at most pi / 2")
-    p.require(not args.learnable_tau or TAU_LIMITS[0] <= args.tau <= TAU_LIMITS[1], f"--tau: if learnt in {TAU_LIMITS}")
-    p.require(not (looks_ahead(args) and args.chunk_size),
-              f"--chunk-size: --weighting {args.weighting} encodes the whole batch in its passes; use a smaller "
-              "--batch-size, or another --weighting")
-    answers.check_flags(p, args)
-    return args
+    image_encoder="regions", embed_dim=512, regions=10, frames=32, text_length=20,
+    epochs=30.0, optimizer="adam", lr=1e-5, meta_lr=1e-5, warmup_epochs=0.0, weight_decay=0.0,
+    beta2=0.999, grad_clip=12.0)
+CHOICE_GRAPH = CHOICES | GRAPH
+VGT_RECIPES = QUESTION_RECIPES | {
+    "moving-emoji": MOVING_QUESTIONS | dict(
+        recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0,
+        lr=5e-4),
+    "msrvtt-qa": QUESTIONS | GRAPH,
+    "msvd-qa": MSVD_QA | GRAPH,
+    "tgif-qa-r-frame": TGIF_FRAME | GRAPH,
+    "tgif-qa-r-action": CHOICE_GRAPH,
+    "tgif-qa-r-transition": CHOICE_GRAPH,
+    "nextqa": CHOICE_GRAPH | dict(regions=5, text_length=38),
+    "causal-vidqa": CHOICE_GRAPH | dict(text_length=38)}
+TAU_LIMITS = (0.005, 1.0)                                                  # if learnt; CLIP-ViP's
 
 
 def recipes_of(args):
-    """The recipes by data set for a task and the model of its questions."""
+    """The recipes by data set for --task and --qa-model."""
     if args.qa_model == "vgt":
-        return VGT
-    return RECIPES if args.task == "retrieval" else ASKED
+        return VGT_RECIPES
+    if args.task == "retrieval":
+        return RECIPES
+    return QUESTION_RECIPES
 
 
-# ======================================================= main ========================================================
-def main(args):
-    """One run: data, model, views, loop, evaluation. Returns the summary."""
-    # ------------------------------------------- data (before any process group: its errors are quick) ---------------
+def method_defaults(chosen):
+    """Defaults that depend on --loss, --contrastive-weight, --image-encoder and --recipe."""
+    defaults = {}
+    if chosen.loss == "infonce" or chosen.contrastive_weight == 0:
+        defaults.update(margin_schedule="none", weighting="none")
+    if chosen.loss == "infonce" and chosen.image_encoder.startswith("clip_vip:"):
+        defaults.update(CLIP_VIP_RECIPES.get(chosen.recipe, CLIP_VIP))
+    return defaults
+
+
+def looks_ahead(args):
+    """Whether the weights come from a step on meta-data (Algorithm 1, L2RW)."""
+    return args.weighting in ("meta", "l2rw")
+
+
+def check_flags(parser, args):
+    """Refuses flags that contradict each other."""
+    low, high = TAU_LIMITS
+    if args.learnable_tau and not low <= args.tau <= high:
+        parser.error(f"--tau {args.tau}: a learnt temperature must start within {low} and {high}")
+    if args.a0 / args.a1 > math.pi / 2:
+        parser.error(f"--a0 {args.a0:g} --a1 {args.a1:g}: the margin a0 / a1 must be at most "
+                     "pi / 2")
+    if args.margin_schedule != "none" or args.weighting != "none":
+        if args.loss == "infonce":
+            parser.error("--loss infonce has neither margin nor weights: use --loss mama for "
+                         "--margin-schedule and --weighting")
+        if args.contrastive_weight == 0:
+            parser.error("--contrastive-weight 0 leaves the loss of the answers, which has neither "
+                         "margin nor weights: leave out --margin-schedule and --weighting")
+    if args.contrastive_weight == 0 and args.learnable_tau:
+        parser.error("--learnable-tau: --contrastive-weight 0 leaves no loss at that temperature")
+    if looks_ahead(args) and args.chunk_size:
+        parser.error(f"--chunk-size: --weighting {args.weighting} encodes the whole batch at once; "
+                     "use a smaller --batch-size, or another --weighting")
+    answers.check_flags(parser, args)
+
+
+def parse_args(argv=None):
+    """Flags; their defaults follow --dataset or --recipe, --task, --qa-model and --loss."""
+    parser = Parser(__file__, "MAMA: angular margin and meta-learned sample weights.")
+    yes_or_no = argparse.BooleanOptionalAction
+    method = parser.add_argument_group("method")
+    method.add_argument("--loss", choices=["mama", "infonce"], default="mama",
+                        help="MAMA; or InfoNCE, with neither margin nor weights")
+    method.add_argument("--task", choices=["retrieval", "qa-open", "qa-choice"],
+                        default="retrieval",
+                        help="retrieval between videos and texts; or questions with a vocabulary "
+                             "of answers, or with choices")
+    method.add_argument("--contrastive-weight", type=nonnegative, default=1.0,
+                        help="weight of the contrastive loss beside that of answers; paper 1; 0 = "
+                             "rows VIOLET and VGT of Tables 1 and 2")
+    method.add_argument("--tau", type=positive, default=0.1,
+                        help="temperature, divides the cosine; paper 1")
+    method.add_argument("--learnable-tau", action=yes_or_no, default=False,
+                        help="learn the temperature, from --tau on")
+    method.add_argument("--margin-schedule", choices=["logistic", "constant", "none"],
+                        default="logistic",
+                        help="angular margin: of Eq. 6, its limit a0 / a1 in all steps, or none")
+    method.add_argument("--a0", type=nonnegative, default=0.1,
+                        help="the limit of the margin is a0 / a1 radians; paper 2")
+    method.add_argument("--a1", type=positive, default=10.0,
+                        help="the margin starts at a0 / (a1 + 1) radians; paper 10")
+    method.add_argument("--a2", type=between(-1000), default=0.1,
+                        help="growth of the margin per step; below 0 it falls to 0; paper 0.1")
+    method.add_argument("--weighting", default="meta",
+                        choices=["meta", "joint", "focal", "spl", "l2rw", "none"],
+                        help="weights of pairs: of a network that learns by looking ahead, or "
+                             "with the encoders (Table 8); focal, self-paced, L2RW (Table 6); or "
+                             "all 1")
+    method.add_argument("--weight-hidden", type=count, default=100,
+                        help="hidden units of the network of --weighting meta and joint; MW-Net "
+                             "100")
+    method.add_argument("--focal-gamma", type=nonnegative, default=2.0,
+                        help="exponent of --weighting focal")
+    method.add_argument("--spl-start", type=part, default=0.5,
+                        help="share of the batch, 0..1, with which --weighting spl starts; it "
+                             "grows to 1 in the run")
+    method.add_argument("--eta", type=nonnegative, default=1.0,
+                        help="weight of the answers' loss; paper 1")
+
+    meta = parser.add_argument_group("meta-data")
+    meta.add_argument("--meta-set", default="train", metavar="train|val|FILE",
+                      help="where the meta-data come from: a split, or a file with the name (key) "
+                           "of a training example in each line")
+    meta.add_argument("--meta-size", type=count, default=256,
+                      help="examples taken from train or val; not in the paper")
+    meta.add_argument("--meta-balance", choices=["auto", "classes", "captions", "none"],
+                      default="auto",
+                      help="what the meta-data are balanced over: classes (auto: if there are "
+                           "any), clusters of captions, or nothing")
+    meta.add_argument("--meta-batch-size", type=between(2, 10**9, int), default=32,
+                      help="GLOBAL batch M of meta-data; not in the paper")
+    meta.add_argument("--meta-lr", type=rate, default=2e-4,
+                      help="beta, learning rate of the network's AdamW; paper: alpha; MW-Net 1e-3")
+    meta.add_argument("--meta-weight-decay", type=rate, default=1e-3,
+                      help="weight decay of the network; authors' code 1e-3")
+    meta.add_argument("--virtual-lr", type=rate, default=0.0,
+                      help="alpha, learning rate of the virtual step; 0 = the learning rate of "
+                           "the encoders at that step (paper)")
+    meta.add_argument("--meta-every", type=count, default=1,
+                      help="steps between updates of the network; paper 1")
+    answers.add_flags(parser)
+
+    views = parser.add_argument_group("views")
+    views.add_argument("--crop-min", type=part, default=0.8,
+                       help="smallest crop as a share of the frame's area, 0..1, the same in all "
+                            "frames; 1 = no crop (paper)")
+    views.add_argument("--flip", type=part, default=0.0,
+                       help="share of clips that are mirrored, 0..1; paper 0")
+    views.add_argument("--jitter", type=nonnegative, default=0.2,
+                       help="strength of changes in brightness, contrast and saturation, the same "
+                            "in all frames; paper 0")
+    choosers = ("--task", "--qa-model", "--contrastive-weight")
+    return parser.parse(argv, recipes_of, method_defaults, choosers, check_flags)
+
+
+# ======================================================= main =====================================
+def main(args):  # noqa: C901, PLR0912
+    """One run: data, model, view, loop, evaluation. Returns the summary."""
+    # ------------------------------------------- data ---------------------------------------------
+    # before any process group, so that errors come quickly
     train, evals = open_data(args)
-    if args.shuffle_video:
-        train = answers.shuffled(train)                                    # each question with another's video
-        evals = {name: {k: answers.shuffled(d) for k, d in of.items()} for name, of in evals.items()}
-    questions = answers.questions_of(train, args)                          # None for retrieval
+    if args.task != "retrieval" and args.shuffle_video:
+        train = answers.shuffle_videos(train)
+        for splits in evals.values():
+            for split in splits:
+                splits[split] = answers.shuffle_videos(splits[split])
+    questions = answers.question_settings(train, args)                     # None for retrieval
     meta = None
-    if looks_ahead(args) or args.meta_set == "val":                        # val's leave every evaluation
-        meta, evals = meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
-                                args.task, args.meta_balance)
-    run = Run(__file__, args, train, evals, recipes_of(args))
+    # examples of val leave its evaluation, even of runs that do not look ahead
+    if looks_ahead(args) or args.meta_set == "val":
+        meta, evals = meta_data(train, evals, args)
+    # a CLIP as --image-encoder is the text encoder as well
+    args = common.fit_to_encoder(args)
+    # the batch and the epochs of a user's small data
+    args = common.fit_to_data(args, train)
+    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    run = Run(__file__, args, train, evals, steps, recipes_of(args))
 
-    # ------------------------------------------- model and optimiser -------------------------------------------------
-    tower, tokenizer, transform = run.towers(questions and (lambda: answers.texts(train, 200_000)), questions)
-    contrast = fused_margin_loss if args.qa_similarity == "fused" else angular_margin_loss
-    tower.by_rows = by_rows                                                # of the pairs that a fusion sees
-    own, weight_net = nn.ModuleDict(), WeightNet(args.weight_hidden)       # outside DDP
-    own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
+    # ------------------------------------------- model and optimiser ------------------------------
+    # from these texts a new tokenizer learns its words; None = from the captions
+    tokenizer_texts = None
+    if questions:
+        tokenizer_texts = functools.partial(answers.texts, train, 200_000)
+    tower, tokenizer, transform = common.build_towers(args, train, run, tokenizer_texts, questions)
+    # parameters of the loss; they stand outside DDP and are saved
+    loss_modules = nn.ModuleDict()
+    loss_modules["tau"] = Temperature(args.tau, TAU_LIMITS if args.learnable_tau else None)
     if args.weighting in ("meta", "joint"):
-        own["weight_net"] = weight_net
-    own.to(run.device)
-    learnt, meta_optimizer = [tower, own], None
+        loss_modules["weight_net"] = WeightNet(args.weight_hidden)
+    loss_modules.to(run.device)
+    trained_modules = [tower, *loss_modules.values()]
+    meta_optimizer = None
     if args.weighting == "meta":
-        rest = [module for module in own.values() if module is not weight_net]              # what else a loss learns
-        learnt = [tower, nn.ParameterDict(own.named_parameters(recurse=False)), *rest]
-        # the gradients carry alpha: a usual eps, or decay added to them (MW-Net's Adam), would outweigh them
-        meta_optimizer = torch.optim.AdamW(weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
-                                           weight_decay=args.meta_weight_decay)
+        weight_net = loss_modules["weight_net"]
+        trained_modules.remove(weight_net)                                 # learns by Eq. 10 alone
+        # its gradients have the factor alpha / B: AdamW's default eps, or a decay that is added to
+        # them as in MW-Net's Adam, would outweigh them
+        meta_optimizer = torch.optim.AdamW(
+            weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
+            weight_decay=args.meta_weight_decay)
     # >>> shared: optimizer
-    groups = common.decay_groups(learnt, args.weight_decay)
+    groups = common.decay_groups(trained_modules, args.weight_decay)
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
+        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps,
+                         fused=run.fused)
     # <<< shared
-    plain = copy.copy(tower)                                               # for the passes without DDP and autocast
-    model, optimizer = run.wrap(tower, own, optimizer, meta_optimizer)     # SyncBatchNorm, torch.compile, DDP
-    run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
+    # for looking ahead, without DDP and autocast
+    plain_tower = copy.copy(tower)
+    model, optimizer = run.wrap(tower, loss_modules, optimizer, meta_optimizer)
+    run.resume()                                                           # with --resume
+    encode_inputs = functools.partial(encode, model)
+    chunks = common.Chunks(encode_inputs, model, run.accelerator, args.chunk_size)
 
-    # ------------------------------------------- views and batches ---------------------------------------------------
-    view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), *[args.jitter] * 3,
-                          squash=args.eval_resize == "squash")
-    batches = run.batches([view], transform)
-    if looks_ahead(args):
-        every = args.meta_every if args.weighting == "meta" else 1         # L2RW looks ahead at each step
-        first, last = (-(-step // every) for step in (run.step, run.last))
-        meta_batches = iter(common.Batches(meta, [view], transform, args.meta_batch_size, args.seed, first, last,
-                                           run.device, min(2, args.workers)))
+    # ------------------------------------------- views and batches --------------------------------
+    view = clip_view(args)
+    # features of frozen encoders (--freeze), which are computed once
+    cache = common.open_feature_cache(args, run, tower, tokenizer, transform)
+    tokenizer = cache.tokenizer
+    batches = run.batches([view], transform, cache)
+    if args.weighting == "meta":
+        meta_batches = look_ahead_batches(
+            meta, view, transform, run, every=args.meta_every, cache=cache)
+    elif args.weighting == "l2rw":
+        meta_batches = look_ahead_batches(meta, view, transform, run, every=1, cache=cache)
 
-    # ------------------------------------------- loop ----------------------------------------------------------------
-    evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args)
-    warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)  # torch's own rules of forward mode
-    margins = margin_at(0, args), margin_at(run.total, args)
-    guesses = [random_guess(mu, args, answers.guess_of(train, questions)) for mu in margins]
-    about = answers.question_lines(questions, train, args) if questions else {}
-    run.loss_word = "L"                                                    # without weights, as a random guess's is
-    run.begin(evaluator, guesses, banner_lines(args, meta, margins) | about)
+    # ------------------------------------------- loop ---------------------------------------------
+    similarity = "pooled"
+    eta = 0.0
+    if questions:
+        similarity, eta = args.qa_similarity, args.eta
+    pair_loss = functools.partial(sample_losses, contrastive_weight=args.contrastive_weight,
+                                  eta=eta, similarity=similarity)
+    answer_guess = answers.random_guess(train, questions)                  # 0 for retrieval
+    evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
+                          args=args)
+    # PyTorch warns of a function that its own forward mode calls
+    warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
+    # in the progress bar: the loss without weights, to be compared with a random guess
+    run.loss_column = "L"
+    lines = banner_lines(args, steps.total, meta)
+    if questions:
+        lines.update(answers.banner_lines(questions, train, args))
+    run.begin(evaluator, random_guess(args, steps.total, eta * answer_guess), lines)
+    # listed once, since a walk through all modules takes milliseconds
+    clipped_parameters = [*tower.parameters(), *loss_modules.parameters()]
     for batch in batches:
-        progress, mu = run.step / run.total, margin_at(run.step, args)
-        tau = own["tau"]["log_tau"].exp() if args.learnable_tau else args.tau               # () or a float
-        run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
+        progress = run.step / steps.total
+        run.set_lr(common.learning_rate(run.step, steps, args))
         inputs = inputs_of(batch, tokenizer, run.device, train, questions)
-        due = args.weighting == "meta" and run.step % args.meta_every == 0
-        if due or args.weighting == "l2rw":
+        tau = loss_modules["tau"]()                                        # a number or ()
+        mu = margin_at(run.step, args)                                     # radians
+
+        # look ahead, before the graph of the step itself takes memory
+        network_is_due = args.weighting == "meta" and run.step % args.meta_every == 0
+        if network_is_due or args.weighting == "l2rw":
             meta_batch = next(meta_batches)
-            batch["bad"] += meta_batch["bad"]                              # counted and listed with the batch's own
+            # bad samples of the meta-data are listed, too
+            batch["bad"] += meta_batch["bad"]
             meta_inputs = inputs_of(meta_batch, tokenizer, run.device, meta, questions)
-            losses = losses_of(plain, tau, mu, run.device, args.eta, contrast, args.contrastive_weight)
-            theta = {k: p for k, p in plain.named_parameters() if p.requires_grad}
-            look_ahead = losses, theta, inputs, meta_inputs
-        if args.weighting == "l2rw":
-            weight = l2rw_weights(*look_ahead)                             # (B,)
-        if due:
+            losses = look_ahead_losses(plain_tower, pair_loss, tau, mu, run.device)
+            look_ahead = LookAhead(losses, trained_parameters(plain_tower), inputs,
+                                   meta_inputs)
+        if network_is_due:
             gradient = weightnet_gradient(*look_ahead, weight_net, args.virtual_lr or run.lr)
             for p, g in zip(weight_net.parameters(), gradient):
                 p.grad = g
             meta_optimizer.step()                                          # Eq. 10
             meta_optimizer.zero_grad()
+        if args.weighting == "l2rw":
+            l2rw_weight = l2rw_weights(*look_ahead)                        # (B,)
 
-        video, text, *scores = chunks.encode(inputs)                       # (B, D) each, (B, A) of questions
-        sample = args.contrastive_weight * contrast(video, text, tau, mu)  # (B,)
-        if questions:
-            answered = answer_loss(*scores, inputs["answers"])             # (B,)
-            sample = sample + args.eta * answered                          # Eq. 3
-        if args.weighting != "l2rw":
-            weight = WEIGHTINGS[args.weighting](sample.detach(), own, progress, args)   # (B,)
-        if "weight_net" in own and not weight.requires_grad:
-            raise UserError(f"--weighting {args.weighting}: its network has no part in them; take --weighting none")
-        weight = weight.detach() if args.weighting == "meta" else weight   # (B,); its network learns by Eq. 10 alone
-        loss = (weight * sample).mean()                                    # (); Eq. 8
+        encoded = chunks.encode(inputs)        # video, text: (B, D); of questions scores: (B, A)
+        if args.loss in ("mama", "infonce"):                               # infonce: mu = 0, w = 1
+            sample_loss = pair_loss(encoded, inputs.get("answers"), tau, mu)  # (B,)
+        else:
+            raise ValueError(f"--loss {args.loss} has no branch in this loop")
 
-        run.check_finite(loss, tau, (video, text), batch)
-        chunks.backward(loss)                                              # the full batch's gradient
-        common.average_gradients(own.parameters())
+        if args.weighting == "meta":
+            weight = weight_net(sample_loss.detach()).detach()             # (B,) Eq. 11: new theta
+        elif args.weighting == "joint":
+            weight = loss_modules["weight_net"](sample_loss.detach())      # (B,) trained by L
+        elif args.weighting == "focal":
+            weight = focal_weights(sample_loss.detach(), args.focal_gamma)  # (B,)
+        elif args.weighting == "spl":
+            share = args.spl_start + (1 - args.spl_start) * progress
+            weight = spl_weights(sample_loss.detach(), share)              # (B,)
+        elif args.weighting == "l2rw":
+            weight = l2rw_weight                                           # (B,)
+        elif args.weighting == "none":
+            weight = torch.ones_like(sample_loss)                          # (B,)
+        else:
+            raise ValueError(f"--weighting {args.weighting} has no branch in this loop")
+        loss = (weight * sample_loss).mean()                               # () Eq. 8
+
+        run.check_finite(loss, tau, encoded[:2])
+        chunks.backward(loss)                                              # of the full batch
+        common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
-            run.accelerator.clip_grad_norm_([*tower.parameters(), *own.parameters()], args.grad_clip)
+            run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        if args.learnable_tau:
-            own["tau"]["log_tau"].data.clamp_(*map(math.log, TAU_LIMITS))
-            tau = own["tau"]["log_tau"].detach().exp()
-
-        numbers = {}
+        tau = loss_modules["tau"].clamp()
+        columns = {}
         if run.due("log"):
-            noisy = train.column("noisy")                                  # (M,) bool: captions of another clip
-            swapped = torch.zeros_like(sample) if noisy is None else torch.as_tensor(noisy[batch["rows"]]).to(sample)
-            numbers = {"mu": mu} | numbers_of(sample, weight, swapped, (video, text), args, run, weight_net)
+            mismatched = mismatched_pairs(train, batch["rows"], sample_loss)  # (B,) 0 or 1
+            last_batch = torch.stack([sample_loss, weight, mismatched], dim=1)  # (B, 3)
+            columns = {"mu": mu, **log_columns(last_batch, encoded, similarity, run)}
             if questions:
-                numbers |= answers.numbers(*scores, inputs["answers"], answered, batch["rows"], train, run.device)
-        run.done(batch, loss, tau, numbers)
+                scores, target = encoded[2], inputs["answers"]             # (B, A), (B,)
+                answer_losses = answer_loss(scores, target)                # (B,)
+                columns.update(answers.log_columns(scores, target, answer_losses, batch["rows"],
+                                                   train))
+        run.done(batch, loss, tau, columns)                                # count, log, save, stop
 
-    # ------------------------------------------- save and evaluate ---------------------------------------------------
+    # ------------------------------------------- save and evaluate --------------------------------
     if rank() == 0:
         write_tensors(run.folder / "weights.safetensors", run.tensors)
-        if args.meta_set == "val":                                         # eval.py leaves them out as well
-            write_json(run.folder / "meta_data.json", {f"{args.dataset} val": meta.column("key")})
+        if args.meta_set == "val":
+            # eval.py leaves them out
+            keys = {f"{args.dataset} val": meta.column("key")}
+            write_json(run.folder / "meta_data.json", keys)
+    tower.spec["evaluation"] = vars(evaluation_facts(args))                # for eval.py
     return run.finish(draw)
 
 
-def margin_at(step, args):
-    """mu at an optimiser step, radians."""
-    if args.margin_schedule == "logistic":
-        return margin(step, args.a0, args.a1, args.a2)
-    return args.a0 / args.a1 if args.margin_schedule == "constant" else 0.0
-
-
-def random_guess(mu, args, answer=0.0):
-    """The unweighted loss where every angle is pi / 2, so that the margin makes each pair's cosine sin(mu); and of
-    answers that are all alike (nats)."""
-    pair = angular_cosine(torch.zeros((), dtype=torch.float64), mu).item()              # sin(mu)
-    way = math.log1p((args.batch_size - 1) * math.exp(-pair / args.tau))
-    return 2 * args.contrastive_weight * way + args.eta * answer
-
-
-def banner_lines(args, meta, margins):
-    """What the banner says of the method."""
-    if not args.contrastive_weight:
-        return {"loss": "that of the answers alone (--contrastive-weight 0)"}
-    tau = f"tau {args.tau:g}{', learnt' * args.learnable_tau}"
-    lines = {"loss": f"{args.loss}: weights {args.weighting}, margin {args.margin_schedule}",
-             "temperature": f"{tau}; mu {margins[0]:.3g} .. {margins[1]:.3g} rad"}
-    return lines | ({"meta-data": meta.note} if meta else {})
+# ------------------------------------------------------- views and encoders -----------------------
+def clip_view(args):
+    """The view of a clip; --crop-min 1 keeps the whole frame."""
+    jitter_p = 1.0 if args.jitter > 0 else 0.0
+    return Augment(args.image_size, args.crop_min, args.flip, jitter_p=jitter_p,
+                   brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
+                   squash=args.eval_resize == "squash")
 
 
 def inputs_of(batch, tokenizer, device, data=None, questions=None):
-    """What the model reads of a batch of data: pixels (B, [T,] 3, S, S) and tokens (B, L) of a caption; and where there
-    are questions, question (B, L), answers (B,), choices (B, C, L)."""
-    asked = {}
+    """The inputs of the encoders.
+
+    Args:
+        batch: of training or of meta-data.
+        tokenizer: of the text encoder.
+        device: for the tokens; the pixels are there.
+        data: Data of the batch, which has the questions.
+        questions: settings of the model that answers them; None for retrieval.
+    Returns: {'pixels': (B, [T,] 3, S, S), 'tokens': {name: (B, L)} of the captions}, and of
+        questions 'question', 'answers' and perhaps 'choices', as answers.question_inputs has them.
+    """
+    texts = common.pick(batch["captions"], batch["draws"])                 # B captions
+    tokens = {name: ids.to(device) for name, ids in tokenizer(texts).items()}            # (B, L)
+    inputs = {"pixels": batch["views"][0], "tokens": tokens}
     if questions:
-        asked = answers.inputs(data, batch["rows"], tokenizer, questions["answers"], device, questions["model"])
-    texts = common.pick(batch["captions"], batch["draws"])
-    return {"pixels": batch["views"][0], "tokens": {k: v.to(device) for k, v in tokenizer(texts).items()}} | asked
+        inputs.update(answers.question_inputs(data, batch["rows"], tokenizer, questions["answers"],
+                                              device, model=questions["model"]))
+    return inputs
 
 
-def encode(model, pixels, tokens, question=None, choices=None, answers=None):
-    """pixels (b, [T,] 3, S, S), tokens (b, L) -> video, text: (b, D) each; with a question (b, L) scores (b, A) too, or
-    (b, C) of choices (b, C, L), and under --qa-similarity fused cosines (b, N) in place of video and text."""
-    if question is None:
-        return model(pixels, tokens)[:2]
-    return model(pixels, tokens, question, choices)
+def encode(model, inputs):
+    """Inputs of inputs_of -> video, text: (b, D) each, and with questions scores: (b, A).
+
+    With --qa-similarity fused, video and text are cosines (b, N).
+    """
+    if "question" in inputs:
+        return model(inputs["pixels"], inputs["tokens"], inputs["question"], inputs.get("choices"))
+    video, text, _ = model(inputs["pixels"], inputs["tokens"])
+    return video, text
 
 
-def losses_of(tower, tau, mu, device, eta=1.0, contrast=angular_margin_loss, contrastive_weight=1.0):
-    """The function (parameters, inputs) -> (B,) of weightnet_gradient: the towers with other weights, in float32, with
-    the dropout in each call that a step begun now has; neither weights nor statistics of the towers change."""
-    cards = [device] if device.type == "cuda" else []
-    random = common.random_state(device)
+# ------------------------------------------------------- looking ahead ----------------------------
+class LookAhead(NamedTuple):
+    """The arguments that weightnet_gradient and l2rw_weights share, at a step."""
+
+    losses: Callable  # (parameters, inputs) -> (B,)
+    parameters: dict  # {name: tensor} of the encoders
+    batch: dict  # the inputs of the step
+    meta_batch: dict  # the inputs of its meta-data
+
+
+def look_ahead_losses(tower, pair_loss, tau, mu, device):
+    """Makes the function `losses` of weightnet_gradient: (parameters, inputs) -> (B,), in float32.
+
+    Each call draws the same dropout. The weights and statistics of the tower do not change.
+
+    Args:
+        tower: the encoders, without DDP.
+        pair_loss: function (encoded, target, tau, mu) -> (B,), such as sample_losses.
+        tau, mu: of this step.
+        device: of the tower.
+    """
+    random_state = common.random_state(device)
+    devices = []                                                           # the CPU is implied
+    if device.type == "cuda":
+        devices.append(device)
 
     def losses(parameters, inputs):
-        state = dict(parameters) | {k: b.clone() for k, b in tower.named_buffers()}
-        with torch.random.fork_rng(cards):                                 # afterwards as before
-            common.set_random_state(random, device)
-            video, text, *scores = encode(lambda *x: common.functional_call(tower, state, x), **inputs)
-        sample = contrastive_weight * contrast(video, text, tau, mu)       # (B,)
-        return sample + eta * answer_loss(*scores, inputs["answers"]) if scores else sample
+        tensors = dict(parameters)
+        for name, buffer in tower.named_buffers():
+            tensors[name] = buffer.clone()
+
+        def model(*model_inputs):
+            return common.functional_call(tower, tensors, model_inputs)
+
+        with torch.random.fork_rng(devices):
+            common.set_random_state(random_state, device)
+            encoded = encode(model, inputs)
+        return pair_loss(encoded, inputs.get("answers"), tau, mu)
     return losses
 
 
-# ------------------------------------------------------- numbers of the log ------------------------------------------
+def trained_parameters(module):
+    """{name: parameter} of the module, without frozen ones."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def look_ahead_batches(meta, view, transform, run, *, every, cache):
+    """Iterator over the batches of meta-data from here to the last step, one in `every` steps."""
+    args = run.args
+    first, last = math.ceil(run.step / every), math.ceil(run.last / every)
+    return iter(common.Batches(meta, [view], transform, args.meta_batch_size, args.seed,
+                               first=first, last=last, device=run.device,
+                               workers=min(2, args.workers), cache=cache))
+
+
+# ------------------------------------------------------- banner and log ---------------------------
+def margin_at(step, args):
+    """mu at an optimiser step, in radians."""
+    if args.margin_schedule == "logistic":
+        return margin(step, args.a0, args.a1, args.a2)
+    if args.margin_schedule == "constant":
+        return args.a0 / args.a1
+    if args.margin_schedule == "none":
+        return 0.0
+    raise ValueError(f"--margin-schedule {args.margin_schedule} has no margin here")
+
+
+def random_guess(args, total_steps, answer_guess=0.0):
+    """The loss without weights at the start and at the end of training if all cosines are 0.
+
+    The margin makes the cosine of each pair sin(mu). None if the loss is unknown, for one that a
+    copy of this file adds.
+
+    Args: answer_guess: eta CE_i of answers with equal scores.
+    """
+    if args.loss not in ("mama", "infonce"):
+        return None
+    guesses = []
+    for step in (0, total_steps):
+        zero = torch.zeros((), dtype=torch.float64)
+        pair = angular_cosine(zero, margin_at(step, args)).item()
+        one_direction = math.log1p((args.batch_size - 1) * math.exp(-pair / args.tau))
+        guesses.append(2 * args.contrastive_weight * one_direction + answer_guess)
+    return guesses
+
+
+def banner_lines(args, total_steps, meta):
+    """Lines of the banner: {title: text}."""
+    lines = {}
+    if args.contrastive_weight == 0:
+        lines["loss"] = "that of the answers alone (--contrastive-weight 0)"
+    else:
+        start, end = margin_at(0, args), margin_at(total_steps, args)
+        lines["margin"] = f"mu {start:.3g} .. {end:.3g} radians"
+    if meta:
+        lines["meta-data"] = meta.note
+    return lines
+
+
+def mismatched_pairs(data, rows, like):
+    """1 for rows of data whose captions are known to be another clip's, else 0: as like, (B,)."""
+    noisy = data.column("noisy")                                           # (M,) bool
+    if noisy is None:
+        return torch.zeros_like(like)
+    return torch.as_tensor(noisy[rows]).to(like)
+
+
 @torch.no_grad()
-def numbers_of(sample, weight, swapped, embeddings, args, run, weight_net):
-    """Columns of the log: losses and weights, also of mismatched pairs, (B,) each; the health of the space. Keeps what
-    the pictures need: the last batch (N, 3), and the curve of the weight network, one row a log."""
-    run.tensors["last_batch"] = gather(torch.stack([sample, weight, swapped], 1)).cpu()                  # (N, 3)
-    if "weight_net" in run.own:
-        answers_of = {"qa-open": args.answers, "qa-choice": 5}.get(args.task, 1)        # of a question; 1 = no question
-        grid = torch.linspace(0, 3 * math.log(args.batch_size) + 1.5 * math.log(answers_of) + 1, 64)    # (64,) nats
-        curve = torch.cat([torch.tensor([run.step + 1.0]), weight_net(grid.to(run.device)).cpu()])[None]  # (1, 65)
-        run.tensors |= {"loss_grid": grid, "curves": torch.cat([run.tensors.get("curves", curve[:0]), curve])}
-    sample, weight, swapped = run.tensors["last_batch"].unbind(1)          # (N,) each
-    numbers = {"L": sample.mean().item(), "w": weight.mean().item()}
-    for name, those in (("matched", swapped == 0), ("mismatched", swapped == 1)):
-        if swapped.any() and those.any():
-            numbers |= {f"L_{name}": sample[those].mean().item(), f"w_{name}": weight[those].mean().item()}
-    video, text = embeddings                                               # (B, D) each, or cosines (B, N)
-    if args.qa_similarity == "fused":
-        return numbers | pair_cosines(gather(video))
-    return numbers | common.embedding_health(gather(normalize(video)), gather(normalize(text)))
+def log_columns(last_batch, encoded, similarity, run):
+    """Columns of the log: losses and weights, also of mismatched pairs; health of the space.
+
+    Keeps what the pictures need in run.tensors: the last batch, and the curve of the network.
+
+    Args:
+        last_batch: (B, 3) loss and weight of each pair, and 1 if it is known to be mismatched.
+        encoded, similarity: as in sample_losses.
+    """
+    last_batch = gather(last_batch).cpu()                                  # (N, 3)
+    run.tensors["last_batch"] = last_batch
+    if run.args.weighting in ("meta", "joint"):
+        keep_curve(run)
+    sample_loss, weight, mismatched = last_batch.unbind(1)                 # (N,) each
+    columns = {"L": sample_loss.mean().item(), "w": weight.mean().item()}
+    if mismatched.any():
+        for name, value in (("matched", 0), ("mismatched", 1)):
+            pairs = mismatched == value                                    # (N,) bool
+            if pairs.any():
+                columns[f"L_{name}"] = sample_loss[pairs].mean().item()
+                columns[f"w_{name}"] = weight[pairs].mean().item()
+    video, text = encoded[:2]                                              # (B, D), or (B, N)
+    if similarity == "fused":
+        columns.update(pair_cosines(gather(video)))
+    else:
+        video, text = gather(normalize(video)), gather(normalize(text))    # (N, D)
+        columns.update(common.embedding_health(video, text))
+    return columns
+
+
+def keep_curve(run):
+    """Adds the weights that the network gives to 64 losses to run.tensors (Fig. 4, right)."""
+    args = run.args
+    highest = 3 * math.log(args.batch_size)                                # nats
+    if args.task == "qa-open":
+        highest += 1.5 * math.log(args.answers)
+    elif args.task == "qa-choice":
+        highest += 1.5 * math.log(5)
+    grid = torch.linspace(0, highest + 1, 64)                              # (64,)
+    weight = run.loss_modules["weight_net"](grid.to(run.device)).cpu()     # (64,)
+    curve = torch.cat([torch.tensor([run.step + 1.0]), weight])[None]      # (1, 65)
+    curves = run.tensors.get("curves", curve[:0])                          # (K, 65)
+    run.tensors["loss_grid"] = grid
+    run.tensors["curves"] = torch.cat([curves, curve])
+
+
+def evaluation_facts(args):
+    """What eval.py has to know of a run."""
+    return EvaluationFacts(
+        tau=args.tau, learnable_tau=args.learnable_tau, knn_features=args.knn_features,
+        shuffled_videos=args.shuffle_video)
 
 
 if __name__ == "__main__":

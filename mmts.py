@@ -1,457 +1,690 @@
-"""MM-TS: Multi-Modal Temperature and Margin Schedules for Contrastive Learning with Long-Tail Data (WACV 2026).
+"""MM-TS: Multi-Modal Temperature and Margin Schedules for Contrastive Learning with Long-Tail Data
+(Sheludzko et al., WACV 2026).
 
-Captions come in clusters of very different size. Where thousands of captions say nearly the same, pushing all pairs
-apart destroys what they share; a rare caption, in contrast, must be told from everything near it. So each pair i of a
-batch has its own temperature, which is higher for larger clusters of captions. All temperatures swing together along a
-cosine over training, between telling instances apart (low) and keeping groups together (high). In a max-margin loss
-the margin takes the place of the temperature. No added parameters or forward passes; the clusters are made once.
+Captions come in clusters of very different size. Where thousands of captions say nearly the same,
+pushing all pairs apart destroys what they share; a rare caption must be told from its neighbours.
+MM-TS gives each pair of a batch its own temperature, which is higher for larger clusters of
+captions. All temperatures swing together along a cosine over training, between telling instances
+apart (low) and keeping groups together (high); in a max-margin loss they are margins. No parameters
+are added, and the clusters are made once, before training.
 
-Equations, s_ij = cosine, rows = anchors i, all candidates of the global batch (t = optimiser step):
-    (2, 5, 12)  L = 1/2 (L_v2t + L_t2v), each -1/N sum_i log( exp(s_ii / tau_i) / sum_j exp(s_ij / tau_i) )  clip_loss
-    (3)         L = mean over the 2 N (N - 1) pairs i != j of both directions of max(0, s_ij - s_ii + m_i)
-                                                                                           max_margin_loss
-    (6)         sh(c) = (K_c - min K) / (max K - min K) (sh+ - sh-) + sh-                  cluster_shift
-    (7)         tau_base(t) = alpha / 2 cos(2 pi t / T)                                    base_temperature
-    (8)         tau_i = tau_base(t) + sh(c_i), or m_i                                      sample_temperature
+Equations (s_ij: cosine of anchor i and candidate j of the global batch; t: optimiser step)
+    (2, 10, 11) L_v2t, L_t2v: -1/N sum_i log( exp(s_ii / tau_i) / sum_j exp(s_ij / tau_i) )
+    (5, 12)     L = 1/2 (L_v2t + L_t2v)                                  clip_terms, clip_loss
+    (3)         L = mean of max(0, s_ij - s_ii + m_i) over i != j, both ways   max_margin_loss
+    (6)         sh(c) = (K_c - min K) / (max K - min K) (sh+ - sh-) + sh-        cluster_shift
+    (7)         tau_base(t) = alpha / 2 cos(2 pi t / T)                       base_temperature
+    (8)         tau_i = tau_base(t) + sh(c_i), or m_i                       sample_temperature
 
-    symbol      variable            shape     unit and paper values
-    v, t        image, text         (B, D)    this process's embeddings, normalised inside the losses
-    tau_i, m_i  tau, margin         (B,)      divides the cosine, > 0; cosine units, >= 0; of the anchor, both ways
-    alpha       alpha               ()        range of the swing, twice its amplitude; 0.04 on CC3M
-    sh-, sh+    shift_min, _max     ()        shift of the smallest and the largest cluster; 0.05, 0.10 on CC3M
-    T           period              ()        optimiser steps; a fifth of the run
-    K_c         sizes               (K,)      captions in cluster c, largest first; 200 clusters
+Symbols
+    v, t        image, text           (B, D)  embeddings of this process
+    tau_i, m_i  tau, margin           (B,)    of an anchor: divides cosines; a difference of cosines
+    alpha       alpha                 ()      range of the swing, twice its amplitude; CC3M 0.04
+    sh-, sh+    shift_min, shift_max  ()      of the smallest and largest cluster; CC3M 0.05, 0.10
+    T           period                ()      optimiser steps; a fifth of the run
+    K_c         sizes                 (K,)    captions in cluster c, largest first; 200 clusters
 
-Commands:
-    accelerate launch mmts.py                                    # moving emoji, a minute and a half on two CPU cores
-    accelerate launch mmts.py --no-schedule --no-shifts          # its baseline; --no-shifts: TS, --no-schedule: ICS
-    accelerate launch mmts.py --loss max-margin --clusters noun  # margins, and classes in place of clusters
-    accelerate launch mmts.py --dataset cc3m                     # the paper's run, ResNet-50 + DistilBERT
-    accelerate launch mmts.py --dataset epic-kitchens-100 --data-dir ANNOTATIONS --video-dir VIDEOS --init-from WEIGHTS
-    accelerate launch mmts.py --dataset youcook2 --data-dir ANNOTATIONS --video-dir VIDEOS   # or ssv2-lt
-    accelerate launch mmts.py --dataset captions.csv             # own data: columns image, caption
+Commands
+    accelerate launch mmts.py                            # moving emoji, 90 s on two CPU cores
+    accelerate launch mmts.py --no-schedule --no-shifts  # baseline; the first alone: ICS
+    accelerate launch mmts.py --dataset cc3m             # the paper's run
+    accelerate launch mmts.py --dataset captions.csv     # own data: image, caption
 
-A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
-
-Differences from the paper and from the authors' code (released only for EPIC-KITCHENS-100), and what is left open:
- 1. The supplement prints one tau in its losses. As in the code it is the anchor's tau_i, in both directions: image i's
-    in image -> text, text i's in text -> image. Negatives do not bring their own.
- 2. Eq. 3 is printed without a mean and a second direction. We take the code's mean over all 2 N (N - 1) pairs, without
-    the diagonal. As there, relevancy does not enter the loss, whatever "multi-instance" max-margin may suggest.
- 3. T is not in the paper; the code has five periods in the run, which ends at the highest temperature.
- 4. The code never checks that tau > 0. Here a setting whose lowest temperature is not above 0 is refused. The paper's
-    own rule (shifts within the default +- alpha / 2) is not enforced, since its own values break it.
- 5. --alpha, --shift-min and --shift-max follow --dataset and --loss (the supplement's Section 7). In the code margins
-    have the values of the temperatures, unless flags say otherwise.
- 6. Without shifts the schedule swings around --tau (the margin's around --margin). The tables' rows "w/ TS" do not say.
- 7. Clusters are K-Means', as in Section 3.2; --clusters FILE reads others. The paper gives neither the initialisation
-    nor the pooling. Here: unit, mean-pooled embeddings, k-means++, one start, all captions; above
-    100,000 in mini-batches. If all clusters have the same size, all get sh-.
- 8. An example without a cluster counts as one of the smallest. The code gives it frequency 1, which may be smaller.
- 9. VAST's audio, subtitles and re-ranking ("with refinement") are not reproduced: YouCook2 and SSv2-LT use CLIP's
-    ViT-B/16 with VAST's fine-tuning values, but one rate for both towers (VAST's vision: 5e-7) and 8 frames in the test
-    (VAST: 16). VAST learns InfoNCE's temperature, from 0.07: its baseline is --no-schedule --no-shifts --learnable-tau
-    (AVION's is frozen). "SentenceBERT" names no model; we chose all-MiniLM-L6-v2. SSv2-LT's temperatures are a cell of
-    Table 8 with Table 7's R@1; two more cells have it. Its epochs and batch, which nobody says, are YouCook2's.
-10. CC3M's batch, epochs, optimiser and text tower are not stated. Our guess is the CC3M trainer's (iSogCLR,
-    DistilBERT), in bf16 for its fp16; warm-ups start near 0 (AVION: at 1e-6, the CC3M trainer: at 1e-5). The learning
-    rate's cosine is by step. Table 1's "Avg." is the mean of both R@1, beside R-Mean.
-11. Misprints: "text-to-image retrieval improving by 3.4 %" is image -> text (Table 1, TR@1); Table 5's nDCG of nouns,
-    65.3, is 65.8 in Tables 2 and 4. In Table 9 the authors' own baseline with refinement (53.1, R@1) is no worse than
-    MM-TS (53.0). Section 4.6's gain of 4.3 % mAP (TS, CLIP loss) is 5.3 in Table 4.
-12. Thirds of the test queries by the size of their training cluster (head, mid, tail) are reported; the paper has none.
-13. AVION's tower is VideoViT (encoders/towers.py; its docstring gives the differences). AVION's fp16, its random frame
-    in each of 16 segments and its captions by relevancy (--caption-relevancy) are here. Table 2 needs LaViLa's weights
-    (--init-from). AVION chooses the best epoch on the test split; here the last weights are tested.
+docs/mmts.md: commands for every table, recipes, differences from the paper, results.
+To try an idea of your own, copy this file and edit it; docs/forking.md.
 """
 
 import argparse
 import functools
 import math
+from typing import NamedTuple
 
 import common
 
-from common import (  # isort: skip
-    Evaluator, Parser, Run, between, by_rows, check_source, clean_exit, fp32, gather,
-    head_mid_tail, k_means, largest_first, nonnegative, normalize, open_clusters, open_data, part, per_anchor,
-    positive, positive_index, to_device, whole, world)
+from common import (
+    Augment, EvaluationFacts, Evaluator, Parser, Run, Temperature, between, check_source,
+    clean_exit, fp32, gather, head_mid_tail, k_means, largest_first, nonnegative, normalize,
+    open_clusters, open_data, part, per_anchor, positive, positive_index, row_blocks, to_device,
+    whole, world)
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from contrastive.figures.mmts import draw  # isort: skip
+from contrastive.figures.mmts import draw
 
 
-# ======================================================= METHOD ======================================================
+# ======================================================= METHOD ===================================
 def base_temperature(step, period, alpha):
-    """tau_base(t) = alpha / 2 cos(2 pi t / T) (Eq. 7): a float, highest at step 0.   period: T, in optimiser steps."""
+    """tau_base(t) = alpha / 2 cos(2 pi t / T) (Eq. 7), a float, highest at step 0.
+
+    Args:
+        step, period: t and T, in optimiser steps.
+        alpha: range of the swing; 0 = no schedule.
+    """
     return alpha / 2 * math.cos(2 * math.pi * step / period)
 
 
 def cluster_shift(sizes, sh_min, sh_max):
-    """sh(c) (Eq. 6): linear in the size, sh_min for the smallest cluster and sh_max for the largest.
+    """sh(c) (Eq. 6): linear in the size, sh_min of the smallest and sh_max of the largest cluster.
 
-    Args: sizes: (K,) captions in each cluster, a tensor or numbers.
-    Returns: (K,) fp32; sh_min for all if all clusters have the same size (where the equation has 0 / 0).
+    Args:
+        sizes: (K,) captions in each cluster, a tensor or numbers.
+    Returns: (K,) float32; sh_min for all if all have the same size (0 / 0 in the equation).
     """
     sizes = torch.as_tensor(sizes, dtype=torch.float64)                    # (K,)
     spread = sizes.max() - sizes.min()
-    share = (sizes - sizes.min()) / spread if spread else torch.zeros_like(sizes)        # (K,) 0..1
+    if spread == 0:
+        share = torch.zeros_like(sizes)                                    # (K,)
+    else:
+        share = (sizes - sizes.min()) / spread                             # (K,) 0..1
     return (share * (sh_max - sh_min) + sh_min).float()
 
 
 def sample_temperature(step, shift, period, alpha):
-    """tau_i = tau_base(t) + sh(c_i) (Eq. 8), or the margin m_i: shift (B,) -> (B,); alpha = 0: --no-schedule.
+    """tau_i = tau_base(t) + sh(c_i) (Eq. 8), or the margin m_i: shift (B,) -> (B,).
 
-    The checks, the banner and the pictures of the schedule call this function too."""
+    The checks of the flags, the banner and the pictures call this function too.
+    """
     return shift + base_temperature(step, period, alpha)
 
 
+@row_blocks
+def info_nce_per_anchor(anchor, target, tau, *, candidates, label_smoothing):
+    """Eq. 2 of each anchor: (b, D), (b,), tau, (N, D) -> (b,)."""
+    logits = anchor @ candidates.T / tau                                   # (b, N)
+    return F.cross_entropy(logits, target, reduction="none",
+                           label_smoothing=label_smoothing)                # (b,)
+
+
 @fp32
-def clip_terms(image, text, tau, label_smoothing=0.0, block=0):
+def clip_terms(image, text, tau, label_smoothing=0.0):
     """Both directions of InfoNCE with a temperature for each anchor (Eqs. 10 and 11).
 
     Args:
-        image, text: (B, D) this process's embeddings, any float dtype; row i of both is the positive pair.
-        tau: temperature, divides the cosine, > 0: a float, () tensor, or (B,): tau_i is used in image i's row and in
-            text i's row.
-        label_smoothing: this share of the target is spread over all candidates; VAST 0.1.
-        block: rows at a time (0 = automatic, see common.by_rows).
-    Returns: {"L_v2t", "L_t2v"}: scalars fp32 (float64 stays), means over the B local anchors. A random guess is about
-        ln N.
+        image, text: (B, D) embeddings of this process; row i of both is a positive pair.
+        tau: temperature > 0: a number, () or (B,). tau_i serves image i in image -> text and text i
+            in text -> image.
+        label_smoothing: share of the target that is spread over all candidates; VAST 0.1.
+    Returns: {"L_v2t", "L_t2v": ()}, means over the anchors, float32. A random guess is about ln N.
     """
-    image, text, tau = normalize(image), normalize(text), per_anchor(tau, image)        # (B, D), (B, D), () or (B, 1)
+    image, text = normalize(image), normalize(text)                        # (B, D)
+    tau = per_anchor(tau, image)                                           # () or (B, 1)
+    target = positive_index(image)                                         # (B,)
+    # each direction has its own matrix: the transpose of the first would have the temperatures of
+    # the candidates
+    v2t = info_nce_per_anchor(image, target, tau, candidates=gather(text),
+                              label_smoothing=label_smoothing)             # (B,)
+    t2v = info_nce_per_anchor(text, target, tau, candidates=gather(image),
+                              label_smoothing=label_smoothing)             # (B,)
+    return {"L_v2t": v2t.mean(), "L_t2v": t2v.mean()}
 
-    def one_way(anchor, candidates):
-        def rows(a, t, target):                                            # b anchors at a time
-            logits = a @ candidates.T / t                                  # (b, N)
-            return F.cross_entropy(logits, target, reduction="none", label_smoothing=label_smoothing)        # (b,)
-        return by_rows(rows, anchor, tau, positive_index(anchor), columns=len(candidates), block=block).mean()
-    # each direction needs its own matrix: the transpose of the first would have the temperatures of the candidates
-    return {"L_v2t": one_way(image, gather(text)), "L_t2v": one_way(text, gather(image))}
 
-
-def clip_loss(image, text, tau, label_smoothing=0.0, block=0):
-    """L = 1/2 (L_v2t + L_t2v) (Eq. 12); arguments and type as in clip_terms. Scalar; a random guess is about ln N."""
-    terms = clip_terms(image, text, tau, label_smoothing, block)
+def clip_loss(image, text, tau, label_smoothing=0.0):
+    """L = 1/2 (L_v2t + L_t2v) (Eq. 12), the mean of clip_terms: (). A random guess is ln N."""
+    terms = clip_terms(image, text, tau, label_smoothing)
     return (terms["L_v2t"] + terms["L_t2v"]) / 2
+
+
+@row_blocks
+def max_margin_per_anchor(anchor, target, margin, *, candidates):
+    """Eq. 3, the mean over the negatives of each anchor: (b, D), (b,), margin, (N, D) -> (b,)."""
+    target_column = target[:, None]                                        # (b, 1)
+    sim = anchor @ candidates.T                                            # (b, N)
+    hinge = (sim - sim.gather(1, target_column) + margin).relu()           # (b, N)
+    hinge = hinge.scatter(1, target_column, 0.0)                           # (b, N)
+    return hinge.sum(1) / (len(candidates) - 1)                            # (b,)
 
 
 @fp32
-def max_margin_terms(image, text, margin, block=0):
-    """Both directions of the max-margin loss (Eq. 3) with a margin for each anchor.
+def max_margin_terms(image, text, margin):
+    """Both directions of the max-margin loss with a margin for each anchor (Eq. 3).
 
-    Args: image, text, block: as clip_terms.   margin: cosine units, >= 0: a float, () or (B,) as tau of clip_terms.
-    Returns: {"L_v2t", "L_t2v"}: scalars fp32 (float64 stays), means over the B (N - 1) pairs of a local anchor and a
-        negative. If all cosines are equal, it is the mean margin.
+    Args:
+        image, text: (B, D) embeddings of this process; row i of both is a positive pair.
+        margin: >= 0, in units of the cosine: a number, () or (B,), as tau of clip_terms.
+    Returns: {"L_v2t", "L_t2v": ()}, means over the pairs of an anchor and a negative, float32. If
+        all cosines are equal, they are the mean margin.
     """
     image, text = normalize(image), normalize(text)                        # (B, D)
     margin = per_anchor(margin, image, "margin", positive=False)           # () or (B, 1)
-
-    def one_way(anchor, candidates):
-        def rows(a, m, target):
-            sim, target = a @ candidates.T, target[:, None]                # (b, N), (b, 1)
-            hinge = (sim - sim.gather(1, target) + m).relu()               # (b, N)
-            return hinge.scatter(1, target, 0.0).sum(1) / (len(candidates) - 1)         # (b,) without the pair itself
-        return by_rows(rows, anchor, margin, positive_index(anchor), columns=len(candidates), block=block).mean()
-    return {"L_v2t": one_way(image, gather(text)), "L_t2v": one_way(text, gather(image))}
+    target = positive_index(image)                                         # (B,)
+    v2t = max_margin_per_anchor(image, target, margin, candidates=gather(text))          # (B,)
+    t2v = max_margin_per_anchor(text, target, margin, candidates=gather(image))          # (B,)
+    return {"L_v2t": v2t.mean(), "L_t2v": t2v.mean()}
 
 
-def max_margin_loss(image, text, margin, block=0):
-    """Mean over the 2 N (N - 1) pairs that are not positives (Eq. 3); arguments as in max_margin_terms. Scalar."""
-    terms = max_margin_terms(image, text, margin, block)
+def max_margin_loss(image, text, margin):
+    """Eq. 3, its mean over the 2 N (N - 1) negative pairs of both directions: ()."""
+    terms = max_margin_terms(image, text, margin)
     return (terms["L_v2t"] + terms["L_t2v"]) / 2
 
 
-# ------------------------------------------------------- clusters ---------------------------------------------------
+# ------------------------------------------------------- clusters ---------------------------------
 def cluster_captions(embeddings, k, seed, counts=None):
     """K-Means of unit embeddings (Section 4.4), from k-means++; above 100,000 in mini-batches.
 
-    Args: embeddings: (M, D), normalised here.   counts: (M,) how often each occurs in the data; None = once.
-    Returns: labels (M,) long; sizes (K,) long, K_c of Eq. 6, largest first; K < k if points coincide.
-    Raises: ValueError, scikit-learn's, on non-finite embeddings, or fewer than k.
+    Args:
+        embeddings: (M, D), normalised here.
+        k: number of clusters.
+        seed: of K-Means.
+        counts: (M,) how often each occurs in the data; None = once.
+    Returns: labels (M,) long; sizes (K,) long, K_c of Eq. 6, largest first; K < k if points
+        coincide.
+    Raises: ValueError from scikit-learn if embeddings are not finite or fewer than k.
     """
     x = normalize(torch.as_tensor(embeddings)).numpy()                     # (M, D)
-    labels = k_means(x, k, seed, counts)                                   # (M,) without empty clusters
-    return largest_first(labels, counts)[:2]                               # (M,), (K,)
+    labels = k_means(x, k, seed, counts)                                   # (M,)
+    labels, sizes, _ = largest_first(labels, counts)                       # (M,), (K,)
+    return labels, sizes
 
 
-# ======================================================= flags =======================================================
-# Defaults by data set, one line per group. 'paper': Sections 4.3 and 7, and its base (the CC3M trainer, AVION, VAST)
-# for the rest; 'ours': for small towers, not tuned for this loss. Other sets use 'own'.
+# ======================================================= flags ====================================
+# A recipe holds what differs from the defaults, which stand in parse_args and, for the flags of all
+# scripts, in contrastive/engine/flags.py. 'recipe' says whose values they are (docs/mmts.md).
+MOVING = dict(
+    recipe="ours", image_size=32, frames=4, text_length=24, batch_size=128,
+    log_every=5, save_every=120, eval_every=120)
+EMOJI = MOVING | dict(
+    recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
+OWN = dict(
+    recipe="ours; small towers from scratch", frames=8, batch_size=128,
+    num_clusters=0)                                                        # by the number of items
 CC3M = dict(
     recipe="paper; optimiser, views and captions from the CC3M trainer",
-    image_encoder="resnet50.tv_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
-    image_size=256, image_stats="clip", eval_resize="squash", text_length=30, text_pooling="cls", clean_captions=True,
-    epochs=30.0, batch_size=512, lr=2e-4, lr_end=1e-5, warmup_epochs=0.35,  # 2,000 steps of 5,680 an epoch
-    optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8, weight_decay=0.02, beta2=0.999, grad_clip=0.0,
-    frames=12, frame_sampling="uniform", join_captions=False, unfold_captions=False,
-    loss="infonce", tau=0.01, clusters="captions", cluster_encoder="distilbert/distilbert-base-uncased",
+    image_encoder="resnet50.a1_in1k", text_encoder="distilbert/distilbert-base-uncased",
+    pretrained=True, embed_dim=256, projection_bias=True,
+    image_size=256, image_stats="clip", eval_resize="squash",
+    text_length=30, text_pooling="cls", clean_captions=True,
+    epochs=30.0, batch_size=512, lr=2e-4, lr_end=1e-5, weight_decay=0.02, beta2=0.999,
+    grad_clip=0.0,
+    warmup_epochs=0.35,                                                    # 2,000 steps
+    tau=0.01, cluster_encoder="distilbert/distilbert-base-uncased",
     crop_min=0.5, flip=0.5, jitter=0.0, randaugment_ops=2, randaugment_magnitude=21,
-    mixed_precision="bf16", eval_datasets=["coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
-AVION = CC3M | dict(
+    randaugment_strengths="cc3m",
+    mixed_precision="bf16", eval_datasets=["coco", "flickr30k"], log_every=50, save_every=1000)
+AVION = dict(
     recipe="paper; towers, views and optimiser from AVION",
-    # AVION's text tower has GELU, like this one; --init-from loads AVION's LaViLa weights into both towers
-    image_encoder="video_vit_base_patch16_clip_224.openai", text_encoder="laion/CLIP-ViT-B-16-laion2B-s34B-b88K",
-    image_size=224, eval_resize="crop", frames=16, frame_sampling="random", text_length=77, clean_captions=False,
-    epochs=100.0, chunk_size=16, lr=3e-5, warmup_epochs=1.0, weight_decay=0.01,
-    loss="max-margin", tau=0.07, clusters="noun", cluster_encoder="sentence-transformers/all-MiniLM-L6-v2",
-    flip=0.0, randaugment_ops=0, randaugment_magnitude=0,
-    mixed_precision="fp16", eval_datasets=[], log_every=20, save_every=500)
+    # AVION's text tower has GELU, as this one; --init-from loads AVION's LaViLa weights into both
+    image_encoder="video_vit_base_patch16_clip_224.openai",
+    text_encoder="laion/CLIP-ViT-B-16-laion2B-s34B-b88K",
+    pretrained=True, embed_dim=256,
+    image_size=224, image_stats="clip", frames=16, frame_sampling="random",
+    text_length=77, text_pooling="cls",
+    epochs=100.0, batch_size=512, chunk_size=16, lr=3e-5, lr_end=1e-5, weight_decay=0.01,
+    beta2=0.999, grad_clip=0.0, warmup_epochs=1.0,
+    loss="max-margin", tau=0.07,
+    clusters="noun", cluster_encoder="sentence-transformers/all-MiniLM-L6-v2",
+    crop_min=0.5, jitter=0.0,
+    mixed_precision="fp16", log_every=20)
 VAST = AVION | dict(
     recipe="paper; CLIP's towers with VAST's fine-tuning values",
-    image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16", embed_dim=512,
-    eval_resize="squash", frames=8,  # random in their segments, in evaluation their middles (data/videos.py)
-    # 3e-5 in VAST's script for YouCook2, 2e-5 for its other sets
-    epochs=30.0, batch_size=64, lr=3e-5, lr_end=0.0, lr_schedule="linear", warmup_epochs=3.0, beta2=0.98, eps=1e-6,
+    image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16",
+    embed_dim=512, eval_resize="squash",
+    frames=8,                                          # in evaluation the middles of their segments
+    epochs=30.0, batch_size=64, lr_end=0.0, lr_schedule="linear", warmup_epochs=3.0,
+    lr=3e-5,                                           # in VAST's script; its other sets have 2e-5
+    beta2=0.98, eps=1e-6,
     loss="infonce", label_smoothing=0.1, clusters="captions", crop_min=1.0)
-MOVING = CC3M | dict(
-    recipe="ours",
-    image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128, clean_captions=False,
-    image_size=32, image_stats="encoder", eval_resize="crop", frames=4, text_length=24, text_pooling="mean",
-    epochs=24.0, batch_size=128, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98, grad_clip=1.0,
-    tau=0.1, cluster_encoder="tf-idf",
-    crop_min=0.8, flip=0.0, jitter=0.2, randaugment_ops=0, randaugment_magnitude=0,
-    mixed_precision="no", eval_datasets=[], log_every=5, save_every=120, eval_every=120)
-EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
-OWN = MOVING | dict(recipe="ours; small towers from scratch", image_size=64, frames=8, text_length=32, num_clusters=0,
-                    log_every=10, save_every=500, eval_every=0)
-RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "own": OWN,
-           "epic-kitchens-100": AVION | dict(caption_relevancy=0.1),
-           "youcook2": VAST, "ssv2-lt": VAST | dict(clusters="label", lr=2e-5)}
-# alpha, sh-, sh+ of the supplement's Section 7 by recipe and loss; if it has none, the nearest ones, marked 'ours'
-RANGES = {("cc3m", "infonce"): (0.04, 0.05, 0.10, "paper: CLIP on CC3M"),
-          ("cc3m", "max-margin"): (0.20, 0.17, 0.30, "ours: AVION's MI-MM"),
-          ("epic-kitchens-100", "infonce"): (0.08, 0.05, 0.20, "paper: AVION, CLIP"),
-          ("epic-kitchens-100", "max-margin"): (0.20, 0.17, 0.30, "paper: AVION, MI-MM"),
-          ("youcook2", "infonce"): (0.06, 0.06, 0.09, "paper: VAST, CLIP"),
-          ("youcook2", "max-margin"): (0.20, 0.10, 0.30, "paper: VAST, MI-MM"),
-          ("ssv2-lt", "infonce"): (0.04, 0.07, 0.11, "paper: a cell of Table 8; Table 7 does not say"),
-          ("ssv2-lt", "max-margin"): (0.20, 0.10, 0.30, "ours: VAST's MI-MM"),
-          ("own", "infonce"): (0.08, 0.08, 0.12, "ours"),
-          ("own", "max-margin"): (0.20, 0.17, 0.30, "ours: AVION's MI-MM")}
-TAU_LIMITS = 0.01, 1.0                                                    # of a learnable tau; AVION: at least 0.01
-WORDS = {"infonce": "tau", "max-margin": "margin"}                        # the quantity with schedule and shifts
+FROZEN = dict(
+    recipe="ours; published encoders, frozen: their projections learn",
+    # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
+    image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
+    image_size=128, text_pooling="mean", cached_views=4,
+    max_steps=1000, batch_size=512, lr=1e-3, warmup_epochs=0.0, warmup_fraction=0.05,
+    log_every=50,
+    num_clusters=0, crop_min=0.35, flip=0.5, jitter=0.4)
+RECIPES = {
+    "moving-emoji": MOVING,
+    "emoji": EMOJI,
+    "cc3m": CC3M,
+    "own": OWN,
+    "frozen": FROZEN,
+    "epic-kitchens-100": AVION | dict(caption_relevancy=0.1),
+    "youcook2": VAST,
+    "ssv2-lt": VAST | dict(clusters="label", lr=2e-5)}
 
 
-def ranges_of(recipe, loss):
-    """(alpha, sh-, sh+, their source) of a recipe and a loss."""
-    return RANGES.get((recipe, loss)) or RANGES["own", loss]
+class Range(NamedTuple):
+    """Defaults of --alpha, --shift-min and --shift-max, and whose values they are."""
+
+    alpha: float
+    shift_min: float
+    shift_max: float
+    source: str
 
 
-def loss_defaults(chosen):
-    """Defaults for --recipe and --loss together; chosen: these flags. Only InfoNCE has label smoothing."""
-    recipe = RECIPES[chosen.recipe]
-    loss = chosen.loss or recipe["loss"]
-    if loss not in ("infonce", "max-margin"):
-        return {}                                                          # argparse refuses it
-    alpha, low, high, _ = ranges_of(chosen.recipe, loss)
-    smoothing = recipe.get("label_smoothing", 0.0) if loss == "infonce" else 0.0
-    return dict(alpha=alpha, shift_min=low, shift_max=high, label_smoothing=smoothing)
+# By recipe and loss, from Section 7 of the supplement; 'ours' where it has none. Any other recipe
+# has those of 'own'.
+RANGES = {
+    ("cc3m", "infonce"): Range(0.04, 0.05, 0.10, "paper: CLIP on CC3M"),
+    ("epic-kitchens-100", "infonce"): Range(0.08, 0.05, 0.20, "paper: AVION, CLIP"),
+    ("epic-kitchens-100", "max-margin"): Range(0.20, 0.17, 0.30, "paper: AVION, MI-MM"),
+    ("youcook2", "infonce"): Range(0.06, 0.06, 0.09, "paper: VAST, CLIP"),
+    ("youcook2", "max-margin"): Range(0.20, 0.10, 0.30, "paper: VAST, MI-MM"),
+    ("ssv2-lt", "infonce"): Range(
+        0.04, 0.07, 0.11, "paper: a cell of Table 8; Table 7 does not say"),
+    ("ssv2-lt", "max-margin"): Range(0.20, 0.10, 0.30, "ours: VAST's MI-MM"),
+    ("own", "infonce"): Range(0.08, 0.08, 0.12, "ours"),
+    ("own", "max-margin"): Range(0.20, 0.17, 0.30, "ours: AVION's MI-MM")}
+TAU_LIMITS = (0.01, 1.0)                                                   # if learnt; AVION 0.01
+
+
+def quantity(loss):
+    """What Eq. 8 gives to a loss, by its name in the log: 'tau', or 'margin' with max-margin."""
+    return "margin" if loss == "max-margin" else "tau"
+
+
+def default_range(recipe, loss):
+    """The Range of a recipe and a loss; that of own data if the recipe has none."""
+    if loss != "max-margin":
+        loss = "infonce"                                                   # temperatures, too
+    return RANGES.get((recipe, loss), RANGES["own", loss])
+
+
+def method_defaults(chosen):
+    """Defaults that depend on --recipe and --loss."""
+    recipe_loss = RECIPES[chosen.recipe].get("loss", "infonce")
+    loss = chosen.loss or recipe_loss
+    default = default_range(chosen.recipe, loss)
+    defaults = {"loss": recipe_loss, "alpha": default.alpha, "shift_min": default.shift_min,
+                "shift_max": default.shift_max}
+    if loss == "max-margin":
+        defaults["label_smoothing"] = 0.0                                  # of InfoNCE alone
+    return defaults
+
+
+def check_flags(parser, args):
+    """Refuses flags that contradict each other, and temperatures that are not above 0."""
+    if args.learnable_tau:
+        if args.loss != "infonce" or args.schedule or args.shifts:
+            parser.error("--learnable-tau: a learnt temperature has no schedule and no shifts; add "
+                         "--loss infonce --no-schedule --no-shifts")
+        low, high = TAU_LIMITS
+        if not low <= args.tau <= high:
+            parser.error(f"--tau {args.tau}: a learnt temperature must start within {low} and "
+                         f"{high}")
+    if args.shift_min > args.shift_max:
+        parser.error(f"--shift-min {args.shift_min:g}: larger than --shift-max "
+                     f"{args.shift_max:g}")
+    # a period of one step: the range does not depend on the steps of the run
+    low, high = value_range(args, args.periods)
+    if args.loss == "infonce" and low <= 0:
+        parser.error(f"the temperatures of the run, {low:g} .. {high:g}, must be above 0; lower "
+                     "--alpha, or raise --shift-min or --tau")
+    if args.loss == "max-margin" and (low < 0 or high >= 2):
+        parser.error(f"the margins of the run, {low:g} .. {high:g}, must be from 0 to below 2, as "
+                     "differences of cosines; change --alpha, --shift-min, --shift-max or --margin")
+    if args.clusters == "none" and args.shifts:
+        parser.error("--clusters none: --shifts need clusters; add --no-shifts")
+    if args.cluster_encoder == "small":
+        parser.error("--cluster-encoder small: it has no trained weights; use tf-idf, or a "
+                     "transformers id or folder")
+    check_first_weights(parser, args)
+
+
+def check_first_weights(parser, args):
+    """Refuses the recipe of AVION without the weights that it fine-tunes."""
+    is_avion = args.recipe == "epic-kitchens-100"
+    has_its_encoder = args.image_encoder == AVION["image_encoder"]
+    has_weights = args.init_from or args.resume
+    if is_avion and has_its_encoder and args.pretrained and not has_weights:
+        parser.error("--init-from is needed: this recipe fine-tunes LaViLa's weights, and without "
+                     "them it would train two CLIPs that do not belong together; give "
+                     "--no-pretrained to train from scratch")
 
 
 def parse_args(argv=None):
-    """Flags; the recipe of --dataset and --loss gives the defaults."""
-    p = Parser(__file__, "MM-TS: temperatures and margins per sample, from the distribution of the captions.")
-    yesno = argparse.BooleanOptionalAction
-    g = p.group("method")
-    g.add_argument("--loss", choices=["infonce", "max-margin"], default=None, help="with the two parts below or not")
-    g.add_argument("--schedule", action=yesno, default=True, help="swing by tau_base (TS of Tables 4, 9)")
-    g.add_argument("--shifts", action=yesno, default=True, help="by cluster size (ICS), or --tau, --margin for all")
-    g.add_argument("--clusters", metavar="SOURCE",
-                   help="captions or vision (K-Means of embeddings); label, verb, noun, verb-noun (classes); a JSON "
-                        "file of {key: cluster}; or none")
-    g = p.group("with --loss infonce", loss="infonce")
-    g.add_argument("--label-smoothing", type=part, default=0.0, help="of its target; VAST 0.1")
-    g = p.group("with --loss infonce --no-schedule --no-shifts", loss="infonce", schedule=False, shifts=False)
-    g.add_argument("--learnable-tau", action=yesno, default=False, help="learn it, from --tau")
-    g = p.group("with --loss infonce --no-shifts", loss="infonce", shifts=False)
-    g.add_argument("--tau", type=positive, help="divides the cosine; CLIP on CC3M 0.01, AVION and VAST 0.07")
-    g = p.group("with --loss max-margin --no-shifts", loss="max-margin", shifts=False)
-    g.add_argument("--margin", type=nonnegative, default=0.2, help="cosine units; AVION 0.2")
-    g = p.group("with --shifts", shifts=True)
-    g.add_argument("--shift-min", type=nonnegative, default=0.05, help="sh-, of the smallest cluster; paper: Sec. 7")
-    g.add_argument("--shift-max", type=nonnegative, default=0.10, help="sh+, of the largest cluster; paper: Sec. 7")
-    g = p.group("with --schedule", schedule=True)
-    g.add_argument("--alpha", type=nonnegative, default=0.04, help="range, twice the amplitude; paper: Sec. 7")
-    g.add_argument("--periods", type=positive, default=5.0, help="in the run, of T = steps / periods; code 5")
-    g = p.group("with --clusters captions or vision", clusters=("captions", "vision"))
-    g.add_argument("--num-clusters", type=between(2, 10**6, int), default=200,
-                   help="K of K-Means; paper 200; own data: a quarter of the items, at most 200")
-    g.add_argument("--cluster-encoder",
-                   help="tf-idf, or a transformers id or folder (vision: an image encoder); paper: SentenceBERT, on "
-                        "CC3M DistilBERT")
-    g = p.group("views")
-    g.add_argument("--crop-min", type=part, help="least area of the crop, all frames alike; AVION, CC3M trainer 0.5")
-    g.add_argument("--flip", type=part, help="share of mirror images; CC3M trainer 0.5")
-    g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
-    g.add_argument("--randaugment-ops", type=whole, help="each with probability 1/2; CC3M trainer 2; 0 = off")
-    g.add_argument("--randaugment-magnitude", type=between(0, 30, int), help="0..30; CC3M trainer's 7 of 10 = 21")
-    args = p.parse(argv, RECIPES, loss_defaults)
-    p.require(args.shift_min <= args.shift_max,
-              f"--shift-min {args.shift_min:g}: larger than --shift-max {args.shift_max:g}")
-    lowest, highest = range_of(args, args.periods, 1)
-    p.require(args.loss != "infonce" or lowest > 0,
-              f"the temperatures of the run, {lowest:g} .. {highest:g}, must be above 0; lower --alpha, or raise "
-              "--shift-min or --tau")
-    p.require(args.loss != "max-margin" or 0 <= lowest <= highest < 2,
-              f"the margins of the run, {lowest:g} .. {highest:g}, must be from 0 to below 2 (cosines); see --alpha, "
-              "--shift-min, --shift-max, --margin")
-    p.only(args.randaugment_ops, "with --randaugment-ops above 0", "--randaugment-magnitude")
-    p.require(not args.learnable_tau or TAU_LIMITS[0] <= args.tau <= TAU_LIMITS[1], f"--tau: if learnt in {TAU_LIMITS}")
-    p.require(args.clusters != "none" or not args.shifts, "--clusters none: --shifts need clusters; add --no-shifts")
-    p.require(args.cluster_encoder != "small",
-              "--cluster-encoder small: has no trained weights; use tf-idf, an id or a folder")
-    return args
+    """Flags; their defaults follow --dataset or --recipe, and --loss."""
+    parser = Parser(__file__, "MM-TS: a temperature or margin for each pair, by the size of the "
+                              "cluster of its caption.")
+    yes_or_no = argparse.BooleanOptionalAction
+    method = parser.add_argument_group("method")
+    method.add_argument("--loss", choices=["infonce", "max-margin"], default=None,
+                        help="InfoNCE with temperatures, or the max-margin loss with margins")
+    method.add_argument("--schedule", action=yes_or_no, default=True,
+                        help="temperatures or margins swing along a cosine over the run (TS of "
+                             "Tables 4 and 9)")
+    method.add_argument("--shifts", action=yes_or_no, default=True,
+                        help="each pair has a temperature or margin by the size of its cluster "
+                             "(ICS of Tables 4 and 9); else --tau or --margin for all")
+    method.add_argument("--alpha", type=nonnegative,
+                        help="highest minus lowest value of the schedule; paper 0.04 to 0.08 for "
+                             "temperatures, 0.2 for margins")
+    method.add_argument("--periods", type=positive, default=5.0,
+                        help="periods of the schedule in the run; authors' code 5")
+    method.add_argument("--shift-min", type=nonnegative,
+                        help="temperature or margin of the smallest cluster without the "
+                             "schedule, sh-; paper 0.05 to 0.07, margins 0.1 and 0.17")
+    method.add_argument("--shift-max", type=nonnegative,
+                        help="temperature or margin of the largest cluster without the "
+                             "schedule, sh+; paper 0.09 to 0.2, margins 0.3")
+    method.add_argument("--tau", type=positive, default=0.1,
+                        help="temperature of InfoNCE with --no-shifts, divides the cosine; CLIP "
+                             "on CC3M 0.01, AVION and VAST 0.07")
+    method.add_argument("--learnable-tau", action=yes_or_no, default=False,
+                        help="learn the temperature, from --tau on, with --no-schedule "
+                             "--no-shifts (VAST's InfoNCE)")
+    method.add_argument("--margin", type=nonnegative, default=0.2,
+                        help="margin of --loss max-margin with --no-shifts, in units of the "
+                             "cosine, 0..2; AVION 0.2")
+    method.add_argument("--label-smoothing", type=part, default=0.0,
+                        help="share of InfoNCE's target that is spread over all candidates, 0..1; "
+                             "VAST 0.1")
+    method.add_argument("--clusters", metavar="SOURCE", default="captions",
+                        help="source of the clusters: captions or vision (K-Means of embeddings); "
+                             "label, verb, noun or verb-noun (classes); a JSON file of {key: "
+                             "cluster}; or none")
+    method.add_argument("--num-clusters", type=between(2, 10**6, int), default=200,
+                        help="number of clusters of K-Means, at least 2; paper 200; own data: a "
+                             "quarter of the captions, at most 200")
+    method.add_argument("--cluster-encoder", default="tf-idf",
+                        help="embeddings for K-Means: tf-idf, or a transformers id or folder "
+                             "(vision: an image encoder); paper: SentenceBERT, on CC3M DistilBERT")
+
+    views = parser.add_argument_group("views")
+    views.add_argument("--crop-min", type=part, default=0.8,
+                       help="smallest crop as a share of the frame's area, 0..1, the same in all "
+                            "frames; AVION and CC3M trainer 0.5; 1 = no crop")
+    views.add_argument("--flip", type=part, default=0.0,
+                       help="share of images or clips that are mirrored, 0..1; CC3M trainer 0.5")
+    views.add_argument("--jitter", type=nonnegative, default=0.2,
+                       help="strength of changes in brightness, contrast and saturation, the same "
+                            "in all frames; AVION and CC3M trainer 0")
+    views.add_argument("--randaugment-ops", type=whole, default=0,
+                       help="operations of RandAugment, each with probability 1/2; CC3M trainer 2; "
+                            "0 = off")
+    views.add_argument("--randaugment-magnitude", type=between(0, 30, int), default=0,
+                       help="strength of RandAugment, 0..30; CC3M trainer 21 (7 of its 10)")
+    views.add_argument("--randaugment-strengths", choices=["torchvision", "cc3m"],
+                       default="torchvision",
+                       help="strengths at 30: torchvision's; or the CC3M trainer's, shifts by 10 "
+                            "pixels, light and sharpness times 1.9, grey outside")
+    return parser.parse(argv, RECIPES, method_defaults, check=check_flags)
 
 
-def range_of(args, steps, period):
-    """Lowest and highest temperature (or margin) of a run. steps, period: in steps, or in periods with period = 1."""
-    center = args.tau if args.loss == "infonce" else args.margin
-    low, high = (args.shift_min, args.shift_max) if args.shifts else (center, center)
-    grid = [*np.arange(0, min(steps, 1000 * period), period / 64), steps]  # extremes are at 64ths of a period
+# ------------------------------------------------------- schedule and shifts of a run -------------
+def schedule_of(args, total):
+    """T in steps and alpha of Eq. 7 for a run of `total` steps; alpha is 0 with --no-schedule."""
+    if args.schedule:
+        return total / args.periods, args.alpha
+    return total, 0.0
+
+
+def fixed_value(args):
+    """The temperature or margin of all pairs without --shifts, around which a schedule swings."""
+    if args.loss == "max-margin":
+        return args.margin
+    return args.tau
+
+
+def shifts_of(clusters, args):
+    """(K + 1,) sh(c) of each cluster, the last one (index -1) for examples without a cluster.
+
+    Without --shifts (1,): --tau or --margin.
+    """
+    if not args.shifts:
+        return torch.tensor([fixed_value(args)])
+    shifts = cluster_shift(clusters.sizes, args.shift_min, args.shift_max)               # (K,)
+    return torch.cat([shifts, shifts.new_tensor([args.shift_min])])
+
+
+def value_range(args, total):
+    """Lowest and highest temperature or margin of a run of `total` steps."""
+    if args.shifts:
+        low, high = args.shift_min, args.shift_max
+    else:
+        low = high = fixed_value(args)
     shifts = torch.tensor([low, high], dtype=torch.float64)                # (2,)
-    values = torch.stack([sample_temperature(t, shifts, period, args.alpha * args.schedule) for t in grid])  # (S, 2)
+    period, alpha = schedule_of(args, total)
+    # the extremes of a cosine are at 64ths of its period; 1,000 periods have them all
+    times = [*np.arange(0, min(total, 1000 * period), period / 64), total]
+    values = [sample_temperature(time, shifts, period, alpha) for time in times]
+    values = torch.stack(values)                                           # (times, 2)
+    # without rounding errors, which could lie below 0
     return round(values.min().item(), 12), round(values.max().item(), 12)
 
 
-# ======================================================= main ========================================================
-def main(args):
+# ======================================================= main =====================================
+def main(args):  # noqa: C901, PLR0912
     """One run: data, model, clusters, view, loop, evaluation. Returns the summary."""
-    # ------------------------------------------- data (before any process group: its errors are quick) ---------------
+    # ------------------------------------------- data ---------------------------------------------
+    # before any process group, so that errors come quickly
     train, evals = open_data(args)
     check_source(train, args.clusters)
-    run = Run(__file__, args, train, evals, RECIPES)
-    period = run.total / args.periods                                      # T in steps
-    run.tau_word = WORDS[args.loss]
+    # a CLIP as --image-encoder is the text encoder as well
+    args = common.fit_to_encoder(args)
+    # the batch and the epochs of a user's small data
+    args = common.fit_to_data(args, train)
+    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    run = Run(__file__, args, train, evals, steps, RECIPES)
+    run.tau_column = quantity(args.loss)
 
-    # ------------------------------------------- model and optimiser -------------------------------------------------
-    tower, tokenizer, transform = run.towers()
-    # made after the towers, so that their initial weights do not depend on the clusters; None with --clusters none
+    # ------------------------------------------- model and optimiser ------------------------------
+    tower, tokenizer, transform = common.build_towers(args, train, run)
+    # made after the towers, so that their initial weights do not depend on the clusters
     kmeans = functools.partial(cluster_captions, seed=args.seed)
     clusters = open_clusters(run.folder, args, train, run.device, kmeans)
-    own = nn.ModuleDict()                                                  # a learnable tau stays outside DDP
-    own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
-    own.to(run.device)
-    learnt = [tower, own]
+    # parameters of the loss; they stand outside DDP and are saved
+    loss_modules = nn.ModuleDict()
+    if args.learnable_tau:
+        loss_modules["tau"] = Temperature(args.tau, TAU_LIMITS)
+    loss_modules.to(run.device)
+    trained_modules = [tower, loss_modules]
     # >>> shared: optimizer
-    groups = common.decay_groups(learnt, args.weight_decay)
+    groups = common.decay_groups(trained_modules, args.weight_decay)
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
+        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps,
+                         fused=run.fused)
     # <<< shared
-    model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
-    run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: model(**inputs)[:2], model, run.accelerator, args.chunk_size)
+    model, optimizer = run.wrap(tower, loss_modules, optimizer)            # DDP, torch.compile
+    run.resume()                                                           # with --resume
+    encode_inputs = functools.partial(encode, model)
+    chunks = common.Chunks(encode_inputs, model, run.accelerator, args.chunk_size)
 
-    # ------------------------------------------- views and batches ---------------------------------------------------
-    view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), *[args.jitter] * 3,
-                          randaugment=(args.randaugment_ops, args.randaugment_magnitude),
-                          squash=args.eval_resize == "squash")
-    batches = run.batches([view], transform)
+    # ------------------------------------------- views and batches --------------------------------
+    # features of frozen encoders (--freeze), which are computed once
+    cache = common.open_feature_cache(args, run, tower, tokenizer, transform)
+    tokenizer = cache.tokenizer
+    batches = run.batches([clip_view(args)], transform, cache)
 
-    # ------------------------------------------- loop ----------------------------------------------------------------
-    shifts, alpha = shifts_of(clusters, args), args.alpha * args.schedule
-    evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
-                          also=functools.partial(head_mid_tail, clusters=clusters))
-    guess = [random_guess(step, shifts, clusters, period, args) for step in (0, run.total)]
-    run.begin(evaluator, guess, banner_lines(clusters, run.total, period, args))
+    # ------------------------------------------- loop ---------------------------------------------
+    shifts = shifts_of(clusters, args)                                     # (K + 1,) or (1,)
+    period, alpha = schedule_of(args, steps.total)
+    evaluate = functools.partial(head_mid_tail, clusters=clusters)
+    evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
+                          args=args, method_metrics=evaluate)
+    run.begin(evaluator, random_guess(clusters, steps.total, args),
+              banner_lines(clusters, steps.total, args))
+    # listed once, since a walk through all modules takes milliseconds
+    clipped_parameters = [*tower.parameters(), *loss_modules.parameters()]
     for batch in batches:
-        run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
-        texts = common.pick(batch["captions"], batch["draws"])
-        tokens = {k: v.to(run.device) for k, v in tokenizer(texts).items()}             # (B, L)
-        image, text = chunks.encode({"pixels": batch["views"][0], "tokens": tokens})    # (B, D) each
+        run.set_lr(common.learning_rate(run.step, steps, args))
+        texts = common.pick(batch["captions"], batch["draws"])             # B captions
+        tokens = {name: ids.to(run.device) for name, ids in tokenizer(texts).items()}    # (B, L)
+        inputs = {"pixels": batch["views"][0], "tokens": tokens}           # (B, [T,] 3, S, S)
+        image, text = chunks.encode(inputs)                                # (B, D)
 
         if args.shifts:
-            cluster, lost = clusters.look_up(batch["keys"], texts)         # (B,) -1 = none; how many were not found
+            cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,) -1 = none
             shift = shifts[cluster]                                        # (B,)
         else:
-            shift, lost = shifts.expand(len(texts)), 0                     # (B,)
-        tau = to_device(sample_temperature(run.step, shift, period, alpha), run.device)  # (B,) of Eq. 8, or margins
+            num_missing = 0
+            shift = shifts.expand(len(texts))                              # (B,)
+        value = sample_temperature(run.step, shift, period, alpha)         # (B,) tau_i or m_i
+        value = to_device(value, run.device)
         if args.learnable_tau:
-            tau = own["tau"]["log_tau"].exp()                              # ()
-        if args.loss == "max-margin":
-            loss = max_margin_loss(image, text, tau)
-        else:
-            loss = clip_loss(image, text, tau, args.label_smoothing)
-        used = tau.detach()
+            value = loss_modules["tau"]()                                  # ()
 
-        run.check_finite(loss, used.mean(), (image, text), batch)
-        chunks.backward(loss)                                              # the full batch's gradient
-        common.average_gradients(own.parameters())
+        if args.loss == "infonce":
+            loss = clip_loss(image, text, tau=value, label_smoothing=args.label_smoothing)
+        elif args.loss == "max-margin":
+            loss = max_margin_loss(image, text, margin=value)
+        else:
+            raise ValueError(f"--loss {args.loss} has no branch in this loop")
+
+        run.check_finite(loss, value, (image, text))
+        chunks.backward(loss)                                              # of the full batch
+        common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
-            run.accelerator.clip_grad_norm_([*tower.parameters(), *own.parameters()], args.grad_clip)
+            run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
+        new_value = value
         if args.learnable_tau:
-            own["tau"]["log_tau"].data.clamp_(*map(math.log, TAU_LIMITS))
-            tau = own["tau"]["log_tau"].detach().exp()
+            new_value = loss_modules["tau"].clamp()                        # as it is saved
+        columns = {}
+        if run.due("log"):
+            columns = log_columns(image, text, value, num_missing, run)
+            columns.update(range_columns(quantity(args.loss), new_value))
+        run.done(batch, loss, new_value, columns)                          # count, log, save, stop
 
-        numbers = numbers_of(image, text, used, tau, lost, args, run) if run.due("log") else {}
-        run.done(batch, loss, tau, numbers)
+    # ------------------------------------------- save and evaluate --------------------------------
+    curve = functools.partial(sample_temperature, period=period, alpha=alpha)
+    tower.spec["evaluation"] = vars(evaluation_facts(args))                # for eval.py
+    return run.finish(functools.partial(draw, clusters=clusters, shifts=shifts, period=period,
+                                        curve=curve))
 
-    # ------------------------------------------- save and evaluate ---------------------------------------------------
-    curve = functools.partial(sample_temperature, period=period, alpha=alpha)               # (step, shifts) -> (K,)
-    return run.finish(functools.partial(draw, clusters=clusters, shifts=shifts, period=period, curve=curve))
+
+# ------------------------------------------------------- views and encoders -----------------------
+def clip_view(args):
+    """The view of an image, or of a clip, the same for all its frames."""
+    jitter_p = 1.0 if args.jitter > 0 else 0.0
+    randaugment = (0, 0)                                                   # off
+    if args.randaugment_ops:
+        randaugment = (args.randaugment_ops, args.randaugment_magnitude,
+                       args.randaugment_strengths)
+    return Augment(args.image_size, args.crop_min, args.flip, jitter_p=jitter_p,
+                   brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
+                   randaugment=randaugment, squash=args.eval_resize == "squash")
+
+
+def encode(model, inputs):
+    """pixels (b, [T,] 3, S, S), tokens (b, L) -> image, text: (b, D) each."""
+    image, text, _ = model(inputs["pixels"], inputs["tokens"])
+    return image, text
+
+
+# ------------------------------------------------------- banner and log ---------------------------
+def random_guess(clusters, total, args):
+    """The loss at the start and at the end of training if all cosines are equal.
+
+    None if it is unknown, for a loss that a copy of this file adds.
+    """
+    if args.loss == "infonce":
+        guess = math.log(args.batch_size)                                  # at any temperature
+        return guess, guess
+    if args.loss != "max-margin":
+        return None
+    shifts = shifts_of(clusters, args)                                     # (K + 1,) or (1,)
+    period, alpha = schedule_of(args, total)
+    guesses = []
+    for step in (0, total):
+        margins = sample_temperature(step, shifts, period, alpha)          # (K + 1,) or (1,)
+        if args.shifts:
+            share = clusters.sizes / clusters.sizes.sum()                  # (K,)
+            guesses.append(margins[:-1].dot(share).item())
+        else:
+            guesses.append(margins.item())
+    return guesses
+
+
+def banner_lines(clusters, total, args):
+    """Lines of the banner: {title: text}."""
+    lines = {"loss": f"{args.loss}, {variant_name(args)}"}
+    if args.learnable_tau:
+        lines["temperature"] = f"tau {args.tau:g}, learnt"
+    else:
+        title = "margin" if args.loss == "max-margin" else "temperature"
+        lines[title] = describe_range(args, total)
+    if clusters is None:
+        return lines
+    method = f"by {args.clusters}"
+    if args.clusters in ("captions", "vision"):
+        method = f"K-Means on {args.cluster_encoder}, {args.clusters}"
+    sizes = clusters.sizes                                                 # (K,)
+    lines["clusters"] = (f"{len(sizes):,}, {method}; largest {sizes[0]:,}, smallest "
+                         f"{sizes[-1]:,}")
+    num_without = clusters.meta["without"]
+    if num_without:
+        lines["examples"] = (f"{num_without:,} without a cluster are treated as in the smallest "
+                             "one")
+    return lines
+
+
+def variant_name(args):
+    """The name of a row of Tables 4 and 9."""
+    if args.learnable_tau:
+        return "learnt tau (a baseline)"
+    if args.schedule and args.shifts:
+        return "schedule and shifts (MM-TS)"
+    if args.schedule:
+        return "schedule alone (TS)"
+    if args.shifts:
+        return "shifts alone (ICS)"
+    return "fixed (the baseline)"
+
+
+def describe_range(args, total):
+    """The temperatures or margins of a run in words, and whose values they are."""
+    low, high = value_range(args, total)
+    text = f"{quantity(args.loss)} {low:g} .. {high:g}"
+    if args.schedule:
+        period, _ = schedule_of(args, total)
+        text += f" over the run, period {period:g} steps"
+    if args.schedule or args.shifts:
+        source = default_range(args.recipe, args.loss).source
+        if {"--alpha", "--shift-min", "--shift-max"}.intersection(args.changed):
+            source = "by flags"
+        text += f" ({source})"
+    return text
 
 
 @torch.no_grad()
-def numbers_of(image, text, used, tau, lost, args, run):
-    """Columns of the log: both directions of the loss, the range of temperatures (margins) over all processes, and
-    common.embedding_health. used, tau: (B,) or (), of the loss and after the step (they differ if learnt); lost:
-    number of captions of this batch that are in no cluster."""
-    if args.loss == "max-margin":
-        terms = max_margin_terms(image, text, used)
-    else:
-        terms = clip_terms(image, text, used, args.label_smoothing)
-    all_tau = gather(tau) if tau.ndim else tau[None]                       # (N,)
-    terms["not_in_clusters"] = world() * lost                              # whose mean is the sum over processes
-    numbers = common.mean_over_processes(terms, run.device)
-    numbers |= {f"{WORDS[args.loss]}_{k}": v.item()
-                for k, v in (("min", all_tau.min()), ("mean", all_tau.mean()), ("max", all_tau.max()))}
-    return numbers | common.embedding_health(gather(normalize(image)), gather(normalize(text)))
+def log_columns(image, text, value, num_missing, run):
+    """Columns of the log: both directions of the loss, and the health of the space.
 
-
-def shifts_of(clusters, args):
-    """(K + 1,) sh(c) of each cluster, the last (index -1) for examples without one; else (1,): --tau or --margin."""
-    if not args.shifts:
-        return torch.tensor([args.tau if args.loss == "infonce" else args.margin])
-    shifts = cluster_shift(clusters.sizes, args.shift_min, args.shift_max)              # (K,)
-    return torch.cat([shifts, shifts.new_tensor([args.shift_min])])
-
-
-def random_guess(step, shifts, clusters, period, args):
-    """The loss if all similarities are equal: ln N at any temperature, or the mean margin."""
+    Args:
+        image, text: (B, D) embeddings of this process.
+        value: temperature or margin of the loss, (B,) or ().
+        num_missing: number of captions or examples of the batch that are in no cluster.
+        run: the Run.
+    """
+    args = run.args
+    terms = {}
     if args.loss == "infonce":
-        return math.log(args.batch_size)
-    margins = sample_temperature(step, shifts, period, args.alpha * args.schedule)     # (K + 1,) or (1,)
-    return margins[:-1].dot(clusters.sizes / clusters.sizes.sum()).item() if args.shifts else margins.item()
+        terms = clip_terms(image, text, value, args.label_smoothing)
+    elif args.loss == "max-margin":
+        terms = max_margin_terms(image, text, value)
+    # the mean over processes is then their sum
+    terms["not_in_clusters"] = world() * num_missing
+    columns = common.mean_over_processes(terms, run.device)
+    image, text = gather(normalize(image)), gather(normalize(text))        # (N, D)
+    columns.update(common.embedding_health(image, text))
+    return columns
 
 
-def banner_lines(clusters, steps, period, args):
-    """The method's lines of the banner."""
-    kind = {(True, True): "schedule and shifts (MM-TS)", (True, False): "schedule alone (TS)",
-            (False, True): "shifts alone (ICS)", (False, False): "fixed (the baseline)"}[args.schedule, args.shifts]
-    low, high = range_of(args, steps, period)
-    name, values = WORDS[args.loss], "temperature" if args.loss == "infonce" else "margin"
-    alpha, sh_min, sh_max, source = ranges_of(args.recipe, args.loss)
-    same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
-    words = f"{name} {low:g} .. {high:g}" + f" over the run, period {period:g} steps" * args.schedule
-    words += f" ({source if same else 'by flags'})" * (args.schedule or args.shifts)
-    if args.learnable_tau:
-        kind, words = "learnt tau (a baseline)", f"tau {args.tau:g}, learnt"
-    lines = {"loss": f"{args.loss}, {kind}", values: words}
-    if clusters:
-        sizes, by_words = clusters.sizes, args.clusters in ("captions", "vision")
-        how = f"K-Means on {args.cluster_encoder}, {args.clusters}" if by_words else f"by {args.clusters}"
-        lines["clusters"] = f"{len(sizes):,}, {how}; largest {sizes[0]:,}, smallest {sizes[-1]:,}"
-        if clusters.meta["without"]:
-            lines["left out"] = f"{clusters.meta['without']:,} without a cluster are treated as in the smallest one"
-    return lines
+@torch.no_grad()
+def range_columns(name, value):
+    """{NAME_min, NAME_mean, NAME_max} over all processes of a value (B,) or ()."""
+    values = value                                                         # ()
+    if value.ndim:
+        values = gather(value)                                             # (N,)
+    return {f"{name}_min": values.min().item(), f"{name}_mean": values.mean().item(),
+            f"{name}_max": values.max().item()}
+
+
+def evaluation_facts(args):
+    """What eval.py has to know of a run."""
+    tau = args.tau
+    if args.loss == "max-margin" or args.schedule or args.shifts:
+        tau = None                                                         # none, or it changes
+    return EvaluationFacts(tau=tau, learnable_tau=args.learnable_tau,
+                           knn_features=args.knn_features)
 
 
 if __name__ == "__main__":

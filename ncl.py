@@ -1,66 +1,34 @@
 """NCL: Normalized Contrastive Learning for Text-Video Retrieval (Park et al., EMNLP 2022).
 
-In retrieval, a softmax lets every query spread a total probability of 1 over the items. Some items, called hubs,
-collect much of it and are returned for queries that are not theirs; others collect almost none and are never found. NCL
-adds a bias to each text and video, computed from the similarity matrix by Sinkhorn-Knopp, so that all items collect the
-same share. Nothing is learnt, and the encoders do not change. In training the biases come from the batch. At test time
-the queries are unknown, so training queries, kept in a queue, take their place.
+In retrieval, a softmax lets each query spread a probability of 1 over the items. Some items, called
+hubs, collect much of it and are returned for queries that are not theirs; others are never found.
+NCL adds a bias to each text and video, computed from the similarity matrix by Sinkhorn-Knopp, so
+that all items collect the same share. Nothing is learnt and the encoders stay as they are. In
+training the biases come from the batch; at test time from training queries in a queue.
 
-Equations, s_ij = <t_i, v_j>, rows = texts, columns = videos:
-    (2)      P_t2v(v_j | t_i) = exp(s_ij / gamma) / sum_k exp(s_ik / gamma)
-    (4)      L = 1/2 (L_t2v + L_v2t), each the mean cross-entropy of the pair              ncl_terms, ncl_loss
-    (5)      normalisation error: mean_j |1 - sum_i P_t2v(v_j | t_i)|                      common.normalization_error
-    (6, 12)  sim*(t_i, v_j) = a_i + b_j + s_ij, for s_ij in (4) and in retrieval           ncl_terms, retrieval_biases
+Equations (s_ij = <t_i, v_j>, rows are texts, columns videos)
+    (2, 3)   P_t2v(v_j | t_i) = exp(s_ij / gamma) / sum_k exp(s_ik / gamma), P_v2t likewise
+    (4)      L = 1/2 (L_t2v + L_v2t), each the mean cross-entropy of the pairs ncl_terms, ncl_loss
+    (5)      error = mean_j |1 - sum_i P_t2v(v_j | t_i)|              common.normalization_error
+    (6, 12)  sim*(t_i, v_j) = a_i + b_j + s_ij takes the place of s_ij  ncl_terms, retrieval_biases
     (7)      P = diag(alpha) exp(S / gamma) diag(beta), rows sum to 1/m and columns to 1/n
-    (10, 11) a_i = gamma log(alpha_i / sum alpha),  b_j = gamma log(beta_j / sum beta)     sinkhorn_biases
+    (10, 11) a_i = gamma log(alpha_i / sum alpha), b_j likewise                  sinkhorn_biases
 
-    symbol      variable           shape          unit and paper value
-    t, v        text, video        (B, D)         this process's embeddings, normalised inside; text first, as there
-    gamma       gamma, --tau       ()             divides the cosine; CLIP's logit scale, at least 0.01; SSB 0.07
-    a, b        a, b               (m,), (n,)     cosine units
-    K           queue_size         ()             training queries kept of each kind; 16,384
+Symbols
+    t, v        text, video          (B, D)     embeddings of this process; text comes first
+    gamma       gamma, --tau         ()         divides the cosine; CLIP's logit scale; SSB 0.07
+    a, b        a, b                 (m,), (n,) biases, in units of the cosine
+    K           queue_size           ()         training queries in the queue; paper 16,384
 
-Commands:
-    accelerate launch ncl.py                                     # moving emoji, two minutes on two CPU cores
-    accelerate launch ncl.py --loss infonce                      # the CLIP4Clip baseline
-    accelerate launch ncl.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS      # the paper's; msvd, ...
-    # Table 4: SSB with NCL, and with its own loss
-    accelerate launch ncl.py --dataset msrvtt ... --image-encoder ssb --feature-dir MOTION APPEARANCE
-    accelerate launch ncl.py --dataset msrvtt ... --image-encoder ssb --feature-dir MOTION APPEARANCE --loss max-margin
-    accelerate launch ncl.py --dataset clips.csv --video-dir VIDEOS   # own data: columns video, caption[, start, end]
-    python eval.py --checkpoint RUN --normalize queue            # test-time normalisation of any script's checkpoint
+Commands
+    accelerate launch ncl.py                                    # moving emoji, 2 minutes on a CPU
+    accelerate launch ncl.py --loss infonce                     # the baseline, CLIP4Clip
+    accelerate launch ncl.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS
+    accelerate launch ncl.py --dataset clips.csv --video-dir VIDEOS       # own: video, caption
+    python eval.py --checkpoint RUN --normalize queue           # test-time biases for any run
 
-A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
-
-Differences from the paper (there is no authors' code) and from CLIP4Clip, its base:
- 1. Eqs. 8 and 9 are printed with right-hand sides exchanged; rows sum to 1/m, columns to 1/n (it matters for queues).
- 2. The code of Fig. 4 is printed as an image, which we could not read. Here: the log domain, rows first, columns last,
-    4 rounds; a plain exp overflows at gamma = 0.01.
- 3. After 4 rounds at gamma = 0.01 the sums are far from 1; the paper calls the residual small. It is logged, as the
-    error after a batch's biases.
- 4. a cancels in text -> video and b in video -> text (a softmax sees no constant): each direction needs one bias.
- 5. The paper does not say whether a gradient flows through the biases. By default none does (at convergence it is
-    zero, Eq. 28); with detach=False of ncl_loss it does.
- 6. Adam: torch's AdamW with CLIP4Clip's beta2, epsilon and weight decay; its BertAdam has no bias correction and clips
-    each tensor as well. Norms, biases and the logit scale are not decayed (CLIP4Clip decays CLIP's norms by an accident
-    of names). The towers run in bf16 (CLIP4Clip: float32; --mixed-precision no), which is not measured at scale.
- 7. The learning rate follows a cosine to 0 after the warm-up; CLIP4Clip's drops to 0.976 of the peak at its end. Frames
-    are uniform in time, CLIP4Clip's uniform over a list of one frame a second; a short clip repeats frames, CLIP4Clip
-    pads and masks. Frames are scaled twice (8/7 of the size while decoding, then antialiased bilinear); CLIP4Clip once,
-    bicubic. It tests the best epoch (of MSR-VTT on the test split); here it is the last.
- 8. The batch size is not stated; it is CLIP4Clip's 128. On MSR-VTT and MSVD every caption is a training example
-    (--unfold-captions), so a batch may hold a clip twice. As in the base code, the pair is then an unmasked false
-    negative, and the priors stay uniform.
- 9. Table 4 is on SSB (Patrick et al. 2021), which has no public code: --image-encoder ssb is a RECONSTRUCTION that does
-    not promise the printed numbers; encoders/ssb.py says of each value whether it is NCL's, from memory or ours. SSB's
-    margin loss is summed over the batch (--loss-scale 64: App. C's factor 15 fits no mean), and its captioning loss
-    is kept beside NCL's, as the paper does not say that it is dropped. Dropout (App. C: 0.1 on MSVD and MSR-VTT, 0 on
-    ActivityNet) follows the first layer, the attention and the MLP of both heads; T5 keeps its own 0.1 as well.
-10. The pictures show only the run itself: Fig. 2 without biases, with the queue and with oracle (the paper: CLIP4Clip
-    beside NCL with its queue), Fig. 6 its retrievals without sums, Fig. 7 a PCA for t-SNE. Table 5's row None is
-    CLIP4Clip (--loss infonce), not NCL without biases. Figs. 7 and 8 show the start only if there is a val split (not
-    MSR-VTT). App. D's decomposition (Eqs. 19 to 23, except the gap, which is logged) and video weights (Eqs. 24 to 27)
-    are not computed.
+docs/ncl.md: commands for every table, recipes, differences from the paper, results.
+To try an idea of your own, copy this file and edit it; docs/forking.md.
 """
 
 import argparse
@@ -69,93 +37,135 @@ import math
 
 import common
 
-from common import (  # isort: skip
-    Captioner, Evaluator, Parser, Run, below_one, between, by_rows, captioning_loss, clean_exit, count,
-    fp32, freeze_as_clip4clip, gather, is_clip, nonnegative, normalize,
-    one_number, open_data, part, per_anchor, positive, positive_index, rank, retrieval_both_ways, set_dropout,
-    ssb_recipe, support_summary, to_device, write_tensors)
+from common import (
+    Augment, Captioner, EvaluationFacts, Evaluator, Parser, Run, Temperature, below_one, between,
+    captioning_loss, clean_exit, count, fp32, freeze_as_clip4clip, gather, is_clip, nonnegative,
+    normalize, one_number, open_data, part, per_anchor, positive, positive_index, rank,
+    retrieval_both_ways, row_blocks, say, set_dropout, ssb_recipe, support_summary, to_device,
+    write_tensors)
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from contrastive.figures.ncl import draw, first_captions  # isort: skip
+from contrastive.figures.ncl import draw, first_captions
 
 
-# ======================================================= METHOD ======================================================
+# ======================================================= METHOD ===================================
 def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
-    """Biases (a, b) under which each row and column of exp((a + b + sim) / gamma) gets its share (Eqs. 7 to 11).
+    """Biases that give each row and column of exp((a + b + sim) / gamma) its share (Eqs. 7 to 11).
+
+    It works in the log domain, where exp(1 / 0.01) does not overflow. Each round normalises rows,
+    then columns, so that the columns are exact at the end. (The paper prints Eqs. 8 and 9 with
+    their right-hand sides exchanged.)
 
     Args:
-        sim: (m, n) cosines, rows = texts (or queries), columns = videos (or items).   gamma: temperature, > 0.
-        iterations: rounds, at least 1; each normalises the rows, then the columns, which are exact at the end.
-        row_prior (m,), col_prior (n,): shares that sum to 1; None = 1/m and 1/n.
-    Returns: a (m,), b (n,) in cosine units, fp32 at least. Log domain: finite for any cosine and gamma.
+        sim: (m, n) cosines; rows are texts (or queries), columns videos (or items).
+        gamma: temperature > 0, a number or ().
+        iterations: rounds of Sinkhorn-Knopp, >= 1.
+        row_prior, col_prior: shares (m,), (n,) that sum to 1; None = 1/m, 1/n.
+    Returns: a (m,), b (n,), float32 or float64.
     """
-    (m, n), gamma = sim.shape, one_number(gamma, "gamma")
-    logits = (sim if sim.dtype == torch.float64 else sim.float()) / gamma           # (m, n) S
-    log_r = -math.log(m) if row_prior is None else row_prior.to(logits).log()       # () or (m,)
-    log_c = -math.log(n) if col_prior is None else col_prior.to(logits).log()       # () or (n,)
-    log_beta = logits.new_zeros(n)                                                  # (n,)
+    one_number(gamma, "gamma")
+    m, n = sim.shape
+    if sim.dtype != torch.float64:
+        sim = sim.float()
+    logits = sim / gamma                                                   # (m, n)
+    log_row_share = -math.log(m)
+    if row_prior is not None:
+        log_row_share = row_prior.to(logits).log()                         # (m,)
+    log_col_share = -math.log(n)
+    if col_prior is not None:
+        log_col_share = col_prior.to(logits).log()                         # (n,)
+    log_beta = logits.new_zeros(n)                                         # (n,)
     for _ in range(iterations):
-        log_alpha = log_r - torch.logsumexp(logits + log_beta, dim=1)               # (m,) rows of P sum to r
-        log_beta = log_c - torch.logsumexp(logits + log_alpha[:, None], dim=0)      # (n,) columns sum to c
-    return gamma * log_alpha.log_softmax(0), gamma * log_beta.log_softmax(0)        # (m,), (n,); Eqs. 10 and 11
+        log_alpha = log_row_share - torch.logsumexp(logits + log_beta, dim=1)            # (m,)
+        log_beta = log_col_share - torch.logsumexp(logits + log_alpha[:, None], dim=0)   # (n,)
+    a = gamma * log_alpha.log_softmax(0)                                   # (m,) Eq. 10
+    b = gamma * log_beta.log_softmax(0)                                    # (n,) Eq. 11
+    return a, b
+
+
+@row_blocks
+def biased_cross_entropy(anchor, target, *, candidates, bias, gamma):
+    """Mean cross-entropy of anchors with biased cosines (Eq. 12): (b, D), (b,) -> ().
+
+    Args:
+        candidates: (N, D).
+        bias: (N,) of the candidates, or 0.
+        gamma: temperature.
+    """
+    logits = (anchor @ candidates.T + bias) / gamma                        # (b, N)
+    return F.cross_entropy(logits, target)                                 # ()
 
 
 @fp32
-def ncl_terms(text, video, gamma, iterations=4, detach=True, block=0):
-    """Both directions of Eq. 4 with the adjusted similarity (Eq. 12); biases from the matrix of the whole global batch.
+def ncl_terms(text, video, gamma, iterations=4, detach=True):
+    """Both directions of Eq. 4, with biases from the matrix of the global batch.
 
     Args:
-        text, video: (B, D) this process's embeddings, row i of both is a pair.
-        gamma: temperature, divides the cosine, float or () tensor, > 0; the biases need one for the whole matrix.
-        iterations: rounds of Sinkhorn-Knopp; 0 = no biases, plain InfoNCE.   detach: no gradient through the biases.
-        block: rows of the loss at a time (0 = automatic, see common.by_rows); the biases need the whole matrix.
-    Returns: {"L_t2v", "L_v2t"}: scalars fp32 (float64 stays), means over the B local pairs. A random guess is about
-        ln N each.
+        text, video: (B, D) embeddings of this process; row i of both is a pair.
+        gamma: temperature > 0, a number or (): the biases need one for the whole matrix.
+        iterations: rounds of Sinkhorn-Knopp; 0 = no biases, InfoNCE.
+        detach: stop the gradient through the biases. The paper does not say; at convergence it is
+            zero (Eq. 28).
+    Returns: {"L_t2v", "L_v2t": ()}, means over the pairs, float32. A random guess is about ln N.
     """
-    text, video, gamma = normalize(text), normalize(video), one_number(gamma, "gamma")  # (B, D), (B, D), ()
-    texts, videos = gather(text), gather(video)                            # (N, D)
-    a = b = 0.0
-    if iterations:
+    one_number(gamma, "gamma")
+    text, video = normalize(text), normalize(video)                        # (B, D)
+    all_texts, all_videos = gather(text), gather(video)                    # (N, D)
+    a, b = 0.0, 0.0
+    if iterations > 0:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-            a, b = sinkhorn_biases(texts @ videos.T, gamma, iterations)    # (N,), (N,)
+            a, b = sinkhorn_biases(all_texts @ all_videos.T, gamma, iterations)          # (N,)
+    target = positive_index(text)                                          # (B,)
+    # a_i is the same for all videos of text i, and cancels in the softmax over them; so does b_j
+    # in the softmax over texts
+    t2v = biased_cross_entropy(text, target, candidates=all_videos, bias=b, gamma=gamma)
+    v2t = biased_cross_entropy(video, target, candidates=all_texts, bias=a, gamma=gamma)
+    return {"L_t2v": t2v, "L_v2t": v2t}
 
-    def one_way(anchor, candidates, bias):                                 # (B, D), (N, D), (N,) or 0.0
-        def rows(x, target):                                               # b anchors at a time
-            return F.cross_entropy((x @ candidates.T + bias) / gamma, target)       # ()
-        return by_rows(rows, anchor, positive_index(anchor), columns=len(candidates), block=block)
-    # a_i, equal along a row of text -> video, cancels there, and b_j in the other direction
-    return {"L_t2v": one_way(text, videos, b), "L_v2t": one_way(video, texts, a)}
 
-
-def ncl_loss(text, video, gamma, iterations=4, detach=True, block=0):
-    """L = 1/2 (L_t2v + L_v2t) (Eq. 4); arguments and type as ncl_terms. Scalar; a random guess is about ln N."""
-    terms = ncl_terms(text, video, gamma, iterations, detach, block)
+def ncl_loss(text, video, gamma, iterations=4, detach=True):
+    """L = 1/2 (L_t2v + L_v2t) (Eq. 4): the mean of ncl_terms, (). A random guess is about ln N."""
+    terms = ncl_terms(text, video, gamma, iterations, detach)
     return (terms["L_t2v"] + terms["L_v2t"]) / 2
 
 
-# ------------------------------------------------------- test time ---------------------------------------------------
+# ------------------------------------------------------- test time --------------------------------
 def retrieval_biases(items, queries, gamma, iterations=4):
-    """Bias (n,) of each item (Sec. 3.4), from queries (K, D) that stand in for the unknown ones; items (n, D).
+    """Biases of items from queries that stand in for those of the test (Sec. 3.4).
 
-    Equal to the columns' biases of sinkhorn_biases, in blocks of queries to spare memory; a fork changes both loops.
+    They equal b of sinkhorn_biases, in the memory of 1,024 queries. If you edit one of these two
+    functions, edit the other.
+
+    Args:
+        items: (n, D) embeddings.
+        queries: (K, D) embeddings of the other modality.
+        gamma, iterations: as in sinkhorn_biases.
+    Returns: (n,)
     """
     items, queries = normalize(items), normalize(queries)                  # (n, D), (K, D)
     log_beta = items.new_zeros(len(items))                                 # (n,)
     for _ in range(iterations):
-        total = items.new_full((len(items),), -math.inf)                   # (n,) log of the column sums so far
+        log_column_sums = items.new_full((len(items),), -math.inf)         # (n,)
         for block in queries.split(1024):
             logits = block @ items.T / gamma                               # (k, n)
-            log_alpha = -math.log(len(queries)) - torch.logsumexp(logits + log_beta, 1)              # (k,)
-            total = torch.logaddexp(total, torch.logsumexp(logits + log_alpha[:, None], 0))          # (n,)
-        log_beta = -math.log(len(items)) - total                           # (n,)
+            log_row_sums = torch.logsumexp(logits + log_beta, dim=1)       # (k,)
+            log_alpha = -math.log(len(queries)) - log_row_sums             # (k,)
+            block_sums = torch.logsumexp(logits + log_alpha[:, None], dim=0)             # (n,)
+            log_column_sums = torch.logaddexp(log_column_sums, block_sums)               # (n,)
+        log_beta = -math.log(len(items)) - log_column_sums                 # (n,)
     return gamma * log_beta.log_softmax(0)
 
 
 class QueryQueue(nn.Module):
-    """First in, first out: the last `size` training queries, the same on all processes. Read at test time only."""
+    """The last `size` training queries, the same on all processes, for use at test time alone.
+
+    Args:
+        size: K, number of queries.
+        dim: D, width of a query.
+    """
 
     def __init__(self, size, dim):
         super().__init__()
@@ -164,295 +174,465 @@ class QueryQueue(nn.Module):
 
     @torch.no_grad()
     def push(self, x):
-        """Add this step's embeddings of all processes: (B, D) local rows, any scale."""
-        x, size = gather(normalize(x)), len(self.queries)                  # (N, D)
-        at = (self.count + torch.arange(len(x), device=x.device))[-size:] % size        # (min(N, size),)
-        self.queries[at] = x[-size:].to(self.queries)
+        """Adds the embeddings of a step, (B, D) on each process, normalised here."""
+        x = gather(normalize(x))                                           # (N, D)
+        size = len(self.queries)
+        numbers = self.count + torch.arange(len(x), device=x.device)       # (N,) as they arrive
+        rows = numbers[-size:] % size                                      # (min(N, size),)
+        self.queries[rows] = x[-size:].to(self.queries)
         self.count += len(x)
 
     def get(self):
-        """The queries pushed so far, oldest first, (min(pushed, size), D); places not filled yet are left out."""
+        """The queries pushed so far, oldest first: (min(pushed, size), D)."""
         size, pushed = len(self.queries), int(self.count)
-        return self.queries[:pushed] if pushed < size else self.queries.roll(-(pushed % size), 0)
+        if pushed < size:
+            return self.queries[:pushed]
+        return self.queries.roll(-(pushed % size), dims=0)
 
 
 def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
-    """Retrieval without biases, with biases from stand-in queries, and from the test queries themselves (Table 5).
+    """Retrieval without biases, with those of training and with those of test queries (Table 5).
 
-    Args: pieces: as retrieval_pieces returns them.
-        texts (K, D), videos (K, D): stand-in queries; None or empty = no 'queue' row.
-    Returns: {none, queue, oracle} -> {text_to_image, image_to_text, R-Mean, error {text_to_image, image_to_text}},
-        and by the same names the biases, (M,) of the images and (C,) of the texts.
+    Args:
+        pieces: EvaluationPieces of a split, with captions.
+        gamma, iterations: as in sinkhorn_biases.
+        texts, videos: (K, D) training queries; without them there is no entry 'queue'.
+    Returns:
+        {'none', 'queue', 'oracle': {'text_to_image', 'image_to_text', 'R-Mean', 'error'}}, and
+        {'none', 'queue', 'oracle': (biases of images (M,), of texts (C,))}.
     """
-    device = pieces.get("device")
-    image, text = (normalize(pieces[kind].to(device)) for kind in ("image", "text"))    # (M, D), (C, D)
-    stand_ins = {"oracle": (text, image)}
-    if texts is not None and len(texts):
-        stand_ins = {"queue": (texts.to(device), videos.to(device))} | stand_ins
+    device = pieces.device
+    image = normalize(pieces.image.to(device))                             # (M, D)
+    text = normalize(pieces.text.to(device))                               # (C, D)
     biases = {"none": (image.new_zeros(len(image)), image.new_zeros(len(text)))}
-    for name, (t, v) in stand_ins.items():
-        biases[name] = retrieval_biases(image, t, gamma, iterations), retrieval_biases(text, v, gamma, iterations)
-    sim, results = text @ image.T, {}                                      # (C, M)
-    for name, (b, a) in biases.items():                                    # (M,), (C,)
-        error = {"text_to_image": common.normalization_error(sim + b, gamma),
-                 "image_to_text": common.normalization_error(sim.T + a, gamma)}
-        results[name] = retrieval_both_ways(pieces, b, a)[0] | {"error": error}
-    return results, {name: (b.cpu(), a.cpu()) for name, (b, a) in biases.items()}
+    if texts is not None and len(texts) > 0:
+        biases["queue"] = (retrieval_biases(image, texts.to(device), gamma, iterations),
+                           retrieval_biases(text, videos.to(device), gamma, iterations))
+    biases["oracle"] = (retrieval_biases(image, text, gamma, iterations),
+                        retrieval_biases(text, image, gamma, iterations))
+
+    sim = text @ image.T                                                   # (C, M)
+    results = {}
+    biases_on_cpu = {}
+    for name, (image_bias, text_bias) in biases.items():                   # (M,), (C,)
+        results[name], _ = retrieval_both_ways(pieces, image_bias, text_bias)
+        results[name]["error"] = {
+            "text_to_image": common.normalization_error(sim + image_bias, gamma),
+            "image_to_text": common.normalization_error(sim.T + text_bias, gamma)}
+        biases_on_cpu[name] = (image_bias.cpu(), text_bias.cpu())
+    return results, biases_on_cpu
 
 
-# ------------------------------------------------------- baselines ---------------------------------------------------
+# ------------------------------------------------------- baselines --------------------------------
+def mean_triplet_loss(anchor, candidates, target, margin):
+    """Mean triplet loss of anchors with their hardest negatives, in one direction.
+
+    Args:
+        anchor: (B, D).
+        candidates: (N, D).
+        target: (B, 1) column of each anchor's own candidate.
+        margin: a number, () or (B, 1).
+    Returns: ()
+    """
+    sim = anchor @ candidates.T                                            # (B, N)
+    hardest = sim.scatter(1, target, -math.inf).amax(dim=1, keepdim=True)  # (B, 1)
+    return (margin - sim.gather(1, target) + hardest).relu().mean()
+
+
 @fp32
-def max_margin_terms(text, video, margin=0.2):
-    """Triplets with the hardest negative of the batch (Faghri et al. 2018): {"L_t2v", "L_v2t"}, scalars fp32 (float64
-    stays).
+def hardest_negative_terms(text, video, margin=0.2):
+    """Triplets with the hardest negative of the global batch, by direction (Faghri et al. 2018).
 
-    Args: text, video: (B, D) this process's embeddings, row i of both is a pair.   margin: in cosine units, >= 0: a
-        float, (), or (B,) per anchor.
+    Args:
+        text, video: (B, D) embeddings of this process; row i of both is a pair.
+        margin: >= 0, in units of the cosine: a number, () or (B,) for each anchor.
+    Returns: {"L_t2v", "L_v2t": ()}, means over the anchors, float32.
     """
     text, video = normalize(text), normalize(video)                        # (B, D)
-    texts, videos = gather(text), gather(video)                            # (N, D)
-    target, margin = positive_index(text)[:, None], per_anchor(margin, text, "margin", positive=False)       # (B, 1)
-
-    def one_way(anchor, candidates):
-        sim = anchor @ candidates.T                                        # (B, N)
-        hardest = sim.scatter(1, target, -math.inf).amax(1, keepdim=True)  # (B, 1)
-        return (margin - sim.gather(1, target) + hardest).relu().mean()
-    return {"L_t2v": one_way(text, videos), "L_v2t": one_way(video, texts)}
+    all_texts, all_videos = gather(text), gather(video)                    # (N, D)
+    margin = per_anchor(margin, text, "margin", positive=False)            # () or (B, 1)
+    target = positive_index(text)[:, None]                                 # (B, 1)
+    return {"L_t2v": mean_triplet_loss(text, all_videos, target, margin),
+            "L_v2t": mean_triplet_loss(video, all_texts, target, margin)}
 
 
-def max_margin_loss(text, video, margin=0.2):
-    """SSB's loss, the sum of both directions; arguments as max_margin_terms. Scalar; of equal cosines 2 margin."""
-    terms = max_margin_terms(text, video, margin)
+def hardest_negative_loss(text, video, margin=0.2):
+    """The loss of SSB: the sum of hardest_negative_terms, (). With equal cosines it is 2 margin."""
+    terms = hardest_negative_terms(text, video, margin)
     return terms["L_t2v"] + terms["L_v2t"]
 
 
-# ======================================================= flags =======================================================
-# Defaults by data set, one line per group. 'paper': Appendix B, and where it says nothing CLIP4Clip, its base; 'ours':
-# tuned on the validation split. Flags override them; other data sets use 'own'.
+# ======================================================= flags ====================================
+# A recipe holds what differs from the defaults, which stand in parse_args and, for the flags of all
+# scripts, in contrastive/engine/flags.py. 'recipe' says whose values they are (docs/ncl.md).
 CLIP4CLIP = dict(
     recipe="paper; optimiser and batch from CLIP4Clip",
-    image_encoder="openai/clip-vit-base-patch32", text_encoder="openai/clip-vit-base-patch32", pretrained=True,
-    embed_dim=512, image_size=224, image_stats="encoder", eval_resize="crop", frames=12, frame_sampling="uniform",
-    text_length=32, text_pooling="cls", clean_captions=False, unfold_captions=True, join_captions=False,
-    epochs=5.0, batch_size=128, chunk_size=32, optimizer="adamw", lr=1e-7, lr_end=0.0, lr_schedule="cosine",
-    warmup_epochs=0.0, warmup_fraction=0.1, weight_decay=0.2, beta1=0.9, beta2=0.98, eps=1e-6, grad_clip=1.0,
-    tau=0.01, learnable_tau=True, loss_scale=1.0, queue_size=16_384, crop_min=1.0, flip=0.0, jitter=0.0,
-    freeze="clip4clip", mixed_precision="bf16", log_every=50, save_every=500, eval_every=0)
-PARAGRAPHS = CLIP4CLIP | dict(epochs=10.0, chunk_size=8, text_length=64, frames=64, unfold_captions=False)
-IMAGES = CLIP4CLIP | dict(recipe="ours; as msrvtt, on images", chunk_size=0, unfold_captions=False)
-MOVING = CLIP4CLIP | dict(
-    recipe="ours",
-    image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128, freeze="none",
-    image_size=32, image_stats="encoder", frames=4, text_length=24, text_pooling="mean", unfold_captions=False,
-    epochs=24.0, chunk_size=0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, warmup_fraction=0.0, weight_decay=0.1, eps=1e-8,
-    tau=0.1, learnable_tau=False, queue_size=2000, mixed_precision="no",
-    crop_min=0.8, jitter=0.2, log_every=10, save_every=120, eval_every=120)
-EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
-OWN = MOVING | dict(
-    recipe="ours; small towers from scratch", image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
+    image_encoder="openai/clip-vit-base-patch32", text_encoder="openai/clip-vit-base-patch32",
+    pretrained=True, embed_dim=512, image_size=224,
+    text_pooling="cls", unfold_captions=True,
+    epochs=5.0, batch_size=128, chunk_size=32, lr=1e-7, lr_end=0.0,
+    warmup_epochs=0.0, warmup_fraction=0.1, weight_decay=0.2, eps=1e-6,
+    tau=0.01, learnable_tau=True, queue_size=16_384, crop_min=1.0, jitter=0.0,
+    freeze="clip4clip", mixed_precision="bf16", log_every=50)
+PARAGRAPHS = CLIP4CLIP | dict(
+    epochs=10.0, chunk_size=8, text_length=64, frames=64, unfold_captions=False)
+IMAGES = CLIP4CLIP | dict(
+    recipe="ours; as msrvtt, on images", chunk_size=0, unfold_captions=False)
+MOVING = dict(
+    recipe="ours", image_size=32, frames=4, text_length=24, batch_size=128,
+    save_every=120, eval_every=120)
+EMOJI = MOVING | dict(
+    recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
+OWN = dict(recipe="ours; small towers from scratch", frames=8, batch_size=128)
+FROZEN = dict(
+    recipe="ours; published encoders, frozen: their projections learn",
+    # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
+    image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
+    image_size=128, text_pooling="mean", cached_views=4,
+    max_steps=1000, batch_size=512, lr=1e-3, warmup_epochs=0.0, warmup_fraction=0.05,
+    log_every=50,
+    crop_min=0.35, flip=0.5, jitter=0.4)
 RECIPES = {
-    "moving-emoji": MOVING, "emoji": EMOJI, "msrvtt": CLIP4CLIP, "activitynet": PARAGRAPHS,
+    "moving-emoji": MOVING,
+    "emoji": EMOJI,
+    "msrvtt": CLIP4CLIP,
+    "activitynet": PARAGRAPHS,
     "msvd": CLIP4CLIP | dict(epochs=3.0, warmup_fraction=0.0),
     "didemo": PARAGRAPHS | dict(recipe="ours; as activitynet, which is as long"),
     "youcook2": CLIP4CLIP | dict(recipe="ours; as msrvtt"),
     "howto100m": CLIP4CLIP | dict(recipe="ours; as msrvtt", epochs=1.0, unfold_captions=False),
-    "coco": IMAGES, "flickr30k": IMAGES, "cc3m": IMAGES, "cc12m": IMAGES, "own": OWN}
+    "coco": IMAGES,
+    "flickr30k": IMAGES,
+    "cc3m": IMAGES,
+    "cc12m": IMAGES,
+    "own": OWN,
+    "frozen": FROZEN}
+LOWEST_TAU = 0.01                                                          # if learnt; CLIP's
 
 
-def loss_defaults(chosen):
-    """Defaults of --loss and of SSB's towers; chosen: the flags recipe, loss and image_encoder."""
-    defaults = {} if chosen.loss == "ncl" else dict(normalize="none")      # baselines are reported as they are
+def method_defaults(chosen):
+    """Defaults that depend on --loss, --recipe and --image-encoder."""
+    defaults = {}
+    if chosen.loss != "ncl":
+        # the retrieval that is reported of a baseline has no biases
+        defaults["normalize"] = "none"
     if chosen.loss == "max-margin":
-        defaults |= dict(learnable_tau=False)
-    if chosen.image_encoder and not is_clip(chosen.image_encoder):         # of a recipe with another encoder
-        defaults |= dict(freeze="none")
-    if chosen.image_encoder == "ssb":                                      # App. C
-        defaults |= ssb_recipe(chosen)
+        defaults["learnable_tau"] = False
+    freeze = RECIPES[chosen.recipe].get("freeze")
+    if freeze == "clip4clip" and chosen.image_encoder and not is_clip(chosen.image_encoder):
+        defaults["freeze"] = "none"
+    if chosen.image_encoder == "ssb":
+        defaults.update(ssb_recipe(chosen))                                # App. C
     return defaults
 
 
+def check_flags(parser, args):
+    """Refuses flags that contradict each other."""
+    if args.learnable_tau and args.tau < LOWEST_TAU:
+        parser.error(f"--tau {args.tau}: a learnt temperature must start at {LOWEST_TAU} or above")
+    if args.image_encoder == "ssb" and not args.feature_dir:
+        parser.error("--image-encoder ssb reads features: give their folder, --feature-dir DIR")
+    if args.captioning_weight and args.freeze in ("text", "both"):
+        parser.error(f"--freeze {args.freeze}: the captioning loss trains the text encoder; add "
+                     "--captioning-weight 0")
+    eval_names = {word.partition("=")[0] for word in args.eval_datasets}
+    if args.feature_dir and not eval_names <= {args.dataset}:
+        parser.error(f"--eval-datasets: the features of --feature-dir are those of {args.dataset} "
+                     "alone; evaluate other sets by eval.py --feature-dir")
+
+
 def parse_args(argv=None):
-    """Flags; the recipe of --dataset, --loss and --image-encoder gives the defaults."""
-    p = Parser(__file__, "NCL: Sinkhorn-normalised contrastive retrieval, in training and at test time.")
-    yesno = argparse.BooleanOptionalAction
-    g = p.group("method")
-    g.add_argument("--loss", choices=["ncl", "infonce", "max-margin"], default="ncl",
-                   help="NCL; CLIP4Clip's loss; SSB's hardest-negative margin loss")
-    g.add_argument("--tau", type=positive, help="gamma, divides the cosine, > 0; CLIP's 0.01; SSB 0.07")
-    g.add_argument("--iterations", type=count, default=4, help="rounds of Sinkhorn-Knopp; paper 4")
-    g.add_argument("--loss-scale", type=nonnegative, help="factor of the loss; NCL on SSB 15")
-    g.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
-                   help="reported biases: from training queries; from the test queries (not a fair result); none")
-    g.add_argument("--queue-size", type=count, help="K, training queries kept of each kind; paper 16,384")
-    g.add_argument("--captioning-weight", type=nonnegative, default=0.0,
-                   help="of SSB's captioning loss, which needs a T5 as --text-encoder; SSB 10; 0 = off")
-    g.add_argument("--freeze", choices=["clip4clip", "none"],
-                   help="of a CLIP its embeddings and first norm, as CLIP4Clip's scripts do; or nothing")
-    g = p.group("with --loss ncl or infonce", loss=("ncl", "infonce"))
-    g.add_argument("--learnable-tau", action=yesno, help="learn gamma from --tau on, as CLIP's logit scale")
-    g = p.group("with --captioning-weight", captioning_weight=True)
-    g.add_argument("--support-tau", type=positive, default=0.1, help="T, divides the cosines of its support set")
-    g = p.group("with --loss max-margin", loss="max-margin")
-    g.add_argument("--margin", type=between(0, 2), default=0.2, help="cosine units; SSB 0.2")
-    g = p.group("views")
-    g.add_argument("--crop-min", type=part, help="least area of the crop, all frames alike; 1 = none (CLIP4Clip)")
-    g.add_argument("--flip", type=part, help="share of mirror images")
-    g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
-    g.add_argument("--text-dropout", action=yesno, default=True, help="a transformers text encoder keeps its own")
-    g = p.group("with --image-encoder ssb", image_encoder="ssb")
-    g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
-                   help="VIDEO.npy (time, width), such as motion and appearance, resampled to --frames, concatenated")
-    g.add_argument("--dropout", type=below_one, default=0.0, help="of these towers; App. C: 0.1, ActivityNet 0")
-    args = p.parse(argv, RECIPES, loss_defaults)
-    p.require(not args.learnable_tau or args.tau >= 0.01, "--tau: if learnt at least 0.01")
-    p.require(args.image_encoder != "ssb" or args.feature_dir, "--image-encoder ssb: --feature-dir?")
-    p.only(args.text_encoder != "small", "with a transformers --text-encoder", "--text-dropout")
-    p.only(args.image_encoder != "ssb", "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
-    p.require(not args.feature_dir or {word.partition("=")[0] for word in args.eval_datasets} <= {args.dataset},
-              f"--eval-datasets: --feature-dir is of {args.dataset} alone; eval.py --feature-dir evaluates on others")
-    return args
+    """Flags; their defaults follow --dataset or --recipe, --loss and --image-encoder."""
+    parser = Parser(__file__, "NCL: all items get the same share of probability.",
+                    freeze=["clip4clip"])
+    yes_or_no = argparse.BooleanOptionalAction
+    method = parser.add_argument_group("method")
+    method.add_argument("--loss", choices=["ncl", "infonce", "max-margin"], default="ncl",
+                        help="loss: NCL's, CLIP4Clip's InfoNCE, or SSB's margin loss with the "
+                             "hardest negative")
+    method.add_argument("--tau", type=positive, default=0.1,
+                        help="temperature gamma, divides the cosine; CLIP 0.01, SSB 0.07")
+    method.add_argument("--learnable-tau", action=yes_or_no, default=False,
+                        help="learn the temperature, from --tau on, as CLIP's logit scale")
+    method.add_argument("--iterations", type=count, default=4,
+                        help="rounds of Sinkhorn-Knopp for the biases; paper 4")
+    method.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
+                        help="biases of the reported retrieval: from training queries, from the "
+                             "test queries (not a fair result), or none")
+    method.add_argument("--queue-size", type=count, default=2000,
+                        help="K, the number of training texts, and of training videos, that give "
+                             "the biases; paper 16,384")
+    method.add_argument("--margin", type=between(0, 2), default=0.2,
+                        help="margin of --loss max-margin in units of the cosine, 0..2; SSB 0.2")
+    method.add_argument("--loss-scale", type=nonnegative, default=1.0,
+                        help="factor of the loss, but not of the captioning loss; NCL on SSB 15")
+    method.add_argument("--captioning-weight", type=nonnegative, default=0.0,
+                        help="weight of SSB's captioning loss, which needs a T5 as --text-encoder; "
+                             "SSB 10; 0 = off")
+    method.add_argument("--support-tau", type=positive, default=0.1,
+                        help="temperature that weights the videos of the captioning loss's support "
+                             "set")
+
+    views = parser.add_argument_group("views")
+    views.add_argument("--crop-min", type=part, default=0.8,
+                       help="smallest crop as a share of the frame's area, 0..1, the same in all "
+                            "frames; 1 = no crop (CLIP4Clip)")
+    views.add_argument("--flip", type=part, default=0.0,
+                       help="share of clips that are mirrored, 0..1; CLIP4Clip 0")
+    views.add_argument("--jitter", type=nonnegative, default=0.2,
+                       help="strength of changes in brightness, contrast and saturation, the same "
+                            "in all frames; CLIP4Clip 0")
+
+    towers = parser.add_argument_group("towers")
+    towers.add_argument("--text-dropout", action=yes_or_no, default=True,
+                        help="keep the dropout with which a transformers text encoder was "
+                             "published")
+    towers.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
+                        help="folders of features for --image-encoder ssb, VIDEO.npy of shape "
+                             "(time, width), such as motion and appearance; they are resampled to "
+                             "--frames and concatenated")
+    towers.add_argument("--dropout", type=below_one, default=0.0,
+                        help="dropout of SSB's video tower and text head, 0..1; App. C 0.1, "
+                             "ActivityNet 0")
+    return parser.parse(argv, RECIPES, method_defaults, check=check_flags)
 
 
-# ======================================================= main ========================================================
-def main(args):
+# ------------------------------------------------------- what the flags amount to -----------------
+def dropout_of(args):
+    """Dropout of SSB's heads, and whether a transformers text encoder keeps its own.
+
+    It reads a flag only if it has an effect: a run warns of flags that nothing has read.
+    """
+    head_dropout = 0.0
+    if args.image_encoder == "ssb" or args.text_pooling == "ssb":
+        head_dropout = args.dropout
+    keeps_text_dropout = True
+    if args.text_encoder != "small":
+        keeps_text_dropout = args.text_dropout
+    return head_dropout, keeps_text_dropout
+
+
+# ======================================================= main =====================================
+def main(args):  # noqa: C901, PLR0912
     """One run: data, model, view, loop, evaluation. Returns the summary."""
-    # ------------------------------------------- data (before any process group: its errors are quick) ---------------
+    # ------------------------------------------- data ---------------------------------------------
+    # before any process group, so that errors come quickly
     train, evals = open_data(args)
-    run = Run(__file__, args, train, evals, RECIPES)
+    # a CLIP as --image-encoder is the text encoder as well
+    args = common.fit_to_encoder(args)
+    # the batch and the epochs of a user's small data
+    args = common.fit_to_data(args, train)
+    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    run = Run(__file__, args, train, evals, steps, RECIPES)
 
-    # ------------------------------------------- model and optimiser -------------------------------------------------
-    tower, tokenizer, transform = run.towers()
-    set_dropout(tower, args.dropout, args.text_dropout)
+    # ------------------------------------------- model and optimiser ------------------------------
+    tower, tokenizer, transform = common.build_towers(args, train, run)
+    set_dropout(tower, *dropout_of(args))
+    if args.image_encoder == "ssb":
+        say("WARNING: --image-encoder ssb is a reconstruction of SSB; contrastive/encoders/ssb.py "
+            "says which values are from memory")
     if args.freeze == "clip4clip":
         freeze_as_clip4clip(tower)
-    own = nn.ModuleDict()                                                  # gamma and the queues stay outside DDP
-    own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
-    own["texts"] = QueryQueue(args.queue_size, args.embed_dim)
-    own["videos"] = QueryQueue(args.queue_size, args.embed_dim)
+    # parameters and buffers of the loss; they stand outside DDP and are saved
+    loss_modules = nn.ModuleDict()
+    limits = (LOWEST_TAU, None) if args.learnable_tau else None
+    loss_modules["tau"] = Temperature(args.tau, limits)
+    loss_modules["texts"] = QueryQueue(args.queue_size, args.embed_dim)
+    loss_modules["videos"] = QueryQueue(args.queue_size, args.embed_dim)
     if args.captioning_weight:
-        own["captioner"] = Captioner(tower.text, args.embed_dim, run.start[0], args.text_dropout)
-    own.to(run.device)
-    learnt = [tower, own]
+        loss_modules["captioner"] = Captioner(tower.text, args.embed_dim, tower.pretrained,
+                                              args.text_dropout)
+    loss_modules.to(run.device)
+    trained_modules = [tower, loss_modules]
     # >>> shared: optimizer
-    groups = common.decay_groups(learnt, args.weight_decay)
+    groups = common.decay_groups(trained_modules, args.weight_decay)
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
+        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps,
+                         fused=run.fused)
     # <<< shared
-    model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
-    run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: model(**inputs)[:2], model, run.accelerator, args.chunk_size)
+    model, optimizer = run.wrap(tower, loss_modules, optimizer)            # DDP, torch.compile
+    run.resume()                                                           # with --resume
+    encode_inputs = functools.partial(encode, model)
+    chunks = common.Chunks(encode_inputs, model, run.accelerator, args.chunk_size)
 
-    # ------------------------------------------- views and batches ---------------------------------------------------
-    view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), *[args.jitter] * 3,
-                          squash=args.eval_resize == "squash")
-    batches = run.batches([view], transform)
+    # ------------------------------------------- views and batches --------------------------------
+    # features of frozen encoders (--freeze), which are computed once
+    cache = common.open_feature_cache(args, run, tower, tokenizer, transform)
+    tokenizer = cache.tokenizer
+    batches = run.batches([clip_view(args)], transform, cache)
 
-    # ------------------------------------------- loop ----------------------------------------------------------------
-    rounds = args.iterations if args.loss == "ncl" else 0                  # 0: plain InfoNCE
-    evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
-                          also=functools.partial(evaluate_normalized, own=own, args=args))
-    run.begin(evaluator, random_guess(tokenizer, args), banner_lines(own, args))
-    if run.step == 0 and rank() == 0:                                      # Figs. 7 and 8 compare with the start
-        start = {f"{name}/{k}": x for name, p in run.val_pieces.items() for k, x in first_captions(p).items()}
-        write_tensors(run.folder / "embeddings_before.safetensors", start)
+    # ------------------------------------------- loop ---------------------------------------------
+    evaluate = functools.partial(evaluate_normalized, loss_modules=loss_modules,
+                                 dataset=args.dataset, mode=args.normalize,
+                                 iterations=args.iterations)
+    evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
+                          args=args, method_metrics=evaluate)
+    run.begin(evaluator, random_guess(tokenizer, args))
+    if run.step == 0:
+        save_start(run)                                                    # for Figs. 7 and 8
+    # listed once, since a walk through all modules takes milliseconds
+    clipped_parameters = [*tower.parameters(), *loss_modules.parameters()]
     for batch in batches:
-        run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
-        texts = common.pick(batch["captions"], batch["draws"])
-        tokens = {k: v.to(run.device) for k, v in tokenizer(texts).items()}             # (B, L)
-        inputs = {"pixels": batch["views"][0], "tokens": tokens}           # (B, [T,] 3, S, S), (B, L)
-        video, text = chunks.encode(inputs)                                # (B, D) each
+        run.set_lr(common.learning_rate(run.step, steps, args))
+        texts = common.pick(batch["captions"], batch["draws"])             # B captions
+        tokens = {name: ids.to(run.device) for name, ids in tokenizer(texts).items()}    # (B, L)
+        inputs = {"pixels": batch["views"][0], "tokens": tokens}           # (B, [T,] 3, S, S)
+        video, text = chunks.encode(inputs)                                # (B, D)
 
-        gamma = gamma_of(own, args)                                        # () or a float
-        if args.loss == "max-margin":
-            loss = args.loss_scale * max_margin_loss(text, video, args.margin)
+        gamma = loss_modules["tau"]()                                      # a number or ()
+        if args.loss == "ncl":
+            loss = ncl_loss(text, video, gamma, args.iterations)
+        elif args.loss == "infonce":
+            loss = ncl_loss(text, video, gamma, iterations=0)
+        elif args.loss == "max-margin":
+            loss = hardest_negative_loss(text, video, args.margin)
         else:
-            loss = args.loss_scale * ncl_loss(text, video, gamma, rounds)
-        more = {}
-        if args.captioning_weight:                                         # SSB's second loss
-            video_id = to_device(torch.tensor([*map(common.key_hash, batch["keys"])]), run.device)      # (B,)
-            z = support_summary(text, gather(video), video_id, gather(video_id), args.support_tau)      # (B, D)
-            more["L_cap"] = captioning_loss(z, **tokens, decoder=own["captioner"])
-            loss = loss + args.captioning_weight * more["L_cap"]
+            raise ValueError(f"--loss {args.loss} has no branch in this loop")
+        loss = args.loss_scale * loss
+        captioning_terms = {}
+        if args.captioning_weight:
+            # SSB's second loss; a batch may hold a video twice
+            hashes = [common.key_hash(key) for key in batch["keys"]]
+            video_id = to_device(torch.tensor(hashes), run.device)         # (B,)
+            summary = support_summary(text, gather(video), video_id, gather(video_id),
+                                      args.support_tau)                    # (B, D)
+            loss_cap = captioning_loss(summary, **tokens, decoder=loss_modules["captioner"])
+            loss = loss + args.captioning_weight * loss_cap
+            captioning_terms["L_cap"] = loss_cap
 
-        run.check_finite(loss, gamma, (text, video), batch)
-        chunks.backward(loss)                                              # the full batch's gradient
-        common.average_gradients(own.parameters())
+        run.check_finite(loss, gamma, (text, video))
+        chunks.backward(loss)                                              # of the full batch
+        common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
-            run.accelerator.clip_grad_norm_([*tower.parameters(), *own.parameters()], args.grad_clip)
+            run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        if args.learnable_tau:
-            own["tau"]["log_tau"].data.clamp_(min=math.log(0.01))            # as CLIP's
-        own["texts"].push(text)
-        own["videos"].push(video)
+        new_gamma = loss_modules["tau"].clamp()                            # as it is saved
+        loss_modules["texts"].push(text)
+        loss_modules["videos"].push(video)
+        columns = {}
+        if run.due("log"):
+            columns = log_columns(text, video, gamma, captioning_terms, run)
+        run.done(batch, loss, new_gamma, columns)                          # count, log, save, stop
 
-        numbers = numbers_of(text, video, gamma, args, run, more) if run.due("log") else {}
-        run.done(batch, loss, gamma_of(own, args), numbers)                # gamma as it is saved
-
-    # ------------------------------------------- save and evaluate ---------------------------------------------------
-    if rank() == 0:
-        queues = {kind: own[kind].get() for kind in ("texts", "videos")}
-        queues["gamma"] = torch.as_tensor(gamma_of(own, args), dtype=torch.float64).detach().reshape(1)
-        write_tensors(run.folder / "queues.safetensors", queues)
-    return run.finish(lambda run: draw(run, retrieval_biases))
+    # ------------------------------------------- save and evaluate --------------------------------
+    save_queues(run, loss_modules)
+    tower.spec["evaluation"] = vars(evaluation_facts(args))                # for eval.py
+    return run.finish(functools.partial(draw, retrieval_biases=retrieval_biases))
 
 
-@torch.no_grad()
-def numbers_of(text, video, gamma, args, run, more):
-    """Columns of the log: the loss's terms and `more`, the health of the space, the normalisation error (Fig. 2)."""
-    if args.loss == "max-margin":
-        terms = max_margin_terms(text, video, args.margin)
-    else:
-        terms = ncl_terms(text, video, gamma, args.iterations if args.loss == "ncl" else 0)
-    numbers = common.mean_over_processes(terms | more, run.device)
-    text, video = gather(normalize(text)), gather(normalize(video))                     # (N, D)
-    sim = text @ video.T                                                   # (N, N)
-    fair = sim + sinkhorn_biases(sim, gamma, args.iterations)[1]                        # (N, N)
-    errors = {name: common.normalization_error(s, gamma) for name, s in (("error", sim), ("error_normalized", fair))}
-    return numbers | common.embedding_health(video, text) | errors
+# ------------------------------------------------------- views and encoders -----------------------
+def clip_view(args):
+    """The view of a clip; --crop-min 1 keeps the whole frame. Features have no view."""
+    if args.image_encoder == "ssb":
+        return Augment(args.image_size)
+    jitter_p = 1.0 if args.jitter > 0 else 0.0
+    return Augment(args.image_size, args.crop_min, args.flip, jitter_p=jitter_p,
+                   brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
+                   squash=args.eval_resize == "squash")
 
 
-def gamma_of(own, args):
-    """gamma of the loss and the log: () with gradient, or a float if it is not learnt."""
-    return own["tau"]["log_tau"].exp() if args.learnable_tau else args.tau
+def encode(model, inputs):
+    """pixels (b, [T,] 3, S, S), tokens (b, L) -> video, text: (b, D) each."""
+    video, text, _ = model(inputs["pixels"], inputs["tokens"])
+    return video, text
 
 
+# ------------------------------------------------------- banner, log and files --------------------
 def random_guess(tokenizer, args):
-    """The loss at the start and the end if all similarities are equal; None in a fork whose loss has another."""
-    guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
+    """The loss at the start and at the end of training if all cosines are equal.
+
+    None for a loss that is unknown here, as one that a copy of this file adds.
+    """
+    if args.loss in ("ncl", "infonce"):
+        guess = args.loss_scale * math.log(args.batch_size)
+    elif args.loss == "max-margin":
+        guess = args.loss_scale * 2 * args.margin
+    else:
+        return None
     if args.captioning_weight:
-        guess += args.captioning_weight * math.log(len(tokenizer.tokenizer))        # a word of the vocabulary
+        # a random guess at each word of a caption
+        guess += args.captioning_weight * math.log(len(tokenizer.tokenizer))
     return guess, guess
 
 
 @torch.no_grad()
-def banner_lines(own, args):
-    """The banner's words on the method."""
-    rounds = f", {args.iterations} rounds of Sinkhorn-Knopp" if args.loss == "ncl" else ""
-    factor = f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""
-    factor += f", + {args.captioning_weight:g} x captioning (T {args.support_tau:g})" if args.captioning_weight else ""
-    lines = {"loss": f"{args.loss}{rounds}{factor}", "frozen": args.freeze,
-             "temperature": f"gamma {float(gamma_of(own, args)):g}" + ", learnt" * args.learnable_tau,
-             "test time": f"--normalize {args.normalize}; queues, of {args.dataset} alone: {args.queue_size:,} each"}
-    if args.image_encoder == "ssb":
-        lines["recipe"] = f"{args.recipe} (reconstruction of SSB; encoders/ssb.py says which values are from memory)"
-    return lines
+def log_columns(text, video, gamma, captioning_terms, run):
+    """Columns of the log: terms of the loss, health of the space, normalisation error (Fig. 2).
+
+    Args:
+        text, video: (B, D) embeddings of this process.
+        gamma: temperature of the step, a number or ().
+        captioning_terms: {'L_cap': ()}, or empty.
+        run: the Run.
+    """
+    args = run.args
+    if args.loss == "ncl":
+        terms = ncl_terms(text, video, gamma, args.iterations)
+    elif args.loss == "max-margin":
+        terms = hardest_negative_terms(text, video, args.margin)
+    else:
+        terms = ncl_terms(text, video, gamma, iterations=0)
+    columns = common.mean_over_processes(terms | captioning_terms, run.device)
+    text, video = gather(normalize(text)), gather(normalize(video))        # (N, D)
+    columns.update(common.embedding_health(video, text))
+    sim = text @ video.T                                                   # (N, N)
+    _, b = sinkhorn_biases(sim, gamma, args.iterations)                    # (N,)
+    columns["error"] = common.normalization_error(sim, gamma)
+    columns["error_normalized"] = common.normalization_error(sim + b, gamma)
+    return columns
 
 
 @torch.no_grad()
-def evaluate_normalized(pieces, own, args):
-    """The metrics of one data set in an evaluation: those under --normalize first, and all normalisations beside them.
+def evaluate_normalized(pieces, loss_modules, dataset, mode, iterations):
+    """The retrieval metrics of a set with the biases of --normalize, and those of all its modes.
 
-    The queues are only used for the set that they come from. The biases stay in the pieces, for the pictures.
+    Args:
+        pieces: EvaluationPieces of a split. The biases are added to them, for the pictures.
+        loss_modules: temperature and queues of the run.
+        dataset: name of the run's data set, the only one that has a queue.
+        mode: --normalize.
+        iterations: rounds of Sinkhorn-Knopp.
     """
-    of_this_set = pieces["data"].name == args.dataset
-    queues = [own[kind].get().cpu() for kind in ("texts", "videos")] if of_this_set else ()                # (K, D) each
-    results, pieces["biases"] = normalized_retrieval(pieces, float(gamma_of(own, args)), args.iterations, *queues)
-    mode = args.normalize if args.normalize in results else "none"         # before the first step there is no queue
-    return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}
+    gamma = float(loss_modules["tau"]())
+    texts = videos = None
+    if pieces.data.name == dataset:
+        texts = loss_modules["texts"].get().cpu()                          # (K, D)
+        videos = loss_modules["videos"].get().cpu()
+    results, pieces.biases = normalized_retrieval(pieces, gamma, iterations, texts, videos)
+    if mode not in results:
+        # no queue: before the first step, and for other sets than the run's
+        mode = "none"
+    metrics = {name: value for name, value in results[mode].items() if name != "error"}
+    return metrics | {"normalize": results, "normalized_by": mode}
+
+
+def evaluation_facts(args):
+    """What eval.py has to know of a run."""
+    return EvaluationFacts(
+        tau=None if args.loss == "max-margin" else args.tau, learnable_tau=args.learnable_tau,
+        normalize=args.normalize, iterations=args.iterations, knn_features=args.knn_features)
+
+
+def save_start(run):
+    """Writes the embeddings of the val splits before training."""
+    if rank() == 0:
+        start = {}
+        for name, pieces in run.val_pieces.items():
+            for kind, embeddings in first_captions(pieces).items():
+                start[f"{name}/{kind}"] = embeddings
+        write_tensors(run.folder / "embeddings_before.safetensors", start)
+
+
+def save_queues(run, loss_modules):
+    """Writes queues and gamma, for eval.py --normalize queue and the pictures."""
+    if rank() == 0:
+        gamma = torch.as_tensor(loss_modules["tau"](), dtype=torch.float64).detach().reshape(1)
+        queues = {name: loss_modules[name].get() for name in ("texts", "videos")}
+        write_tensors(run.folder / "queues.safetensors", queues | {"gamma": gamma})
 
 
 if __name__ == "__main__":

@@ -1,69 +1,35 @@
 """TeMo: Temperature Modulation for Multimodal Contrastive Learning (anonymous, under review).
 
-Two encoders map a batch of images I and texts T and their augmentations I~ and T~ into one space. The standard
-image-text InfoNCE, at a low fixed temperature, pushes all negatives apart. In three further losses each pair of the
-similarity matrix has its own temperature, which grows with the pair's similarity, so that similar items are pushed
-apart less: one loss between the modalities and one within each. A quadratic schedule moves the weight from InfoNCE to
-these losses during training: coarse separation first, local structure later. There are no additional parameters or
-heads; I~ and T~ are encoded without gradient, so that only the anchors learn from them.
+Two encoders map images I and texts T, and an augmentation I~ and T~ of each, into one space.
+InfoNCE at a low and fixed temperature pushes all negatives apart. TeMo adds three losses in which
+each pair has its own temperature: it grows with the similarity of the pair, so that similar items
+are pushed apart less. A quadratic schedule moves the weight from InfoNCE to these losses during
+training. No parameters are added, and I~ and T~ are encoded without gradient.
 
-Equations, s_ij = cosine, rows = anchors, all candidates of the global batch in the denominator (t = step / steps):
-    (1)  I(x_a, X; tau) = -log( exp(s_ap / tau_ap) / sum_k exp(s_ak / tau_ak) )          info_nce
-    (2)  L_I2I~ = 1/N sum_i I(I_i, I~; tau),  the same for texts                         info_nce
-    (3)  L_MM = 1/2 [ 1/N sum_i I(I_i, T; tau) + 1/N sum_i I(T_i, I; tau) ]              multimodal_loss
-    (4)  tau_ij = lambda(x_i, y_j) = tau_min + tau_alpha sqrt((1 + s_ij) / 2)            modulated_temperature
-    (5)  L_M-I2I, L_M-T2T: (2) with tau_ij from (4), anchors I (T), candidates I~ (T~)   modulated_loss
-    (6)  L_M-I2T, L_M-T2I: one direction of (3) with tau_ij from (4)                     modulated_loss
-    (7)  L_M-MM = 1/2 (L_M-I2T + L_M-T2I)                                                modulated_multimodal_loss
-    (8)  L = (1-t)^2 L_MM + t^2 (L_M-MM + L_M-I2I + L_M-T2T)                             temo_terms, temo_loss
+Equations (s_ij: cosine of anchor i and candidate j; t: progress of training, 0..1)
+    (1, 2)  I(x_a, X; tau) = -log( exp(s_ap / tau) / sum_k exp(s_ak / tau) )    info_nce
+    (3)     L_MM = 1/2 [ I(I, T; tau) + I(T, I; tau) ]                          multimodal_loss
+    (4)     tau_ij = tau_min + tau_alpha sqrt((1 + s_ij) / 2)         modulated_temperature
+    (5, 6)  L_M-I2I, L_M-T2T, L_M-I2T, L_M-T2I: (1) with the tau_ij of (4)      modulated_loss
+    (7)     L_M-MM = 1/2 (L_M-I2T + L_M-T2I)                          modulated_multimodal_loss
+    (8)     L = (1-t)^2 L_MM + t^2 (L_M-MM + L_M-I2I + L_M-T2T)                 temo_loss
 
-    symbol          variable                  shape     unit and paper value
-    I, T            image, text               (B, D)    this process's embeddings, normalised inside the losses
-    I~, T~          image_aug, text_aug       (B, D)    a second draw of I's view; a paraphrase; no gradient
-    tau             tau                       ()        divides the cosine; 0.01
-    tau_ij          tau                       (B, N)    0.01 at s = -1, 0.038 at 0, 0.05 at 1
-    tau_min         tau_min                   ()        0.01         tau_alpha  tau_alpha  ()  0.04
-    t               progress                  ()        0..1, optimiser step / all steps
+Symbols
+    I, T                  image, text             (B, D)  embeddings of this process
+    I~, T~                image_aug, text_aug     (B, D)  second view of I; paraphrase of T
+    tau, tau_ij           tau                     () or (B, N)  divides the cosine; paper 0.01
+    tau_min, tau_alpha    tau_min, tau_alpha      ()      lowest tau_ij, range; paper 0.01, 0.04
+    t                     progress                ()      optimiser step / all steps
 
-Commands:
-    accelerate launch temo.py                                    # emoji, three minutes on two CPU cores
-    accelerate launch temo.py --dataset cc3m --paraphrases p.jsonl  # the paper's run, ResNet-50 + DistilBERT
-    accelerate launch temo.py --dataset cc3m --image-encoder vit_base_patch16_224.augreg_in21k_ft_in1k --chunk-size 64
-    accelerate launch temo.py --dataset cc3m --row e             # a row of Table 3, with its learning rate
-    accelerate launch temo.py --dataset captions.csv             # own data: columns image, caption
-    python temo.py --loss infonce                                # a baseline: ts, dystress[-shifted], cwcl, slip
+Commands
+    accelerate launch temo.py                                      # emoji, 3 minutes on a laptop
+    accelerate launch temo.py --dataset cc3m --paraphrases p.jsonl # the paper's run
+    accelerate launch temo.py --dataset cc3m --row e               # a row of the paper's Table 3
+    accelerate launch temo.py --dataset captions.csv               # own data: image, caption
+    accelerate launch temo.py --loss infonce                       # a baseline
 
-A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
-
-The default is what made the paper's tables: public development code, whose kNN values are the paper's. Where it and the
-paper's text differ, or both leave something open:
- 1. Eq. 4 is printed as tau_min + tau_alpha sqrt(s) for similarities in 0..1. In the code they are (1 + cosine) / 2: an
-    unrelated pair has 0.038, not 0.010. --similarity cosine: the bare cosine, 0 where it is negative.
- 2. In the code a gradient flows through tau_ij, for DySTreSS too; the paper is silent. --detach-tau stops it.
- 3. The paper is silent; the CC3M code encodes I~ and T~ apart, without gradient, CC12M's with it (--grad-augmented).
- 4. I~ is a second draw of I's own transform in the CC3M code (--image-aug same), SimCLR's view in the CC12M code
-    (simclr, with a flag for each strength), a crop alone in a version of it (crop); the paper is silent.
- 5. With --paraphrases and unimodal losses T is drawn from the caption and its paraphrases, T~ from the paraphrases
-    (CC3M code); --no-paraphrase-anchor: T is the caption (the paper's words, CC12M code). Without --paraphrases T is
-    the caption, and T~ another caption, a template (emoji) or word dropout and swap: ours.
- 6. "The same optimization settings" (Section 4) are not the code's: rows a, b, d, e, InfoNCE and TS have lr 8e-4, rows
-    c, f, g and DySTreSS 2e-4; row b has tau_alpha 0.05. --row chooses all of it. The 8e-4 of CWCL and SLIP are ours.
-    On CC12M InfoNCE has 5e-4 and decay 0.5, SLIP and TeMo 3e-3 and 0.1, as SLIP's authors; no run of TeMo there is
-    public, and the other baselines are as InfoNCE: ours.
- 7. "Pre-trained on ImageNet-1k": resnet50.a1_in1k at 256 px; at 224 px a ViT-B/16 that saw ImageNet-21k before.
- 8. Eq. 3 as printed sums an average again; we follow Algorithm 1: 1/2 (L_I2T + L_T2I), each a mean over the batch.
- 9. The code's learning rate is constant within an epoch and its warm-up of 2,000 steps stops after 1,400 of them; here
-    both follow the step. It trains in fp16, here bf16; draws CC3M's shards with replacement; has BatchNorm for each
-    card; tests the epoch that is best on COCO's val, here the last. Crops are antialiased bilinear (code: bicubic).
-10. Experts (App. F) in the code: L = L_MM + w_I CE(I I^T / tau^I) + w_T CE(T T^T / tau^T), tau^I (tau^T) by Eq. 4 from
-    an image (text) expert's cosines. Weights: 0.6 and 0.4 of runs with one expert (with two, larger ones, 0.1 each).
-    DINOv2's class token stands where the paper has the mean of the patches (--expert-pooling).
-11. --loss slip has LayerNorm instead of BatchNorm in its head: results do not depend on processes and chunks. CWCL has
-    no public code: its weights are the cosines of the trained images, detached, and tau Table 1's 0.05.
-12. CC12M follows SLIP's code: a ViT-B/16 and CLIP's text transformer from scratch, though Table 2 ticks no "Scr.".
-13. Fig. 7 is zero-shot ImageNet during training. Here: zero-shot by prompts on each set of --eval-datasets with classes
-    and no captions, during training if it has a val split (ImageNet: --hold-out-val), in the run's own view and with
-    one prompt where the set has no others; the paper's number is that of eval.py --datasets imagenet1k.
+docs/temo.md: commands for every table, recipes, differences from the paper, results.
+To try an idea of your own, copy this file and edit it; docs/forking.md.
 """
 
 import argparse
@@ -72,248 +38,404 @@ import math
 
 import common
 
-from common import (  # isort: skip
-    Evaluator, Expert, Paraphrases, Parser, Run, between, by_rows, clean_exit, fp32, gather, nonnegative, normalize,
-    one_number, open_data, part, per_anchor, positive, positive_index, text_pair, text_words, whole)
+from common import (
+    Augment, EvaluationFacts, Evaluator, Expert, Paraphrases, Parser, Run, Temperature, between,
+    clean_exit, fp32, gather, nonnegative, normalize, one_number, open_data, part, per_anchor,
+    positive, positive_index, row_blocks, say, text_pair, text_words, whole)
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from contrastive.figures.temo import draw  # isort: skip
+from contrastive.figures.temo import draw, save_similarities
 
 
-# ======================================================= METHOD ======================================================
+# ======================================================= METHOD ===================================
+@row_blocks
+def info_nce_per_anchor(anchor, target, tau, *, candidates):
+    """Eq. 1 of each anchor: (b, D), (b,), tau, (N, D) -> (b,)."""
+    logits = anchor @ candidates.T / tau                                   # (b, N)
+    return F.cross_entropy(logits, target, reduction="none")               # (b,)
+
+
 @fp32
-def info_nce(anchor, candidates, tau, block=0):
-    """InfoNCE over the global batch with a temperature for each pair (Eq. 1, averaged as in Eq. 2).
+def info_nce(anchor, candidates, tau):
+    """InfoNCE of anchors against the candidates of the global batch (Eqs. 1 and 2).
 
     Args:
-        anchor, candidates: (B, D) this process's embeddings, any float dtype; row i of both is the positive pair.
-        tau: temperature, divides the cosine, > 0: a float, (), (B,) per anchor, (B, N) per pair, or a function of the
-            cosines, (b, N) -> (b, N).
-        block: rows at a time (0 = automatic, see common.by_rows).
-    Returns: scalar fp32 (float64 stays), mean over the B local anchors. A random guess is about ln N.
+        anchor, candidates: (B, D) embeddings of this process; row i of both is a positive pair.
+        tau: temperature > 0: a number, (), (B,) for each anchor or (B, N) for each pair.
+    Returns: () mean over the anchors of this process, float32. A random guess is about ln N.
     """
     anchor, candidates = normalize(anchor), gather(normalize(candidates))  # (B, D), (N, D)
-    tau = tau if callable(tau) else per_anchor(tau, anchor, columns=len(candidates))    # () or (B, 1) or (B, N)
-
-    def rows(a, t, target):                                                # b anchors at a time
-        sim = a @ candidates.T                                             # (b, N)
-        logits = sim / (t(sim) if callable(t) else t)                      # (b, N)
-        return F.cross_entropy(logits, target, reduction="none")           # (b,)
-    return by_rows(rows, anchor, tau, positive_index(anchor), columns=len(candidates), block=block).mean()
+    tau = per_anchor(tau, anchor, columns=len(candidates))                 # (), (B, 1), (B, N)
+    target = positive_index(anchor)                                        # (B,)
+    return info_nce_per_anchor(anchor, target, tau, candidates=candidates).mean()
 
 
-def multimodal_loss(image, text, tau, block=0):
-    """L_MM (Eq. 3, averaged as in Algorithm 1): the mean of both directions of InfoNCE. tau as there, but no (B, N)."""
-    if not callable(tau):
-        per_anchor(tau, image)                                             # one per pair would be of one direction
-    return (info_nce(image, text, tau, block) + info_nce(text, image, tau, block)) / 2
+def multimodal_loss(image, text, tau):
+    """L_MM, the mean of InfoNCE in both directions (Eq. 3 as Algorithm 1 has it).
 
-
-def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04):
-    """tau_ij = tau_min + tau_alpha sqrt((1 + sim_ij) / 2) (Eq. 4): similar pairs get a higher temperature.
-
-    Args: sim: cosines, any shape.   tau_min > 0, tau_alpha >= 0.
-    Returns: temperatures of sim's shape, which divide the cosine; the gradient is finite everywhere.
+    Args:
+        image, text: (B, D) embeddings of this process.
+        tau: temperature > 0: a number, () or (B,) for each anchor.
+    Returns: (), float32.
     """
+    # raises for (B, N): temperatures of pairs belong to one direction
+    per_anchor(tau, image)
+    image_to_text = info_nce(image, text, tau)
+    text_to_image = info_nce(text, image, tau)
+    return (image_to_text + text_to_image) / 2
+
+
+def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04, detach=False, similarity="shifted"):
+    """tau_ij = tau_min + tau_alpha sqrt((1 + s_ij) / 2) (Eq. 4), higher for similar pairs.
+
+    Args:
+        sim: cosines, any shape.
+        tau_min: lowest temperature, > 0.
+        tau_alpha: highest temperature minus the lowest, >= 0.
+        detach: stop the gradient through the temperature.
+        similarity: 'shifted', as above, or 'cosine', sqrt(max(s_ij, 0)), the paper's text.
+    Returns: temperatures of sim's shape; the gradient is finite everywhere.
+    """
+    if detach:
+        sim = sim.detach()
+    if similarity == "cosine":
+        # so that (1 + sim) / 2 below is max(cosine, 0)
+        sim = 2 * sim.clamp(min=0) - 1
+    elif similarity != "shifted":
+        raise ValueError(f"similarity={similarity!r}: give 'shifted' or 'cosine'")
+    # without the clamp the gradient of the root is infinite at sim = -1
     return tau_min + tau_alpha * ((1 + sim) / 2).clamp(min=1e-8).sqrt()
 
 
-def pair_temperature(sim, loss="temo", tau_min=0.01, tau_alpha=0.04, detach=False, similarity="shifted"):
-    """tau_ij of --loss temo or dystress[-shifted] from cosines of any shape: for the loss, its log and its pictures.
-
-    detach: no gradient through tau_ij.   similarity: 'cosine' is Eq. 4 on the bare cosine, 0 where it is negative."""
-    sim = sim.detach() if detach else sim
-    if loss == "temo":                                                     # Eq. 4 makes s of 2 s - 1
-        return modulated_temperature(2 * sim.clamp(min=0) - 1 if similarity == "cosine" else sim, tau_min, tau_alpha)
-    return dystress_temperature(sim, tau_min, tau_min + tau_alpha, loss == "dystress-shifted")
+@row_blocks
+def modulated_per_anchor(anchor, target, *, candidates, tau_min, tau_alpha, detach, similarity):
+    """Eq. 1 of each anchor with the temperatures of Eq. 4: (b, D), (b,), (N, D) -> (b,)."""
+    sim = anchor @ candidates.T                                            # (b, N)
+    tau = modulated_temperature(sim, tau_min, tau_alpha, detach, similarity)         # (b, N)
+    return F.cross_entropy(sim / tau, target, reduction="none")            # (b,)
 
 
-def modulated_loss(anchor, candidates, tau_min, tau_alpha, detach=False, similarity="shifted", block=0):
-    """One direction of InfoNCE with modulated temperatures (Eqs. 5 and 6): L_M-I2I, L_M-T2T, L_M-I2T or L_M-T2I.
-
-    Args: as in info_nce and pair_temperature.   Returns: scalar fp32 (float64 stays).
-    """
-    tau_of = functools.partial(pair_temperature, tau_min=one_number(tau_min, "tau_min"), tau_alpha=tau_alpha,
-                               detach=detach, similarity=similarity)       # (b, N) -> (b, N)
-    return info_nce(anchor, candidates, tau_of, block)
-
-
-def modulated_multimodal_loss(image, text, tau_min, tau_alpha, **more):
-    """L_M-MM (Eq. 7): mean of both directions; the temperatures of one are the transpose of the other's."""
-    image_to_text = modulated_loss(image, text, tau_min, tau_alpha, **more)
-    return (image_to_text + modulated_loss(text, image, tau_min, tau_alpha, **more)) / 2
-
-
-def temo_terms(image, text, image_aug, text_aug, tau=0.01, tau_min=0.01, tau_alpha=0.04, detach=False,
-               similarity="shifted", block=0, names=("L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T")):
-    """The terms of Eq. 8 under their names in the paper: {name: scalar fp32 (float64 stays)}.
+@fp32
+def modulated_loss(anchor, candidates, tau_min, tau_alpha, *, detach=False, similarity="shifted"):
+    """InfoNCE with a temperature for each pair: L_M-I2I, L_M-T2T, L_M-I2T or L_M-T2I (Eqs. 5, 6).
 
     Args:
-        image, text, image_aug, text_aug: (B, D) embeddings I, T, I~, T~ of this process.   tau: temperature of L_MM.
-        tau_min, tau_alpha: Eq. 4.   detach, similarity, block: as modulated_loss.
-        names: the terms to compute, in this order; also L_I2I and L_T2T (Eq. 2, at tau).
+        anchor, candidates: as in info_nce.
+        tau_min, tau_alpha, detach, similarity: as in modulated_temperature.
+    Returns: () mean over the anchors of this process, float32.
     """
-    eq_4 = dict(tau_min=tau_min, tau_alpha=tau_alpha, detach=detach, similarity=similarity, block=block)
-    later = functools.partial                                              # computed if its name is wanted
-    terms = {"L_MM": later(multimodal_loss, image, text, tau, block),
-             "L_M-MM": later(modulated_multimodal_loss, image, text, **eq_4),
-             "L_M-I2I": later(modulated_loss, image, image_aug, **eq_4),
-             "L_M-T2T": later(modulated_loss, text, text_aug, **eq_4),
-             "L_I2I": later(info_nce, image, image_aug, tau, block),
-             "L_T2T": later(info_nce, text, text_aug, tau, block)}
-    return {name: terms[name]() for name in names}
+    one_number(tau_min, "tau_min")
+    anchor, candidates = normalize(anchor), gather(normalize(candidates))  # (B, D), (N, D)
+    target = positive_index(anchor)                                        # (B,)
+    return modulated_per_anchor(anchor, target, candidates=candidates, tau_min=tau_min,
+                                tau_alpha=tau_alpha, detach=detach, similarity=similarity).mean()
+
+
+def modulated_multimodal_loss(image, text, tau_min, tau_alpha, **options):
+    """L_M-MM, the mean of modulated_loss in both directions (Eq. 7).
+
+    options: detach, similarity.
+    """
+    image_to_text = modulated_loss(image, text, tau_min, tau_alpha, **options)
+    text_to_image = modulated_loss(text, image, tau_min, tau_alpha, **options)
+    return (image_to_text + text_to_image) / 2
+
+
+def temo_terms(image, text, image_aug, text_aug, *, names, tau=0.01, tau_min=0.01, tau_alpha=0.04,
+               detach=False, similarity="shifted"):
+    """The terms of Eq. 8 by their names in the paper.
+
+    Args:
+        image, text, image_aug, text_aug: (B, D) embeddings I, T, I~, T~ of this process.
+        names: the terms to compute, such as 'L_M-MM'.
+        tau: temperature of L_MM, and of L_I2I and L_T2T (Eq. 2).
+        tau_min, tau_alpha, detach, similarity: as in modulated_temperature.
+    Returns: {name: ()}.
+    """
+    modulation = dict(tau_min=tau_min, tau_alpha=tau_alpha, detach=detach,
+                      similarity=similarity)
+    terms = {}
+    for name in names:
+        if name == "L_MM":
+            terms[name] = multimodal_loss(image, text, tau)
+        elif name == "L_M-MM":
+            terms[name] = modulated_multimodal_loss(image, text, **modulation)
+        elif name == "L_M-I2I":
+            terms[name] = modulated_loss(image, image_aug, **modulation)
+        elif name == "L_M-T2T":
+            terms[name] = modulated_loss(text, text_aug, **modulation)
+        elif name == "L_I2I":
+            terms[name] = info_nce(image, image_aug, tau)
+        elif name == "L_T2T":
+            terms[name] = info_nce(text, text_aug, tau)
+        else:
+            raise ValueError(f"{name} has no branch in temo_terms")
+    return terms
 
 
 def term_weights(progress, base=True, modulated=True, unimodal="modulated", blend="quadratic"):
-    """{term: weight} of the rows a-g of Table 3 at t = progress; a term of weight 0 is left out.
+    """The weights of the terms of Eq. 8 at t = progress, for the rows a to g of Table 3.
 
-    alpha, beta of Eq. 8: (1-t)^2 and t^2; 'fixed': 1/2 and 1/2. A part without the other has 1."""
-    others = ["L_M-MM"] * modulated
-    others += {"none": [], "plain": ["L_I2I", "L_T2T"], "modulated": ["L_M-I2I", "L_M-T2T"]}[unimodal]
-    alpha, beta = {"quadratic": ((1 - progress) ** 2, progress ** 2), "fixed": (0.5, 0.5)}[blend]
-    if not (base and others):
-        alpha, beta = float(base), float(bool(others))
-    weights = {"L_MM": alpha} | dict.fromkeys(others, beta)
-    return {name: weight for name, weight in weights.items() if weight}
+    Args:
+        progress: t, 0..1.
+        base: whether L_MM is a term.
+        modulated: whether L_M-MM is a term.
+        unimodal: 'none', 'plain' (L_I2I, L_T2T) or 'modulated' (L_M-I2I, L_M-T2T).
+        blend: 'quadratic', alpha = (1-t)^2 for L_MM and beta = t^2 for the others, or 'fixed', 1/2
+            for all. L_MM alone, or the others alone, have weight 1.
+    Returns: {term: weight} without terms of weight 0.
+    """
+    beta_terms = []
+    if modulated:
+        beta_terms.append("L_M-MM")
+    if unimodal == "plain":
+        beta_terms += ["L_I2I", "L_T2T"]
+    elif unimodal == "modulated":
+        beta_terms += ["L_M-I2I", "L_M-T2T"]
+    elif unimodal != "none":
+        raise ValueError(f"unimodal={unimodal!r}: give 'none', 'plain' or 'modulated'")
+    if not 0 <= progress <= 1:
+        raise ValueError(f"progress={progress}: give step / all steps, 0..1")
+
+    if not base or not beta_terms:
+        alpha, beta = 1.0, 1.0
+    elif blend == "quadratic":
+        alpha, beta = (1 - progress) ** 2, progress ** 2
+    elif blend == "fixed":
+        alpha, beta = 0.5, 0.5
+    else:
+        raise ValueError(f"blend={blend!r}: give 'quadratic' or 'fixed'")
+
+    weights = {}
+    if base and alpha > 0:
+        weights["L_MM"] = alpha
+    if beta > 0:
+        for name in beta_terms:
+            weights[name] = beta
+    return weights
 
 
-def temo_loss(image, text, image_aug, text_aug, progress, tau=0.01, tau_min=0.01, tau_alpha=0.04, base=True,
-              modulated=True, unimodal="modulated", blend="quadratic", **more):
+def temo_loss(  # noqa: PLR0917
+        image, text, image_aug, text_aug, progress, tau=0.01, tau_min=0.01, tau_alpha=0.04, *,
+        base=True, modulated=True, unimodal="modulated", blend="quadratic",
+        detach=False, similarity="shifted"):
     """L = alpha L_MM + beta (L_M-MM + L_M-I2I + L_M-T2T) (Eq. 8, Algorithm 1).
 
     Args:
-        image, text, image_aug, text_aug: (B, D) embeddings I, T, I~, T~ (the last two unused with unimodal='none';
-            encode them under torch.no_grad to do as the authors' code).
-        progress: t = step / steps, 0..1.   tau, tau_min, tau_alpha, more: as temo_terms.
-        base, modulated, unimodal ('none', 'plain' at tau, 'modulated'), blend: rows a-g of Table 3.
-    Returns: scalar fp32 (float64 stays). A term of weight 0 is not computed.
+        image, text: (B, D) embeddings I, T of this process.
+        image_aug, text_aug: (B, D) embeddings I~, T~, or None with unimodal='none'. They may have
+            no gradient.
+        progress: t = step / all steps, 0..1.
+        tau, tau_min, tau_alpha, detach, similarity: as in temo_terms.
+        base, modulated, unimodal, blend: as in term_weights.
+    Returns: (), float32.
     """
     weights = term_weights(progress, base, modulated, unimodal, blend)
-    terms = temo_terms(image, text, image_aug, text_aug, tau, tau_min, tau_alpha, names=weights, **more)
-    return sum(weights[name] * term for name, term in terms.items())
+    terms = temo_terms(image, text, image_aug, text_aug, names=list(weights), tau=tau,
+                       tau_min=tau_min, tau_alpha=tau_alpha, detach=detach, similarity=similarity)
+    return sum(weights[name] * terms[name] for name in weights)
 
 
 @fp32
 def expert_temperature(features, tau_min=0.01, tau_alpha=0.04):
-    """Eq. 4 on the cosines of an expert's features (App. F): (B, width) -> (B, N), no gradient."""
+    """Temperatures from the cosines of an expert's features (App. F): (B, width) -> (B, N).
+
+    They have no gradient. tau_min, tau_alpha: as in modulated_temperature.
+    """
     features = normalize(features.detach())                                # (B, width)
     return modulated_temperature(features @ gather(features).T, tau_min, tau_alpha)
 
 
-def expert_terms(embeddings, features, tau=0.01, tau_min=0.01, tau_alpha=0.04, block=0):
-    """The terms of the loss with experts (App. F): L_MM, and of each expert CE(X X^T / tau^X), X its modality.
+def expert_terms(embeddings, features, tau=0.01, tau_min=0.01, tau_alpha=0.04):
+    """L_MM, and for each expert CE(X X^T / tau^X) of its modality X (App. F, the authors' code).
 
-    Args: embeddings: {'image': I (B, D), 'text': T (B, D)}.   features: {modality: (B, width) of its expert}, whose
-        cosines set tau^X.   tau: of L_MM.
-    Returns: {'L_MM', 'L_E-image', 'L_E-text': scalar fp32}; an anchor's positive is itself.
+    The positive of an anchor is the anchor itself.
+
+    Args:
+        embeddings: {'image': I, 'text': T}, (B, D) each.
+        features: {modality: (B, width)} of the experts, whose cosines give tau^X.
+        tau: temperature of L_MM.
+        tau_min, tau_alpha: of tau^X, as in modulated_temperature.
+    Returns: {'L_MM', 'L_E-image', 'L_E-text': ()}; a missing expert has no term.
     """
-    terms = {"L_MM": multimodal_loss(embeddings["image"], embeddings["text"], tau, block)}
-    for modality, own in features.items():
-        of_expert = expert_temperature(own, tau_min, tau_alpha)            # (B, N)
-        terms[f"L_E-{modality}"] = info_nce(embeddings[modality], embeddings[modality], of_expert, block)
+    terms = {"L_MM": multimodal_loss(embeddings["image"], embeddings["text"], tau)}
+    for modality, expert_features in features.items():
+        pair_tau = expert_temperature(expert_features, tau_min, tau_alpha)           # (B, N)
+        embedding = embeddings[modality]                                   # (B, D)
+        terms[f"L_E-{modality}"] = info_nce(embedding, embedding, pair_tau)
     return terms
 
 
-# ------------------------------------------------------- baselines ---------------------------------------------------
+# ------------------------------------------------------- baselines --------------------------------
 def ts_temperature(progress, tau_min=0.01, tau_max=0.05, periods=5):
-    """TS (Kukleva et al. 2023): tau_min + (tau_max - tau_min) (1 + cos(2 pi periods t)) / 2 for t = progress."""
+    """TS (Kukleva et al. 2023): a cosine between tau_max and tau_min, `periods` times in a run."""
     return tau_min + (tau_max - tau_min) * (1 + math.cos(2 * math.pi * periods * progress)) / 2
 
 
-def dystress_temperature(sim, tau_min=0.01, tau_max=0.04, shifted=False):
-    """DySTreSS (Manna et al. 2025): tau_ij = tau_min + (tau_max - tau_min) (1 + cos(pi (1 + s_ij))) / 2.
+def dystress_temperature(sim, tau_min=0.01, tau_max=0.04, shifted=False, detach=False):
+    """DySTreSS (Manna et al. 2025): tau_min + (tau_max - tau_min) (1 + cos(pi (1 + s_ij))) / 2.
 
-    tau_min at s = 0, tau_max at s = +-1. shifted: (1 + cos(pi (s - 0.4) / 0.7)) / 2 in its place, and 1 above s = 0.4:
-    tau_min at s = -0.3."""
-    phase = math.pi * (sim - 0.4).clamp(max=0) / 0.7 if shifted else math.pi * (1 + sim)
+    Args:
+        sim: cosines, any shape.
+        tau_min, tau_max: temperatures at s = 0 and at s = -1 and 1.
+        shifted: the phase is pi (s - 0.4) / 0.7 below s = 0.4 and 0 above: tau_min at s = -0.3.
+        detach: stop the gradient through the temperature.
+    Returns: temperatures of sim's shape.
+    """
+    if detach:
+        sim = sim.detach()
+    if shifted:
+        phase = math.pi * (sim - 0.4).clamp(max=0) / 0.7
+    else:
+        phase = math.pi * (1 + sim)
     return tau_min + (tau_max - tau_min) * (1 + torch.cos(phase)) / 2
 
 
-@fp32
-def cwcl_loss(image, text, tau, block=0):
-    """CWCL (Srinivasa et al. 2023): image -> text weights texts by their images' similarity; text -> image is InfoNCE.
+@row_blocks
+def dystress_per_anchor(anchor, target, *, candidates, tau_min, tau_max, shifted, detach):
+    """Eq. 1 of each anchor with the temperatures of DySTreSS: (b, D), (b,), (N, D) -> (b,)."""
+    sim = anchor @ candidates.T                                            # (b, N)
+    tau = dystress_temperature(sim, tau_min, tau_max, shifted, detach)     # (b, N)
+    return F.cross_entropy(sim / tau, target, reduction="none")            # (b,)
 
-    L_I2T = -1/B sum_i sum_j w_ij log softmax_j(s_ij / tau) / sum_j w_ij,  w_ij = (1 + <I_i, I_j>) / 2, no gradient.
-    Args: image, text (B, D); tau a float, () or (B,).   Returns: scalar fp32 (float64 stays), mean of both directions.
+
+@fp32
+def dystress_loss(anchor, candidates, tau_min=0.01, tau_max=0.04, *, shifted=False, detach=False):
+    """InfoNCE with the temperatures of DySTreSS in one direction: (B, D), (B, D) -> ()."""
+    anchor, candidates = normalize(anchor), gather(normalize(candidates))  # (B, D), (N, D)
+    target = positive_index(anchor)                                        # (B,)
+    return dystress_per_anchor(anchor, target, candidates=candidates, tau_min=tau_min,
+                               tau_max=tau_max, shifted=shifted, detach=detach).mean()
+
+
+def dystress_multimodal_loss(image, text, tau_min=0.01, tau_max=0.04, **options):
+    """The mean of dystress_loss in both directions. options: shifted, detach."""
+    image_to_text = dystress_loss(image, text, tau_min, tau_max, **options)
+    text_to_image = dystress_loss(text, image, tau_min, tau_max, **options)
+    return (image_to_text + text_to_image) / 2
+
+
+@row_blocks
+def cwcl_per_anchor(image, tau, *, candidates, images):
+    """Weighted cross-entropy of each image: (b, D), tau, texts (N, D), images (N, D) -> (b,)."""
+    weight = (1 + image.detach() @ images.T) / 2                           # (b, N) no gradient
+    log_p = F.log_softmax(image @ candidates.T / tau, dim=1)               # (b, N)
+    return -(weight * log_p).sum(1) / weight.sum(1)                        # (b,)
+
+
+@fp32
+def cwcl_loss(image, text, tau):
+    """CWCL (Srinivasa et al. 2023): each text counts by how similar its image is to the anchor.
+
+    L_I2T = -1/B sum_i sum_j w_ij log softmax_j(s_ij / tau) / sum_j w_ij,  L_T2I is InfoNCE,
+    w_ij = (1 + <I_i, I_j>) / 2. There is no public code: that w has no gradient is our choice.
+
+    Args:
+        image, text: (B, D) embeddings of this process.
+        tau: temperature > 0: a number, () or (B,).
+    Returns: () mean of both directions, float32.
     """
     anchor, candidates = normalize(image), gather(normalize(text))         # (B, D), (N, D)
     images = gather(anchor.detach())                                       # (N, D)
+    tau_column = per_anchor(tau, anchor)                                   # () or (B, 1)
+    image_to_text = cwcl_per_anchor(anchor, tau_column, candidates=candidates, images=images).mean()
+    return (image_to_text + info_nce(text, image, tau)) / 2
 
-    def rows(a, t):
-        weight = (1 + a.detach() @ images.T) / 2                           # (b, N)
-        log_p = F.log_softmax(a @ candidates.T / t, dim=1)                 # (b, N)
-        return -(weight * log_p).sum(1) / weight.sum(1)                    # (b,)
-    image_to_text = by_rows(rows, anchor, per_anchor(tau, anchor), columns=len(candidates), block=block).mean()
-    return (image_to_text + info_nce(text, image, tau, block)) / 2
+
+@row_blocks
+def nt_xent_of_view(anchor, target, tau, *, same_view, other_view):
+    """Mean NT-Xent of anchors of one view: (b, D), (b,), tau -> ().
+
+    Args: same_view, other_view: (N, D), the view of the anchors and the other view.
+    """
+    same_sim = anchor @ same_view.T                                        # (b, N)
+    other_sim = anchor @ other_view.T                                      # (b, N)
+    logits = torch.cat([other_sim, same_sim], dim=1) / tau                 # (b, 2N)
+    anchor_column = len(same_view) + target[:, None]                       # (b, 1)
+    logits = logits.scatter(1, anchor_column, -math.inf)                   # (b, 2N)
+    return F.cross_entropy(logits, target)                                 # ()
 
 
 @fp32
-def simclr_loss(z1, z2, tau, block=0):
-    """SLIP's image loss: NT-Xent of two views, 2N - 2 negatives. z1, z2 (B, D), tau a float, () or (B,) -> scalar."""
-    a, b = normalize(z1), normalize(z2)                                    # (B, D)
-    all_a, all_b = gather(a), gather(b)                                    # (N, D)
+def simclr_loss(z1, z2, tau):
+    """The image loss of SLIP: NT-Xent of two views, 2N - 2 negatives.
 
-    def one_way(anchor, same, other):                                      # (B, D), (N, D), (N, D)
-        def rows(x, t, target):
-            own = x @ same.T                                               # (b, N)
-            logits = torch.cat([x @ other.T, own], 1) / t                  # (b, 2N)
-            itself = len(same) + target[:, None]                           # (b, 1), left out of its negatives
-            return F.cross_entropy(logits.scatter(1, itself, -math.inf), target)                             # ()
-        return by_rows(rows, anchor, per_anchor(tau, z1), positive_index(anchor), columns=2 * len(same), block=block)
-    return (one_way(a, all_a, all_b) + one_way(b, all_b, all_a)) / 2
-
-
-class SlipHead(nn.Sequential):
-    """SLIP's projection head of three layers, (B, width) -> (B, out), with LayerNorm instead of BatchNorm."""
-
-    def __init__(self, width, hidden=4096, out=256):
-        super().__init__(nn.Linear(width, hidden), nn.LayerNorm(hidden), nn.ReLU(),
-                         nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU(), nn.Linear(hidden, out))
+    Args:
+        z1, z2: (B, D) two views of the same images.
+        tau: temperature > 0: a number, () or (B,).
+    Returns: () mean over both views, float32.
+    """
+    z1, z2 = normalize(z1), normalize(z2)                                  # (B, D)
+    all_z1, all_z2 = gather(z1), gather(z2)                                # (N, D)
+    tau = per_anchor(tau, z1)                                              # () or (B, 1)
+    target = positive_index(z1)                                            # (B,)
+    loss_1 = nt_xent_of_view(z1, target, tau, same_view=all_z1, other_view=all_z2)
+    loss_2 = nt_xent_of_view(z2, target, tau, same_view=all_z2, other_view=all_z1)
+    return (loss_1 + loss_2) / 2
 
 
-# ======================================================= flags =======================================================
-# Defaults by data set, one line per group. 'code': the public development code and the trainers that it forks; 'ours':
-# tuned on val. Other sets use 'own'. What depends on the loss or on the row of Table 3 stands in defaults_of.
+def slip_head(width, hidden=4096, dim=256):
+    """SLIP's projection head, (B, width) -> (B, dim).
+
+    LayerNorm takes the place of its BatchNorm, so that results do not depend on processes and
+    chunks.
+    """
+    return nn.Sequential(nn.Linear(width, hidden), nn.LayerNorm(hidden), nn.ReLU(),
+                         nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU(),
+                         nn.Linear(hidden, dim))
+
+
+# ======================================================= flags ====================================
+# A recipe holds what differs from the defaults, which stand in parse_args and, for the flags of all
+# scripts, in contrastive/engine/flags.py. 'recipe' says whose values they are (docs/temo.md).
+EMOJI = dict(
+    recipe="ours",
+    image_size=48, text_length=24,
+    aug_hue=0.0,                                                           # captions name colours
+    log_every=5, save_every=100, eval_every=70)
+MOVING = EMOJI | dict(
+    recipe="ours; as emoji, no mirror images: left and right are words of captions",
+    image_size=32, frames=4, epochs=40.0, batch_size=128,
+    flip=0.0, aug_flip=0.0, crop_min=0.8, aug_crop_min=0.5)
 CC3M = dict(
     recipe="paper; optimiser, views and captions from the code",
-    image_encoder="resnet50.a1_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
-    image_size=256, image_stats="clip", eval_resize="squash", text_length=30, text_pooling="cls", clean_captions=True,
-    epochs=30.0, batch_size=2048, lr_end=1e-5, warmup_epochs=1.4,  # 2,000 steps of 1,420 an epoch
-    optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8, weight_decay=0.02, beta2=0.999, grad_clip=0.0,
-    frames=12, frame_sampling="uniform", join_captions=False, unfold_captions=False,
+    image_encoder="resnet50.a1_in1k", text_encoder="distilbert/distilbert-base-uncased",
+    pretrained=True, embed_dim=256, projection_bias=True,
+    image_size=256, image_stats="clip", eval_resize="squash",
+    text_length=30, text_pooling="cls", clean_captions=True,
+    epochs=30.0, batch_size=2048, lr_end=1e-5, weight_decay=0.02, beta2=0.999, grad_clip=0.0,
+    warmup_epochs=1.4,                                                     # 2,000 steps
     tau=0.01, tau_min=0.01, tau_alpha=0.04,
-    image_aug="same", grad_augmented=False, paraphrase_anchor=True,
-    crop_min=0.5, flip=0.5, aug_flip=0.5, randaugment_ops=2, randaugment_magnitude=21, jitter=0.0,
-    aug_crop_min=0.08, aug_jitter=0.4, aug_hue=0.1, aug_blur=0.5,
-    mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
+    crop_min=0.5, jitter=0.0, randaugment_ops=2, randaugment_magnitude=21,
+    randaugment_strengths="cc3m",
+    aug_crop_min=0.08, aug_blur=0.5,
+    mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"],
+    log_every=50, save_every=1000)
 CC12M = CC3M | dict(
     recipe="paper; optimiser, views and captions from the code (SLIP)",
-    # configuration and tokenizer of CLIP's text transformer, trained from scratch; offline: a folder with these files
-    image_encoder="vit_base_patch16_224", text_encoder="openai/clip-vit-base-patch32", pretrained=False, embed_dim=512,
-    image_size=224, image_stats="imagenet", eval_resize="crop", text_length=77, clean_captions=False,
+    # CLIP's text transformer and tokenizer, from scratch; offline: a folder with these files
+    image_encoder="vit_base_patch16_224", text_encoder="openai/clip-vit-base-patch32",
+    pretrained=False, embed_dim=512, projection_bias=False,
+    image_size=224, image_stats="imagenet", eval_resize="crop",
+    text_length=77, clean_captions=False,
     batch_size=4096, chunk_size=128, warmup_epochs=1.0, beta2=0.98, tau_clamp=[0.01, 1.0],
     image_aug="simclr", grad_augmented=True, paraphrase_anchor=False,
-    flip=0.0, randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"])
-EMOJI = dict(
-    recipe="ours", image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
-    image_size=48, image_stats="encoder", eval_resize="crop", text_length=24, text_pooling="mean", clean_captions=False,
-    epochs=24.0, batch_size=256, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98, grad_clip=1.0,
-    optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8,
-    frames=12, frame_sampling="uniform", join_captions=False, unfold_captions=False,
-    tau=0.1, tau_min=0.05, tau_alpha=0.1,
-    image_aug="same", grad_augmented=False, paraphrase_anchor=True,
-    crop_min=0.35, flip=0.5, aug_flip=0.5, randaugment_ops=0, randaugment_magnitude=0, jitter=0.4,
-    aug_crop_min=0.2, aug_jitter=0.4, aug_hue=0.0, aug_blur=0.0,           # no other hue: captions name colours
-    mixed_precision="no", eval_datasets=[], log_every=5, save_every=100, eval_every=70)
-MOVING = EMOJI | dict(recipe="ours; as emoji, no mirror images: left and right are words of captions", image_size=32,
-                      frames=4, epochs=40.0, batch_size=128, flip=0.0, aug_flip=0.0, crop_min=0.8, aug_crop_min=0.5)
-OWN = EMOJI | dict(recipe="ours; small towers from scratch", image_size=64, text_length=32, aug_hue=0.1,
-                   log_every=10, eval_every=0, save_every=500)
-RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN}
-ROWS = {  # Table 3: which terms the loss has, and their weights
+    flip=0.0, randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"],
+    class_names="clip", prompts="slip")                                    # of ImageNet
+OWN = dict(recipe="ours; small towers from scratch")
+FROZEN = dict(
+    recipe="ours; published encoders, frozen: their projections learn",
+    # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
+    image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
+    image_size=128, text_pooling="mean", cached_views=4,
+    max_steps=1000, batch_size=512, lr=1e-3, warmup_epochs=0.0, warmup_fraction=0.05,
+    log_every=50)
+RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN,
+           "frozen": FROZEN}
+ROWS = {                                                                   # of Table 3
     "a": dict(base=True, modulated=False, unimodal="none", blend="quadratic"),
     "b": dict(base=False, modulated=True, unimodal="none", blend="quadratic"),
     "c": dict(base=True, modulated=False, unimodal="plain", blend="fixed"),
@@ -321,267 +443,535 @@ ROWS = {  # Table 3: which terms the loss has, and their weights
     "e": dict(base=True, modulated=True, unimodal="none", blend="quadratic"),
     "f": dict(base=True, modulated=True, unimodal="modulated", blend="fixed"),
     "g": dict(base=True, modulated=True, unimodal="modulated", blend="quadratic")}
+DYSTRESS = ("dystress", "dystress-shifted")
 
 
-def defaults_of(chosen):
-    """Defaults that follow from what was chosen first: loss, row, experts, recipe and image encoder."""
-    row = "" if chosen.image_expert or chosen.text_expert or chosen.loss != "temo" else chosen.row
-    found = {"row": row, "detach_tau": False, "similarity": "shifted"} | ROWS.get(row, ROWS["a"])  # experts: L_MM alone
-    if chosen.loss == "slip":
-        found |= dict(tau=0.07, learnable_tau=True, tau_clamp=[0.01, 1.0])  # paper, Section 4; clamp of SLIP's code
-    if chosen.recipe not in ("cc3m", "cc12m"):
-        return found
-    dystress, unimodal = chosen.loss.startswith("dystress"), row in ("c", "f", "g")
-    if chosen.loss == "cwcl":
-        found["tau"] = 0.05                                                # Table 1
-    if dystress or row == "b":
-        found["tau_alpha"] = 0.03 if dystress else 0.05
+def method_defaults(chosen):
+    """Defaults that depend on --loss, --row, the experts, --recipe and --image-encoder."""
+    # baselines, and TeMo with experts, are no row of Table 3: their flags are those of row a
+    row = ""
+    if chosen.loss == "temo" and not uses_experts(chosen):
+        row = chosen.row
+    defaults = {"row": row}
+    defaults.update(ROWS.get(row, ROWS["a"]))
+    if chosen.image_expert and chosen.text_expert:                         # the code's weights
+        defaults.update(image_expert_weight=0.1, text_expert_weight=0.1)
+    if chosen.loss == "slip":                                              # Section 4; SLIP's code
+        defaults.update(tau=0.07, learnable_tau=True, tau_clamp=[0.01, 1.0])
+
+    if chosen.recipe in ("cc3m", "cc12m"):
+        if chosen.loss == "cwcl":
+            defaults["tau"] = 0.05                                         # Table 1
+        if chosen.loss in DYSTRESS:
+            defaults["tau_alpha"] = 0.03
+        if row == "b":
+            defaults["tau_alpha"] = 0.05
     if chosen.recipe == "cc3m":
-        found["lr"] = 2e-4 if dystress or unimodal else 8e-4
-        return found | ({"image_size": 224} if chosen.image_encoder.startswith("vit") else {})
-    slip = chosen.loss == "slip" or row not in ("", "a")                   # SLIP's values, else those of its CLIP
-    return found | (dict(lr=3e-3, weight_decay=0.1) if slip else dict(lr=5e-4, weight_decay=0.5))
+        defaults.update(cc3m_defaults(chosen, row))
+    if chosen.recipe == "cc12m":
+        if chosen.loss == "slip" or row not in ("", "a"):
+            defaults.update(lr=3e-3, weight_decay=0.1)                     # SLIP's values
+        else:
+            defaults.update(lr=5e-4, weight_decay=0.5)                     # those of its CLIP
+    return defaults
 
 
-def parts_of(args):
-    """What the loss has, {name: bool}: which flags have an effect follows from it."""
-    is_temo, expert = args.loss == "temo", bool(args.image_expert or args.text_expert)
-    eq_4 = is_temo and (args.modulated or args.unimodal == "modulated")
-    pair, augmented = eq_4 or args.loss.startswith("dystress"), is_temo and args.unimodal != "none"
-    at_tau = args.base or args.unimodal == "plain" if is_temo else args.loss in ("infonce", "cwcl", "slip")
-    return {"without_expert": is_temo and not expert, "expert": expert,
-            "at_tau": at_tau,                                              # a term at --tau
-            "eq_4": eq_4, "pair": pair,                                    # tau_ij by the batch's own cosines
-            "ranged": pair or expert or args.loss == "ts",                 # from --tau-min, by --tau-alpha
-            "augmented": augmented,                                        # I~ and T~
-            "blended": not expert and args.base and (eq_4 or augmented),
-            "simclr": args.loss == "slip" or augmented and args.image_aug == "simclr"}
+def cc3m_defaults(chosen, row):
+    """The learning rates of the code, and the size of a ViT."""
+    defaults = {"lr": 8e-4}
+    if chosen.loss in DYSTRESS or row in ("c", "f", "g"):
+        defaults["lr"] = 2e-4
+    if chosen.image_encoder.startswith("vit"):
+        defaults["image_size"] = 224
+    return defaults
+
+
+def check_flags(parser, args):
+    """Refuses flags that contradict each other."""
+    low, high = args.tau_clamp
+    if args.learnable_tau and not low <= args.tau <= high:
+        parser.error(f"--tau {args.tau}: a learnt temperature must start within "
+                     f"--tau-clamp {low} {high}")
+    if args.image_expert and args.freeze in ("image", "both") and args.feature_cache != "none":
+        parser.error(f"--freeze {args.freeze}: --image-expert reads pixels, in place of which a "
+                     "run has features; add --feature-cache none")
+    if not args.base and not args.modulated and args.unimodal == "none":
+        parser.error("--no-base --no-modulated --unimodal none leaves no loss; keep one of "
+                     "its terms")
 
 
 def parse_args(argv=None):
-    """Flags; the recipe of --dataset or --recipe and what defaults_of says give the defaults."""
-    p = Parser(__file__, "TeMo: per-pair temperature, multimodal and unimodal.")
-    yesno = argparse.BooleanOptionalAction
-    g = p.group("method")
-    g.add_argument("--loss", choices=["temo", "infonce", "ts", "dystress", "dystress-shifted", "cwcl", "slip"],
-                   default="temo", help="TeMo or a baseline of its tables")
-    g = p.group("with L_MM, --unimodal plain, or --loss infonce, cwcl or slip", at_tau=True)
-    g.add_argument("--tau", type=positive, help="of L_MM and baselines; paper 0.01, SLIP from 0.07, CWCL 0.05")
-    g = p.group("with --loss infonce, slip or cwcl", loss=("infonce", "slip", "cwcl"))
-    g.add_argument("--learnable-tau", action=yesno, default=False, help="learn tau")
-    g = p.group("with --loss temo", loss="temo")
-    g.add_argument("--image-expert", default="", help="transformers id or folder (App. F: DINOv2-Small)")
-    g.add_argument("--text-expert", default="", help="the same for texts (App. F: all-roberta-large-v1)")
-    g = p.group("with --loss temo, without experts", without_expert=True)
-    g.add_argument("--row", choices=[*ROWS], default="g", help="of Table 3: --base --modulated --unimodal --blend; on "
-                   "cc3m and cc12m also --lr --weight-decay --tau-alpha")
-    g.add_argument("--base", action=yesno, help="L_MM in the loss (Table 3: Base)")
-    g.add_argument("--modulated", action=yesno, help="L_M-MM in the loss (Table 3: Mod.)")
-    g.add_argument("--unimodal", choices=["none", "plain", "modulated"], help="Table 3: U.L.; plain = at --tau")
-    g = p.group("with L_MM and another term of --loss temo", blended=True)
-    g.add_argument("--blend", choices=["quadratic", "fixed"], help="weights (1-t)^2, t^2; or 0.5, 0.5")
-    g = p.group("with --image-expert", image_expert=True)
-    g.add_argument("--image-expert-weight", type=nonnegative, default=0.6, help="of its term; code 0.6 or 0.1")
-    g.add_argument("--expert-pooling", choices=["cls", "patches"], default="cls",
-                   help="class token (code), or mean of the patches (paper)")
-    g = p.group("with --text-expert", text_expert=True)
-    g.add_argument("--text-expert-weight", type=nonnegative, default=0.4, help="of its term; code 0.4 or 0.1")
-    g = p.group("with --loss temo (a modulated term, or an expert), ts or dystress", ranged=True)
-    g.add_argument("--tau-min", type=positive, help="lowest modulated tau, > 0; paper 0.01")
-    g.add_argument("--tau-alpha", type=nonnegative, help="its range; paper 0.04; code 0.05 in row b, dystress 0.03")
-    g = p.group("with --loss temo (a modulated term) or dystress", pair=True)
-    g.add_argument("--detach-tau", action=yesno, help="no gradient through the per-pair temperature")
-    g = p.group("with --loss temo (a modulated term)", eq_4=True)
-    g.add_argument("--similarity", choices=["shifted", "cosine"],
-                   help="s of Eq. 4: (1 + cosine) / 2, or the cosine, 0 where negative")
-    g = p.group("with --learnable-tau", learnable_tau=True)
-    g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5], metavar=("LOW", "HIGH"),
-                   help="of a learnable tau; SLIP 0.01 1")
-    g = p.group("views")
-    g.add_argument("--crop-min", type=part, help="I: least area of the crop; CC3M trainer 0.5")
-    g.add_argument("--flip", type=part, help="I: share of mirror images; CC3M trainer 0.5, SLIP 0")
-    g.add_argument("--jitter", type=part, help="I: of brightness, contrast, saturation, in 80 %% of the views")
-    g.add_argument("--randaugment-ops", type=whole, help="I: each with probability 1/2; CC3M trainer 2; 0 = off")
-    g.add_argument("--randaugment-magnitude", type=between(0, 30, int), help="I: 0..30; CC3M trainer's 7 of 10 = 21")
-    g = p.group("with I~ and T~ (--loss temo and --unimodal)", augmented=True)
-    g.add_argument("--grad-augmented", action=yesno, help="gradient into I~ and T~ (CC12M code; CC3M's has none)")
-    g.add_argument("--image-aug", choices=["same", "simclr", "crop"],
-                   help="I~: I's view (CC3M code); SimCLR's (CC12M code); a crop alone")
-    g.add_argument("--paraphrases", default="", metavar="FILE", help="JSON lines of tools/paraphrase.py; paper: five")
-    g = p.group("with --paraphrases", paraphrases=True)
-    g.add_argument("--paraphrase-anchor", action=yesno, help="T may be a paraphrase (CC3M code; CC12M's: no)")
-    g = p.group("with --image-aug simclr or --loss slip", simclr=True)
-    g.add_argument("--aug-crop-min", type=part, help="I~: least area of the crop; SimCLR 0.08")
-    g.add_argument("--aug-flip", type=part, help="I~: share of mirror images; SimCLR 0.5")
-    g.add_argument("--aug-jitter", type=part, help="I~: as --jitter; SLIP 0.4")
-    g.add_argument("--aug-hue", type=between(0, 0.5), help="I~: strength, 0..0.5; SLIP 0.1")
-    g.add_argument("--aug-blur", type=part, help="I~: share of blurred images; SimCLR 0.5")
-    args = p.parse(argv, RECIPES, defaults_of, ("--row", "--image-expert", "--text-expert"), parts_of)
-    p.only(args.randaugment_ops, "with --randaugment-ops above 0", "--randaugment-magnitude")
-    p.require(not args.learnable_tau or args.tau_clamp[0] <= args.tau <= args.tau_clamp[1],
-              f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
-    p.require(args.base or args.modulated or args.unimodal != "none",
-              "--no-base --no-modulated --unimodal none leaves no loss")
-    return args
+    """Flags; their defaults follow --dataset or --recipe, --loss, --row and the experts."""
+    parser = Parser(__file__, "TeMo: a temperature for each pair, multimodal and unimodal.")
+    yes_or_no = argparse.BooleanOptionalAction
+    method = parser.add_argument_group("method")
+    method.add_argument(
+        "--loss", default="temo",
+        choices=["temo", "infonce", "ts", "dystress", "dystress-shifted", "cwcl", "slip"],
+        help="loss: TeMo's, or that of a baseline in the paper's tables")
+    method.add_argument("--tau", type=positive, default=0.1,
+                        help="temperature of InfoNCE, divides the cosine; paper 0.01, CWCL 0.05, "
+                             "SLIP 0.07 at the start")
+    method.add_argument("--learnable-tau", action=yes_or_no, default=False,
+                        help="learn the temperature of InfoNCE, from --tau on")
+    method.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5],
+                        metavar=("LOW", "HIGH"),
+                        help="lowest and highest value of a learnt temperature; SLIP 0.01 1")
+    method.add_argument("--tau-min", type=positive, default=0.05,
+                        help="lowest temperature of a pair, and of the schedule of ts; paper 0.01")
+    method.add_argument("--tau-alpha", type=nonnegative, default=0.1,
+                        help="highest temperature of a pair, or of ts, minus the lowest; paper "
+                             "0.04; code: row b 0.05, dystress 0.03")
+    method.add_argument("--detach-tau", action=yes_or_no, default=False,
+                        help="stop the gradient through the temperature of a pair")
+    method.add_argument("--similarity", choices=["shifted", "cosine"], default="shifted",
+                        help="similarity of a pair in Eq. 4: (1 + cosine) / 2 (code), or "
+                             "max(cosine, 0) (paper)")
+    method.add_argument("--row", choices=list(ROWS), default="g",
+                        help="row of the paper's Table 3; sets --base --modulated --unimodal "
+                             "--blend, on cc3m and cc12m also --lr --weight-decay --tau-alpha; "
+                             "the paper's method is g")
+    method.add_argument("--base", action=yes_or_no,
+                        help="InfoNCE between images and texts, L_MM, is in the loss (Table 3: "
+                             "Base)")
+    method.add_argument("--modulated", action=yes_or_no,
+                        help="InfoNCE between images and texts with a temperature for each pair, "
+                             "L_M-MM, is in the loss (Table 3: Mod.)")
+    method.add_argument("--unimodal", choices=["none", "plain", "modulated"],
+                        help="InfoNCE between images and their views, and between texts and their "
+                             "paraphrases (Table 3: U.L.): none, at --tau, or with a temperature "
+                             "for each pair")
+    method.add_argument("--blend", choices=["quadratic", "fixed"],
+                        help="weights of L_MM and of the other terms: (1-t)^2 and t^2, where t is "
+                             "the progress of training, 0..1; or 0.5 and 0.5")
+    method.add_argument("--image-expert", default="",
+                        help="frozen image encoder whose cosines set the temperatures (App. F): a "
+                             "transformers id or folder; empty = none; paper DINOv2-Small")
+    method.add_argument("--text-expert", default="",
+                        help="frozen text encoder whose cosines set the temperatures (App. F): a "
+                             "transformers id or folder; empty = none; paper all-roberta-large-v1")
+    method.add_argument("--image-expert-weight", type=nonnegative, default=0.6,
+                        help="weight of the term of --image-expert; code 0.6, with two experts 0.1")
+    method.add_argument("--text-expert-weight", type=nonnegative, default=0.4,
+                        help="weight of the term of --text-expert; code 0.4, with two experts 0.1")
+    method.add_argument("--expert-inputs", choices=["clean", "training"], default="clean",
+                        help="what the experts read: the whole image and the caption as "
+                             "--clean-captions has it (code), or the view of I and the caption as "
+                             "it is")
+    method.add_argument("--expert-pooling", choices=["cls", "patches"], default="cls",
+                        help="features of --image-expert: class token (code), or mean of the "
+                             "patches (paper)")
+
+    views = parser.add_argument_group("view of I")
+    views.add_argument("--crop-min", type=part, default=0.35,
+                       help="smallest crop as a share of the image's area, 0..1; CC3M code 0.5")
+    views.add_argument("--flip", type=part, default=0.5,
+                       help="share of views that are mirrored, 0..1; SLIP 0")
+    views.add_argument("--jitter", type=part, default=0.4,
+                       help="strength of changes in brightness, contrast and saturation, 0..1, in "
+                            "80 %% of the views")
+    views.add_argument("--randaugment-ops", type=whole, default=0,
+                       help="operations of RandAugment, each with probability 1/2; CC3M code 2; "
+                            "0 = off")
+    views.add_argument("--randaugment-magnitude", type=between(0, 30, int), default=0,
+                       help="strength of RandAugment, 0..30; CC3M code 21 (7 of its 10)")
+    views.add_argument("--randaugment-strengths", choices=["torchvision", "cc3m"],
+                       default="torchvision",
+                       help="strengths at 30: torchvision's; or the CC3M code's, shifts by 10 "
+                            "pixels, light and sharpness times 1.9, grey outside")
+
+    augmented = parser.add_argument_group("I~ and T~ of the unimodal terms, and SLIP's views")
+    augmented.add_argument("--grad-augmented", action=yes_or_no, default=False,
+                           help="let the gradient pass through I~ and T~, too (CC12M code; CC3M "
+                                "code: no)")
+    augmented.add_argument("--image-aug", choices=["same", "simclr", "crop"], default="same",
+                           help="view I~ of an image: a second draw of the view of I (CC3M code), "
+                                "SimCLR's view (CC12M code), or a crop alone")
+    augmented.add_argument("--paraphrases", default="", metavar="FILE",
+                           help="paraphrases of captions for T~, JSON lines of "
+                                "tools/paraphrase.py; paper: five of each caption")
+    augmented.add_argument("--paraphrase-anchor", action=yes_or_no, default=True,
+                           help="with --paraphrases, draw T from the caption and its paraphrases "
+                                "(CC3M code); without, T is the caption (CC12M code)")
+    augmented.add_argument("--aug-crop-min", type=part, default=0.2,
+                           help="SimCLR's view: smallest crop as a share of the area, 0..1; SimCLR "
+                                "0.08")
+    augmented.add_argument("--aug-flip", type=part, default=0.5,
+                           help="SimCLR's view: share that is mirrored, 0..1; SimCLR 0.5")
+    augmented.add_argument("--aug-jitter", type=part, default=0.4,
+                           help="SimCLR's view: strength of changes in brightness, contrast and "
+                                "saturation, 0..1; SLIP 0.4")
+    augmented.add_argument("--aug-hue", type=between(0, 0.5), default=0.1,
+                           help="SimCLR's view: strength of changes in hue, 0..0.5; SLIP 0.1")
+    augmented.add_argument("--aug-blur", type=part, default=0.0,
+                           help="SimCLR's view: share that is blurred, 0..1; SimCLR 0.5")
+    choosers = ("--loss", "--row", "--image-expert", "--text-expert")
+    return parser.parse(argv, RECIPES, method_defaults, choosers, check_flags)
 
 
-# ======================================================= main ========================================================
-def main(args):
+# ------------------------------------------------------- what the flags amount to -----------------
+# These functions read a flag only if it has an effect: a run warns of flags that nothing has read.
+def uses_experts(args):
+    """Whether the temperatures come from frozen encoders (App. F)."""
+    return args.loss == "temo" and bool(args.image_expert or args.text_expert)
+
+
+def uses_tau(args):
+    """Whether a term of the loss is at --tau; ts, DySTreSS and row b have none."""
+    if args.loss == "ts" or args.loss in DYSTRESS:
+        return False
+    if args.loss != "temo" or uses_experts(args):
+        return True
+    return args.base or args.unimodal == "plain"
+
+
+def row_options(args):
+    """Keywords of term_weights: what Table 3 varies."""
+    options = dict(base=args.base, modulated=args.modulated, unimodal=args.unimodal)
+    if args.base and (args.modulated or args.unimodal != "none"):
+        options["blend"] = args.blend
+    return options
+
+
+def pair_options(args):
+    """Keywords of temo_loss for Eq. 4; none if no term has a temperature for each pair."""
+    if not args.modulated and args.unimodal != "modulated":
+        return {}
+    return dict(tau_min=args.tau_min, tau_alpha=args.tau_alpha, detach=args.detach_tau,
+                similarity=args.similarity)
+
+
+# ======================================================= main =====================================
+def main(args):  # noqa: C901, PLR0912
     """One run: data, model, views, loop, evaluation. Returns the summary."""
-    # ------------------------------------------- data (before any process group: its errors are quick) ---------------
+    # ------------------------------------------- data ---------------------------------------------
+    # before any process group, so that errors come quickly
     train, evals = open_data(args)
-    paraphrases = Paraphrases(args.paraphrases) if args.paraphrases else None
-    run = Run(__file__, args, train, evals, RECIPES)
+    # a CLIP as --image-encoder is the text encoder as well
+    args = common.fit_to_encoder(args)
+    # the batch and the epochs of a user's small data
+    args = common.fit_to_data(args, train)
+    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    has_experts = uses_experts(args)
+    # whether the loss has I~ and T~
+    augmented = args.loss == "temo" and not has_experts and args.unimodal != "none"
+    paraphrases = None
+    paraphrase_anchor = False
+    if augmented and args.paraphrases:
+        paraphrases = Paraphrases(args.paraphrases)
+        paraphrase_anchor = args.paraphrase_anchor
+    run = Run(__file__, args, train, evals, steps, RECIPES)
 
-    # ------------------------------------------- model and optimiser -------------------------------------------------
-    tower, tokenizer, transform = run.towers()
-    own = nn.ModuleDict()                                                  # the loss's own parameters stay outside DDP
-    own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
+    # ------------------------------------------- model and optimiser ------------------------------
+    tower, tokenizer, transform = common.build_towers(args, train, run)
+    # parameters of the loss; they stand outside DDP and are saved
+    loss_modules = nn.ModuleDict()
+    if uses_tau(args):
+        limits = args.tau_clamp if args.learnable_tau else None
+        loss_modules["tau"] = Temperature(args.tau, limits)
     if args.loss == "slip":
-        own["head"] = SlipHead(tower.vision.width)
-    own.to(run.device)
-    names = {"image": args.image_expert, "text": args.text_expert}
-    experts = {kind: Expert(name, kind, transform, run.device, args.mixed_precision, args.expert_pooling)
-               for kind, name in names.items() if name}
-    learnt = [tower, own]
+        loss_modules["head"] = slip_head(tower.vision.width)
+    loss_modules.to(run.device)
+    experts = {}
+    if has_experts and args.image_expert:
+        experts["image"] = Expert(args.image_expert, "image", transform, run.device,
+                                  precision=args.mixed_precision,
+                                  pooling=args.expert_pooling)
+    if has_experts and args.text_expert:
+        experts["text"] = Expert(args.text_expert, "text", transform, run.device,
+                                 precision=args.mixed_precision)
+    trained_modules = [tower, loss_modules]
     # >>> shared: optimizer
-    groups = common.decay_groups(learnt, args.weight_decay)
+    groups = common.decay_groups(trained_modules, args.weight_decay)
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
+        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps,
+                         fused=run.fused)
     # <<< shared
-    model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
-    run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(functools.partial(encode, model, slip=args.loss == "slip"), model, run.accelerator,
-                           args.chunk_size)
+    model, optimizer = run.wrap(tower, loss_modules, optimizer)            # DDP, torch.compile
+    run.resume()                                                           # with --resume
+    encode_inputs = functools.partial(encode, model, slip=args.loss == "slip")
+    chunks = common.Chunks(encode_inputs, model, run.accelerator, args.chunk_size)
 
-    # ------------------------------------------- views and batches ---------------------------------------------------
-    base_view = common.Augment(args.image_size, args.crop_min, args.flip, 0.8, args.jitter, args.jitter, args.jitter,
-                               randaugment=(args.randaugment_ops, args.randaugment_magnitude))
-    simclr_view = common.Augment(args.image_size, args.aug_crop_min, args.aug_flip, 0.8, args.aug_jitter,
-                                 args.aug_jitter, args.aug_jitter, args.aug_hue, 0.2, args.aug_blur)
-    second = {"same": base_view, "simclr": simclr_view, "crop": common.Augment(args.image_size, args.crop_min)}
-    augmented = parts_of(args)["augmented"]                                # I~ and T~ are needed
-    views = [base_view] + [second[args.image_aug]] * augmented + [simclr_view] * 2 * (args.loss == "slip")
-    batches = run.batches(views, transform)
-
-    # ------------------------------------------- loop ----------------------------------------------------------------
-    tau_max, eq_4 = args.tau_min + args.tau_alpha, dict(tau_min=args.tau_min, tau_alpha=args.tau_alpha)
-    how = eq_4 | dict(detach=args.detach_tau, similarity=args.similarity)
-    tau_of = functools.partial(pair_temperature, loss=args.loss, **how)
-    evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args)
-    words = "T is the caption"
+    # ------------------------------------------- views and batches --------------------------------
+    views = [anchor_view(args)]
     if augmented:
-        words = text_words(train, paraphrases, args.paraphrase_anchor, RECIPES[args.recipe]["recipe"])
-    run.begin(evaluator, random_guess(args), banner_lines(args, tau_of) | {"texts": words})
-    run.loss_word = "L_MM" if parts_of(args)["blended"] else "loss"        # of the bar: the sum climbs by its weights
-    for batch in batches:
-        progress = run.step / run.total                                    # t of Eq. 8
-        run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
-        texts, other = text_pair(batch["captions"], batch["draws"], paraphrases, train.templates, second=augmented,
-                                 anchor=args.paraphrase_anchor)            # B texts T, and T~
-        B, ids = len(texts), tokenizer(texts + other)                      # (B, L) or (2B, L) each, of one length
-        tokens = {i: {k: v[i * B:(i + 1) * B].to(run.device) for k, v in ids.items()} for i in range(1 + augmented)}
-        inputs = {"pixels": dict(enumerate(batch["views"])), "tokens": tokens}
-        apart = {kind: {1: of.pop(1)} for kind, of in inputs.items()} if augmented and not args.grad_augmented else {}
-        fixed = chunks.encode_without_gradient(apart) if apart else ()     # I~, T~; first, since BatchNorm's statistics
-        image, text, *more = *chunks.encode(inputs), *fixed                # may not change between I and its backward
+        views.append(candidate_view(args))
+    if args.loss == "slip":
+        views += [simclr_view(args), simclr_view(args)]
+    num_tower_views = len(views)
+    if "image" in experts and args.expert_inputs == "clean":
+        views.append(Augment(args.image_size, squash=True))                # the whole image
+    draw_texts = functools.partial(
+        text_pair, paraphrases=paraphrases, templates=train.templates, second=augmented,
+        anchor=paraphrase_anchor)                                          # T and T~
+    # features of frozen encoders (--freeze), which are computed once
+    cache = common.open_feature_cache(args, run, tower, tokenizer, transform, draw_texts)
+    tokenizer = cache.tokenizer
+    batches = run.batches(views, transform, cache)
 
-        tau = own["tau"]["log_tau"].exp() if args.learnable_tau else args.tau
+    # ------------------------------------------- loop ---------------------------------------------
+    evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
+                          args=args)
+    if augmented:
+        say(text_words(train, paraphrases, paraphrase_anchor, run.remark))
+    if len(loss_weights(args, 0.5)) > 1:
+        # in the progress bar, since the whole loss rises with the weights of its terms
+        run.loss_column = "L_MM"
+    run.begin(evaluator, random_guess(args))
+    if run.step == 0:
+        save_similarities(run)                                             # for Figs. 4 and 5
+    # listed once, since a walk through all modules takes milliseconds
+    clipped_parameters = [*tower.parameters(), *loss_modules.parameters()]
+    for batch in batches:
+        progress = run.step / steps.total                                  # t of Eq. 8
+        run.set_lr(common.learning_rate(run.step, steps, args))
+
+        texts, texts_aug = draw_texts(batch["captions"], batch["draws"])
+        tower_views = batch["views"][:num_tower_views]                     # (B, [T,] 3, S, S) each
+        inputs = inputs_of(tower_views, texts, texts_aug, tokenizer, run.device)
+        if augmented and not args.grad_augmented:
+            # I~ and T~ come first: BatchNorm may not change between I and its backward
+            inputs, inputs_aug = split_augmented(inputs)
+            embeddings_aug = chunks.encode_without_gradient(inputs_aug)    # I~, T~: (B, D)
+            embeddings = chunks.encode(inputs) + embeddings_aug            # I, T, I~, T~: (B, D)
+        else:
+            embeddings = chunks.encode(inputs)                             # I, T[, I~, T~]: (B, D)
+        image, text = embeddings[:2]
+
         if args.loss == "ts":
-            tau = ts_temperature(progress, args.tau_min, tau_max)
-        features = {k: experts[k](batch["views"][0] if k == "image" else texts) for k in experts}  # (B, width) each
+            tau = ts_temperature(progress, args.tau_min, args.tau_min + args.tau_alpha)
+        elif uses_tau(args):
+            tau = loss_modules["tau"]()                                    # a number or ()
+        else:
+            tau = args.tau_min                                             # the lowest of the pairs
+
+        features = {}
         if experts:
-            terms = expert_terms({"image": image, "text": text}, features, tau, **eq_4)
-            loss = sum(weight * terms[name] for name, weight in weights_of(args, progress).items())
+            if args.expert_inputs == "clean":
+                texts = tokenizer.cleaned(texts)
+            # the last view is the whole image, or that of I
+            features = expert_features(experts, batch["views"][-1], texts)           # (B, width)
+            terms = expert_terms({"image": image, "text": text}, features, tau, args.tau_min,
+                                 args.tau_alpha)
+            weights = loss_weights(args, progress)
+            loss = sum(weights[name] * terms[name] for name in weights)
         elif args.loss == "temo":
-            loss = temo_loss(image, text, *(more or (None, None)), progress, tau, base=args.base,
-                             modulated=args.modulated, unimodal=args.unimodal, blend=args.blend, **how)
+            image_aug, text_aug = embeddings[2:] or (None, None)           # (B, D)
+            loss = temo_loss(image, text, image_aug, text_aug, progress, tau, **row_options(args),
+                             **pair_options(args))
+        elif args.loss in ("infonce", "ts"):
+            loss = multimodal_loss(image, text, tau)
+        elif args.loss in DYSTRESS:
+            loss = dystress_multimodal_loss(
+                image, text, args.tau_min, args.tau_min + args.tau_alpha,
+                shifted=args.loss == "dystress-shifted", detach=args.detach_tau)
         elif args.loss == "cwcl":
             loss = cwcl_loss(image, text, tau)
-        else:                                                              # infonce, ts, dystress, SLIP's text half
-            loss = multimodal_loss(image, text, tau_of if args.loss.startswith("dystress") else tau)
-        if args.loss == "slip":
-            z1, z2 = own["head"](more[0]), own["head"](more[1])            # (B, 256)
-            loss = loss + simclr_loss(z1, z2, 0.1)                         # weight and temperature of SLIP
+        elif args.loss == "slip":
+            loss = multimodal_loss(image, text, tau)
+            z1, z2 = [loss_modules["head"](x) for x in embeddings[2:]]     # (B, 256)
+            # SLIP's weight is 1, its temperature 0.1
+            loss = loss + simclr_loss(z1, z2, 0.1)
+        else:
+            raise ValueError(f"--loss {args.loss} has no branch in this loop")
 
-        run.check_finite(loss, tau, (image, text, *more), batch)
-        chunks.backward(loss)                                              # the full batch's gradient
-        common.average_gradients(own.parameters())
+        run.check_finite(loss, tau, embeddings)
+        chunks.backward(loss)                                              # of the full batch
+        common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
-            run.accelerator.clip_grad_norm_([*tower.parameters(), *own.parameters()], args.grad_clip)
+            run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        if args.learnable_tau:
-            own["tau"]["log_tau"].data.clamp_(*map(math.log, args.tau_clamp))
-            tau = own["tau"]["log_tau"].detach().exp()
-        numbers = numbers_of((image, text, *more), features, tau_of, how, args, run) if run.due("log") else {}
-        run.done(batch, loss, tau, numbers)
+        if "tau" in loss_modules:
+            tau = loss_modules["tau"].clamp()
+        columns = {}
+        if run.due("log"):
+            columns = log_columns(embeddings, features, run)
+        run.done(batch, loss, tau, columns)                                # count, log, save, stop
 
-    # ------------------------------------------- save and evaluate ---------------------------------------------------
+    # ------------------------------------------- save and evaluate --------------------------------
+    tower.spec["evaluation"] = vars(evaluation_facts(args))                # for eval.py
     return run.finish(draw)
 
 
-def random_guess(args):
-    """The loss at the start and the end if all cosines are equal; None in a fork whose loss has another."""
-    of_views = math.log(2 * args.batch_size - 1) if args.loss == "slip" else 0
-    return [sum(weights_of(args, t).values()) * math.log(args.batch_size) + of_views for t in (0, 1)]
+# ------------------------------------------------------- views and encoders -----------------------
+def anchor_view(args):
+    """The view of I."""
+    randaugment = (0, 0)                                                   # off
+    if args.randaugment_ops:
+        randaugment = (args.randaugment_ops, args.randaugment_magnitude,
+                       args.randaugment_strengths)
+    return Augment(args.image_size, args.crop_min, args.flip, jitter_p=0.8, brightness=args.jitter,
+                   contrast=args.jitter, saturation=args.jitter, randaugment=randaugment)
 
 
-def banner_lines(args, tau_of):
-    """The method's lines of the banner: the row of Table 3 or the terms with experts, and the temperatures."""
-    has, ends = parts_of(args), f"{args.tau_min:g} .. {args.tau_min + args.tau_alpha:g}"
-    loss = args.loss + f", row {args.row}" * bool(args.row)
-    if has["expert"]:
-        loss = " + ".join(f"{w:g} {name}" for name, w in weights_of(args, 0).items())
-    at = ", ".join(f"{tau:.3g}" for tau in tau_of(torch.tensor([-1.0, 0.0, 1.0])).tolist())
-    words = {f"tau {args.tau}{', learnt' * args.learnable_tau}": has["at_tau"], f"by experts {ends}": has["expert"],
-             f"per pair {at} at cosine -1, 0, 1": has["pair"], f"over the run {ends}": args.loss == "ts"}
-    return {"loss": loss, "temperature": "; ".join(word for word, holds in words.items() if holds)}
+def candidate_view(args):
+    """The view of I~ (--image-aug)."""
+    if args.image_aug == "same":
+        return anchor_view(args)
+    if args.image_aug == "simclr":
+        return simclr_view(args)
+    if args.image_aug == "crop":
+        return Augment(args.image_size, args.crop_min)
+    raise ValueError(f"--image-aug {args.image_aug} has no view here")
 
 
-@torch.no_grad()
-def numbers_of(embeddings, features, tau_of, how, args, run):
-    """Columns of the log: the terms of the loss, common.embedding_health, and the temperatures (Fig. 2).
-
-    embeddings: I, T[, I~, T~], (B, D) each; features: of experts; tau_of: pair_temperature; how: its keywords."""
-    image, text, *more = embeddings
-    if features:
-        terms = expert_terms({"image": image, "text": text}, features, args.tau, args.tau_min, args.tau_alpha)
-    else:
-        names = {"L_MM": 0} | weights_of(args, 0.5)
-        terms = temo_terms(image, text, *(more or (None, None)), args.tau, names=names, **how)
-    numbers = common.mean_over_processes(terms, run.device)                # L_MM: comparable along the run
-    image, text = gather(normalize(image)), gather(normalize(text))                                          # (N, D)
-    numbers |= common.embedding_health(image, text)
-    if not parts_of(args)["pair"]:
-        return numbers
-    temperatures = tau_of(image[:2048] @ text[:2048].T)                    # (n, n), of at most 2,048 pairs
-    n, on_pairs = len(temperatures), temperatures.diagonal().mean().item()
-    numbers |= {} if parts_of(args)["at_tau"] else {"tau": temperatures.mean().item()}           # no term at --tau
-    return numbers | {"tau_pos": on_pairs, "tau_neg": (temperatures.sum().item() - n * on_pairs) / max(1, n * n - n)}
+def simclr_view(args):
+    """The strong view of SimCLR and SLIP."""
+    return Augment(args.image_size, args.aug_crop_min, args.aug_flip, jitter_p=0.8,
+                   brightness=args.aug_jitter, contrast=args.aug_jitter, saturation=args.aug_jitter,
+                   hue=args.aug_hue, grey=0.2, blur=args.aug_blur)
 
 
-def weights_of(args, progress):
-    """{term: weight} of the loss at t = progress: those of Eq. 8, or with experts; L_MM alone for the baselines."""
-    if parts_of(args)["without_expert"]:
-        return term_weights(progress, args.base, args.modulated, args.unimodal, args.blend)
-    weights = {"L_MM": 1.0} | ({"L_E-image": args.image_expert_weight} if args.image_expert else {})
-    return weights | ({"L_E-text": args.text_expert_weight} if args.text_expert else {})
+def inputs_of(views, texts, texts_aug, tokenizer, device):
+    """The inputs of the encoders: pixels of all views, and tokens of T and T~.
+
+    Args:
+        views: (B, [T,] 3, S, S) each: of I and I~, or of I and SLIP's two; of a frozen encoder
+            features (B, [T,] width).
+        texts: B texts T.
+        texts_aug: B texts T~, or an empty list.
+        tokenizer: of the text encoder.
+        device: for the tokens; the pixels are there.
+    Returns: {'pixels': {view: (B, [T,] 3, S, S)}, 'tokens': {text: {name: (B, L)}}}, numbered from
+        0; view 0 is I, text 0 is T.
+    """
+    B = len(texts)
+    all_tokens = tokenizer(texts + texts_aug)                              # (B, L) or (2B, L) each
+    tokens = {0: {name: x[:B].to(device) for name, x in all_tokens.items()}}
+    if texts_aug:
+        tokens[1] = {name: x[B:].to(device) for name, x in all_tokens.items()}
+    return {"pixels": dict(enumerate(views)), "tokens": tokens}
+
+
+def split_augmented(inputs):
+    """The inputs of I and T, number 0 of inputs_of, and those of I~ and T~, number 1."""
+    inputs_anchor = {kind: {0: pair[0]} for kind, pair in inputs.items()}
+    inputs_aug = {kind: {1: pair[1]} for kind, pair in inputs.items()}
+    return inputs_anchor, inputs_aug
 
 
 def encode(model, inputs, slip=False):
-    """All views and texts in one forward: pixels {view: (b, [T,] 3, S, S)}, tokens {text: (b, L)} -> I, T[, I~, T~] or
-    I~, T~, (b, D) each; for SLIP I, T and the features (b, width) of its two views."""
-    pixels, tokens = inputs["pixels"], inputs["tokens"]
-    joined = {k: torch.cat([t[k] for t in tokens.values()]) for k in ("input_ids", "attention_mask")}    # (b or 2b, L)
-    image, text, features = model(torch.cat([*pixels.values()]), joined)
-    if slip:                                                               # I and two strong views
-        return image.chunk(3)[0], text, *features.chunk(3)[1:]
-    pairs = zip(image.chunk(len(pixels)), text.chunk(len(tokens)), strict=True)
-    return tuple(embedding for pair in pairs for embedding in pair)
+    """Encodes all views and texts in one forward.
+
+    Args:
+        model: the towers.
+        inputs: as inputs_of returns them, of b examples.
+        slip: whether views 1 and 2 are SLIP's.
+    Returns: (b, D) each: I, T; or I~, T~; or I, T, I~, T~. With slip: I, T and the features
+        (b, width) of views 1 and 2.
+    """
+    pixels = list(inputs["pixels"].values())                               # (b, [T,] 3, S, S) each
+    texts = list(inputs["tokens"].values())
+    tokens = {}
+    for name in texts[0]:
+        tokens[name] = torch.cat([text[name] for text in texts])           # (b, L) or (2b, L)
+    image, text, features = model(torch.cat(pixels), tokens)
+    if slip:
+        _, features_1, features_2 = features.chunk(3)                      # (b, width)
+        return image.chunk(3)[0], text, features_1, features_2
+    embeddings = []
+    for pair in zip(image.chunk(len(pixels)), text.chunk(len(texts)), strict=True):
+        embeddings += pair                                                 # (b, D) each
+    return tuple(embeddings)
+
+
+def expert_features(experts, pixels, texts):
+    """The features of the experts, from pixels and texts: {modality: (B, width)}."""
+    features = {}
+    if "image" in experts:
+        features["image"] = experts["image"](pixels)
+    if "text" in experts:
+        features["text"] = experts["text"](texts)
+    return features
+
+
+# ------------------------------------------------------- banner and log ---------------------------
+def loss_weights(args, progress):
+    """The weights of the terms at t = progress, {term: weight}; baselines have L_MM alone."""
+    if args.loss != "temo":
+        return {"L_MM": 1.0}
+    if not uses_experts(args):
+        return term_weights(progress, **row_options(args))
+    weights = {"L_MM": 1.0}
+    if args.image_expert:
+        weights["L_E-image"] = args.image_expert_weight
+    if args.text_expert:
+        weights["L_E-text"] = args.text_expert_weight
+    return weights
+
+
+def random_guess(args):
+    """The loss at the start and at the end of training if all cosines are equal.
+
+    None for a loss that is unknown here, as one that a copy of this file adds.
+    """
+    if args.loss not in ("temo", "infonce", "ts", "cwcl", "slip", *DYSTRESS):
+        return None
+    guesses = []
+    for progress in (0, 1):
+        guess = sum(loss_weights(args, progress).values()) * math.log(args.batch_size)
+        if args.loss == "slip":
+            guess += math.log(2 * args.batch_size - 1)
+        guesses.append(guess)
+    return guesses
+
+
+def evaluation_facts(args):
+    """What eval.py has to know of a run."""
+    tau = args.tau if uses_tau(args) else None
+    return EvaluationFacts(tau=tau, learnable_tau=args.learnable_tau,
+                           knn_features=args.knn_features)
+
+
+@torch.no_grad()
+def log_columns(embeddings, features, run):
+    """Columns of the log: terms of the loss, health of the space, temperatures of pairs (Fig. 2).
+
+    Args:
+        embeddings: I, T, and with augmented views I~, T~, (B, D) each.
+        features: {modality: (B, width)} of the experts.
+        run: the Run.
+    """
+    args = run.args
+    image, text = embeddings[:2]
+    # L_MM at --tau is logged in every run. vars() does not count as reading the flag, which has no
+    # effect if the loss has no term at --tau
+    tau = vars(args)["tau"]
+    if features:
+        terms = expert_terms({"image": image, "text": text}, features, tau, args.tau_min,
+                             args.tau_alpha)
+    elif args.loss == "temo":
+        image_aug, text_aug = embeddings[2:] or (None, None)               # (B, D)
+        names = dict.fromkeys(["L_MM", *loss_weights(args, 0.5)])          # each once
+        terms = temo_terms(image, text, image_aug, text_aug, names=names, tau=tau,
+                           **pair_options(args))
+    else:
+        terms = {"L_MM": multimodal_loss(image, text, tau)}
+    columns = common.mean_over_processes(terms, run.device)
+    image, text = gather(normalize(image)), gather(normalize(text))        # (N, D)
+    columns.update(common.embedding_health(image, text))
+
+    # at most 2,048 rows, for memory
+    sim = image[:2048] @ text[:2048].T                                     # (n, n)
+    if args.loss in DYSTRESS:
+        pair_tau = dystress_temperature(sim, args.tau_min, args.tau_min + args.tau_alpha,
+                                        args.loss == "dystress-shifted")   # (n, n)
+    elif args.loss == "temo" and (args.modulated or args.unimodal == "modulated"):
+        pair_tau = modulated_temperature(sim, args.tau_min, args.tau_alpha,
+                                         similarity=args.similarity)       # (n, n)
+    else:
+        return columns
+    n = len(pair_tau)
+    tau_pos = pair_tau.diagonal().mean().item()
+    columns["tau_pos"] = tau_pos
+    columns["tau_neg"] = (pair_tau.sum().item() - n * tau_pos) / max(1, n * n - n)
+    if not uses_tau(args):
+        columns["tau"] = pair_tau.mean().item()
+    return columns
 
 
 if __name__ == "__main__":

@@ -1,58 +1,32 @@
-"""TS: Temperature Schedules for Self-Supervised Contrastive Methods on Long-Tail Data (Kukleva et al., ICLR 2023).
+"""TS: Temperature Schedules for Self-Supervised Contrastive Methods on Long-Tail Data (Kukleva et
+al., ICLR 2023).
 
-Contrastive learning without labels on long-tail data: two views of an image attract each other, and all other images
-repel. With a small temperature the loss sees only the nearest negatives (instance discrimination): embeddings spread
-uniformly over the sphere, which helps the tail. With a large one it spreads the push over many negatives (group-wise
-discrimination): they form dense clusters, which helps the head. TS alternates between the two: the temperature follows
-a cosine over the epochs, and the network learns to tell both groups and instances apart. No labels are needed.
+Two views of an image attract each other, all other images repel; there are no labels, and most
+images are of a few classes. At a low temperature only the nearest negatives count (instance
+discrimination): embeddings spread over the sphere, which helps rare classes. At a high one many
+negatives count (group-wise discrimination): embeddings form clusters, which helps frequent classes.
+TS alternates: the temperature follows a cosine over the epochs. Nothing is added to the model.
 
-Equations, s_ij = cosine (t = epoch from 0, constant inside an epoch):
-    (1)  L_c = 1/2B sum_i -log( exp(s_ii+ / tau) / (exp(s_ii+ / tau) + sum_j- exp(s_ij / tau)) )   nt_xent, moco_loss
-    (5)  tau(t) = (tau+ - tau-) (1 + cos(2 pi t / T)) / 2 + tau-                                   temperature
-    Sec. 3.3, coarse supervision: tau_i = tau_head for anchors of frequent classes, else tau_tail  coarse_temperature
+Equations (s_ij: cosine of anchor i and candidate j; t: epoch, from 0)
+    (1)   L_c = mean_i -log( exp(s_ii / tau) / (exp(s_ii / tau) + sum_j exp(s_ij / tau)) )
+          with the other views as negatives, or a queue of keys              nt_xent, moco_loss
+    (5)   tau(t) = (tau+ - tau-) (1 + cos(2 pi t / T)) / 2 + tau-                   temperature
+    Sec. 3.3  tau_i = tau_head if the class of i is frequent, else tau_tail  coarse_temperature
 
-    symbol        variable            shape    unit and paper value
-    v, v+         z1, z2 (q, k)       (B, D)   two views, 128-d, normalised inside the losses
-    tau-, tau+    tau_min, tau_max    ()       divide the cosine; 0.1, 1.0
-    T             period              ()       epochs; 400
-    queue         queue               (K, D)   MoCo's keys of earlier batches; K = 10,000
+Symbols
+    u, v        z1, z2 (q, k)     (B, D)  embeddings of two views, of this process; D = 128
+    tau-, tau+  tau_min, tau_max  ()      divide the cosine; paper 0.1, 1.0
+    T           period            ()      epochs; paper 400
+                queue             (K, D)  MoCo's keys of earlier batches; paper K = 10,000
 
-Commands:
-    accelerate launch temperature_schedules.py                                   # emoji, long-tailed, on two CPU cores
-    accelerate launch temperature_schedules.py --schedule fixed                  # the baseline, tau = 0.2
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --loss moco  # or sdclr; the epoch by val (App. A.2)
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --stop-at-phase 0.7   # the paper's advice
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --index-file split1_D_i.npy  # the authors' split
-    python -m tools.figures phase RUN RUN ...                     # Fig. 4 over runs; tails: Figs. 3 and 5
-    accelerate launch temperature_schedules.py --dataset folder/ --imbalance-ratio 100    # own data: class folders
+Commands
+    accelerate launch temperature_schedules.py                       # emoji, two CPU cores
+    accelerate launch temperature_schedules.py --schedule fixed      # the baseline, tau = 0.2
+    accelerate launch temperature_schedules.py --dataset cifar10-lt  # the paper's; --loss moco
+    accelerate launch temperature_schedules.py --dataset folder/ --imbalance-ratio 100  # own data
 
-A fork edits METHOD, the flags of the method group, and the loss in the loop, not what is marked as shared.
-
-Differences from the paper and from the authors' code:
- 1. Eq. 1 is printed as a sum over the batch; the code takes the mean, and so do we.
- 2. The authors' flag t_max is HALF the period: their 200 is --period 400 here. Their epochs count from 1, ours from 0.
- 3. Log-sum-exp throughout: the authors' plain exp overflows below tau = 0.012.
- 4. The authors gather without gradient and multiply the loss by W, right only with DDP's mean; our gradient is exact.
- 5. MoCo's code is not released. Ours: one linear head, momentum 0.99, SimCLR's batch of 512, a queue that starts with
-    random keys (He et al.). With BatchNorm a query could recognise its key by the batch statistics: keys are encoded in
-    a random order and in 8 groups of the global batch. The default towers have no BatchNorm.
- 6. SDCLR, as in its authors' code: the second view goes through the pruned network, without the smallest `prune` of all
-    weights of the encoder's convolutions and linear layers together; masks are refreshed every epoch. It has its own
-    BatchNorms (weights and statistics), in the head too. Both branches receive the gradient.
- 7. Colour operations have a fixed order and one blur radius; ImageNet100's blur is in the code alone. Crops are
-    bilinear and antialiased (common.Augment), the authors' bicubic. An epoch's last, short batch is left out.
- 8. Weight decay and initialisation of the ResNets: --decay-all (biases and norms too) and --no-zero-init (timm starts
-    the last BatchNorm of each block at 0) follow the authors' code. The paper's recipes and fashion-mnist-lt set both.
-    The 3x3 stem of resnet18-cifar has torch's default initialisation, theirs He's normal one.
- 9. App. A.2 names no measure for the choice of an epoch on val: --eval-epoch auto, the default on CIFAR, takes the mean
-    of kNN@1, kNN@10 and both probes, each a mean over the classes, and prints --eval-epoch for the other splits.
-10. Figs. 1 and 2 do not say whose coverage and cosines they show; here those of z, which the loss sees and spreads.
-    Fig. 3 shows features, as its kNN uses, of the largest and the smallest class, not of two similar ones.
-11. Table 10's uniform set is read as all images outside val, 4,500 per class (--imbalance-ratio 1), not the 1,116 of
-    SDCLR's split1_D_b.npy. The few-shot and the all-images probe then learn from the same images; the paper's differ.
-12. Val of CIFAR is a tenth of each class, outside --index-file; SDCLR's own is --val-file valIdxList.npy.
-    ImageNet100-LT has none (App. A.2); its batch is the paper's 512, not the README's 256. Its few-shot images are of
-    the long tail, as the paper says, or SDCLR's list, as in the authors' notebook (--few-shot-file: 12 per class).
+docs/temperature_schedules.md: commands for every table, recipes, differences, results.
+To try an idea of your own, copy this file and edit it; docs/forking.md.
 """
 
 import argparse
@@ -62,26 +36,32 @@ import math
 
 import common
 
-from common import (  # isort: skip
-    Evaluator, Parser, Run, UserError, batchnorms, between, by_rows, clean_exit, count, fp32, gather,
-    labelled_splits, nonnegative, normalize, padded_and_flipped, part, per_anchor, positive, positive_index, say,
-    to_device, whole, world)
+from common import (
+    Augment, EvaluationFacts, Evaluator, Parser, Run, Temperature, UserError, batchnorms, between,
+    clean_exit, count, fp32, gather, labelled_splits, nonnegative, normalize, padded_and_flipped,
+    part, per_anchor, positive, positive_index, row_blocks, say, to_device, whole, world)
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from contrastive.figures.ts import draw  # isort: skip
+from contrastive.figures.ts import draw
 
 
-# ======================================================= METHOD ======================================================
-def temperature(epoch, schedule="cos", tau_min=0.1, tau_max=1.0, period=400, seed=0):
-    """tau of an epoch (Eq. 5 for 'cos', Table 5 for the others): the same on every process and after a resume.
+# ======================================================= METHOD ===================================
+def temperature(  # noqa: PLR0917
+        epoch, schedule="cos", tau_min=0.1, tau_max=1.0, period=400, seed=0):
+    """tau of an epoch (Eq. 5 for 'cos', Table 5 for the others), the same on every process.
 
-    Args: epoch: from 0, constant inside an epoch.   period: T in epochs.   seed: of 'random'.
-    Returns: float. cos and oscillating (linear triangle) start at tau_max; step is tau_min for the first half of a
-        period, tau_max for the second; random is uniform in (tau_min, tau_max) from (seed, epoch); fixed is tau_min.
+    Args:
+        epoch: from 0; tau is constant within an epoch.
+        schedule: 'cos' and 'oscillating' (a linear triangle) start at tau_max; 'step' is tau_min
+            for the first half of a period and tau_max for the second; 'random' is uniform between
+            both, drawn from (seed, epoch); 'fixed' is tau_min.
+        tau_min, tau_max: lowest and highest temperature.
+        period: T in epochs.
+    Returns: float.
     """
     phase = (epoch % period) / period                                      # 0..1
     if schedule == "cos":
@@ -91,454 +71,725 @@ def temperature(epoch, schedule="cos", tau_min=0.1, tau_max=1.0, period=400, see
     if schedule == "step":
         return tau_min if phase < 0.5 else tau_max
     if schedule == "random":
-        return tau_min + (tau_max - tau_min) * np.random.default_rng([seed, int(epoch)]).random()
+        generator = np.random.default_rng([seed, int(epoch)])
+        return tau_min + (tau_max - tau_min) * generator.random()
     if schedule == "fixed":
         return tau_min
-    raise ValueError(f"no schedule {schedule!r}")
+    raise ValueError(f"schedule={schedule!r}: give 'cos', 'step', 'random', 'oscillating' or "
+                     "'fixed'")
+
+
+@row_blocks
+def nt_xent_of_view(anchor, target, tau, *, same_view, other_view):
+    """Mean of Eq. 1 over anchors of one view: (b, D), (b,), tau -> ().
+
+    Args: same_view, other_view: (N, D), the view of the anchors and the other view.
+    """
+    same_sim = anchor @ same_view.T                                        # (b, N)
+    other_sim = anchor @ other_view.T                                      # (b, N)
+    logits = torch.cat([other_sim, same_sim], dim=1) / tau                 # (b, 2N)
+    anchor_column = len(same_view) + target[:, None]                       # (b, 1)
+    logits = logits.scatter(1, anchor_column, -math.inf)                   # (b, 2N)
+    return F.cross_entropy(logits, target)                                 # ()
 
 
 @fp32
-def nt_xent(z1, z2, tau, block=0):
-    """NT-Xent (Eq. 1, averaged): each of the 2B views has one positive and 2N - 2 negatives.
+def nt_xent(z1, z2, tau):
+    """NT-Xent (Eq. 1, averaged): each of the 2N views has one positive and 2N - 2 negatives.
 
     Args:
-        z1, z2: (B, D) two views, any float dtype; row i of both from one image.
-        tau: temperature, divides the cosine, > 0: a float, (), or (B,) per anchor image.
-        block: rows at a time (0 = automatic, see common.by_rows).
-    Returns: scalar fp32 (float64 stays), mean over the 2B local anchors. A random guess is about ln(2N - 1).
+        z1, z2: (B, D) embeddings of this process; row i of both is of the same image.
+        tau: temperature > 0: a number, () or (B,) for each image.
+    Returns: () mean over the 2B anchors, float32. A random guess is about ln(2N - 1).
     """
-    a, b = normalize(z1), normalize(z2)                                    # (B, D)
-    all_a, all_b, tau = gather(a), gather(b), per_anchor(tau, a)           # (N, D), (N, D), () or (B, 1)
-
-    def one_way(anchor, own_view, other_view):                             # (B, D), (N, D), (N, D)
-        def rows(x, t, target):                                            # b anchors at a time
-            own = x @ own_view.T                                           # (b, N)
-            logits = torch.cat([x @ other_view.T, own], 1) / t             # (b, 2N)
-            itself = len(own_view) + target[:, None]                       # (b, 1), left out of its negatives
-            return F.cross_entropy(logits.scatter(1, itself, -math.inf), target)                             # ()
-        return by_rows(rows, anchor, tau, positive_index(anchor), columns=2 * len(own_view), block=block)
-    return (one_way(a, all_a, all_b) + one_way(b, all_b, all_a)) / 2
+    z1, z2 = normalize(z1), normalize(z2)                                  # (B, D)
+    all_z1, all_z2 = gather(z1), gather(z2)                                # (N, D)
+    tau = per_anchor(tau, z1)                                              # () or (B, 1)
+    target = positive_index(z1)                                            # (B,)
+    loss_1 = nt_xent_of_view(z1, target, tau, same_view=all_z1, other_view=all_z2)
+    loss_2 = nt_xent_of_view(z2, target, tau, same_view=all_z2, other_view=all_z1)
+    return (loss_1 + loss_2) / 2
 
 
 @fp32
 def moco_loss(q, k, queue, tau):
     """L_c with a queue of earlier keys as negatives (Eq. 1, averaged; He et al. 2020).
 
-    Args: q, k: (B, D) query and key of the same image; k gets no gradient.   queue: (K, D).   tau: float, () or (B,).
-    Returns: scalar fp32 (float64 stays), mean over the B local queries. A random guess is about ln(K + 1).
+    Args:
+        q, k: (B, D) queries and keys of this process; row i of both is of the same image. k gets no
+            gradient.
+        queue: (K, D) keys of earlier batches.
+        tau: temperature > 0: a number, () or (B,) for each query.
+    Returns: () mean over the queries, float32. A random guess is about ln(K + 1).
     """
     q, k, queue = normalize(q), normalize(k.detach()), normalize(queue)    # (B, D), (B, D), (K, D)
-    logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.T], 1)     # (B, 1 + K)
+    positives = (q * k).sum(dim=1, keepdim=True)                           # (B, 1)
+    logits = torch.cat([positives, q @ queue.T], dim=1)                    # (B, 1 + K)
     logits = logits / per_anchor(tau, q)                                   # (B, 1 + K)
-    return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device))
+    target = torch.zeros(len(q), dtype=torch.long, device=q.device)        # (B,)
+    return F.cross_entropy(logits, target)
 
 
 def coarse_temperature(labels, head_classes, tau_head, tau_tail):
-    """tau of each anchor, by the frequency of its class (Sec. 3.3): (B,) long, a set of classes -> (B,) float."""
-    head = torch.isin(labels, torch.as_tensor(sorted(head_classes), device=labels.device))                  # (B,) bool
-    return torch.where(head, tau_head, tau_tail)
+    """tau of each anchor by the frequency of its class (Sec. 3.3): (B,) long -> (B,) float.
+
+    Args: head_classes: numbers of the classes with tau_head; all others have tau_tail.
+    """
+    head = torch.as_tensor(sorted(head_classes), device=labels.device)     # (classes,)
+    return torch.where(torch.isin(labels, head), tau_head, tau_tail)       # (B,)
 
 
-def prune_masks(module, part):
-    """SDCLR: {name: bool mask} of the weights that the second branch keeps, the largest 1 - part of all weights of
-    convolutions and linear layers together. Layers with small weights lose more."""
-    layers = (nn.Linear, nn.modules.conv._ConvNd)
-    sizes = {f"{n}.weight": m.weight.detach().abs() for n, m in module.named_modules() if isinstance(m, layers)}
-    every = torch.cat([size.flatten() for size in sizes.values()])         # (weights,)
-    limit = every.kthvalue(min(math.ceil(part * len(every)) + 1, len(every))).values
-    return {name: size >= limit for name, size in sizes.items()}
+def prune_masks(module, share):
+    """Masks of SDCLR's second branch, from which the smallest `share` of all weights is pruned.
+
+    The weights of all convolutions and linear layers are compared together, so that layers with
+    small weights lose more of them.
+
+    Returns: {name of a weight: bool mask of its shape, False where it is pruned}.
+    """
+    magnitudes = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd)):
+            magnitudes[f"{name}.weight"] = layer.weight.detach().abs()
+    flat = torch.cat([x.flatten() for x in magnitudes.values()])           # (weights,)
+    num_pruned = min(math.ceil(share * len(flat)), len(flat) - 1)
+    threshold = flat.kthvalue(num_pruned + 1).values                       # ()
+    return {name: x >= threshold for name, x in magnitudes.items()}
 
 
 def coverage(z, bins=500):
-    """How z (M, D) covers the sphere (Fig. 1): each row is assigned to the nearest of `bins` random directions.
+    """How z (M, D) covers the sphere: each row goes to the nearest random direction (Fig. 1).
 
-    Returns: the effective share of the directions, exp(entropy) / bins, and their numbers of rows, largest first.
+    Returns: the effective share of the directions, exp(entropy) / bins; and the number of rows at
+        each direction that has any, largest first.
     """
-    sphere = torch.randn(bins, z.shape[1], generator=torch.Generator().manual_seed(0))                      # (bins, D)
-    nearest = (normalize(z) @ normalize(sphere).to(z).T).argmax(1)         # (M,)
-    rows = nearest.bincount().sort(descending=True).values                 # (up to bins,)
-    effective = torch.special.entr(rows / rows.sum()).sum().exp().item()
-    return effective / bins, rows[rows > 0].tolist()
+    generator = torch.Generator().manual_seed(0)
+    directions = normalize(torch.randn(bins, z.shape[1], generator=generator))           # (bins, D)
+    nearest = (normalize(z) @ directions.to(z).T).argmax(1)                # (M,)
+    counts = nearest.bincount().sort(descending=True).values               # (up to bins,)
+    entropy = torch.special.entr(counts / counts.sum()).sum()              # ()
+    return entropy.exp().item() / bins, counts[counts > 0].tolist()
 
 
-# ------------------------------------------------------- modules -----------------------------------------------------
+# ------------------------------------------------------- modules ----------------------------------
+def simclr_head(width, dim, norm):
+    """SimCLR's projection head as in the authors' code, (B, width) -> (B, dim).
+
+    Args: norm: 'batch', or 'none' for a head without BatchNorm.
+    """
+    if norm == "batch":
+        norm_layer = nn.BatchNorm1d
+    elif norm == "none":
+        norm_layer = nn.Identity
+    else:
+        raise ValueError(f"norm={norm!r}: give 'batch' or 'none'")
+    return nn.Sequential(nn.Linear(width, width), norm_layer(width), nn.ReLU(),
+                         nn.Linear(width, dim, bias=False), norm_layer(dim))
+
+
+class Contrastive(nn.Module):
+    """An image tower and a projection head, which is not part of the evaluation.
+
+    Args:
+        tower: TwoTower, whose features go into the head.
+        head: module, (B, width) -> (B, D).
+        pruned: whether there is SDCLR's second branch, which has BatchNorms of its own.
+    """
+
+    def __init__(self, tower, head, pruned=False):
+        super().__init__()
+        self.tower = tower
+        self.head = head
+        if pruned:
+            norms = [copy.deepcopy(norm) for norm in self.dense_norms().values()]
+            self.norms = nn.ModuleList(norms)
+
+    def dense_norms(self):
+        """{name: BatchNorm} of tower and head."""
+        norms = {}
+        for name, module in self.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not name.startswith("norms"):
+                norms[name] = module
+        return norms
+
+    def forward(self, pixels, masks=None, half=None):
+        """Views (V * B, [T,] 3, S, S) -> z (V * B, D).
+
+        Args: masks, half: of SDCLR; the views from row `half` on go through the pruned tower.
+        """
+        if masks is None:
+            features = self.tower(pixels)[2]                               # (V * B, width)
+            return self.head(features)
+        pruned_tensors = self.pruned_tensors(masks)
+        dense = self(pixels[:half])                                        # (B, D)
+        pruned = common.functional_call(self, pruned_tensors, (pixels[half:],))          # (B, D)
+        return torch.cat([dense, pruned])
+
+    def pruned_tensors(self, masks):
+        """{name: tensor} in which SDCLR's second branch differs: masked weights, its BatchNorms."""
+        tensors = {}
+        for name, mask in masks.items():
+            tensors[f"tower.{name}"] = self.tower.get_parameter(name) * mask
+        for name, norm in zip(self.dense_norms(), self.norms, strict=True):
+            for key, tensor in [*norm.named_parameters(), *norm.named_buffers()]:
+                tensors[f"{name}.{key}"] = tensor
+        return tensors
+
+
 class Queue(nn.Module):
-    """The last K keys (K, D), first in, first out: equal on all processes and saved in the checkpoint. It starts with
-    random keys (He et al.), so that no anchor finds its own key among its negatives."""
+    """MoCo's last K keys (K, D), first in, first out, the same on all processes.
+
+    It starts with random keys (He et al.), so that no anchor meets its own key as a negative.
+    """
 
     def __init__(self, size, dim, seed=0):
         super().__init__()
-        start = torch.randn(size, dim, generator=torch.Generator().manual_seed(seed))                       # (K, D)
-        self.register_buffer("keys", normalize(start))
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("keys", normalize(torch.randn(size, dim, generator=generator)))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))   # pushed so far
 
     @torch.no_grad()
     def push(self, k):
-        """Adds this step's keys of all processes; k: the (B, D) local rows."""
-        k, size = gather(normalize(k)), len(self.keys)                     # (N, D)
-        at = (self.count + torch.arange(len(k), device=k.device))[-size:] % size
-        self.keys[at] = k[-size:]
+        """Adds the keys of a step, (B, D) on each process, normalised here."""
+        k = gather(normalize(k))                                           # (N, D)
+        size = len(self.keys)
+        numbers = self.count + torch.arange(len(k), device=k.device)       # (N,) as they arrive
+        rows = numbers[-size:] % size                                      # (min(N, K),)
+        self.keys[rows] = k[-size:]
         self.count += len(k)
 
 
-class Contrastive(nn.Module):
-    """Encoder and projection head; views (V * B, 3, S, S) -> z (V * B, D). The head is discarded in evaluation."""
+@torch.no_grad()
+def encode_keys(network, pixels, seed, splits=8):
+    """MoCo's keys (B, D) of pixels (B, [T,] 3, S, S).
 
-    def __init__(self, encoder, dim, norm, linear=False, pruned=False):
-        super().__init__()
-        self.tower, width = encoder, encoder.vision.width
-        if linear:                                                         # MoCo
-            self.head = nn.Linear(width, dim)
-        else:                                                              # SimCLR: the authors' head
-            bn = nn.BatchNorm1d if norm == "batch" else nn.Identity
-            self.head = nn.Sequential(nn.Linear(width, width), bn(width), nn.ReLU(),
-                                      nn.Linear(width, dim, bias=False), bn(dim))
-        if pruned:                                                         # SDCLR: the second branch's BatchNorms
-            self.norms = nn.ModuleList(copy.deepcopy(m) for _, m in self.dense_norms())
+    With BatchNorm they are encoded in a random order and in groups, so that no key has the batch
+    statistics of its own query.
 
-    def dense_norms(self):
-        """[(name, BatchNorm)] of encoder and head."""
-        both = *self.tower.named_modules(prefix="tower"), *self.head.named_modules(prefix="head")
-        return [(name, m) for name, m in both if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    Args:
+        seed: of the order.
+        splits: groups of the global batch, so that their size does not depend on the processes.
+    """
+    if not batchnorms(network):
+        return network(pixels)
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed))
+    order = to_device(order, pixels.device)                                # (B,)
+    # on a CPU, without SyncBatchNorm, one group would have the statistics of the queries
+    min_groups = 1 if pixels.is_cuda else min(splits, 2)
+    num_groups = min(max(min_groups, splits // world()), max(1, len(pixels) // 2))
+    groups = order.tensor_split(num_groups)                                # (b,) each
+    keys = torch.cat([network(pixels[group]) for group in groups])         # (B, D)
+    return keys[order.argsort()]
 
-    def forward(self, pixels, masks=None, half=None):
-        """masks, half (SDCLR): the views from row `half` on go through the pruned encoder."""
-        if masks is None:
-            return self.head(self.tower(pixels)[2])
-        other = {f"tower.{name}": self.tower.get_parameter(name) * mask for name, mask in masks.items()}
-        for (name, _), norm in zip(self.dense_norms(), self.norms, strict=True):
-            other |= {f"{name}.{k}": x for k, x in (*norm.named_parameters(), *norm.named_buffers())}
-        return torch.cat([self(pixels[:half]), common.functional_call(self, other, (pixels[half:],))])
+
+@torch.no_grad()
+def update_momentum(key_network, network, momentum):
+    """key <- momentum key + (1 - momentum) query, for the weights; BatchNorm's buffers stay."""
+    for key, query in zip(key_network.parameters(), network.parameters(), strict=True):
+        key.lerp_(query, 1 - momentum)
 
 
 @torch.no_grad()
 def project(head, features):
-    """z (M, D) of features (M, width), with running statistics in the head's norms; on the head's device."""
+    """z (M, D) of features (M, width), on the head's device, with its running statistics."""
     head.eval()
-    z = head(features.to(next(head.parameters()).device))
+    z = head(features.to(next(head.parameters()).device))                  # (M, D)
     head.train()
     return z
 
 
-@torch.no_grad()
-def encode_keys(encoder, pixels, seed, splits=8):
-    """MoCo's keys (B, D). With BatchNorm they are encoded in random order and in groups, so that no key shares the
-    batch statistics of its own query. splits: groups of the global batch: their size does not depend on processes."""
-    if not batchnorms(encoder):
-        return encoder(pixels)
-    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed))
-    order = to_device(order, pixels.device)
-    least = 1 if pixels.is_cuda else min(splits, 2)                        # a CPU has no SyncBatchNorm for the queries
-    groups = order.tensor_split(min(max(least, splits // world()), max(1, len(pixels) // 2)))
-    return torch.cat([encoder(pixels[g]) for g in groups])[order.argsort()]
-
-
-@torch.no_grad()
-def update_momentum(encoder, online, momentum):
-    """key <- momentum key + (1 - momentum) online, for the weights; the key encoder has its own buffers."""
-    for key, query in zip(encoder.parameters(), online.parameters()):
-        key.lerp_(query, 1 - momentum)
-
-
-# ======================================================= flags =======================================================
-# Defaults by data set, one line per group. 'ours': tuned on val. Other data sets use 'own'.
+# ======================================================= flags ====================================
+# A recipe holds what differs from the defaults, which stand in parse_args and, for the flags of all
+# scripts, in contrastive/engine/flags.py. 'recipe' says whose values they are
+# (docs/temperature_schedules.md).
 CIFAR = dict(
     recipe="paper; optimiser and views from the authors' code",
-    image_encoder="resnet18-cifar", pretrained=False, embed_dim=128, head_norm="batch",
-    image_size=32, image_stats="imagenet", eval_resize="crop",
-    epochs=2000.0, batch_size=512, optimizer="sgd", lr=0.5, lr_end=1e-6, warmup_epochs=10.0, weight_decay=1e-4,
-    decay_all=True, zero_init=False, beta1=0.9, grad_clip=0.0,
-    lr_schedule="cosine", beta2=0.999, eps=1e-8, mixed_precision="no", frames=12, frame_sampling="uniform",
-    tau_min=0.1, tau_max=1.0, period=400.0, queue_size=10_000,
-    crop_min=0.1, flip=0.5, jitter_p=0.8, jitter=0.4, hue=0.1, grey=0.2, blur=0.0,
-    imbalance_ratio=100.0, train_features="augmented", save_every=1000, eval_every=0, eval_epoch="auto", log_every=50)
+    image_encoder="resnet18-cifar", image_size=32, image_stats="imagenet",
+    epochs=2000.0, batch_size=512, warmup_epochs=10.0,
+    optimizer="sgd", lr=0.5, lr_end=1e-6, weight_decay=1e-4, beta2=0.999, grad_clip=0.0,
+    head_norm="batch", decay_all=True, zero_init=False,
+    period=400.0, queue_size=10_000, crop_min=0.1,
+    imbalance_ratio=100.0, train_features="augmented", eval_epoch="auto",
+    save_every=1000, log_every=50)
 IMAGENET100 = CIFAR | dict(
     image_encoder="resnet50", image_size=224, epochs=800.0, crop_min=0.08, blur=0.5,
-    imbalance_ratio=0.0, eval_epoch="", train_features="clean", eval_crop=0.875, shot_limits=[100, 20])
-FASHION = CIFAR | dict(recipe="ours; as cifar10-lt", epochs=500.0, period=100.0, jitter_p=0.0, grey=0.0)
-EMOJI = CIFAR | dict(
-    recipe="ours", image_encoder="small", head_norm="none", image_stats="encoder",
-    epochs=30.0, batch_size=256, optimizer="adamw", lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.05,
-    decay_all=False, zero_init=True, period=12.0, queue_size=1024,
-    crop_min=0.3, hue=0.02,  # small, since hue tells classes apart
-    imbalance_ratio=0.0, train_features="clean", save_every=100, eval_every=50, eval_epoch="", log_every=5)
-MOVING = EMOJI | dict(recipe="ours; as emoji, classes = verbs", frames=4, flip=0.0, crop_min=0.6)
-SCENES = EMOJI | dict(epochs=60.0, hue=0.5, imbalance_ratio=100.0, eval_every=0, log_every=20, save_every=1000)
-OWN = EMOJI | dict(
-    recipe="ours; small tower from scratch", image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500)
-RECIPES = {"emoji": EMOJI, "cifar10-lt": CIFAR, "cifar100-lt": CIFAR, "imagenet100-lt": IMAGENET100,
-           "fashion-mnist-lt": FASHION, "moving-emoji": MOVING, "emoji-scenes": SCENES, "own": OWN}
-SCHEDULES = "cos", "step", "random", "oscillating"
-SDCLR = {"cifar10-lt": dict(tau_min=0.2, prune=0.9), "cifar100-lt": dict(tau_min=0.2, prune=0.9),
-         "imagenet100-lt": dict(tau_min=0.3, prune=0.3)}                   # with a fixed tau, from its scripts
+    imbalance_ratio=0.0, train_features="clean", eval_epoch="",
+    eval_crop=0.875, shot_limits=[100, 20])
+FASHION = CIFAR | dict(
+    recipe="ours; as cifar10-lt", epochs=500.0, period=100.0, jitter_p=0.0, grey=0.0)
+SMALL = dict(epochs=30.0, weight_decay=0.05, beta2=0.999, grad_clip=0.0)
+EMOJI = SMALL | dict(
+    recipe="ours", image_size=32,
+    hue=0.02,                                                              # hue tells classes apart
+    save_every=100, eval_every=50, log_every=5)
+MOVING = EMOJI | dict(
+    recipe="ours; as emoji, classes = verbs", frames=4, flip=0.0, crop_min=0.6)
+SCENES = EMOJI | dict(
+    epochs=60.0, hue=0.5, imbalance_ratio=100.0, eval_every=0, log_every=20, save_every=1000)
+OWN = SMALL | dict(recipe="ours; small tower from scratch")
+RECIPES = {
+    "emoji": EMOJI,
+    "cifar10-lt": CIFAR,
+    "cifar100-lt": CIFAR,
+    "imagenet100-lt": IMAGENET100,
+    "fashion-mnist-lt": FASHION,
+    "moving-emoji": MOVING,
+    "emoji-scenes": SCENES,
+    "own": OWN}
+FIXED_TAU = 0.2                                                            # the paper's baseline
+LOWEST_TAU = 0.01                                                          # if learnt; CLIP's
 
 
-def chosen_defaults(chosen):
-    """By --loss, --schedule (fixed: the baseline's 0.2; cos and others: the recipe's) and --stop-at-phase."""
-    own = SDCLR.get(chosen.recipe, {}) if chosen.loss == "sdclr" else {}
-    found = {"tau_min": 0.2} | own | {"schedule": chosen.schedule or ("fixed" if own else "cos")}
-    if found["schedule"] != "fixed":
-        del found["tau_min"]
-    return found | ({"eval_epoch": ""} if chosen.stop_at_phase else {})
+def method_defaults(chosen):
+    """Defaults that depend on --loss, --schedule, --stop-at-phase and --recipe."""
+    defaults = {"schedule": chosen.schedule or "cos"}
+    fixed_tau = FIXED_TAU
+    # SDCLR's own scripts have a fixed temperature
+    if chosen.loss == "sdclr" and chosen.recipe in ("cifar10-lt", "cifar100-lt", "imagenet100-lt"):
+        defaults["schedule"] = chosen.schedule or "fixed"
+        if chosen.recipe == "imagenet100-lt":
+            fixed_tau = 0.3
+            defaults["prune"] = 0.3
+    if defaults["schedule"] == "fixed":
+        defaults["tau_min"] = fixed_tau
+    if chosen.stop_at_phase:
+        defaults["eval_epoch"] = ""
+    return defaults
+
+
+def check_flags(parser, args):
+    """Refuses flags that contradict each other."""
+    if args.schedule != "fixed" and args.tau_max < args.tau_min:
+        parser.error(f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
+    if args.learnable_tau and (args.schedule != "fixed" or args.tau_head):
+        parser.error("--learnable-tau: a learnt temperature follows no schedule and no classes; "
+                     "give --schedule fixed, and no --tau-head")
+    if args.learnable_tau and args.tau_min < LOWEST_TAU:
+        parser.error(f"--tau-min {args.tau_min}: a learnt temperature must start at {LOWEST_TAU} "
+                     "or above")
+    if (args.tau_head > 0) != (args.tau_tail > 0):
+        parser.error(f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, "
+                     "or neither")
+    if 0 < args.imbalance_ratio < 1:
+        parser.error(f"--imbalance-ratio {args.imbalance_ratio}: must be at least 1, or 0 to leave "
+                     "the data as they are")
+    head, tail = args.shot_limits
+    if (head or tail) and not 0 < tail <= head + 1:
+        parser.error(f"--shot-limits {head} {tail}: TAIL must be from 1 to HEAD + 1, or both 0")
+    if args.loss == "moco" and args.chunk_size:
+        parser.error("--chunk-size: not with --loss moco; lower --batch-size")
+    check_end(parser, args)
+
+
+def check_end(parser, args):
+    """Refuses --stop-at-phase and --eval-epoch if the run does not get that far."""
+    if args.stop_at_phase and args.epochs < args.period:
+        parser.error(f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full "
+                     f"--period {args.period:g}")
+    if args.eval_epoch not in ("", "auto"):
+        last_epoch = math.inf if args.max_steps else args.epochs
+        is_number = args.eval_epoch.replace(".", "", 1).isdecimal()
+        if not is_number or not 0 < float(args.eval_epoch) <= last_epoch:
+            parser.error(f"--eval-epoch {args.eval_epoch}: must be auto, or > 0 and at most "
+                         f"--epochs {args.epochs:g}")
 
 
 def parse_args(argv=None):
-    """Flags; the recipe of --dataset gives the defaults."""
-    p = Parser(__file__, "TS: a temperature schedule for SimCLR and MoCo on long-tail images.", texts=False)
-    yesno = argparse.BooleanOptionalAction
-    g = p.group("method")
-    g.add_argument("--loss", choices=["simclr", "moco", "sdclr"], default="simclr", help="what the schedule is for")
-    g.add_argument("--period", type=positive, help="T, epochs of a full period; paper 400")
-    g.add_argument("--tau-head", type=nonnegative, default=0.0,
-                   help="coarse supervision in place of the schedule: tau of frequent classes; paper 1.0; 0 = off")
-    g.add_argument("--tau-tail", type=nonnegative, default=0.0, help="and of the other classes; paper 0.1")
-    g.add_argument("--decay-all", action=yesno, help="weight decay of biases and norms (authors' code)")
-    g.add_argument("--zero-init", action=yesno, help="a timm ResNet's last BatchNorms start at 0 (authors': at 1)")
-    g = p.group("without --tau-head and --tau-tail", tau_head=False)
-    g.add_argument("--schedule", choices=[*SCHEDULES, "fixed"], default=None,
-                   help="of tau over the epochs; fixed = --tau-min throughout")
-    g.add_argument("--tau-min", type=positive, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
-    g = p.group("without --schedule fixed, --tau-head and --tau-tail", tau_head=False, schedule=SCHEDULES)
-    g.add_argument("--tau-max", type=positive, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
-    g = p.group("with --schedule fixed, without --tau-head and --tau-tail", tau_head=False, schedule="fixed")
-    g.add_argument("--learnable-tau", action=yesno, default=False, help="learn it, from --tau-min on; not of the paper")
-    g = p.group("with --loss moco", loss="moco")
-    g.add_argument("--queue-size", type=count, help="K, keys in MoCo's queue; paper 10,000")
-    g.add_argument("--momentum", type=part, default=0.99, help="of MoCo's key encoder; ours")
-    g = p.group("with --loss sdclr", loss="sdclr")
-    g.add_argument("--prune", type=part, default=0.9, help="of the second branch; SDCLR 0.9, ImageNet100-LT 0.3")
-    g = p.group("with --loss simclr or sdclr", loss=("simclr", "sdclr"))
-    g.add_argument("--head-norm", choices=["batch", "none"], help="BatchNorm in the head (authors' code)")
-    g = p.group("views")
-    g.add_argument("--crop-min", type=part, help="least area of the crop; CIFAR 0.1, ImageNet 0.08")
-    g.add_argument("--flip", type=part, help="share of mirror images")
-    g.add_argument("--jitter-p", type=part, help="share of images with --jitter and --hue; paper 0.8")
-    g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation; paper 0.4")
-    g.add_argument("--hue", type=between(0, 0.5), help="strength, 0..0.5; paper 0.1")
-    g.add_argument("--grey", type=part, help="share of grey images; paper 0.2")
-    g.add_argument("--blur", type=part, help="share of blurred images; ImageNet 0.5")
-    g = p.group("long tail, of emoji, the sets -lt, or any labelled folder, parquet or hub id")
-    g.add_argument("--imbalance-ratio", type=nonnegative,
-                   help="largest class over smallest; paper 50, 100, 150; 1 = balanced; 0 = as the data are")
-    g.add_argument("--split-seed", type=whole, default=0, help="of the classes' order and images; paper: 0, 1, 2")
-    g.add_argument("--index-file", default="", metavar="FILE",
-                   help="training images: .npy of torchvision's indices (CIFAR), or lines 'path class' (ImageNet)")
-    g.add_argument("--val-file", default="", metavar="FILE",
-                   help="val images, the same; empty = a tenth of each class (CIFAR), none (imagenet100-lt)")
-    g.add_argument("--test-file", default="", metavar="FILE", help="test images of imagenet100-lt, the same")
-    g.add_argument("--few-shot-file", default="", metavar="FILE",
-                   help="of imagenet100-lt's few-shot probe; empty = training images, as many as of the smallest class")
-    g = p.group("evaluation by class")
-    g.add_argument("--train-features", choices=["clean", "augmented"],
-                   help="training views in kNN and probes; authors: augmented on CIFAR")
-    g.add_argument("--shot-limits", type=whole, nargs=2, default=[0, 0], metavar=("HEAD", "TAIL"),
-                   help="head classes have more images than HEAD, tail fewer than TAIL; ImageNet100-LT 100 20; "
-                        "0 0 = thirds of the classes")
-    g.add_argument("--eval-crop", type=between(0.1, 1), default=1.0,
-                   help="share of the short side kept by --eval-resize crop; ImageNet 0.875")
-    g.add_argument("--eval-epoch", metavar="auto|N",
-                   help="the weights to test: empty = the last; auto = the best on val after step 0 (App. A.2), of "
-                        "every 20 epochs without --eval-every; N = stop after epoch N of the same schedules")
-    g = p.group("without --eval-epoch", eval_epoch=False)
-    g.add_argument("--stop-at-phase", type=part, default=0.0,
-                   help="end at epoch (floor(epochs / T) - 1 + phase) T of the same schedules; paper about 0.7 "
-                        "(1,880 of 2,000); 0 = the end")
-    args = p.parse(argv, RECIPES, chosen_defaults, choosers=("--schedule", "--stop-at-phase"))
-    epoch, auto = args.eval_epoch, args.eval_epoch == "auto"
-    number = float(epoch) if epoch.replace(".", "", 1).isdecimal() else 0.0
-    last = math.inf if args.max_steps else args.epochs
-    p.require(args.schedule == "fixed" or args.tau_max >= args.tau_min,
-              f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
-    p.require(not args.learnable_tau or args.tau_min >= 0.01, "--tau-min: if learnt at least 0.01")
-    p.require((args.tau_head > 0) == (args.tau_tail > 0),
-              f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
-    p.require(args.imbalance_ratio == 0 or args.imbalance_ratio >= 1,
-              f"--imbalance-ratio {args.imbalance_ratio}: must be at least 1, or 0 to leave the data as they are")
-    cut = args.imbalance_ratio >= 1 and (not args.index_file or args.dataset == "imagenet100-lt")
-    p.only(cut, "where --imbalance-ratio, and no --index-file, makes the tail", "--split-seed")
-    p.require(not any(args.shot_limits) or 0 < args.shot_limits[1] <= args.shot_limits[0] + 1,
-              f"--shot-limits {args.shot_limits[0]} {args.shot_limits[1]}: TAIL must be from 1 to HEAD + 1, or both 0")
-    p.require(not args.stop_at_phase or args.epochs >= args.period,
-              f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full --period {args.period:g}")
-    p.require(not epoch or auto or 0 < number <= last,
-              f"--eval-epoch {epoch}: must be auto, or > 0 and at most --epochs {args.epochs:g}")
-    p.require(args.loss != "moco" or not args.chunk_size, "--chunk-size: not with --loss moco; lower --batch-size")
-    return args
+    """Flags; their defaults follow --dataset or --recipe, --loss, --schedule, --stop-at-phase."""
+    parser = Parser(__file__, "TS: a temperature schedule for SimCLR and MoCo on long-tail images.",
+                    texts=False)
+    yes_or_no = argparse.BooleanOptionalAction
+    method = parser.add_argument_group("method")
+    method.add_argument("--loss", choices=["simclr", "moco", "sdclr"], default="simclr",
+                        help="loss: SimCLR's NT-Xent, MoCo's with a queue, or the baseline SDCLR's")
+    method.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"],
+                        help="temperature over the epochs: a cosine between --tau-max and "
+                             "--tau-min (the paper's method); those of Table 5; or --tau-min")
+    method.add_argument("--tau-min", type=positive, default=0.1,
+                        help="lowest temperature, or the fixed one; paper 0.1, fixed 0.2, SDCLR "
+                             "0.2 or 0.3")
+    method.add_argument("--tau-max", type=positive, default=1.0,
+                        help="highest temperature of a schedule; paper 1.0, Table 5 0.5")
+    method.add_argument("--period", type=positive, default=12.0,
+                        help="T, epochs of a full period of the schedule; paper 400")
+    method.add_argument("--learnable-tau", action=yes_or_no, default=False,
+                        help="learn the temperature from --tau-min on, with --schedule fixed")
+    method.add_argument("--tau-head", type=nonnegative, default=0.0,
+                        help="coarse supervision in place of a schedule: temperature of the larger "
+                             "half of the classes; paper 1.0; 0 = off")
+    method.add_argument("--tau-tail", type=nonnegative, default=0.0,
+                        help="coarse supervision: temperature of all other classes; paper 0.1")
+    method.add_argument("--queue-size", type=count, default=1024,
+                        help="K, keys in MoCo's queue; paper 10,000")
+    method.add_argument("--momentum", type=part, default=0.99,
+                        help="momentum of MoCo's key encoder, 0..1; the paper does not say")
+    method.add_argument("--prune", type=part, default=0.9,
+                        help="share of the weights that SDCLR's second branch lacks, 0..1; SDCLR "
+                             "0.9, ImageNet100-LT 0.3")
+    method.add_argument("--head-norm", choices=["batch", "none"], default="none",
+                        help="BatchNorm in the head of SimCLR and SDCLR; authors' code: batch")
+    method.add_argument("--decay-all", action=yes_or_no, default=False,
+                        help="weight decay of biases and norms, too, as in the authors' code")
+    method.add_argument("--zero-init", action=yes_or_no, default=True,
+                        help="the last BatchNorm of a timm ResNet's blocks starts at 0; authors' "
+                             "code: at 1")
+
+    views = parser.add_argument_group("views")
+    views.add_argument("--crop-min", type=part, default=0.3,
+                       help="smallest crop as a share of the image's area, 0..1; CIFAR 0.1, "
+                            "ImageNet 0.08")
+    views.add_argument("--flip", type=part, default=0.5,
+                       help="share of views that are mirrored, 0..1; paper 0.5")
+    views.add_argument("--jitter-p", type=part, default=0.8,
+                       help="share of views with --jitter and --hue, 0..1; paper 0.8")
+    views.add_argument("--jitter", type=nonnegative, default=0.4,
+                       help="strength of changes in brightness, contrast and saturation; paper 0.4")
+    views.add_argument("--hue", type=between(0, 0.5), default=0.1,
+                       help="strength of changes in hue, 0..0.5; paper 0.1")
+    views.add_argument("--grey", type=part, default=0.2,
+                       help="share of grey views, 0..1; paper 0.2")
+    views.add_argument("--blur", type=part, default=0.0,
+                       help="share of blurred views, 0..1; authors' code for ImageNet100 0.5")
+
+    tail = parser.add_argument_group("long tail")
+    tail.add_argument("--imbalance-ratio", type=nonnegative, default=0.0,
+                      help="images of the largest class per image of the smallest, of any labelled "
+                           "data; paper 50, 100, 150; 1 = balanced; 0 = as the data are")
+    tail.add_argument("--split-seed", type=whole, default=0,
+                      help="seed of the order of the classes and of their images; paper: 3 splits")
+    tail.add_argument("--index-file", default="", metavar="FILE",
+                      help="training images: .npy of torchvision's indices (CIFAR), or lines 'path "
+                           "class' (imagenet100-lt)")
+    tail.add_argument("--val-file", default="", metavar="FILE",
+                      help="val images, as in --index-file; empty = a tenth of each class (CIFAR), "
+                           "none (imagenet100-lt)")
+    tail.add_argument("--test-file", default="", metavar="FILE",
+                      help="test images of imagenet100-lt, as in --index-file")
+    tail.add_argument("--few-shot-file", default="", metavar="FILE",
+                      help="images of imagenet100-lt's few-shot probe, as in --index-file; empty = "
+                           "of each class as many training images as the smallest has")
+
+    evaluation = parser.add_argument_group("evaluation by class")
+    evaluation.add_argument("--train-features", choices=["clean", "augmented"], default="clean",
+                            help="training images of kNN and probes: as they are, or cropped and "
+                                 "flipped once; authors' code: augmented on CIFAR")
+    evaluation.add_argument("--shot-limits", type=whole, nargs=2, default=[0, 0],
+                            metavar=("HEAD", "TAIL"),
+                            help="head classes have more training images than HEAD, tail classes "
+                                 "fewer than TAIL; ImageNet100-LT 100 20; 0 0 = thirds")
+    evaluation.add_argument("--eval-crop", type=between(0.1, 1), default=1.0,
+                            help="share of the short side that --eval-resize crop keeps, 0.1..1; "
+                                 "ImageNet 0.875")
+    evaluation.add_argument("--eval-epoch", default="", metavar="auto|N",
+                            help="weights that are tested: empty = the last; auto = those of the "
+                                 "best epoch on val (App. A.2), of every 20 unless --eval-every is "
+                                 "given; N = stop after epoch N of the same schedules")
+    evaluation.add_argument("--stop-at-phase", type=part, default=0.0,
+                            help="stop at this phase of the last full period, 0..1, of the same "
+                                 "schedules; paper about 0.7 (1,880 of 2,000 epochs); 0 = the end")
+    choosers = ("--schedule", "--stop-at-phase")
+    return parser.parse(argv, RECIPES, method_defaults, choosers, check_flags)
 
 
-# ======================================================= main ========================================================
-def main(args):
+# ------------------------------------------------------- what the flags amount to -----------------
+# These functions read a flag only if it has an effect: a run warns of flags that nothing has read.
+def last_step(args, steps):
+    """The optimiser step at which a run ends; its schedules still span all of `steps`."""
+    if args.eval_epoch not in ("", "auto"):
+        step = max(1, round(float(args.eval_epoch) * steps.per_epoch))
+        return min(steps.total, step)
+    if args.stop_at_phase:
+        epochs = args.epochs
+        if args.max_steps:
+            epochs = steps.total / steps.per_epoch
+        num_periods = math.floor(epochs / args.period + 1e-9)
+        if num_periods > 0:                        # a few --max-steps may hold no period
+            epoch = (num_periods - 1 + args.stop_at_phase) * args.period
+            return min(steps.total, round(epoch * steps.per_epoch))
+    return steps.total
+
+
+def larger_half(sizes):
+    """The head classes of coarse supervision, a set: the larger half, 5 of 10 in the paper."""
+    order = np.argsort(-sizes, kind="stable")                              # largest first
+    return set(order[:round(len(order) / 2)].tolist())
+
+
+def scheduled_temperature(epoch, args):
+    """tau of an epoch from the flags of the schedule."""
+    if args.schedule == "fixed":
+        return temperature(epoch, "fixed", args.tau_min)
+    return temperature(epoch, args.schedule, args.tau_min, args.tau_max, args.period, args.seed)
+
+
+# ======================================================= main =====================================
+def main(args):  # noqa: C901, PLR0912
     """One run: data, model, views, loop, evaluation. Returns the summary."""
-    # ------------------------------------------- data (before any process group: its errors are quick) ---------------
-    sets = labelled_splits(args)
-    train, evals = sets["train"], {args.dataset: {s: sets[s] for s in ("val", "test") if s in sets}}
-    if args.eval_epoch == "auto" and "val" not in sets:
-        raise UserError(f"--eval-epoch auto: {args.dataset} has no val split; see --val-file and --hold-out-val")
-    run = Run(__file__, args, train, evals, RECIPES)
-    run.last = last_step(run)                                              # the schedules still span run.total
+    # ------------------------------------------- data ---------------------------------------------
+    # before any process group, so that errors come quickly
+    splits = labelled_splits(args)                                         # {train, val, test, ...}
+    train = splits["train"]
+    evals = {args.dataset: {name: splits[name] for name in ("val", "test") if name in splits}}
+    if args.eval_epoch == "auto" and "val" not in splits:
+        raise UserError(f"--eval-epoch auto: {args.dataset} has no val split; see --val-file and "
+                        "--hold-out-val")
+    # the batch and the epochs of a user's small data
+    args = common.fit_to_data(args, train)
+    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
     if args.eval_epoch == "auto" and not args.eval_every:
-        args.eval_every = 20 * run.per_epoch
-    sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) training images of each
-    order = np.argsort(-sizes, kind="stable")                              # classes, largest first
-    head_classes = set(order[:round(len(order) / 2)].tolist())             # paper: 5 of 10
+        args = copy.copy(args)
+        args.eval_every = 20 * steps.per_epoch
+    labels = torch.from_numpy(np.asarray(train.labels))                    # (M,)
+    sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
+    run = Run(__file__, args, train, evals, steps, RECIPES)
+    run.last = last_step(args, steps)              # the schedules still span steps.total
+    run.negatives = num_negatives(args)
 
-    # ------------------------------------------- model and optimiser -------------------------------------------------
-    encoder, _, transform = run.towers()                                   # what is saved and tested
-    for m in encoder.modules():
-        if isinstance(m, nn.modules.batchnorm._BatchNorm) and not args.zero_init and not m.weight.any():
-            nn.init.ones_(m.weight)                                        # timm starts a block's last one at 0
-    moco, sdclr = args.loss == "moco", args.loss == "sdclr"
-    tower = Contrastive(encoder, args.embed_dim, args.head_norm, linear=moco, pruned=sdclr).to(run.device)
-    own = nn.ModuleDict()                                                  # outside DDP, saved in every checkpoint
-    own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau_min))} if args.learnable_tau else {})
-    if moco:
-        own["key"] = copy.deepcopy(tower).requires_grad_(False)
-        own["queue"] = Queue(args.queue_size, args.embed_dim, args.seed)
+    # ------------------------------------------- model and optimiser ------------------------------
+    # the tower is saved and tested, the head is not
+    tower, _, transform = common.build_towers(args, train, run)
+    if not args.zero_init:
+        start_norms_at_one(tower)
+    if args.loss == "moco":
+        head = nn.Linear(tower.vision.width, args.embed_dim)
+    else:
+        head = simclr_head(tower.vision.width, args.embed_dim, args.head_norm)
+    network = Contrastive(tower, head, pruned=args.loss == "sdclr").to(run.device)
+    # parameters and buffers of the loss; they stand outside DDP and are saved
+    loss_modules = nn.ModuleDict()
+    if args.learnable_tau:
+        loss_modules["tau"] = Temperature(args.tau_min, (LOWEST_TAU, None))
+    if args.loss == "moco":
+        loss_modules["key"] = copy.deepcopy(network).requires_grad_(False)
+        loss_modules["queue"] = Queue(args.queue_size, args.embed_dim, args.seed)
     if args.eval_epoch == "auto":
-        own["best"] = copy.deepcopy(tower).requires_grad_(False)           # the best on val so far
-    own.to(run.device)
-    learnt = [tower, own]
+        # the weights that are best on val
+        loss_modules["best"] = copy.deepcopy(network).requires_grad_(False)
+    loss_modules.to(run.device)
+    trained_modules = [network, loss_modules]
     # >>> shared: optimizer
-    groups = common.decay_groups(learnt, args.weight_decay)
+    groups = common.decay_groups(trained_modules, args.weight_decay)
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
+        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps,
+                         fused=run.fused)
     # <<< shared
-    if args.decay_all:                                                     # also biases and norms; not a learnt tau
+    if args.decay_all:
+        # biases and norms; a learnt tau is in a third group
         optimizer.param_groups[1]["weight_decay"] = args.weight_decay
-    model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
-    run.resume()                                                           # with --resume: the last checkpoint
-    run.tensors = {k: v.to(run.device) for k, v in run.tensors.items()}    # SDCLR: the masks of this epoch
-    chunks = common.Chunks(lambda inputs: encode(model, inputs, run.tensors if sdclr else {}), model, run.accelerator,
-                           args.chunk_size)
+    model, optimizer = run.wrap(network, loss_modules, optimizer)          # DDP, torch.compile
+    run.resume()                                                           # with --resume
+    # SDCLR's masks, which are saved; empty until its first epoch
+    masks = {name: mask.to(run.device) for name, mask in run.tensors.items()}
+    run.tensors = masks
+    encode_inputs = functools.partial(encode, model)
+    if args.loss == "sdclr":
+        encode_inputs = functools.partial(encode, model, masks=masks)
+    chunks = common.Chunks(encode_inputs, model, run.accelerator, args.chunk_size)
 
-    # ------------------------------------------- views and batches ---------------------------------------------------
-    view = common.Augment(args.image_size, args.crop_min, args.flip, args.jitter_p, *[args.jitter] * 3, args.hue,
-                          args.grey, args.blur)
+    # ------------------------------------------- views and batches --------------------------------
+    view = training_view(args)
     batches = run.batches([view, view], transform)
-    labels = torch.from_numpy(np.asarray(train.labels))                    # (M,), for coarse supervision
 
-    # ------------------------------------------- loop ----------------------------------------------------------------
-    tau_of = functools.partial(temperature, schedule=args.schedule, tau_min=args.tau_min, tau_max=args.tau_max,
-                               period=args.period, seed=args.seed)
-
-    @torch.no_grad()
-    def after_val(row, pieces):
-        """Adds the mean accuracy and the coverage of the sphere to a val row; keeps the best weights so far."""
-        if "val" in sets:
-            results = [m for m in row["eval"][args.dataset].values() if isinstance(m, dict)]
-            row["val_mean"] = float(np.mean([m["mean_per_class"] for m in results]))
-        row["coverage"], row["sphere"] = coverage(project(tower.head, pieces[args.dataset]["train_features"]))
-        if "best" in own and chosen_row([*run.log.rows, row], args) is row:
-            own["best"].load_state_dict(tower.state_dict())
-
-    seen = padded_and_flipped(train, args.seed) if args.train_features == "augmented" else train
-    evaluator = Evaluator(encoder, None, transform, run.evals, seen, run.device, args, few=sets.get("few-shot"))
-    run.begin(evaluator, random_guess(run), banner_lines(run, sizes, head_classes, tau_of), after_val)
+    # ------------------------------------------- loop ---------------------------------------------
+    # what kNN and probes learn from
+    reference = train
+    if args.train_features == "augmented":
+        reference = padded_and_flipped(train, args.seed)
+    evaluator = Evaluator(tower, None, transform, evals, reference, device=run.device, args=args,
+                          few_shot=splits.get("few-shot"))
+    head_classes = larger_half(sizes)
+    after_val = functools.partial(log_val_and_keep_best, run=run, network=network,
+                                  loss_modules=loss_modules)
+    run.begin(evaluator, random_guess(args), banner_lines(run, sizes, head_classes), after_val)
+    # listed once, since a walk through all modules takes milliseconds
+    clipped_parameters = [*network.parameters(), *loss_modules.parameters()]
     for batch in batches:
-        epoch = run.step // run.per_epoch
-        run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
-        tau = own["tau"]["log_tau"].exp() if args.learnable_tau else tau_of(epoch)         # () or float
-        if args.tau_head:                                                  # coarse supervision replaces the schedule
-            tau = coarse_temperature(labels[batch["rows"]], head_classes, args.tau_head, args.tau_tail)
+        epoch = run.step // steps.per_epoch
+        run.set_lr(common.learning_rate(run.step, steps, args))
+
+        if args.tau_head:
+            tau = coarse_temperature(labels[batch["rows"]], head_classes, args.tau_head,
+                                     args.tau_tail)
             tau = to_device(tau, run.device)                               # (B,)
-        if sdclr and (run.step % run.per_epoch == 0 or not run.tensors):
-            run.tensors = prune_masks(encoder, args.prune)                 # kept in the checkpoints for a resume
-
-        inputs = dict(enumerate(batch["views"]))                           # {0: v, 1: v+}, (B, [T,] 3, S, S) each
-        if moco:
-            with run.accelerator.autocast(), common.tf32(chunks.tf32):                # in the precision of the queries
-                keys = encode_keys(own["key"], inputs.pop(1), args.seed + run.step)                         # (B, D)
-        z = chunks.encode(inputs)                                          # (B, D) each: z1, z2; for MoCo only q
-        if moco:
-            loss = moco_loss(z[0], keys, own["queue"].keys, tau)
-            z = z[0], keys
+        elif "tau" in loss_modules:
+            tau = loss_modules["tau"]()                                    # ()
         else:
-            loss = nt_xent(*z, tau)
+            tau = scheduled_temperature(epoch, args)                       # a number
 
-        run.check_finite(loss, tau, z, batch)
-        chunks.backward(loss)                                              # the full batch's gradient
-        common.average_gradients(own.parameters())
+        inputs = dict(enumerate(batch["views"]))                           # (B, [T,] 3, S, S) each
+        if args.loss == "simclr":
+            z1, z2 = chunks.encode(inputs)                                 # (B, D)
+            loss = nt_xent(z1, z2, tau)
+        elif args.loss == "sdclr":
+            if run.step % steps.per_epoch == 0:
+                masks.update(prune_masks(tower, args.prune))
+            z1, z2 = chunks.encode(inputs)                                 # (B, D)
+            loss = nt_xent(z1, z2, tau)
+        elif args.loss == "moco":
+            # the keys first, and in the precision of the queries
+            with run.accelerator.autocast(), common.tf32(chunks.tf32):
+                z2 = encode_keys(loss_modules["key"], inputs[1], args.seed + run.step)      # (B, D)
+            z1, = chunks.encode({0: inputs[0]})                            # (B, D)
+            loss = moco_loss(z1, z2, loss_modules["queue"].keys, tau)
+        else:
+            raise ValueError(f"--loss {args.loss} has no branch in this loop")
+
+        run.check_finite(loss, tau, (z1, z2))
+        chunks.backward(loss)                                              # of the full batch
+        common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
-            run.accelerator.clip_grad_norm_([*tower.parameters(), *own.parameters()], args.grad_clip)
+            run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        if args.learnable_tau:
-            own["tau"]["log_tau"].data.clamp_(min=math.log(0.01))          # as CLIP's
-            tau = own["tau"]["log_tau"].detach().exp()
-        if moco:
-            update_momentum(own["key"], tower, args.momentum)
-            own["queue"].push(keys)
-
-        numbers = {}
+        if "tau" in loss_modules:
+            tau = loss_modules["tau"].clamp()
+        if args.loss == "moco":
+            update_momentum(loss_modules["key"], network, args.momentum)
+            loss_modules["queue"].push(z2)
+        columns = {}
         if run.due("log"):
-            numbers = common.embedding_health(*(gather(normalize(e.detach())) for e in z))              # of (N, D) each
-        run.done(batch, loss, tau, numbers)
+            columns = log_columns(z1, z2)
+        run.done(batch, loss, tau, columns)                                # count, log, save, stop
 
-    # ------------------------------------------- save and evaluate ---------------------------------------------------
-    chosen = chosen_row(run.log.rows, args)
-    run.val, epoch, mean = chosen["eval"], chosen["step"] / run.per_epoch, chosen.get("val_mean")
-    val = "no val accuracy" if mean is None else f"mean of the four val accuracies {mean:.1f} %"
-    say(f"tested: the weights of epoch {epoch:g}, {val}")
-    if "best" in own:
-        tower.load_state_dict(own.pop("best").state_dict())
-        say(f"other splits: this command, their --split-seed or --index-file, --eval-epoch {epoch:g}")  # App. A.2
-    def sphere(features):                                                  # (M, width) -> (M, D), unit rows
-        return normalize(project(tower.head, features)).cpu()
-    return run.finish(lambda run: draw(run, sizes, tau_of, sphere), eval_epoch=epoch, eval_epoch_val=mean)
-
-
-def last_step(run):
-    """The optimiser step at which the run ends: --eval-epoch N, --stop-at-phase, or the end of the schedules."""
-    args = run.args
-    if args.eval_epoch not in ("", "auto"):
-        return min(run.total, max(1, round(float(args.eval_epoch) * run.per_epoch)))
-    epochs = run.total / run.per_epoch if args.max_steps else args.epochs
-    whole_periods = math.floor(epochs / args.period + 1e-9)
-    if args.stop_at_phase and whole_periods:                               # few --max-steps may hold no period
-        return min(run.total, round((whole_periods - 1 + args.stop_at_phase) * args.period * run.per_epoch))
-    return run.total
+    # ------------------------------------------- save and evaluate --------------------------------
+    val_row = chosen_row(run.log.rows, args)
+    run.val = val_row["eval"]
+    tested_epoch = val_row["step"] / steps.per_epoch
+    val_mean = val_row.get("val_mean")
+    accuracy = "no val accuracy"
+    if val_mean is not None:
+        accuracy = f"mean of the four val accuracies {val_mean:.1f} %"
+    say(f"tested: the weights of epoch {tested_epoch:g}, {accuracy}")
+    if "best" in loss_modules:
+        network.load_state_dict(loss_modules["best"].state_dict())
+        # App. A.2
+        say("for other splits run this command with their --split-seed or --index-file, and with "
+            f"--eval-epoch {tested_epoch:g}")
+    epochs = range(math.ceil(run.step / steps.per_epoch))
+    taus = [scheduled_temperature(epoch, args) for epoch in epochs]
+    project_features = functools.partial(project, network.head)
+    draw_run = functools.partial(draw, sizes=sizes, taus=taus, project=project_features)
+    tower.spec["evaluation"] = vars(evaluation_facts(args))                # for eval.py
+    return run.finish(draw_run, eval_epoch=tested_epoch, eval_epoch_val=val_mean)
 
 
-def encode(model, views, masks):
-    """All views in one forward: {view: (b, [T,] 3, S, S)} -> z of each, (b, D). masks: SDCLR's, for the second view."""
+# ------------------------------------------------------- views and encoders -----------------------
+def training_view(args):
+    """The view of u and of v."""
+    return Augment(args.image_size, args.crop_min, args.flip, jitter_p=args.jitter_p,
+                   brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
+                   hue=args.hue, grey=args.grey, blur=args.blur)
+
+
+def start_norms_at_one(tower):
+    """Sets the weights of BatchNorms that start at 0, the last of a block in timm, to 1."""
+    for norm in batchnorms(tower):
+        if not norm.weight.any():
+            nn.init.ones_(norm.weight)
+
+
+def encode(model, views, masks=None):
+    """Encodes all views in one forward: {view: (b, [T,] 3, S, S)} -> z of each, (b, D).
+
+    Args: masks: SDCLR's, for the second of two views.
+    """
     pixels = torch.cat(list(views.values()))                               # (V * b, [T,] 3, S, S)
-    z = model(pixels, masks, half=len(pixels) // 2) if masks else model(pixels)         # (V * b, D)
+    if masks is None:
+        z = model(pixels)                                                  # (V * b, D)
+    else:
+        z = model(pixels, masks, half=len(pixels) // 2)                    # (2b, D)
     return z.chunk(len(views))
 
 
-def random_guess(run):
-    """Tells the banner the negatives of an anchor, the other views or MoCo's queue. Returns: the loss at the start and
-    the end if all cosines are equal; None in a fork whose loss has another."""
-    run.negatives = run.args.queue_size if run.args.loss == "moco" else 2 * run.args.batch_size - 2
-    return 2 * [math.log(1 + run.negatives)]
+# ------------------------------------------------------- banner, log and val ----------------------
+def num_negatives(args):
+    """Negatives of an anchor: MoCo's queue, or all other views."""
+    if args.loss == "moco":
+        return args.queue_size
+    return 2 * args.batch_size - 2
 
 
-def banner_lines(run, sizes, head_classes, tau_of):
-    """The method's lines of the banner: {word: text}."""
+def random_guess(args):
+    """The loss at the start and at the end of training if all cosines are equal.
+
+    None for a loss that is unknown here, as one that a copy of this file adds.
+    """
+    if args.loss not in ("simclr", "moco", "sdclr"):
+        return None
+    guess = math.log(1 + num_negatives(args))
+    return guess, guess
+
+
+def banner_lines(run, sizes, head_classes):
+    """The method's lines of the banner: {title: text}."""
+    line = describe_temperature(run, head_classes)
+    if run.last < run.steps.total:
+        line += f"; ends at step {run.last:,}, epoch {run.last / run.steps.per_epoch:g}"
+    smallest = sizes[sizes > 0].min()
+    return {"loss": run.args.loss, "temperature": line,
+            "classes": f"{len(sizes)}, {sizes.max()} to {smallest} images"}
+
+
+def describe_temperature(run, head_classes):
+    """The temperature of the run in words, for the banner."""
     args = run.args
-    last = tau_of(max(0, run.last - 1) // run.per_epoch)
-    tau = f"{args.schedule}, {args.tau_min:g} .. {args.tau_max:g}, period {args.period:g} epochs, last {last:.3f}"
-    if args.schedule == "fixed":
-        tau = f"learnt, from {args.tau_min:g} on" if args.learnable_tau else f"fixed, {args.tau_min:g}"
     if args.tau_head:
-        tau = f"coarse: {args.tau_head:g} for {len(head_classes)} head classes, {args.tau_tail:g} for the others"
-    if run.last < run.total:
-        tau += f"; ends at step {run.last:,}, epoch {run.last / run.per_epoch:g}"
-    classes = f"{len(sizes)}, {sizes.max()} to {sizes[sizes > 0].min()} images"
-    return {"loss": args.loss, "temperature": tau, "classes": classes}
+        return (f"coarse: {args.tau_head:g} for {len(head_classes)} head classes, "
+                f"{args.tau_tail:g} for the others")
+    if args.learnable_tau:
+        return f"learnt, from {args.tau_min:g} on"
+    if args.schedule == "fixed":
+        return f"fixed, {args.tau_min:g}"
+    last_epoch = max(0, run.last - 1) // run.steps.per_epoch
+    last_tau = scheduled_temperature(last_epoch, args)
+    return (f"{args.schedule}, {args.tau_min:g} .. {args.tau_max:g}, period {args.period:g} "
+            f"epochs, last {last_tau:.3f}")
+
+
+@torch.no_grad()
+def log_columns(z1, z2):
+    """Columns of the log: health of the space of both views, (B, D) each."""
+    first, second = gather(normalize(z1)), gather(normalize(z2))           # (N, D)
+    return common.embedding_health(first, second)
+
+
+@torch.no_grad()
+def log_val_and_keep_best(row, pieces, run, network, loss_modules):
+    """Adds accuracy and coverage of the sphere to a val row of the log; copies the best weights.
+
+    The accuracy is the mean of kNN@1, kNN@10 and both probes, each a mean over the classes.
+    """
+    name = run.args.dataset
+    if "val" in run.evals[name]:
+        results = [result for result in row["eval"][name].values() if isinstance(result, dict)]
+        row["val_mean"] = float(np.mean([result["mean_per_class"] for result in results]))
+    z = project(network.head, pieces[name].train_features)                 # (M, D)
+    row["coverage"], row["sphere"] = coverage(z)
+    if "best" in loss_modules and chosen_row([*run.log.rows, row], run.args) is row:
+        loss_modules["best"].load_state_dict(network.state_dict())
 
 
 def chosen_row(rows, args):
-    """The val row whose weights are tested: the last, or with --eval-epoch auto the best after step 0 (App. A.2), the
-    earliest of equal ones. At step 0 it is the row of that step."""
-    rows = [r for r in rows if "eval" in r]
+    """The val row whose weights are tested: the last, or with --eval-epoch auto the best.
+
+    Of equally good rows it is the first. A row before training counts only if there is no other.
+    """
+    val_rows = [row for row in rows if "eval" in row]
     if args.eval_epoch != "auto":
-        return rows[-1]
-    trained = [r for r in rows if "val_mean" in r and r["step"] > 0]
-    return max(trained, key=lambda r: r["val_mean"]) if trained else rows[-1]
+        return val_rows[-1]
+    trained = [row for row in val_rows if "val_mean" in row and row["step"] > 0]
+    if not trained:
+        return val_rows[-1]
+    return max(trained, key=lambda row: row["val_mean"])
+
+
+def evaluation_facts(args):
+    """What eval.py has to know of a run."""
+    return EvaluationFacts(
+        long_tail=True, train_features=args.train_features, shot_limits=args.shot_limits)
 
 
 if __name__ == "__main__":

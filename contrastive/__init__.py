@@ -1,11 +1,20 @@
-"""The rooms behind common.py. What is set here counts before torch, which every room imports after this file."""
+"""The packages behind common.py.
+
+What is set here must be set before torch is imported; every module of ours imports this file first.
+"""
 
 import os
 
-# Before torch: its threads spin while they wait, which makes a step on a busy machine 3 to 10 times slower.
+# torch's threads would spin while they wait: a step on a busy machine takes 3 to 10 times as long
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Set in NVIDIA's containers: it makes all float32 products TF32, also those of losses (encoders: common.tf32).
+# NVIDIA's containers set it: it makes all float32 products TF32, also those of losses. (Encoders:
+# common.tf32.)
 os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads and forked loader workers do not mix
-# Cores that this process may use, which SLURM and taskset restrict; torch's threads may be bound to fewer.
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# tokenizers' threads and forked loader workers do not work together
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# cores that this process may use, which SLURM and taskset restrict; torch's threads may have fewer
+if hasattr(os, "sched_getaffinity"):
+    CORES = len(os.sched_getaffinity(0))
+else:
+    CORES = os.cpu_count() or 1

@@ -1,184 +1,335 @@
-"""What the readers of annotation files share: finding and reading files, finding videos, and Data of annotated videos.
-A reader yields rows: dicts of video, captions (a text or a list), perhaps start, end (seconds), key, and columns."""
+"""What the readers of annotation files share: finding and reading files, finding videos, and Data
+of annotated videos.
 
+A reader yields rows: dicts of video (a name), captions (a text or a list of texts), perhaps start
+and end (seconds) and key, and further columns.
+"""
+
+import ast
+import contextlib
 import csv
 import functools
 import io
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
+from contrastive.core.processes import UserError
 from contrastive.data.clips import clip_options
-from contrastive.data.table import VIDEO_TYPES, Data, make_table, notes
-from contrastive.engine.processes import UserError
+from contrastive.data.folders import files_below
+from contrastive.data.pixels import VIDEO_TYPES
+from contrastive.data.table import Data, make_table, with_note
 
 
 # ---- annotation files ----
 class Files:
-    """The annotation files of a set below a folder. `last` is the one that is read: `opening(files)` names it."""
+    """The annotation files of a data set below a folder.
+
+    A file is named by patterns, of which the first that some file has counts. `last` is the file
+    that was found last: it is read if no pattern is given, and `opening(files)` names it.
+    """
 
     def __init__(self, root):
-        self.root = self.last = Path(root).expanduser()
+        self.root = Path(root).expanduser()
+        self.paths = sorted(map(Path, files_below(self.root)))
+        self.last = self.root
 
     def __str__(self):
         return str(self.last)
 
     def has(self, *patterns):
-        """The first file with one of these names or patterns, tried in order; None if there is none."""
-        return next((f for pattern in patterns for f in sorted(self.root.rglob(pattern)) if f.is_file()), None)
+        """The first file with one of these patterns, tried in order; None if there is none."""
+        for pattern in patterns:
+            for file in self.paths:
+                if file.match(pattern) and file.is_file():
+                    return file
+        return None
 
     def find(self, *patterns):
-        """As `has`, but raises UserError if there is none."""
+        """As `has`, but raises UserError if there is none. Without patterns the last file."""
+        if not patterns:
+            return self.last
         file = self.has(*patterns)
         if file is None:
-            raise UserError(f"{self.root}: none of {', '.join(patterns)} is there; --data-dir names the folder of the "
-                            "annotation files")
+            raise UserError(f"{self.root}: none of {', '.join(patterns)} is there; --data-dir "
+                            "names the folder of the annotation files")
         self.last = file
         return file
 
     def text(self, *patterns):
-        """What the first of these files says."""
+        """The content of a text file."""
         return self.find(*patterns).read_text(encoding="utf-8-sig")
 
     def json(self, *patterns):
-        """What the first of these JSON files holds."""
+        """The content of a JSON file."""
         return json.loads(self.text(*patterns))
 
     def lines(self, *patterns):
-        """The stripped lines of the first of these files that are not empty."""
-        return [*filter(None, map(str.strip, self.text(*patterns).splitlines()))]
+        """The lines of a text file that are not empty, without white space around them."""
+        lines = [line.strip() for line in self.text(*patterns).splitlines()]
+        return [line for line in lines if line]
 
     def csv(self, *patterns, separator=","):
-        """The rows of the first of these files, {column: text}."""
-        header, *rows = csv.reader(io.StringIO(self.text(*patterns)), delimiter=separator, strict=True)
+        """The rows of a csv file, {column: text}."""
+        text = io.StringIO(self.text(*patterns))
+        header, *rows = csv.reader(text, delimiter=separator, strict=True)
         return [dict(zip(header, row, strict=True)) for row in rows if row]
 
     def pickle(self, *patterns):
-        """What the first of these pickles holds, plain values only."""
-        return PlainPickle(io.BytesIO(self.find(*patterns).read_bytes()), encoding="latin1").load()
+        """The content of a pickle of plain values."""
+        content = io.BytesIO(self.find(*patterns).read_bytes())
+        return PlainPickle(content, encoding="latin1").load()
 
 
-# what sets and numpy arrays (of numpy 1 and 2) import in a pickle; lists, dicts, numbers and texts import nothing
-PLAIN_MODULES = ("builtins", "__builtin__", "numpy",
-                 *(f"numpy.{core}.{file}" for core in ("core", "_core") for file in ("multiarray", "numeric")))
+# What a pickle of sets and of numpy arrays (numpy 1 and 2) imports. Lists, dicts, numbers and texts
+# import nothing.
+PLAIN_MODULES = (
+    "builtins", "__builtin__", "numpy",
+    "numpy.core.multiarray", "numpy.core.numeric",
+    "numpy._core.multiarray", "numpy._core.numeric")
 PLAIN_NAMES = ("set", "frozenset", "ndarray", "dtype", "_reconstruct", "scalar", "_frombuffer")
 
 
 class PlainPickle(pickle.Unpickler):
-    """Reads builtin containers, numbers, strings and numpy arrays; nothing else is imported or called."""
+    """Reads builtin containers, numbers, strings and numpy arrays; nothing else is imported or
+    called."""
 
     def find_class(self, module, name):
-        if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes, and so arrays, for Python 2
-            return lambda text, _: text.encode("latin1")
+        if (module, name) == ("_codecs", "encode"):
+            return encode_latin1
         if module in PLAIN_MODULES and name in PLAIN_NAMES:
             return super().find_class(module, name)
         raise ValueError(f"asks for {module}.{name}; only plain data is read from pickles")
 
 
+def encode_latin1(text, encoding):
+    """Stands for codecs.encode, by which Python 3 writes bytes, and so arrays, for Python 2."""
+    return text.encode("latin1")
+
+
 def files_of(name, options):
-    """The Files of a set: below --data-dir, else --video-dir. Raises UserError without either."""
-    root = options.get("data_dir") or options.get("video_dir")
+    """The Files of a data set: below data_dir, else video_dir. Raises UserError without either."""
+    root = options.data_dir or options.video_dir
     if not root:
-        raise UserError(f"--dataset {name} needs --data-dir (its annotation files) and --video-dir (its videos)")
+        raise UserError(f"--dataset {name} needs --data-dir (its annotation files) and --video-dir "
+                        "(its videos)")
     return Files(root)
 
 
 # ---- videos ----
 class Videos:
-    """The videos (or feature files) below a folder: `videos[name]` is a path or None. A name is a path or the end of
-    one, from any folder on, with or without suffix and `v_` before it. index: in place of the folder's own."""
+    """The videos, or files of features, below a folder: `videos[name]` is a path or None.
+
+    A name is a path or the end of one, from any folder on, with or without suffix and `v_` before
+    it.
+
+    Args:
+        index: {name: path} in place of that of the folder.
+    """
 
     def __init__(self, folder, index=None):
         self.folder = Path(folder).expanduser()
-        self.index = video_index(str(self.folder)) if index is None else index
+        if index is None:
+            index = video_index(str(self.folder))
+        self.index = index
 
     def __getitem__(self, name):
         if os.path.isfile(self.folder / name):
             return str(self.folder / name)
         stem = os.path.splitext(name)[0]
-        return next(filter(None, map(self.index.get, (name, stem, stem.removeprefix("v_"), f"v_{stem}"))), None)
+        for alias in (name, stem, stem.removeprefix("v_"), f"v_{stem}"):
+            if self.index.get(alias):
+                return self.index[alias]
+        return None
 
 
 @functools.lru_cache(maxsize=16)
 def video_index(folder):
-    """{end of its path, from any folder on, with and without suffix: path} of the videos (or feature files) below a
-    folder; the first of one name counts."""
+    """{name: path} of the videos, or files of features, below a folder. Names of a path are its
+    ends, from any folder on, with and without suffix; the first path with a name counts."""
     if not os.path.isdir(folder):
         raise UserError(f"--video-dir {folder}: no such folder")
-    out = {}
-    for path in sorted(p for p in Path(folder).rglob("*") if p.suffix.lower()[1:] in (*VIDEO_TYPES, "gif", "npy")):
+    index = {}
+    for path in sorted(map(Path, files_below(folder))):
+        is_video = path.suffix.lower()[1:] in (*VIDEO_TYPES, "gif", "npy")
+        if not is_video or not path.is_file():  # EPIC-KITCHENS has folders called P01_01.MP4
+            continue
         folders = path.relative_to(folder).parts[:-1]
-        if path.is_file():  # EPIC-KITCHENS has folders called P01_01.MP4
-            for k in range(len(folders) + 1):
-                for last in (path.name, path.stem):
-                    out.setdefault("/".join((*folders[k:], last)), str(path))
-    return out
+        for k in range(len(folders) + 1):
+            for name in (path.name, path.stem):
+                index.setdefault("/".join((*folders[k:], name)), str(path))
+    return index
 
 
 def video_folder(options, root=None):
-    """The folder of the videos, or of their features."""
-    folders = options.get("feature_dir") or [options.get("video_dir") or options.get("data_dir") or root]
-    return Path(folders[0]).expanduser()
+    """The folder of the videos, or of their features.
+
+    Args:
+        root: the folder if no option names one.
+    """
+    if options.feature_dir:
+        folder = options.feature_dir[0]
+    else:
+        folder = options.video_dir or options.data_dir or root
+    return Path(folder).expanduser()
 
 
-class Named(dict):
-    """In place of Videos: each name stands for itself, for words and classes without any file of a video."""
+class NamesAsVideos:
+    """In place of Videos: each name stands for itself, where captions and classes are read but no
+    video."""
 
-    def __missing__(self, name):
+    def __getitem__(self, name):
         return name
 
 
-# ---- Data of them ----
-def clips_of(name, split, rows, options, classes=None, clip=None, videos=None, **attributes):
-    """Data of rows; those without a caption or a video are left out and counted, and those of one (video, start, end,
-    key) become one with all their captions. label: the name of a class, or None.
+# ---- Data of annotated videos ----
+def clips_of(name, split, rows, options, *, classes=None, clip=None, videos=None, **attributes):
+    """Data of the rows of a reader.
 
-    Args: classes: {column: names} if not those of the rows; clip, videos ({name: path or None}): if not the folder's.
+    Rows of one (video, start, end, key) become one example with all their captions. Those without
+    a caption or a video are left out and counted. The column label holds class names, or None.
+
+    Args:
+        classes: {column: class names}; None = those of the rows.
+        clip: reads the videos; None = clip_options.
+        videos: {name: path or None}; None = those of the folder.
+        attributes: further fields of Data.
     """
     folder = video_folder(options)
     if videos is None:
-        videos = Named() if options.get("without_videos") else Videos(folder)
-    kept, paths, labels, silent, lost = {}, {}, set(), 0, 0
+        if options.without_videos:
+            videos = NamesAsVideos()
+        else:
+            videos = Videos(folder)
+    joined = join_rows(rows, videos)
+    if not joined.examples:
+        first = next(iter(joined.paths), "none")
+        raise UserError(f"{name} ({split}): none of {len(joined.paths):,} videos is below {folder} "
+                        f"(looked for {first}); --video-dir names their folder")
+    table = table_of_rows(joined, classes or {})
+    if clip is None:
+        clip = clip_options(options)
+    data = Data(name, split, table, clip=clip, **attributes)
+    return with_note(data, *left_out_notes(joined, folder, data.labels))
+
+
+class JoinedRows:
+    """Rows of a reader, joined to examples, and what was left out."""
+
+    def __init__(self):
+        self.examples = {}  # {(video, start, end, key): row with a list of captions}
+        self.paths = {}  # {video: path or None}
+        self.labels = set()  # names of all classes, and None, also of missing videos
+        self.num_without_caption = 0
+        self.num_without_video = 0
+
+
+def join_rows(rows, videos):
+    """The JoinedRows of rows.
+
+    Args:
+        videos: {name: path or None}.
+    """
+    joined = JoinedRows()
     for row in rows:
-        said = row["captions"] if isinstance(row["captions"], list) else [row["captions"]]
-        said = [c.strip() for c in said if c and c.strip()]
-        if not said:
-            silent += 1
+        captions = caption_list(row["captions"])
+        if not captions:
+            joined.num_without_caption += 1
             continue
         video = row["video"]
-        if video not in paths:
-            paths[video] = videos[video]
-        labels.add(row.get("label"))
-        if not paths[video]:
-            lost += 1
+        if video not in joined.paths:
+            joined.paths[video] = videos[video]
+        joined.labels.add(row.get("label"))
+        if not joined.paths[video]:
+            joined.num_without_video += 1
             continue
-        window = row.get("start"), row.get("end")
-        one = kept.setdefault((video, *window, row.get("key")), row | {"captions": []})
-        one["captions"] += said
-    if not kept:
-        raise UserError(f"{name} ({split}): none of {len(paths):,} videos is below {folder} (looked for "
-                        f"{next(iter(paths), 'none')}); --video-dir names their folder")
-    rows, classes = list(kept.values()), dict(classes or {})
-    columns = {c: [row[c] for row in rows] for c in rows[0] if c not in ("captions", "start", "end", "key")}
+        place = (video, row.get("start"), row.get("end"), row.get("key"))
+        example = joined.examples.setdefault(place, {**row, "captions": []})
+        example["captions"] += captions
+    return joined
+
+
+def caption_list(captions):
+    """The captions of a row, a text or a list of texts, that are not empty."""
+    if not isinstance(captions, list):
+        captions = [captions]
+    captions = [caption.strip() for caption in captions if caption]
+    return [caption for caption in captions if caption]
+
+
+# the text of a list of texts, as a table is written to a csv; "[music]" is none
+TEXT_OF_LIST = r"""(?s)^\s*\[\s*['"].*['"]\s*\]\s*$"""
+
+
+def parse_list(text):
+    """The texts of a list that stands in a cell as JSON or as Python writes it; an empty cell has
+    none. Raises: ValueError if it is no list of texts."""
+    if not text or not text.strip():
+        return []
+    try:
+        texts = json.loads(text)
+    except ValueError:
+        texts = parse_python_list(text)
+    if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
+        raise ValueError(f"{text[:60]!r} is not the text of a list of captions")
+    return texts
+
+
+def parse_python_list(text):
+    """The list that Python, but not JSON, reads from a text; None if it is none, or one of numpy,
+    which has no commas between its texts."""
+    has_commas = not re.search(r"""['"]\s+['"]""", text)
+    if has_commas:
+        with contextlib.suppress(ValueError, SyntaxError):
+            return ast.literal_eval(text.strip())
+    return None
+
+
+def table_of_rows(joined, classes):
+    """The table of JoinedRows, with classes {column: class names}."""
+    rows = list(joined.examples.values())
+    columns = {}
+    for column in rows[0]:
+        if column not in ("captions", "start", "end", "key"):
+            columns[column] = [row[column] for row in rows]
     if "key" not in rows[0]:  # else rows of one video have names of their own
         del columns["video"]
+    classes = dict(classes)
     if "label" in columns:
-        classes.setdefault("label", sorted(labels - {None}))
-        number = {y: k for k, y in enumerate(classes["label"])}
-        columns["label"] = [number.get(y, -1) for y in columns["label"]]
-    sources = [{"path": paths[video], "start": start, "end": end} for video, start, end, _ in kept]
-    keys = [key or window_key(video, start, end) for video, start, end, key in kept]
-    table = make_table([row["captions"] for row in rows], keys, sources, classes, **columns)
-    missing = [video for video, path in paths.items() if not path]
-    note = notes(f"{len(missing):,} videos ({lost:,} rows) are not in {folder}, first {missing[0]}" if missing else "",
-                 f"{silent:,} without a caption left out" if silent else "",
-                 f"{columns['label'].count(-1):,} without a class" if -1 in columns.get("label", ()) else "")
-    return Data(name, split, table, clip=clip or clip_options(options), note=note, **attributes)
+        classes.setdefault("label", sorted(joined.labels - {None}))
+        numbers = {label: k for k, label in enumerate(classes["label"])}
+        columns["label"] = [numbers.get(label, -1) for label in columns["label"]]
+    sources = []
+    keys = []
+    for video, start, end, key in joined.examples:
+        sources.append({"path": joined.paths[video], "start": start, "end": end})
+        keys.append(key or window_key(video, start, end))
+    captions = [row["captions"] for row in rows]
+    return make_table(captions, keys, sources, classes, **columns)
+
+
+def left_out_notes(joined, folder, labels):
+    """Yields what the banner says about what JoinedRows lack.
+
+    Args:
+        labels: (M,) of the examples, -1 = unknown, or None.
+    """
+    missing = [video for video, path in joined.paths.items() if not path]
+    if missing:
+        yield (f"{len(missing):,} videos ({joined.num_without_video:,} rows) are not in {folder}, "
+               f"first {missing[0]}")
+    if joined.num_without_caption:
+        yield f"{joined.num_without_caption:,} without a caption left out"
+    if labels is not None and -1 in labels:
+        yield f"{(labels == -1).sum():,} without a class"
 
 
 def window_key(video, start=None, end=None):
     """The key of a clip: the video's name and, if it has a window, the seconds: 'yt1 2-4 s'."""
     if start is None and end is None:
         return video
-    return f"{video} {'-'.join('' if t is None else f'{t:g}' for t in (start, end))} s"
+    start = "" if start is None else f"{start:g}"
+    end = "" if end is None else f"{end:g}"
+    return f"{video} {start}-{end} s"

@@ -7,108 +7,176 @@ import time
 from pathlib import Path
 
 from contrastive import CORES
+from contrastive.core.processes import (
+    UserError, end_with_parent, first_line, gather_objects, rank, to_device, world)
 from contrastive.data.views import crop_batch, uniforms
-from contrastive.engine.processes import UserError, end_with_parent, first_line, gather_objects, rank, to_device, world
 
 import numpy as np
 import torch
 
-SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
-SLICE = 256  # frames whose colours a card changes at a time: temporaries take six times the memory of these frames
+SHARDS_AT_ONCE = 16  # whose samples are mixed: few files are open, and the order is random
+SLICE = 256  # frames whose colours a GPU changes at a time; temporaries take six times their memory
+UNREADABLE = "could not be read when its features were computed"
 TRIES = 100  # unreadable samples in a row, after which a run stops
 LOADER_SECONDS = 1200  # without a batch, after which workers count as dead
+FRAME_DRAWS = 99  # stream of random numbers that place the frames of a clip
+TEXT_DRAWS = 32  # random numbers of an example for its texts
+TEXT_CHOICE = 199  # stream of random numbers that choose among the kept texts T~
 
 
 # ---- the order ----
-def epoch_order(n, seed, epoch, shards=None):
-    """A permutation of n rows, a pure function of (seed, epoch). Given the shard of each row (n,), the shards come in
-    random order, and the rows of SHARDS_AT_ONCE shards at a time are mixed: a disk then reads few files at a time."""
+def epoch_order(num_rows, seed, epoch, shards=None):
+    """A permutation of the rows, a pure function of (seed, epoch).
+
+    Args:
+        shards: (num_rows,) number of the shard of each row. The shards then come in random order,
+            and the rows of SHARDS_AT_ONCE shards at a time are mixed, so that a disk reads few
+            files at a time. None = mix all rows.
+    """
     rng = np.random.default_rng([seed, epoch])
-    present = () if shards is None else np.unique(shards)
-    if len(present) <= SHARDS_AT_ONCE:
-        return rng.permutation(n)
-    turn = rng.permutation(len(present))  # when each shard is read
-    place = turn[np.searchsorted(present, shards)]  # (n,)
-    by_place = np.argsort(place, kind="stable")
-    ends = np.searchsorted(place[by_place], np.arange(SHARDS_AT_ONCE, len(present), SHARDS_AT_ONCE))
-    return np.concatenate([rng.permutation(part) for part in np.split(by_place, ends)])
+    if shards is None:
+        return rng.permutation(num_rows)
+    numbers = np.unique(shards)  # of the shards that have rows
+    if len(numbers) <= SHARDS_AT_ONCE:
+        return rng.permutation(num_rows)
+    turns = rng.permutation(len(numbers))  # when each shard is read
+    turn_of_row = turns[np.searchsorted(numbers, shards)]
+    rows = np.argsort(turn_of_row, kind="stable")
+    first_turns = np.arange(SHARDS_AT_ONCE, len(numbers), SHARDS_AT_ONCE)
+    ends = np.searchsorted(turn_of_row[rows], first_turns)
+    return np.concatenate([rng.permutation(part) for part in np.split(rows, ends)])
 
 
-def epoch_batches(n, batch, seed, first_step, last_step, shards=None):
-    """(epoch, global batch of indices) for optimiser steps first_step..last_step-1: a function of (n, batch, seed).
+def epoch_batches(num_rows, batch_size, seed, first_step, last_step, *, shards=None):
+    """Yields (epoch, global batch of row numbers) of the steps first_step to last_step - 1.
 
-    Every epoch is a fresh order; the incomplete last batch is dropped."""
-    per_epoch, epoch = n // batch, -1
+    Every epoch has a fresh order, and its incomplete last batch is dropped. A pure function of
+    its arguments, so a resumed run goes on with the same batches.
+    """
+    steps_per_epoch = num_rows // batch_size
+    epoch = -1
     for step in range(first_step, last_step):
-        if step // per_epoch != epoch:
-            epoch = step // per_epoch
-            order = epoch_order(n, seed, epoch, shards)
-        k = step % per_epoch
-        yield epoch, order[k * batch:(k + 1) * batch]
+        if step // steps_per_epoch != epoch:
+            epoch = step // steps_per_epoch
+            order = epoch_order(num_rows, seed, epoch, shards)
+        start = step % steps_per_epoch * batch_size
+        yield epoch, order[start:start + batch_size]
 
 
 # ---- one sample ----
 class Samples(torch.utils.data.Dataset):
-    """(epoch, index) -> the cropped uint8 views, the captions, and what could not be read on the way: the next sample
-    that can be read takes the place of one that cannot. The views are None after TRIES that cannot."""
+    """(epoch, row number) -> an item: cropped uint8 views, captions, and what could not be read.
+
+    The next row that can be read takes the place of one that cannot. After TRIES that cannot, the
+    views of the item are None.
+    """
 
     def __init__(self, data, augments, seed):
-        self.data, self.augments, self.seed = data, augments, seed
+        self.data = data
+        self.augments = augments
+        self.seed = seed
 
     def __getitems__(self, places):
-        """A list of items, dicts; the table is asked once for all of them."""
-        data, items = self.data, []
-        for (epoch, index), source in zip(places, data.sources[[index for _, index in places]]["source"]):
-            bad, item = [], {"views": None, "captions": None, "keys": "", "index": index, "rows": index}
-            draws = frame_draws(data.clip, self.seed, epoch, index)
-            for k in range(min(TRIES, len(data))):
-                i = (index + k) % len(data)
-                try:
-                    image = data.read_source(source, draws) if k == 0 else data.read(i, draws)
-                except Exception as error:
-                    bad.append((data.key(i), first_line(error)))
-                    continue
-                captions = data.training_captions(i, self.seed, epoch, index)
-                item |= {"views": crop_views(image, self.augments, self.seed, epoch, index), "captions": captions,
-                         "keys": data.key(i), "rows": i}
-                break
-            items.append(item | {"epochs": epoch, "bad": bad})
-        return items
+        """Items of a list of (epoch, row number). The table is asked once for all their files."""
+        sources = self.data.sources[[index for _, index in places]]["source"]
+        return [self.item(epoch, index, source) for (epoch, index), source in zip(places, sources)]
+
+    def item(self, epoch, index, source):
+        """The item of a row whose cell of the column source is given."""
+        data = self.data
+        draws = frame_draws(data.clip, self.seed, epoch, index)
+        item = {"views": None, "captions": None, "keys": "", "index": index, "rows": index,
+                "epochs": epoch, "bad": []}
+        for attempt in range(min(TRIES, len(data))):
+            row = (index + attempt) % len(data)
+            try:
+                if attempt == 0:
+                    image = data.read_source(source, draws)
+                else:
+                    image = data.read(row, draws)
+            except Exception as error:
+                item["bad"].append((data.key(row), first_line(error)))
+                continue
+            item["views"] = crop_views(image, self.augments, self.seed, epoch, index)
+            item["captions"] = data.training_captions(row, self.seed, epoch, index)
+            item["keys"] = data.key(row)
+            item["rows"] = row
+            break
+        return item
 
 
 def frame_draws(clip, seed, epoch, number):
-    """(T,) draws that place the random frames of a clip; None where frames are not random."""
-    random = clip is not None and clip.sampling == "random"
-    return uniforms(seed, epoch, [number], clip.frames, stream=99)[0] if random else None
+    """(T,) numbers in 0..1 that place the random frames of a clip; None if none are random."""
+    if clip is None or clip.sampling != "random":
+        return None
+    return uniforms(seed, epoch, [number], clip.frames, stream=FRAME_DRAWS)[0]
 
 
 def crop_views(image, augments, seed, epoch, number):
-    """V cropped uint8 views, (3, S, S) or (T, 3, S, S), of one decoded image or clip, each from its own draws."""
-    if image.is_floating_point():  # features have no views
+    """The V cropped uint8 views, (3, S, S) or (T, 3, S, S), of a decoded image or clip. Features
+    have no views and stay as they are."""
+    if image.is_floating_point():
         return [image] * len(augments)
-    return [a.crop_one(image, uniforms(seed, epoch, [number], a.DRAWS, stream=v)[0]) for v, a in enumerate(augments, 1)]
+    views = []
+    for stream, augment in enumerate(augments, 1):
+        draws = uniforms(seed, epoch, [number], augment.DRAWS, stream)[0]
+        views.append(augment.crop_one(image, draws))
+    return views
 
 
 def collate(items):
-    """Items -> a raw batch; its views are None if an item has none."""
-    raw = {k: [item[k] for item in items] for k in items[0]}
-    whole = None not in raw["views"]
-    raw |= {k: np.array(raw[k]) for k in ("index", "rows", "epochs")}
-    return raw | {"views": [*map(torch.stack, zip(*raw["views"]))] if whole else None, "bad": sum(raw["bad"], [])}
+    """Joins items to a raw batch; its views are None if those of one item are."""
+    batch = {}
+    for name in items[0]:
+        batch[name] = [item[name] for item in items]
+    for name in ("index", "rows", "epochs"):
+        batch[name] = np.array(batch[name])
+    if None in batch["views"]:
+        batch["views"] = None
+    else:
+        batch["views"] = [torch.stack(view) for view in zip(*batch["views"])]
+    bad = []
+    for pairs in batch["bad"]:
+        bad += pairs
+    batch["bad"] = bad
+    return batch
+
+
+def read_batch(data, transform, rows):
+    """Reads some rows of a split for an evaluation.
+
+    Returns: the rows that can be read; their pixels (b, [T,] 3, S, S), one tensor because a worker
+        sends each tensor as an open file, of which 1,024 is the usual limit, or None; {row: reason}
+        of the others.
+    """
+    readable, pixels, unreadable = [], [], {}
+    for row in rows:
+        try:
+            pixels.append(transform.raw(data.read(row)))
+            readable.append(row)
+        except Exception as error:
+            unreadable[row] = first_line(error)
+    if not pixels:
+        return readable, None, unreadable
+    return readable, torch.stack(pixels), unreadable
 
 
 # ---- the loader ----
-def loader(dataset, workers, seed=0, **how):
-    """A DataLoader with a generator of its own; its workers are forked, deaf to signals, with a time limit."""
-    start = "fork" if sys.platform == "linux" else None  # a forkserver would be ended by a signal to the group
+def loader(dataset, workers, seed=0, **options):
+    """A DataLoader with a generator of its own. Its workers are forked, leave signals to the main
+    process, and have a time limit."""
     if workers:
-        how |= dict(worker_init_fn=_place_worker, timeout=LOADER_SECONDS, multiprocessing_context=start)
+        options["worker_init_fn"] = set_up_worker
+        options["timeout"] = LOADER_SECONDS
+        if sys.platform == "linux":  # a signal to the group would end a forkserver
+            options["multiprocessing_context"] = "fork"
     generator = torch.Generator().manual_seed(seed)
-    return torch.utils.data.DataLoader(dataset, num_workers=workers, generator=generator, **how)
+    return torch.utils.data.DataLoader(
+        dataset, num_workers=workers, generator=generator, **options)
 
 
-def _place_worker(_):
-    """Runs first in a worker: signals are for the main process alone, with which it ends (clean_exit)."""
+def set_up_worker(worker):
+    """Runs first in a worker, which ends with the main process and not by signals to it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
@@ -116,109 +184,262 @@ def _place_worker(_):
 
 
 # ---- batches ----
+def kept_text_draws(epoch, rows):
+    """(B, 32) random numbers for texts whose features are kept: those of seed 0."""
+    return uniforms(0, epoch, rows, TEXT_DRAWS)
+
+
 class Batches:
-    """Training batches of this process, steps `first` to `last`: the same on any number of processes and workers.
+    """Training batches of this process, the same on any number of processes and workers.
 
-    Iterating gives dicts: views (V tensors (B, [T,] 3, S, S), augmented and normalised, on `device`), captions (B lists
-    of str), keys (B), index (B), rows (B; those read, with another in place of a bad one), draws (B, 32) for the text
-    views, epoch, seconds waited for data, bad [(key, reason)], which is for count_bad. Sets in memory are cropped on
-    the device in batch, files by DataLoader workers.
+    Iterating gives dicts:
+        views: V tensors (B, [T,] 3, S, S), augmented and normalised, on `device`
+        captions: B lists of str        keys: B names of rows
+        index: (B,) row numbers         rows: (B,) those that were read, in place of bad ones
+        draws: (B, 32) random numbers for the texts
+        epoch, seconds waited for data, and bad: [(key, reason)], which is for count_bad
+    Sets in memory are cropped on the device in batch, files one by one by DataLoader workers.
 
-    positions: what identifies the data, from a checkpoint ({} in a new run, None: not compared).
-    Raises: UserError if the data are not those of the checkpoint."""
+    Args:
+        data: Data, or a Stream.
+        augments: an Augment for each view.
+        transform: normalises the views (EvalTransform).
+        batch_size: of all processes together.
+        first, last: the steps, from `first` to `last` - 1.
+        workers: loader processes of this process; 0 = none.
+        max_bad_fraction: part of the samples that may be unreadable.
+        folder: where bad_samples.txt is written; None = nowhere.
+        positions: what identifies the data, from a checkpoint; {} in a new run, None = not checked.
+        compiled: whether torch.compile is used for colours and blur.
+        cache: FeatureCache of frozen encoders, whose views are features (B, [T,] width); None =
+            nothing is cached.
+        plan: list of (epoch, row numbers of this process), in place of all rows in random order.
+    Raises: UserError if the data are not those of the checkpoint.
+    """
 
-    def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0,
-                 max_bad_fraction=0.01, folder=None, positions=None, compiled=False):
-        self.data, self.augments, self.transform, self.device, self.seed = data, augments, transform, device, seed
-        self.local, self.batch_size, self.first, self.last = batch_size // world(), batch_size, first, last
+    def __init__(self, data, augments, transform, batch_size, seed, *, first, last, device,
+                 workers=0, max_bad_fraction=0.01, folder=None, positions=None, compiled=False,
+                 cache=None, plan=None):
         if batch_size % world():
             raise UserError(f"a batch of {batch_size} is not divisible by {world()} processes")
-        self.max_bad_fraction, self.folder, self.bad, self.compiled = max_bad_fraction, folder, {}, compiled
-        self.workers = 0 if data.pixels is not None else min(workers, CORES)  # those that are started
-        if data.streamed:
-            self.workers = min(self.workers, len(data.urls) // world())  # each has a shard
-        self.slice = SLICE if device.type == "cuda" else sys.maxsize
+        self.data = data
+        self.augments = augments
+        self.transform = transform
+        self.batch_size = batch_size
+        self.local = batch_size // world()
+        self.seed = seed
+        self.first = first
+        self.last = last
+        self.device = device
+        self.max_bad_fraction = max_bad_fraction
+        self.folder = folder
+        self.compiled = compiled
+        self.bad = {}  # {key: reason} of all samples that could not be read
+        self.frames_at_once = sys.maxsize
+        if device.type == "cuda":
+            self.frames_at_once = SLICE
+        self.workers = num_workers(data, workers)
+        self.plan = plan
+        self.cached_views = None
+        self.num_texts = 0  # kept texts T~ of an example, from which one is chosen; 0 = any
+        if cache is not None:
+            self.num_texts = cache.num_texts
+        if cache is not None and cache.images is not None:
+            self.cached_views = cache.images.views(data, augments)
+            self.workers = 0
         self.positions = positions
         if positions is not None:
-            readers = {"processes": world(), "workers": self.workers} if data.streamed else {}
-            self.positions = data.identity() | readers
-            if positions and positions != self.positions:
-                raise UserError(f"--resume: the run had {positions}, now {self.positions}: give it the same data"
-                                + ", processes and --workers" * data.streamed)
+            self.positions = self.check_positions(positions)
 
+    def check_positions(self, saved):
+        """What identifies the data of this run. Raises UserError if a checkpoint has other ones."""
+        positions = self.data.identity()
+        same = "the same data"
+        if self.data.streamed:
+            positions["processes"] = world()
+            positions["workers"] = self.workers
+            same = "the same data, processes and --workers"
+        if saved and saved != positions:
+            raise UserError(f"--resume: the run had {saved}, now {positions}: give it {same}")
+        return positions
+
+    # ---- from files or memory to raw batches ----
     def raw(self):
-        """Iterator of this process's share of each global batch, without colours and normalisation, as `collate` has
-        it; the views are uint8 or, of pixels in memory, float on the device."""
-        data, mine = self.data, slice(rank() * self.local, (rank() + 1) * self.local)
-        if data.streamed:
-            items, how = data.reader(self), {"batch_size": self.local, "drop_last": True}
-        else:
-            plan = epoch_batches(len(data), self.batch_size, self.seed, self.first, self.last, data.shards)
-            if data.pixels is not None:
-                return self._in_memory((epoch, batch[mine]) for epoch, batch in plan)
-            order = ([(epoch, i) for i in batch[mine].tolist()] for epoch, batch in plan)
-            items, how = Samples(data, self.augments, self.seed), {"batch_sampler": order}
-        how |= {"collate_fn": collate, "pin_memory": self.device.type == "cuda"}
-        return iter(loader(items, self.workers, self.seed, **how))
+        """Iterator of raw batches of this process, as `collate` makes them. Their views have no
+        colours and no normalisation yet: uint8, or of pixels in memory float, on the device."""
+        if self.data.streamed:
+            items = self.data.items(self.augments, self.seed, self.first, self.local)
+            return self.load(items, batch_size=self.local, drop_last=True)
+        if self.cached_views is not None:
+            return self.choose_features()
+        if self.data.pixels is not None:
+            return self.crop_in_memory()
+        samples = Samples(self.data, self.augments, self.seed)
+        return self.load(samples, batch_sampler=self.places())
 
-    def _in_memory(self, plan):
-        """`raw` of data in memory: cropped in batch, on the device."""
-        data, pixels = self.data, self.data.pixels.to(self.device)  # (M, [T,] 3, H, W) uint8
+    def load(self, items, **options):
+        """Iterator of the raw batches of a dataset of items."""
+        pin_memory = self.device.type == "cuda"
+        return iter(loader(
+            items, self.workers, self.seed, collate_fn=collate, pin_memory=pin_memory, **options))
+
+    def local_batches(self):
+        """Yields (epoch, row numbers of this process) of each step."""
+        if self.plan is not None:
+            yield from self.plan
+            return
+        start = rank() * self.local
+        plan = epoch_batches(
+            len(self.data), self.batch_size, self.seed, self.first, self.last,
+            shards=self.data.shards)
         for epoch, index in plan:
-            x = pixels[to_device(torch.from_numpy(index), self.device)]  # (B, [T,] 3, H, W)
-            views = [crop_batch(a, x, uniforms(self.seed, epoch, index, a.DRAWS, stream=v + 1))
-                     for v, a in enumerate(self.augments)]
+            yield epoch, index[start:start + self.local]
+
+    def places(self):
+        """Yields the list of (epoch, row number) of each step."""
+        for epoch, index in self.local_batches():
+            yield [(epoch, i) for i in index.tolist()]
+
+    def crop_in_memory(self):
+        """Yields raw batches of data in memory, cropped in batch on the device."""
+        data = self.data
+        pixels = data.pixels.to(self.device)                            # (M, [T,] 3, H, W) uint8
+        for epoch, index in self.local_batches():
+            images = pixels[to_device(torch.from_numpy(index), self.device)]  # (B, [T,] 3, H, W)
+            views = []
+            for stream, augment in enumerate(self.augments, 1):
+                draws = uniforms(self.seed, epoch, index, augment.DRAWS, stream)
+                views.append(crop_batch(augment, images, draws))
             captions = [data.training_captions(i, self.seed, epoch, i) for i in index]
-            yield {"views": views, "captions": captions, "index": index, "rows": index, "bad": [],
-                   "keys": [data.key(i) for i in index], "epochs": np.full(len(index), epoch)}
+            yield {"views": views, "captions": captions, "keys": [data.key(i) for i in index],
+                   "index": index, "rows": index, "epochs": np.full(len(index), epoch), "bad": []}
 
+    def choose_features(self):
+        """Yields raw batches whose views are features of a frozen encoder."""
+        data = self.data
+        for epoch, index in self.local_batches():
+            views, rows = self.cached_views.choose(self.seed, epoch, index)
+            captions, keys = [], []
+            for i, row in zip(index, rows):
+                captions.append(data.training_captions(row, self.seed, epoch, i))
+                keys.append(data.key(row))
+            bad = [(data.key(i), UNREADABLE) for i in index[index != rows]]
+            yield {"views": views, "captions": captions, "keys": keys, "index": index,
+                   "rows": rows, "epochs": np.full(len(index), epoch), "bad": bad}
+
+    # ---- from raw batches to batches ----
     def __iter__(self):
-        finish = [a.photometric for a in self.augments]
-        if self.compiled:  # in this process: workers get plain views
-            finish = [torch.compile(f, dynamic=False) for f in finish]
-        source = self.raw()
+        finish = self.colour_functions()
+        raw_batches = self.raw()
         for _ in range(self.first, self.last):
-            began = time.perf_counter()
-            raw = next(source)
-            waited = time.perf_counter() - began
+            start = time.perf_counter()
+            raw = next(raw_batches)
+            seconds = time.perf_counter() - start
             if raw["views"] is None:  # this process ends alone, and a launcher ends the others
-                raise UserError(f"{TRIES} samples in a row cannot be read, the first: {': '.join(raw['bad'][0])}")
-            index, epochs = raw["index"], raw["epochs"]
-            draws = [uniforms(self.seed, epochs, index, a.DRAWS, v + 1) for v, a in enumerate(self.augments)]
-            draws = to_device(torch.from_numpy(np.stack(draws)), self.device)  # (V, B, DRAWS)
-            views = [self._finish(*each) for each in zip(raw["views"], finish, draws)]
-            yield {"views": views, "captions": raw["captions"], "keys": raw["keys"], "index": index,
-                   "rows": raw["rows"], "draws": uniforms(self.seed, epochs, index, 32), "epoch": int(epochs[0]),
-                   "seconds": waited, "bad": raw["bad"]}
+                raise UserError(f"{TRIES} samples in a row cannot be read, the first: "
+                                + ": ".join(raw["bad"][0]))
+            yield {
+                "views": self.finish_views(raw, finish), "captions": raw["captions"],
+                "keys": raw["keys"], "index": raw["index"], "rows": raw["rows"],
+                "draws": self.text_draws(raw),
+                "epoch": int(raw["epochs"][0]), "seconds": seconds, "bad": raw["bad"]}
 
-    def _finish(self, x, photometric, draws):
-        """Applies colours and normalisation to cropped views (B, [T,] 3, S, S), on the device; features stay as they
-        are. draws: (B, DRAWS)."""
-        x = x.to(self.device, non_blocking=True)
-        if x.ndim == 3:  # features
-            return x
-        frames = x.reshape(-1, *x.shape[-3:])  # (B * T, 3, S, S)
-        draws = draws.repeat_interleave(len(frames) // len(x), 0)  # (B * T, DRAWS): all frames of a clip alike
-        out = []
-        for part, u in zip(frames.split(self.slice), draws[:, :, None, None, None].split(self.slice)):
-            part = part.float().div_(255) if part.dtype == torch.uint8 else part
-            out.append(self.transform.normalise(photometric(part, u)))
-        return (torch.cat(out) if len(out) > 1 else out[0]).view(x.shape)  # the cat of one is a copy
+    def text_draws(self, raw):
+        """(B, 32) random numbers for the texts of a raw batch.
 
+        The first chooses a caption. Of a frozen text encoder the others are those of seed 0 in one
+        of the epochs whose texts are kept.
+        """
+        epochs, index = raw["epochs"], raw["index"]
+        draws = uniforms(self.seed, epochs, index, TEXT_DRAWS)
+        if self.num_texts:
+            choice = uniforms(self.seed, epochs, index, 1, TEXT_CHOICE)[:, 0]           # (B,)
+            kept_epochs = (choice * self.num_texts).astype(np.int64)
+            draws[:, 1:] = kept_text_draws(kept_epochs, raw["rows"])[:, 1:]
+        return draws
+
+    def colour_functions(self):
+        """The function of each view that changes its colours, compiled if that is wanted."""
+        functions = [augment.photometric for augment in self.augments]
+        if self.compiled:  # in this process alone: workers get plain views
+            functions = [torch.compile(function, dynamic=False) for function in functions]
+        return functions
+
+    def finish_views(self, raw, functions):
+        """V views (B, [T,] 3, S, S) of a raw batch with colours and normalisation."""
+        if self.cached_views is not None:
+            return raw["views"]
+        draws = []
+        for stream, augment in enumerate(self.augments, 1):
+            draws.append(uniforms(self.seed, raw["epochs"], raw["index"], augment.DRAWS, stream))
+        draws = to_device(torch.from_numpy(np.stack(draws)), self.device)   # (V, B, DRAWS)
+        views = []
+        for view, function, u in zip(raw["views"], functions, draws):
+            views.append(self.finish_view(view, function, u))
+        return views
+
+    def finish_view(self, view, function, draws):
+        """Colours and normalisation of cropped images or clips; features stay as they are.
+
+        Args:
+            view: (B, [T,] 3, S, S) uint8, or float in 0..1; or features (B, T, F).
+            function: Augment.photometric.
+            draws: (B, DRAWS).
+        """
+        view = view.to(self.device, non_blocking=True)
+        if view.ndim == 3:
+            return view
+        frames = view.reshape(-1, *view.shape[-3:])                         # (B * T, 3, S, S)
+        # All frames of a clip have the same draws.
+        draws = draws.repeat_interleave(len(frames) // len(view), 0)        # (B * T, DRAWS)
+        draws = draws[:, :, None, None, None]                           # (B * T, DRAWS, 1, 1, 1)
+        parts = []
+        size = self.frames_at_once
+        for part, u in zip(frames.split(size), draws.split(size)):
+            if part.dtype == torch.uint8:
+                part = part.float().div_(255)
+            parts.append(self.transform.normalise(function(part, u)))
+        if len(parts) == 1:
+            return parts[0].view(view.shape)  # torch.cat of one tensor would copy it
+        return torch.cat(parts).view(view.shape)
+
+    # ---- bad samples ----
     def count_bad(self, bad, step):
-        """Lists the bad samples of all processes in bad_samples.txt; above max_bad_fraction of those tried (or of the
-        first 1,000) all processes stop. Collective."""
+        """Lists the bad samples of all processes in bad_samples.txt. Above max_bad_fraction of
+        those tried (or of the first 1,000) all processes stop. Collective."""
         new = {}
-        for part in gather_objects(bad):
-            new |= {key: why for key, why in part if key not in self.bad}
-        self.bad |= new
+        for pairs in gather_objects(bad):
+            for key, reason in pairs:
+                if key not in self.bad:
+                    new[key] = reason
+        self.bad.update(new)
         if rank() == 0 and self.folder and new:
-            path = Path(self.folder) / "bad_samples.txt"
-            with open(path, "a", encoding="utf8", errors="replace") as f:
-                f.writelines("\t".join(re.sub(r"\s", " ", word) for word in pair) + "\n" for pair in new.items())
-        n = self.data.examples
-        tried = max(min((step + 1) * self.batch_size + len(self.bad), n), min(n, 1000))
-        if len(self.bad) > self.max_bad_fraction * tried:
-            key, why = next(iter(self.bad.items()))
-            raise UserError(f"{len(self.bad)} of about {tried} samples cannot be read, above --max-bad-fraction "
-                            f"{self.max_bad_fraction}; the first: {key}: {why} (all in {self.folder}/bad_samples.txt)")
+            self.write_bad(new)
+        examples = self.data.examples
+        num_samples = min((step + 1) * self.batch_size + len(self.bad), examples)
+        num_samples = max(num_samples, min(examples, 1000))
+        if len(self.bad) > self.max_bad_fraction * num_samples:
+            key, reason = next(iter(self.bad.items()))
+            raise UserError(
+                f"{len(self.bad)} of about {num_samples} samples cannot be read, above "
+                f"--max-bad-fraction {self.max_bad_fraction}; the first: {key}: {reason} "
+                f"(all in {self.folder}/bad_samples.txt)")
+
+    def write_bad(self, bad):
+        """Appends {key: reason} to bad_samples.txt, one sample a line."""
+        path = Path(self.folder) / "bad_samples.txt"
+        with open(path, "a", encoding="utf8", errors="replace") as file:
+            for key, reason in bad.items():
+                key = re.sub(r"\s", " ", key)
+                reason = re.sub(r"\s", " ", reason)
+                file.write(f"{key}\t{reason}\n")
+
+
+def num_workers(data, workers):
+    """Loader processes that are started of those that are asked for."""
+    if data.pixels is not None:
+        return 0
+    workers = min(workers, CORES)
+    if data.streamed:  # each worker has a shard
+        workers = min(workers, len(data.urls) // world())
+    return workers

@@ -1,144 +1,238 @@
-"""EPIC-KITCHENS-100, multi-instance retrieval: clips of cooking, narrated in a few words, with verb and noun classes.
+"""EPIC-KITCHENS-100, multi-instance retrieval: clips of cooking, narrated in a few words, with
+classes of verbs and nouns.
 
-A clip is a window of a video, P01_01.MP4, a file or a folder of chunks, each named by its first second: 0.MP4, 15.MP4,
-... (AVION's). Like AVION it shows the middle frames of T equal segments of the window, in
-training with --frame-sampling random a random one of each. The relevancy of a sentence to a clip, 1/2 [same verb +
-|N ^ N'| / |N u N'|] with N the set of all noun classes, is that of relevancy/caption_relevancy_*.pkl for the test clips
-if that file exists, else computed from the classes.
+A clip is a window of a video, P01_01.MP4, a file or a folder of chunks, each named by its first
+second: 0.MP4, 15.MP4, ... (AVION's). Like AVION it shows the middle frames of T equal segments of
+the window, in training with --frame-sampling random a random one of each.
+
+The relevancy of a sentence to a clip is 1/2 [same verb + |N ^ N'| / |N u N'|] with N the set of all
+noun classes. For the test clips it is that of relevancy/caption_relevancy_*.pkl if that file
+exists.
 """
 
 import ast
 import os
 from pathlib import Path
 
+from contrastive.core.processes import opening
 from contrastive.data.annotations import Videos, clips_of, files_of, video_folder
-from contrastive.data.frames import read_frames
+from contrastive.data.clips import clip_options
+from contrastive.data.frames import read_frames, segment_times
 from contrastive.data.table import with_note
-from contrastive.engine.processes import opening
-from contrastive.engine.ranges import part
-from contrastive.evaluation.metrics import class_relevancy, multi_hot
 
 import numpy as np
 import torch
 
-VERBS, NOUNS = 97, 300
-SECONDS = 15  # of a chunk; the last may be longer
-SETS = {"epic-kitchens-100": {
-    "splits": {"train": 67_217, "test": 9_668}, "licence": "CC BY-NC 4.0, research only; test = the papers' test",
-    "options": {"--caption-relevancy": dict(
-        type=part, default=0.0, texts=True,
-        help="train on a random sentence whose relevancy to the clip is above this, 0..1; AVION 0.1; 0 = always the "
-             "clip's own narration")}}}
+NUM_VERBS = 97
+NUM_NOUNS = 300
+CHUNK_SECONDS = 15  # of a chunk of a video; the last may be longer
 
 
 def load(name, split, options):
-    """Data of one split, one row per clip, with its narration as caption. Columns: verb, noun, nouns, and group (of one
-    narration). Data.sentences: the split's sentences, also those of missing videos, with their relevancies."""
+    """Data of one split, a row for each clip with its narration as caption.
+
+    Columns: verb, noun, nouns, and group (of one narration). Data.sentences are the sentences of
+    the split, also those of missing videos, with their relevancies.
+    """
     files = files_of(name, options)
     with opening(files):
-        clips = read_clips(files, split)
-        sentences = Sentences(files, split, clips)
-        classes = {"verb": class_names(files, "verb", VERBS), "noun": class_names(files, "noun", NOUNS)}
-        found, options = Videos(video_folder(options)), options | {"at_rest": "middle", "read": read_chunks}
-        first = {c["video"]: found.index.get(f"{c['video']}.MP4/0.MP4", "") for c in clips}  # chunk, "" = there is none
-        videos = {video: os.path.dirname(chunk) or found[video] for video, chunk in first.items()}
-        data = clips_of(name, split, clips, options, classes, videos=videos, sentences=sentences)
-        there = {*data.keys()}
-        sentences.clips = np.array([i for i, c in enumerate(clips) if c["key"] in there])
+        rows = read_clips(files, split)
+        sentences = Sentences(files, split, rows)
+        classes = {"verb": class_names(files, "verb", NUM_VERBS),
+                   "noun": class_names(files, "noun", NUM_NOUNS)}
+        clip = clip_options(options, at_rest="middle", read=read_chunks)
+        data = clips_of(
+            name, split, rows, options, classes=classes, clip=clip,
+            videos=find_videos(rows, options), sentences=sentences)
+        sentences.set_clips(rows, data)
     return with_note(data, sentences.note)
 
 
 # ---- annotation files ----
 def read_clips(files, split):
-    """Rows {key, video, captions, start, end, verb, noun, nouns, group}."""
-    out, number = [], {}
+    """Rows of key, video, captions, start, end, verb, noun, nouns and group."""
+    rows = []
+    groups = {}  # {narration: number}
     for row in files.csv(f"EPIC_100_retrieval_{split}.csv"):
-        said = row["narration"].strip()
-        out.append({"key": row["narration_id"], "video": row["video_id"], "captions": [said],
-                    "group": number.setdefault(said, len(number)), "start": seconds(row["start_timestamp"]),
-                    "end": seconds(row["stop_timestamp"]), "verb": int(row["verb_class"]),
-                    "noun": int(row["noun_class"]), "nouns": sorted({*ast.literal_eval(row["all_noun_classes"])})})
-    return out
+        narration = row["narration"].strip()
+        group = groups.setdefault(narration, len(groups))
+        nouns = set(ast.literal_eval(row["all_noun_classes"]))
+        rows.append({
+            "key": row["narration_id"],
+            "video": row["video_id"],
+            "captions": [narration],
+            "group": group,
+            "start": seconds_of(row["start_timestamp"]),
+            "end": seconds_of(row["stop_timestamp"]),
+            "verb": int(row["verb_class"]),
+            "noun": int(row["noun_class"]),
+            "nouns": sorted(nouns)})
+    return rows
 
 
-def seconds(stamp):
+def seconds_of(timestamp):
     """'00:01:02.50' -> 62.5."""
-    return sum(float(x) * unit for x, unit in zip(stamp.split(":"), (3600, 60, 1), strict=True))
+    hours, minutes, seconds = timestamp.split(":")
+    return float(hours) * 3600 + float(minutes) * 60 + float(seconds)
 
 
-def class_names(files, kind, n):
-    """The names of EPIC_100_verb_classes.csv (or noun), wherever it is below the folder; else their numbers."""
-    names, file = [str(i) for i in range(n)], f"EPIC_100_{kind}_classes.csv"
-    for row in files.csv(file) if files.has(file) else ():
-        names[int(row["id"])] = row["key"]
+def class_names(files, kind, num_classes):
+    """The names of EPIC_100_verb_classes.csv (or noun), wherever it is below the folder; else their
+    numbers."""
+    names = [str(number) for number in range(num_classes)]
+    file = f"EPIC_100_{kind}_classes.csv"
+    if files.has(file):
+        for row in files.csv(file):
+            names[int(row["id"])] = row["key"]
     return names
 
 
 # ---- sentences and relevancies ----
 class Sentences:
-    """The sentences that multi-instance retrieval ranks: for each clip named in *_sentence.csv its own narration, like
-    AVION, since JPoSE, which wrote that file, gives some rare actions the words of another. clips (M,): the csv row of
-    each row of the data."""
+    """The C sentences that multi-instance retrieval ranks.
 
-    def __init__(self, files, split, clips):
-        row, stem = {c["key"]: c for c in clips}, f"EPIC_100_retrieval_{split}"
-        ids = [next(iter(line.values())) for line in files.csv(f"{stem}_sentence.csv")]  # the first column, any name
-        said = [row[i] for i in ids]
-        self.texts, self.verbs = [c["captions"][0] for c in said], torch.tensor([c["verb"] for c in said])  # (C,) each
-        self.nouns = multi_hot([c["nouns"] for c in said], NOUNS)  # (C, NOUNS)
-        self.clip_verbs, self.clip_nouns = [c["verb"] for c in clips], [c["nouns"] for c in clips]
-        self.clips, self.of_file, source = np.arange(len(clips)), None, "the classes"
+    For each clip named in *_sentence.csv it is the clip's own narration, like AVION, since JPoSE,
+    which wrote that file, gives some rare actions the words of another.
+
+    Args:
+        files: Files.
+        rows: of all clips, from read_clips.
+    """
+
+    def __init__(self, files, split, rows):
+        stem = f"EPIC_100_retrieval_{split}"
+        row_of_key = {row["key"]: row for row in rows}
+        sentences = []
+        for line in files.csv(f"{stem}_sentence.csv"):
+            key = next(iter(line.values()))  # the first column, whatever its name
+            sentences.append(row_of_key[key])
+        self.texts = [row["captions"][0] for row in sentences]
+        self.verbs = torch.tensor([row["verb"] for row in sentences])           # (C,)
+        self.nouns = multi_hot([row["nouns"] for row in sentences], NUM_NOUNS)  # (C, NUM_NOUNS)
+        self.clip_verbs = [row["verb"] for row in rows]
+        self.clip_nouns = [row["nouns"] for row in rows]
+        self.clips = np.arange(len(rows))  # (M,) number in `rows` of each row of the data
+        self.file_relevancies = None  # (clips, C)
+        source = "the classes"
         pickle = f"relevancy/caption_relevancy_{stem}.pkl"
         if split == "test" and files.has(pickle):
-            self.of_file, source = np.asarray(files.pickle(pickle)), files.last  # (clips, C)
-            if self.of_file.shape != (len(clips), len(ids)):
-                raise ValueError(f"it holds {self.of_file.shape}, expected {(len(clips), len(ids))} relevancies")
-        self.note = f"{len(ids):,} sentences, relevancies from {source}"
+            self.file_relevancies = np.asarray(files.pickle(pickle))
+            source = files.last
+            shape = self.file_relevancies.shape
+            expected = (len(rows), len(sentences))
+            if shape != expected:
+                raise ValueError(f"it holds {shape}, expected {expected} relevancies")
+        self.note = f"{len(sentences):,} sentences, relevancies from {source}"
 
-    def by_classes(self, rows, dtype=torch.float32):
-        """(len(rows), C) relevancies of these csv rows, computed from the classes."""
-        verbs, nouns = ([x[i] for i in rows] for x in (self.clip_verbs, self.clip_nouns))
-        return class_relevancy(verbs, multi_hot(nouns, NOUNS), self.verbs, self.nouns, dtype)
+    def set_clips(self, rows, data):
+        """Tells which of the rows the data have, in their order."""
+        keys = set(data.keys())
+        clips = [number for number, row in enumerate(rows) if row["key"] in keys]
+        self.clips = np.array(clips)
+
+    def class_relevancies(self, clips, dtype=torch.float32):
+        """(len(clips), C) relevancies to these clips, by their numbers, from the classes."""
+        verbs = [self.clip_verbs[clip] for clip in clips]
+        nouns = multi_hot([self.clip_nouns[clip] for clip in clips], NUM_NOUNS)
+        return class_relevancy(verbs, nouns, self.verbs, self.nouns, dtype)
 
     def relevancy(self, rows):
-        """(len(rows), C) float32 relevancies of these rows of the data, from the file if there is one."""
-        rows = self.clips[rows]
-        if self.of_file is None:
-            return self.by_classes(rows)
-        return torch.from_numpy(self.of_file[rows].astype(np.float32))
+        """(len(rows), C) float32 relevancies to these rows of the data, from the file if there is
+        one."""
+        clips = self.clips[rows]
+        if self.file_relevancies is None:
+            return self.class_relevancies(clips)
+        return torch.from_numpy(self.file_relevancies[clips].astype(np.float32))
 
-    def draw(self, row, above, u):
-        """A text drawn uniformly (by u in 0..1) from those with relevancy > above to this row of the data, or None."""
-        relevancy = self.by_classes([self.clips[row]], torch.float64)[0]  # (C,); in float64, 0.1 is not above 0.1
-        good = (relevancy > above).nonzero()[:, 0]
-        return self.texts[good[int(u * len(good))]] if len(good) else None
+    def draw(self, row, threshold, u):
+        """A text drawn uniformly, by u in 0..1, from those with a relevancy above the threshold to
+        this row of the data; None if there is none."""
+        # In float64, since 0.1 is not above 0.1.
+        relevancy = self.class_relevancies([self.clips[row]], torch.float64)[0]     # (C,)
+        relevant = (relevancy > threshold).nonzero()[:, 0]
+        if not len(relevant):
+            return None
+        return self.texts[relevant[int(u * len(relevant))]]
+
+
+def class_relevancy(verbs, nouns, other_verbs, other_nouns, dtype=torch.float32):
+    """Relevancies as in EPIC-KITCHENS-100: 1/2 [verbs equal + |N ^ N'| / |N u N'|].
+
+    Args:
+        verbs, other_verbs: (R,) and (C,) class numbers.
+        nouns, other_nouns: (R, K) and (C, K) sets of nouns, N and N', from multi_hot; at least one
+            noun in a row.
+        dtype: of the result; float64 if 0.1 must not be rounded to above 0.1.
+    Returns: (R, C).
+    """
+    verbs = torch.as_tensor(verbs)
+    other_verbs = torch.as_tensor(other_verbs)
+    blocks = []
+    for verb, noun in zip(verbs.split(1024), nouns.split(1024)):
+        common = noun @ other_nouns.T                                           # (c, C), counts
+        union = noun.sum(1, keepdim=True) + other_nouns.sum(1) - common         # (c, C)
+        same_verb = (verb[:, None] == other_verbs).to(dtype)                    # (c, C)
+        blocks.append((same_verb + common.to(dtype) / union.to(dtype)) / 2)
+    return torch.cat(blocks)
+
+
+def multi_hot(lists, num_classes):
+    """(len(lists), num_classes) float32: 1 where the class number is in the list."""
+    result = torch.zeros(len(lists), num_classes)
+    for row, numbers in enumerate(lists):
+        result[row, list(numbers)] = 1
+    return result
 
 
 # ---- videos, whole or in chunks ----
-def read_chunks(source, n, start, end, sampling, draws=None, short=0):
-    """As read_frames, also from a folder of chunks; a window past the last ends there. Raises: ValueError if one of
-    the chunks is missing."""
+def find_videos(rows, options):
+    """{video: its file, or its folder of chunks, or None}."""
+    found_videos = Videos(video_folder(options))
+    videos = {}
+    for row in rows:
+        video = row["video"]
+        if video in videos:
+            continue
+        first_chunk = found_videos.index.get(f"{video}.MP4/0.MP4")
+        if first_chunk:
+            videos[video] = os.path.dirname(first_chunk)
+        else:
+            videos[video] = found_videos[video]
+    return videos
+
+
+def read_chunks(source, n, start, end, sampling, *, draws=None, short=0):
+    """As read_frames, also from a folder of chunks; a window past the last chunk ends there. Raises
+    ValueError if one of the chunks is missing."""
     if not os.path.isdir(source):
-        return read_frames(source, n, start, end, sampling, draws, short)
-    chunks = {int(file.stem): file for file in Path(source).glob("*.MP4")}  # {first second: path}
-    firsts = np.array(sorted(chunks))
-    last = firsts[-1]
+        return read_frames(source, n, start, end, sampling, draws=draws, short=short)
+    chunks = {int(file.stem): file for file in Path(source).glob("*.MP4")}
+    first_seconds = np.array(sorted(chunks))
+    last = first_seconds[-1]
     if end > last:
-        import av
-        with av.open(chunks[last]) as container:
-            stream = container.streams.video[0]
-            end = max(start, min(end, last + float(stream.duration * stream.time_base)))
+        end = max(start, min(end, last + duration_of(chunks[last])))
     if sampling == "uniform":
-        at = np.linspace(start, end, n)  # (n,) seconds of the whole video
+        moments = np.linspace(start, end, n)                    # (n,) seconds of the whole video
     else:
-        part = 0.5 if sampling == "middle" else np.asarray(draws)[:n]
-        at = start + (np.arange(n) + part) / n * (end - start)  # (n,)
-    own = firsts[np.searchsorted(firsts, at, side="right") - 1]  # (n,) the first second of the chunk of each
+        moments = segment_times(start, end, n, sampling, draws)                 # (n,)
+    numbers = np.searchsorted(first_seconds, moments, side="right") - 1
+    chunk_of_frame = first_seconds[numbers]                                     # (n,)
     frames = []
-    for first in np.unique(own):
-        inside = at[own == first] - first  # seconds of the chunk
-        if inside[-1] > SECONDS + 0.5 and first != last:
+    for first in np.unique(chunk_of_frame):
+        inside = moments[chunk_of_frame == first] - first  # seconds of the chunk
+        if inside[-1] > CHUNK_SECONDS + 0.5 and first != last:
             raise ValueError(f"no chunk of {source} has second {first + inside[-1]:g}")
-        # start a second early: the frame shown at a given time began before it
-        frames.append(read_frames(chunks[first], len(inside), max(0.0, inside[0] - 1), None, "at", inside, short))
+        # A second early, since the frame that is shown at a time began before it.
+        start_in_chunk = max(0.0, inside[0] - 1)
+        frames.append(read_frames(
+            chunks[first], len(inside), start_in_chunk, None, "at", draws=inside, short=short))
     return np.concatenate(frames)
+
+
+def duration_of(file):
+    """Seconds that a video announces."""
+    import av
+
+    with av.open(file) as container:
+        stream = container.streams.video[0]
+        return float(stream.duration * stream.time_base)

@@ -1,9 +1,11 @@
-"""Random numbers, image views, and the texts of a batch."""
+"""Random numbers by the name of a sample, and random views of images."""
 
 import dataclasses
+import functools
 import hashlib
+from typing import NamedTuple
 
-from contrastive.engine.processes import to_device
+from contrastive.core.processes import to_device
 
 import numpy as np
 import torch
@@ -11,47 +13,91 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 
 
-# ================================================== random numbers ==================================================
-def _mix(x):
-    """splitmix64 finaliser on uint64 arrays."""
+# ---- random numbers ----
+def uniforms(seed, epoch, keys, n, stream=0):
+    """Random numbers in [0, 1) that depend on (seed, epoch, key, stream) and on nothing else.
+
+    Args:
+        epoch: one number, or one for each key.
+        keys: B integers: numbers of samples, or `key_hash` of their names.
+        n: how many numbers for each key.
+        stream: one for each view, so that two views of a sample differ.
+    Returns: (B, n) float32.
+    """
+    with np.errstate(over="ignore"):
+        golden = np.uint64(0x9E3779B97F4A7C15)
+        x = np.asarray(keys, dtype=np.int64).astype(np.uint64) * golden         # (B,)
+        x = mix_bits(x + np.uint64(seed))
+        salt = np.uint64(epoch) * golden + np.uint64(stream) * np.uint64(0xD1B54A32D192ED03)
+        x = mix_bits(x ^ mix_bits(salt))
+        counter = np.arange(1, n + 1, dtype=np.uint64) * golden                 # (n,)
+        x = mix_bits(x[:, None] + counter[None])                                # (B, n)
+    # 24 bits are exact in float32.
+    return (x >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
+
+
+def mix_bits(x):
+    """The finaliser of the generator splitmix64, of an array of uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(seed, epoch, keys, n, stream=0):
-    """(len(keys), n) float32 numbers in [0, 1): a function of (seed, epoch, key, stream) and of nothing else.
-    epoch: one, or one per key; keys: integers (the sample's index, or `key_hash` of its name); stream: one per view."""
-    with np.errstate(over="ignore"):
-        golden = np.uint64(0x9E3779B97F4A7C15)
-        x = _mix(np.asarray(keys, dtype=np.int64).astype(np.uint64) * golden + np.uint64(seed))
-        x = _mix(x ^ _mix(np.uint64(epoch) * golden + np.uint64(stream) * np.uint64(0xD1B54A32D192ED03)))
-        x = _mix(x[:, None] + np.arange(1, n + 1, dtype=np.uint64)[None] * golden)
-    return (x >> np.uint64(40)).astype(np.float32) / np.float32(2**24)  # 24 bits: exact in float32
-
-
 def key_hash(key):
     """63-bit integer of a sample's name, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(str(key).encode(), digest_size=8).digest(), "little") >> 1
+    digest = hashlib.blake2b(str(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
-# ====================================================== texts =======================================================
 def pick(captions, u):
-    """One caption of each example, by its draws: captions: B lists of str; u (B, >= 1) in 0..1 -> B str."""
-    return [c[int(r[0] * len(c))] for c, r in zip(captions, u)]
+    """One caption of each example, by its random numbers.
+
+    Args:
+        captions: B lists of str.
+        u: (B, 1 or more) in 0..1, of which the first is used.
+    Returns: B str.
+    """
+    return [texts[int(row[0] * len(texts))] for texts, row in zip(captions, u)]
 
 
-# =================================================== image views ====================================================
+# ---- one view ----
+class Draw:
+    """Columns of the random numbers of a view, (B, Augment.DRAWS)."""
+
+    AREA = 0
+    ASPECT = 1
+    TOP = 2
+    LEFT = 3
+    FLIP = 4
+    JITTER = 5
+    BRIGHTNESS = 6
+    CONTRAST = 7
+    SATURATION = 8
+    HUE = 9
+    GREY = 10
+    BLUR = 11
+    RANDAUGMENT_HIGH = 12  # 48 bits of a seed in two numbers
+    RANDAUGMENT_LOW = 13
+    BLUR_SIGMA = 14
+
+
 @dataclasses.dataclass(eq=False)
 class Augment:
-    """One random image view: crop and RandAugment per sample, then flip, colour, grey and blur in batch, on the device.
+    """One random view of an image: a crop and RandAugment of each sample, then flip, colours, grey
+    and blur of the batch, on its device.
 
     Every decision is read from a row of `uniforms`, never from a global generator.
 
-    Args: size (pixels); scale_min: smallest area of the random crop, as a part of the image (1 = no crop); flip, grey,
-        blur, jitter_p: probabilities; brightness, contrast, saturation, hue: strengths as in torchvision.ColorJitter;
-        randaugment: (operations, magnitude out of 30), or (0, 0); squash: with no crop, do not keep the aspect.
+    Args:
+        size: side of the view in pixels.
+        scale_min: smallest area of the random crop, as a part of the image; 1 = no random crop.
+        flip, jitter_p, grey, blur: probabilities.
+        brightness, contrast, saturation, hue: strengths, as of torchvision's ColorJitter.
+        randaugment: (operations, magnitude out of 30, strengths) as randaugment() takes them; the
+            last one may be missing; (0, 0) = off.
+        squash: whether the whole image becomes a square if there is no random crop.
     """
+
     size: int
     scale_min: float = 1.0
     flip: float = 0.0
@@ -64,176 +110,361 @@ class Augment:
     blur: float = 0.0
     randaugment: tuple = (0, 0)
     squash: bool = False
-    DRAWS = 16
+    DRAWS = 16  # random numbers of a view
 
     def boxes(self, height, width, u):
-        """Random-resized-crop boxes (B, 4) long (top, left, height, width) for draws u (B, DRAWS); aspect 3/4..4/3.
-        With scale_min = 1 it is the evaluation view: the centre square, or with squash the whole image. Sides longer
-        than the image's are cut to them (torchvision draws again, up to ten times)."""
+        """Boxes of torchvision's RandomResizedCrop with an aspect of 3/4 to 4/3.
+
+        Without a random crop it is the centre square, or with squash the whole image. A side that
+        is longer than the image's is cut to it; torchvision draws again, up to ten times.
+
+        Args:
+            u: (B, DRAWS).
+        Returns: (B, 4) integers: top, left, height, width.
+        """
         if self.scale_min == 1:
-            h, w = (height, width) if self.squash else (min(height, width),) * 2
-            return np.tile(np.array([[(height - h) // 2, (width - w) // 2, h, w]]), (len(u), 1))
-        area = height * width * (self.scale_min + (1 - self.scale_min) * u[:, 0])  # (B,)
-        ratio = np.exp(np.log(3 / 4) + np.log(16 / 9) * u[:, 1])
-        h = np.clip(np.round(np.sqrt(area / ratio)), 1, height)
-        w = np.clip(np.round(np.sqrt(area * ratio)), 1, width)
-        top, left = np.floor(u[:, 2] * (height - h + 1)), np.floor(u[:, 3] * (width - w + 1))
+            h = height
+            w = width
+            if not self.squash:
+                h = w = min(height, width)
+            box = np.array([[(height - h) // 2, (width - w) // 2, h, w]])
+            return np.tile(box, (len(u), 1))
+        part = self.scale_min + (1 - self.scale_min) * u[:, Draw.AREA]
+        area = height * width * part                                            # (B,)
+        aspect = np.exp(np.log(3 / 4) + np.log(16 / 9) * u[:, Draw.ASPECT])     # (B,)
+        h = np.clip(np.round(np.sqrt(area / aspect)), 1, height)
+        w = np.clip(np.round(np.sqrt(area * aspect)), 1, width)
+        top = np.floor(u[:, Draw.TOP] * (height - h + 1))
+        left = np.floor(u[:, Draw.LEFT] * (width - w + 1))
         return np.stack([top, left, h, w], 1).astype(np.int64)
 
     def crop_one(self, image, u):
-        """Worker side: (..., 3, H, W) uint8 of any size -> (..., 3, size, size) uint8, all frames alike; u (DRAWS,)."""
+        """Crops one sample, in a worker of the loader.
+
+        Args:
+            image: (..., 3, H, W) uint8 of any size; all frames of a clip are cropped alike.
+            u: (DRAWS,).
+        Returns: (..., 3, size, size) uint8.
+        """
         from torchvision.transforms.v2 import functional as V
-        top, left, h, w = self.boxes(*image.shape[-2:], u[None])[0].tolist()
-        image = V.resized_crop(image, top, left, h, w, [self.size, self.size], antialias=True)
-        return randaugment(image, u, *self.randaugment) if self.randaugment[0] else image
+
+        height, width = image.shape[-2:]
+        top, left, h, w = self.boxes(height, width, u[None])[0].tolist()
+        size = [self.size, self.size]
+        image = V.resized_crop(image, top, left, h, w, size, antialias=True)
+        if self.randaugment[0]:
+            image = randaugment(image, u, *self.randaugment)
+        return image
 
     def photometric(self, x, u):
-        """Device side: (B, 3, S, S) float in 0..1, draws (B, DRAWS, 1, 1, 1) -> x after flip, jitter, grey and blur.
-        The colour operations equal torchvision's, in the fixed order brightness, contrast, saturation, hue."""
+        """Flip, colour jitter, grey and blur, on the device. The colours change as torchvision's,
+        in the fixed order brightness, contrast, saturation, hue.
+
+        Args:
+            x: (B, 3, S, S) in 0..1.
+            u: (B, DRAWS, 1, 1, 1).
+        """
         if self.flip:
-            x = torch.where(u[:, 4] < self.flip, x.flip(-1), x)
-        if self.jitter_p and (self.brightness or self.contrast or self.saturation or self.hue):
-            x = _where(u[:, 5] < self.jitter_p, self._jittered, x, u)
+            x = torch.where(u[:, Draw.FLIP] < self.flip, x.flip(-1), x)
+        has_jitter = self.brightness or self.contrast or self.saturation or self.hue
+        if self.jitter_p and has_jitter:
+            x = change_where(u[:, Draw.JITTER] < self.jitter_p, self.jitter, x, u)
         if self.grey:
-            x = torch.where(u[:, 10] < self.grey, luma(x).expand_as(x), x)
+            x = torch.where(u[:, Draw.GREY] < self.grey, luma(x).expand_as(x), x)
         if self.blur:
-            x = _where(u[:, 11] < self.blur, lambda x, u: gaussian_blur(x, 0.1 + 1.9 * u[:, 14, 0, 0, 0]), x, u)
+            x = change_where(u[:, Draw.BLUR] < self.blur, random_blur, x, u)
         return x
 
-    def _jittered(self, x, u):
-        f = 2 * u - 1  # (B, DRAWS, 1, 1, 1)
-        x = (x * (1 + f[:, 6] * self.brightness)).clamp_(0, 1)
-        x = torch.lerp(luma(x).mean((-2, -1), keepdim=True), x, 1 + f[:, 7] * self.contrast).clamp_(0, 1)
-        x = torch.lerp(luma(x), x, 1 + f[:, 8] * self.saturation).clamp_(0, 1)
-        return shift_hue(x, f[:, 9] * self.hue) if self.hue else x
+    def jitter(self, x, u):
+        """Colour jitter of all samples."""
+        signed = 2 * u - 1                                                  # (B, DRAWS, 1, 1, 1)
+        brightness = 1 + signed[:, Draw.BRIGHTNESS] * self.brightness           # (B, 1, 1, 1)
+        contrast = 1 + signed[:, Draw.CONTRAST] * self.contrast
+        saturation = 1 + signed[:, Draw.SATURATION] * self.saturation
+        x = (x * brightness).clamp_(0, 1)
+        mean = luma(x).mean((-2, -1), keepdim=True)                             # (B, 1, 1, 1)
+        x = torch.lerp(mean, x, contrast).clamp_(0, 1)
+        x = torch.lerp(luma(x), x, saturation).clamp_(0, 1)
+        if self.hue:
+            x = shift_hue(x, signed[:, Draw.HUE] * self.hue)
+        return x
 
 
-def _where(on, change, x, u):
-    """change(x, u) of the samples where on (B, 1, 1, 1), else x; a CPU changes only these, a card would wait."""
+def change_where(is_changed, change, x, u):
+    """change(x, u) of some samples, and the others as they are.
+
+    Args:
+        is_changed: (B, 1, 1, 1) bool.
+        change: a function of (x, u).
+    """
+    # A GPU changes all samples, since it would have to wait for the number of those to change.
     if x.is_cuda or torch.compiler.is_compiling():
-        return torch.where(on, change(x, u), x)
-    rows = on.flatten().nonzero().flatten()
-    return x.index_copy(0, rows, change(x[rows], u[rows])) if len(rows) else x
+        return torch.where(is_changed, change(x, u), x)
+    rows = is_changed.flatten().nonzero().flatten()
+    if not len(rows):
+        return x
+    return x.index_copy(0, rows, change(x[rows], u[rows]))
 
 
-LEVELS = np.arange(256.0)
-# RandAugment's operations in torchvision's order: a function of one plane (a grey Pillow image) and a strength; the
-# strength at magnitude 30 (of shears and light a factor, of shifts a part of the side, of rotations degrees; 0: none).
-OPERATIONS = {
-    "Identity": (lambda p, m: p, 0),
-    "ShearX": (lambda p, m: _moved(p, 1, m, 0, 0, 1, 0), 0.3),
-    "ShearY": (lambda p, m: _moved(p, 1, 0, 0, m, 1, 0), 0.3),
-    "TranslateX": (lambda p, m: _moved(p, 1, 0, -int(m * p.width), 0, 1, 0), 150 / 331),
-    "TranslateY": (lambda p, m: _moved(p, 1, 0, 0, 0, 1, -int(m * p.height)), 150 / 331),
-    "Rotate": (lambda p, m: p.rotate(m), 30),
-    "Brightness": (lambda p, m: _looked_up(p, LEVELS * (1 + m)), 0.9),
-    "Sharpness": (lambda p, m: _sharpened(p, 1 + m), 0.9),
-    "AutoContrast": (lambda p, m: _stretched(p, *p.getextrema()), 0),
-    "Equalize": (lambda p, m: ImageOps.equalize(p), 0)}
-
-
-def randaugment(image, u, operations, magnitude):
-    """Applies `operations` random OPERATIONS to (..., 3, H, W) uint8, each with probability 1/2, by the sample's draws
-    u (DRAWS,); magnitude: out of 30. Choices, signs and strengths are those of torchvision's v2.RandAugment, which is
-    several times slower, and the images equal its within one grey level, but for single pixels that move."""
-    random = torch.Generator().manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
-    planes = [Image.fromarray(plane) for plane in image.flatten(0, -3).numpy()]  # ... * 3 of (H, W)
-    for _ in range(operations):
-        if torch.rand((), generator=random) >= 0.5:
-            continue
-        change, most = [*OPERATIONS.values()][torch.randint(len(OPERATIONS), (), generator=random)]
-        strength = most * magnitude / 30
-        if most and torch.rand((), generator=random) <= 0.5:
-            strength = -strength
-        planes = [change(plane, strength) for plane in planes]
-    return torch.from_numpy(np.stack(planes)).view(image.shape)
-
-
-def _moved(plane, *matrix):
-    """At each (x, y) the plane's pixel nearest to (a x + b y + c, d x + e y + f); black outside the plane."""
-    return plane.transform(plane.size, Image.Transform.AFFINE, matrix)
-
-
-def _looked_up(plane, levels):
-    """The plane with new grey levels (256,), rounded down."""
-    return plane.point(levels.clip(0, 255).astype(int).tolist())
-
-
-def _stretched(plane, low, high):
-    """The plane with its grey levels low..high stretched to 0..255 (Pillow's autocontrast rounds otherwise)."""
-    return _looked_up(plane, (LEVELS - low) * 255 / (high - low)) if high > low else plane
-
-
-def _sharpened(plane, ratio):
-    """The plane moved away from (ratio > 1) or towards the mean of 3 x 3 pixels, in which the centre counts 5 times;
-    the border stays. Pillow's own takes three times as long."""
-    x, out = np.asarray(plane, np.int16), np.array(plane)  # (H, W)
-    rows = x[:, :-2] + x[:, 1:-1] + x[:, 2:]  # (H, W - 2)
-    x = x[1:-1, 1:-1]  # (H - 2, W - 2)
-    mean = (rows[:-2] + rows[1:-1] + rows[2:] + 4 * x + 6) // 13  # rounded: a thirteenth is never half way
-    out[1:-1, 1:-1] = (mean + np.float32(ratio) * (x - mean)).clip(0, 255)
-    return Image.fromarray(out)
-
-
+# ---- colours and blur of a batch ----
+# Ours because torchvision's functions take one box and one strength for a whole batch, so that a
+# GPU would run their kernels image by image. On a CPU, colours, grey and blur of a batch of 256
+# take 0.45 ms an image at 64 px (torchvision v2: 1.1 ms), but 14 ms at 224 px (10 ms); the crop
+# below takes 0.19 ms at 64 px (0.07 ms) and is for small images. benchmarks/results/views_cpu.md
 def luma(x):
-    """Brightness of RGB images by ITU-R 601, as torchvision, (..., 3, H, W) -> (..., 1, H, W)."""
+    """Brightness of RGB images by ITU-R 601: (..., 3, H, W) -> (..., 1, H, W)."""
     r, g, b = x.unbind(-3)
     return (0.2989 * r + 0.587 * g + 0.114 * b).unsqueeze(-3)
 
 
 def shift_hue(x, shift):
-    """Hue rotated by `shift` turns ((B, 1, 1, 1), -0.5..0.5): (B, 3, S, S) in 0..1. Closed form of HSV -> RGB."""
-    r, g, b = x.unbind(-3)  # (B, S, S)
-    high, low = torch.maximum(torch.maximum(r, g), b), torch.minimum(torch.minimum(r, g), b)
+    """Rotates the hue of RGB images, by the closed form of HSV -> RGB.
+
+    Args:
+        x: (B, 3, S, S) in 0..1.
+        shift: (B, 1, 1, 1) turns, -0.5..0.5.
+    """
+    r, g, b = x.unbind(-3)                                                      # (B, S, S)
+    high = torch.maximum(torch.maximum(r, g), b)
+    low = torch.minimum(torch.minimum(r, g), b)
     chroma = high - low
     c = chroma.clamp(min=1e-8)
-    sextant = torch.where(r == high, (g - b) / c, torch.where(g == high, 2 + (b - r) / c, 4 + (r - g) / c))
+    green_or_blue = torch.where(g == high, 2 + (b - r) / c, 4 + (r - g) / c)
+    sextant = torch.where(r == high, (g - b) / c, green_or_blue)
     sextant = sextant + 6 * shift.squeeze(-3)
+
     def channel(n):
         k = sextant + n
         k = k - 6 * torch.floor(k / 6)  # 0..6
         return high - chroma * torch.minimum(k, 4 - k).clamp_(0, 1)
+
     return torch.stack([channel(5), channel(3), channel(1)], -3)
 
 
+def random_blur(x, u):
+    """Gaussian blur with a sigma of 0.1 to 2 pixels, as SimCLR: (B, 3, S, S) by (B, DRAWS, ...)."""
+    return gaussian_blur(x, 0.1 + 1.9 * u[:, Draw.BLUR_SIGMA, 0, 0, 0])
+
+
 def gaussian_blur(x, sigma):
-    """Gaussian blur, one sigma (B,) in pixels per sample, borders reflected, radius S/20 as SimCLR: (B, 3, S, S)."""
+    """Gaussian blur of radius S/20, as SimCLR, with reflected borders.
+
+    Args:
+        x: (B, C, S, S).
+        sigma: (B,) pixels.
+    """
     B, C, S, _ = x.shape
     radius = max(1, S // 20)
     t = torch.arange(-radius, radius + 1, device=x.device)
-    kernel = torch.exp(-0.5 * (t / sigma[:, None]) ** 2)  # (B, 2r+1)
-    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(C, 0)
-    y = F.pad(x.reshape(1, B * C, S, S), (radius,) * 4, mode="reflect")
+    kernel = torch.exp(-0.5 * (t / sigma[:, None]) ** 2)                        # (B, 2 radius + 1)
+    kernel = kernel / kernel.sum(1, keepdim=True)
+    kernel = kernel.repeat_interleave(C, 0)                                     # (BC, 2 radius + 1)
+    border = (radius, radius, radius, radius)
+    y = F.pad(x.reshape(1, B * C, S, S), border, mode="reflect")
     y = F.conv2d(y, kernel[:, None, :, None], groups=B * C)
-    return F.conv2d(y, kernel[:, None, None, :], groups=B * C).reshape(B, C, S, S)
+    y = F.conv2d(y, kernel[:, None, None, :], groups=B * C)
+    return y.reshape(B, C, S, S)
 
 
+# ---- crops of a batch ----
 def crop_batch(augment, images, u):
-    """(B, [T,] 3, H, W) uint8 -> (B, [T,] 3, size, size) float in 0..1; the boxes of Augment.crop_one for draws u,
-    resized antialiased bilinear as torchvision: two small matrix products."""
-    boxes = to_device(torch.from_numpy(augment.boxes(*images.shape[-2:], u)), images.device)  # (B, 4)
-    x = images.reshape(-1, *images.shape[-3:])  # (B * T, 3, H, W)
-    boxes = boxes.repeat_interleave(len(x) // len(images), 0)  # (B * T, 4): one box for all frames of a clip
-    x = x.float() / 255 if x.dtype == torch.uint8 else x
+    """Crops a batch of images of one size, on their device: two small matrix products in place of
+    torchvision's resized_crop with antialias, image by image.
+
+    Args:
+        images: (B, [T,] 3, H, W) uint8, or float in 0..1.
+        u: (B, DRAWS).
+    Returns: (B, [T,] 3, size, size) float in 0..1.
+    """
+    boxes = augment.boxes(*images.shape[-2:], u)
+    boxes = to_device(torch.from_numpy(boxes), images.device)                   # (B, 4)
+    x = images.reshape(-1, *images.shape[-3:])                                  # (M, C, H, W)
+    # All frames of a clip have the same box.
+    boxes = boxes.repeat_interleave(len(x) // len(images), 0)                   # (M, 4)
+    if x.dtype == torch.uint8:
+        x = x.float() / 255
     M, C, H, W = x.shape
-    rows = _resize_weights(boxes[:, 0], boxes[:, 2], augment.size, H)  # (M, size, H)
-    cols = _resize_weights(boxes[:, 1], boxes[:, 3], augment.size, W)  # (M, size, W)
-    x = torch.bmm(x.reshape(M, C * H, W), cols.transpose(1, 2))  # (M, C * H, size), one product for each image
-    out = (rows[:, None] @ x.view(M, C, H, augment.size)).clamp_(0, 1)  # (M, 3, size, size)
-    out = out.unflatten(0, images.shape[:-3])  # (B, [T,] 3, size, size)
-    if augment.randaugment[0]:  # by Pillow: a card waits; no recipe has it for sets in memory
-        pairs = zip((out * 255).round().byte().cpu(), u)
-        views = [randaugment(x, row, *augment.randaugment) for x, row in pairs]
-        out = torch.stack(views).to(images.device) / 255
-    return out
+    size = augment.size
+    rows = resize_weights(boxes[:, 0], boxes[:, 2], size, H)                    # (M, size, H)
+    columns = resize_weights(boxes[:, 1], boxes[:, 3], size, W)                 # (M, size, W)
+    x = torch.bmm(x.reshape(M, C * H, W), columns.transpose(1, 2))              # (M, CH, size)
+    x = rows[:, None] @ x.view(M, C, H, size)                                   # (M, C, size, size)
+    x = x.clamp_(0, 1).unflatten(0, images.shape[:-3])                          # (B, [T,] C, ...)
+    if augment.randaugment[0]:  # by Pillow: a GPU waits, but no recipe has it for sets in memory
+        views = []
+        for view, row in zip((x * 255).round().byte().cpu(), u):
+            views.append(randaugment(view, row, *augment.randaugment))
+        x = torch.stack(views).to(images.device) / 255
+    return x
 
 
-def _resize_weights(start, length, size, side):
-    """(B, size, side): weight of each input pixel in each output pixel; triangle filter as wide as the shrinking."""
-    start, length = start[:, None, None].float(), length[:, None, None].float()
+def resize_weights(start, length, size, side):
+    """Weight of each pixel of the image in each pixel of the view: a triangle as wide as the
+    shrinking, torchvision's bilinear with antialias.
+
+    Args:
+        start, length: (B,) of the box, in pixels.
+        size, side: pixels of the view and of the image.
+    Returns: (B, size, side).
+    """
+    start = start[:, None, None].float()
+    length = length[:, None, None].float()
     scale = length / size
-    centre = start + (torch.arange(size, device=start.device)[:, None] + 0.5) * scale  # (B, size, 1)
-    pixel = torch.arange(side, device=start.device) + 0.5  # (side,)
-    inside = (pixel > start) & (pixel < start + length)
-    weight = (1 - (pixel - centre).abs() / scale.clamp(min=1)).clamp(min=0) * inside
+    number = torch.arange(size, device=start.device)[:, None]
+    centre = start + (number + 0.5) * scale                                     # (B, size, 1)
+    pixel = torch.arange(side, device=start.device) + 0.5                       # (side,)
+    is_inside = (pixel > start) & (pixel < start + length)
+    distance = (pixel - centre).abs() / scale.clamp(min=1)                      # (B, size, side)
+    weight = (1 - distance).clamp(min=0) * is_inside
     return weight / weight.sum(-1, keepdim=True)
+
+
+# ---- RandAugment ----
+# Operations on one plane, a grey image of Pillow, with a strength. Those that move pixels take the
+# keywords of Pillow's transforms as well: how it interpolates, and the grey beside the picture.
+LEVELS = np.arange(256.0)
+CC3M_TRANSFORM = {"resample": Image.Resampling.BILINEAR, "fillcolor": 128}
+
+
+def identity(plane, strength):
+    return plane
+
+
+def shear_x(plane, strength, **transform):
+    return transform_affine(plane, (1, strength, 0, 0, 1, 0), **transform)
+
+
+def shear_y(plane, strength, **transform):
+    return transform_affine(plane, (1, 0, 0, strength, 1, 0), **transform)
+
+
+def translate_x(plane, strength):
+    return shift_x(plane, int(strength * plane.width))
+
+
+def translate_y(plane, strength):
+    return shift_y(plane, int(strength * plane.height))
+
+
+def shift_x(plane, pixels, **transform):
+    return transform_affine(plane, (1, 0, -pixels, 0, 1, 0), **transform)
+
+
+def shift_y(plane, pixels, **transform):
+    return transform_affine(plane, (1, 0, 0, 0, 1, -pixels), **transform)
+
+
+def rotate(plane, strength, **transform):
+    return plane.rotate(strength, **transform)
+
+
+def brightness(plane, strength):
+    return look_up(plane, LEVELS * (1 + strength))
+
+
+def sharpness(plane, strength):
+    """Moves the pixels away from the mean of 3 x 3, in which the centre counts 5 times, or with a
+    negative strength towards it; the border stays. Pillow's own takes three times as long."""
+    x = np.asarray(plane, np.int16)                                             # (H, W)
+    result = np.array(plane)
+    rows = x[:, :-2] + x[:, 1:-1] + x[:, 2:]                                    # (H, W - 2)
+    centre = x[1:-1, 1:-1]                                                      # (H - 2, W - 2)
+    total = rows[:-2] + rows[1:-1] + rows[2:] + 4 * centre
+    mean = (total + 6) // 13  # rounded: a thirteenth is never half way
+    sharper = mean + np.float32(1 + strength) * (centre - mean)
+    result[1:-1, 1:-1] = sharper.clip(0, 255)
+    return Image.fromarray(result)
+
+
+def auto_contrast(plane, strength):
+    """Stretches the grey levels to 0..255. Pillow's autocontrast rounds otherwise."""
+    low, high = plane.getextrema()
+    if high == low:
+        return plane
+    return look_up(plane, (LEVELS - low) * 255 / (high - low))
+
+
+def equalize(plane, strength):
+    return ImageOps.equalize(plane)
+
+
+def transform_affine(plane, matrix, **transform):
+    """At each (x, y) the pixel at (a x + b y + c, d x + e y + f), of the matrix (a, b, c, d, e, f);
+    without keywords the nearest one, and black outside."""
+    return plane.transform(plane.size, Image.Transform.AFFINE, matrix, **transform)
+
+
+def look_up(plane, levels):
+    """The plane with new grey levels (256,), rounded down."""
+    return plane.point(levels.clip(0, 255).astype(int).tolist())
+
+
+class Operation(NamedTuple):
+    """An operation of RandAugment."""
+
+    change: object  # function(plane, strength) -> plane
+    # At magnitude 30; 0 = has none. Of shears and light a factor, of shifts a part of the side or
+    # pixels, of rotations degrees.
+    max_strength: float
+    min_strength: float = 0  # at magnitude 0
+    has_random_sign: bool = True
+
+    def strength(self, magnitude):
+        """The strength at a magnitude of 0..30, without its random sign."""
+        return self.min_strength + (self.max_strength - self.min_strength) * magnitude / 30
+
+
+TORCHVISION_OPERATIONS = {  # in torchvision's order
+    "Identity": Operation(identity, 0),
+    "ShearX": Operation(shear_x, 0.3),
+    "ShearY": Operation(shear_y, 0.3),
+    "TranslateX": Operation(translate_x, 150 / 331),
+    "TranslateY": Operation(translate_y, 150 / 331),
+    "Rotate": Operation(rotate, 30),
+    "Brightness": Operation(brightness, 0.9),
+    "Sharpness": Operation(sharpness, 0.9),
+    "AutoContrast": Operation(auto_contrast, 0),
+    "Equalize": Operation(equalize, 0),
+}
+# The trainer of CC3M has magnitudes of 0..10. It multiplies light and sharpness by a factor of 0.1
+# to 1.9, always with the same sign, and its shifts end at 10 pixels whatever the size is.
+CC3M_OPERATIONS = TORCHVISION_OPERATIONS | {
+    "ShearX": Operation(functools.partial(shear_x, **CC3M_TRANSFORM), 0.3),
+    "ShearY": Operation(functools.partial(shear_y, **CC3M_TRANSFORM), 0.3),
+    "TranslateX": Operation(functools.partial(shift_x, **CC3M_TRANSFORM), 10),
+    "TranslateY": Operation(functools.partial(shift_y, **CC3M_TRANSFORM), 10),
+    "Rotate": Operation(functools.partial(rotate, **CC3M_TRANSFORM), 30),
+    "Brightness": Operation(brightness, 0.9, -0.9, has_random_sign=False),
+    "Sharpness": Operation(sharpness, 0.9, -0.9, has_random_sign=False),
+}
+OPERATIONS = {"torchvision": TORCHVISION_OPERATIONS, "cc3m": CC3M_OPERATIONS}
+
+
+def randaugment(image, u, operations, magnitude, strengths="torchvision"):
+    """Applies random OPERATIONS, each with probability 1/2.
+
+    Choices, signs and strengths are those of torchvision's v2.RandAugment, which is several times
+    slower. The images equal its within one grey level, but for single pixels that move.
+
+    Args:
+        image: (..., 3, H, W) uint8.
+        u: (DRAWS,).
+        operations: how many are chosen.
+        magnitude: out of 30.
+        strengths: "torchvision", or "cc3m" for those of the CC3M trainer.
+    """
+    high = int(u[Draw.RANDAUGMENT_HIGH] * 2**24)
+    low = int(u[Draw.RANDAUGMENT_LOW] * 2**24)
+    generator = torch.Generator().manual_seed(high * 2**24 + low)
+    planes = [Image.fromarray(plane) for plane in image.flatten(0, -3).numpy()]
+    choices = list(OPERATIONS[strengths].values())
+    for _ in range(operations):
+        if torch.rand((), generator=generator) >= 0.5:
+            continue
+        operation = choices[torch.randint(len(choices), (), generator=generator)]
+        strength = operation.strength(magnitude)
+        has_sign = operation.has_random_sign and operation.max_strength > 0
+        if has_sign and torch.rand((), generator=generator) <= 0.5:
+            strength = -strength
+        planes = [operation.change(plane, strength) for plane in planes]
+    return torch.from_numpy(np.stack(planes)).view(image.shape)

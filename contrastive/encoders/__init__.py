@@ -1,1 +1,1 @@
-"""Encoders by name: their parts, timm and transformers, towers over whole clips, weights of others, frozen models."""
+"""Encoders: a table of their names, towers, tokenizers, others' weights, frozen models."""

@@ -1,108 +1,202 @@
-"""Frozen models: experts whose similarities set temperatures (TeMo, App. F), and captioners for tools/caption.py."""
+"""Frozen models: experts whose similarities set temperatures (TeMo, App. F), features of frames and
+language models for tools/."""
 
 import functools
 
-from contrastive.encoders.models import EvalTransform, TextEncoder, VisionEncoder, colours
+from contrastive.encoders.kinds import encoder_kind
+from contrastive.encoders.models import (
+    EvalTransform, TextEncoder, VisionEncoder, channel_values)
 from contrastive.encoders.texts import build_tokenizer
-from contrastive.engine.processes import UserError, opening
-from contrastive.evaluation.metrics import normalize
+from contrastive.core.processes import UserError, opening
+from contrastive.core.metrics import normalize
 
 import torch
 import torch.nn.functional as F
 
-TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} Answer:"}  # without a chat template
+MAX_LENGTH = 128       # tokens of a text
+EXPERT_SIZE = 224      # most pixels of a side of what an image expert reads
+HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Prompts of models without a chat template, by their type.
+TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} Answer:"}
 
 
+# =============================================== experts ==========================================
 class Expert:
-    """A frozen model whose similarities set temperatures: (B, ...) inputs -> (B, width) unit features.
+    """A frozen model whose similarities set temperatures: B inputs -> (B, width) unit features.
 
-    name: a transformers id or folder. kind: 'image', of a DINO the class token ('cls') or the mean of the patches
-    (pooling 'patches'), and the mean over a clip's frames; or 'text', the mean over the tokens. precision: bf16 and
-    fp16 have an effect only on a card."""
+    An image expert is a DINO and reads normalised images (B, 3, S, S), or clips (B, T, 3, S, S), of
+    whose frames it takes the mean; a text expert reads texts and takes the mean over their tokens.
 
-    def __init__(self, name, kind, transform, device, precision="no", pooling="cls"):
-        self.kind, self.transform, self.device, self.pooling = kind, transform, device, pooling
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision) if device.type == "cuda" else None
-        self.autocast = functools.partial(torch.autocast, device.type, half, enabled=half is not None)
-        self.tokenizer = build_tokenizer(name, 128) if kind == "text" else None
-        encoder = TextEncoder(name, 0, pooling="mean") if kind == "text" else VisionEncoder(name, 0)
+    Args:
+        name: a transformers id or folder.
+        modality: "image" or "text".
+        transform: EvalTransform, whose statistics have normalised the images.
+        device: of the model.
+        precision: "no", "bf16" or "fp16", the latter two only on a GPU.
+        pooling: "cls", an image's class token, or "patches", the mean of its patches.
+    """
+
+    def __init__(self, name, modality, transform, device, *, precision="no", pooling="cls"):
+        self.modality = modality
+        self.transform = transform
+        self.device = device
+        self.pooling = pooling
+        dtype = HALF_PRECISION.get(precision) if device.type == "cuda" else None
+        self.autocast = functools.partial(
+            torch.autocast, device.type, dtype, enabled=dtype is not None)
+        if modality == "text":
+            self.tokenizer = build_tokenizer(name, MAX_LENGTH)
+            encoder = TextEncoder(name, 0, pooling="mean")
+        elif modality == "image":
+            encoder = VisionEncoder(name, 0)
+            if not encoder.model_type.startswith("dino"):
+                raise UserError(
+                    f"--image-expert {name}: not a DINO, whose tokens are a class token and "
+                    "patches; give the id or folder of one")
+        else:
+            raise ValueError(f"modality is 'image' or 'text', not {modality!r}")
         self.encoder = encoder.to(device).eval().requires_grad_(False)
-        if kind == "image" and not (self.encoder.config or {}).get("model_type", "").startswith("dino"):
-            raise UserError(f"--image-expert {name}: no DINO, whose tokens are a class token and patches")
 
     @torch.no_grad()
     def __call__(self, inputs, batch=256):
+        """Inputs (B, ...), or B texts -> (B, width), unit length, `batch` at a time."""
+        starts = range(0, len(inputs), batch)
         with self.autocast():
-            features = torch.cat([self._features(inputs[i:i + batch]) for i in range(0, len(inputs), batch)])
+            features = torch.cat([self.encode(inputs[i:i + batch]) for i in starts])
         return normalize(features)
 
-    def _features(self, inputs):
-        if self.kind == "text":
-            return self.encoder(**{k: v.to(self.device) for k, v in self.tokenizer(inputs).items()})
-        mean, std = (colours(v, self.device) for v in (self.transform.mean, self.transform.std))  # (3, 1, 1)
-        frames = inputs.flatten(0, 1) if inputs.ndim == 5 else inputs  # (b, 3, S, S) or (b * T, 3, S, S)
-        side = min(224, self.encoder.config["image_size"])  # other positions are interpolated
-        pixels = F.interpolate(frames * std + mean, size=(side, side), mode="bilinear", antialias=True)
-        mean, std = (colours(v, self.device) for v in self.encoder.stats)
-        tokens = self.encoder.body(pixel_values=(pixels - mean) / std).last_hidden_state  # class, registers, patches
-        patches = tokens[:, 1 + self.encoder.config.get("num_register_tokens", 0):]
-        features = tokens[:, 0] if self.pooling == "cls" else patches.mean(1)  # (b, width) or (b * T, width)
-        return features.unflatten(0, (len(inputs), -1)).mean(1) if inputs.ndim == 5 else features  # (b, width)
+    def encode(self, inputs):
+        """b inputs -> (b, width), not normalised."""
+        if self.modality == "text":
+            tokens = self.tokenizer(inputs)
+            tokens = {name: ids.to(self.device) for name, ids in tokens.items()}
+            return self.encoder(**tokens)
+        if inputs.ndim == 4:
+            return self.encode_images(inputs)
+        features = self.encode_images(inputs.flatten(0, 1))              # (b * T, width)
+        return features.unflatten(0, (len(inputs), -1)).mean(1)          # (b, width)
+
+    def encode_images(self, images):
+        """(n, 3, S, S), normalised by the transform's statistics -> (n, width)."""
+        config = self.encoder.config
+        side = min(EXPERT_SIZE, config["image_size"])  # other positions would be interpolated
+        mean = channel_values(self.transform.mean, self.device)          # (3, 1, 1)
+        std = channel_values(self.transform.std, self.device)
+        pixels = F.interpolate(
+            images * std + mean, size=(side, side), mode="bilinear", antialias=True)
+        pixels = EvalTransform(side, *self.encoder.stats).normalise(pixels)
+        tokens = self.encoder.body(pixel_values=pixels).last_hidden_state
+        if self.pooling == "cls":
+            return tokens[:, 0]
+        num_registers = config.get("num_register_tokens", 0)             # after the class token
+        return tokens[:, 1 + num_registers:].mean(1)
 
 
+# ========================================== features of frames ====================================
 def frame_features(name, device):
-    """A function frames (T, 3, H, W) uint8 -> (T, D) features. 'colour': mean colours on a 4 x 4 grid, without a model;
-    else unit features of a timm or transformers model. Raises: UserError."""
+    """A function from frames (T, 3, H, W) uint8 to features (T, D), which finds alike frames.
+
+    Args:
+        name: "colour", mean colours on a 4 x 4 grid, without a model; else a timm or transformers
+            model, whose features have unit length.
+
+    Raises:
+        UserError: for a name without published weights.
+    """
     if name == "colour":
-        return lambda frames: F.adaptive_avg_pool2d(frames.float() / 255, 4).flatten(1) / 48**0.5  # (T, 48)
-    if name in ("small", "resnet18-cifar"):
-        raise UserError(f"--frame-encoder {name} has no learned weights")
+        return colour_features
+    if not encoder_kind(name).has_published_weights:
+        raise UserError(f"--frame-encoder {name}: has no published weights; give colour, or a "
+                        "model of timm or transformers")
     encoder = VisionEncoder(name, 0).to(device).eval()
-    side = (encoder.config or {}).get("vision_config", {}).get("image_size", 224)  # a CLIP takes no other size
+    config = encoder.config or {}
+    side = config.get("vision_config", {}).get("image_size", 224)  # a CLIP takes no other size
     view = EvalTransform(side, *encoder.stats, resize="squash")
 
     @torch.inference_mode()
-    def features(frames):
-        pixels = view.normalise(view.raw(frames).to(device).float() / 255)  # (T, 3, side, side)
-        return normalize(encoder(pixels)[0])  # (T, D)
-    return features
+    def unit_features(frames):
+        pixels = view.raw(frames).to(device).float() / 255
+        features, _ = encoder(view.normalise(pixels))                    # (T, D)
+        return normalize(features)
+
+    return unit_features
 
 
+def colour_features(frames):
+    """Mean colours (T, 48) of frames (T, 3, H, W) uint8 on a 4 x 4 grid."""
+    grid = F.adaptive_avg_pool2d(frames.float() / 255, 4)                # (T, 3, 4, 4)
+    return grid.flatten(1) / 48**0.5
+
+
+# ============================================ language models =====================================
 def language_model(name, args, sees=False):
-    """A function (prompts, pictures) -> one text each, on one line, by a transformers model; sees: with a picture a
-    prompt, else it is a decoder or an encoder-decoder of texts. Raises: UserError."""
-    import transformers as T
-    load = {"trust_remote_code": False}
-    with opening(name):
-        processor = (T.AutoProcessor if sees else T.AutoTokenizer).from_pretrained(name, **load)
-        encodes = T.AutoConfig.from_pretrained(name, **load).is_encoder_decoder
-        of_texts = T.AutoModelForSeq2SeqLM if encodes else T.AutoModelForCausalLM
-        kind = T.AutoModelForImageTextToText if sees else of_texts
-        model = kind.from_pretrained(name, dtype=args.dtype, **load).to(args.device).eval()
-    tokenizer = processor.tokenizer if sees else processor
-    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
-    template = TEMPLATES.get(model.config.model_type, "{}")
-    how = {"do_sample": True, "temperature": args.temperature} if args.temperature else {
-        "do_sample": False, "num_beams": 1}
+    """A function from prompts, and one picture for each if it sees, to texts of one line.
 
-    def asked(prompt):
-        if not processor.chat_template:
-            return template.format(prompt)
-        content = [{"type": "image"}, {"type": "text", "text": prompt}] if sees else prompt
-        chat = [{"role": "user", "content": content}]
-        return processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    Args:
+        name: a transformers id or folder.
+        args: dtype, device, max_new_tokens and temperature (0 = the likeliest token).
+        sees: it reads pictures; else it is a decoder or an encoder-decoder of texts.
+
+    Raises:
+        UserError: if it cannot be loaded.
+    """
+    processor, model = load_language_model(name, args, sees)
+    tokenizer = processor.tokenizer if sees else processor
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    options = {"do_sample": False, "num_beams": 1}
+    if args.temperature:
+        options = {"do_sample": True, "temperature": args.temperature}
 
     @torch.inference_mode()
-    def answers(prompts, pictures=()):
-        texts = [asked(prompt) for prompt in prompts]
+    def answer(prompts, pictures=()):
+        texts = [fill_template(prompt, processor, model, sees) for prompt in prompts]
         if sees:
-            inputs = processor(images=[[p] for p in pictures], text=texts, padding=True, return_tensors="pt")
+            images = [[picture] for picture in pictures]
+            inputs = processor(images=images, text=texts, padding=True, return_tensors="pt")
             inputs = inputs.to(args.device, model.dtype)
         else:
-            inputs = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False).to(args.device)
-        out = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **how)  # (B, length)
-        prompt = inputs["input_ids"]  # (B, L); a decoder repeats it, an encoder-decoder does not
-        if out.shape[1] >= prompt.shape[1] and torch.equal(out[:, :prompt.shape[1]], prompt):
-            out = out[:, prompt.shape[1]:]
-        return [" ".join(text.split()) for text in tokenizer.batch_decode(out, skip_special_tokens=True)]
-    return answers
+            inputs = tokenizer(
+                texts, padding=True, return_tensors="pt", return_token_type_ids=False)
+            inputs = inputs.to(args.device)
+        outputs = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **options)
+        prompt_ids = inputs["input_ids"]                                 # (B, L)
+        length = prompt_ids.shape[1]
+        # A decoder repeats the prompt, an encoder-decoder does not.
+        if outputs.shape[1] >= length and torch.equal(outputs[:, :length], prompt_ids):
+            outputs = outputs[:, length:]
+        answers = tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        return [" ".join(text.split()) for text in answers]
+
+    return answer
+
+
+def load_language_model(name, args, sees):
+    """The processor (without pictures a tokenizer) and the model of language_model."""
+    import transformers
+
+    options = {"trust_remote_code": False}
+    with opening(name):
+        config = transformers.AutoConfig.from_pretrained(name, **options)
+        processor_class = transformers.AutoTokenizer
+        if sees:
+            processor_class = transformers.AutoProcessor
+            model_class = transformers.AutoModelForImageTextToText
+        elif config.is_encoder_decoder:
+            model_class = transformers.AutoModelForSeq2SeqLM
+        else:
+            model_class = transformers.AutoModelForCausalLM
+        processor = processor_class.from_pretrained(name, **options)
+        model = model_class.from_pretrained(name, dtype=args.dtype, **options)
+    return processor, model.to(args.device).eval()
+
+
+def fill_template(prompt, processor, model, sees):
+    """The text that a language model reads for a prompt."""
+    if not processor.chat_template:
+        return TEMPLATES.get(model.config.model_type, "{}").format(prompt)
+    content = prompt
+    if sees:
+        content = [{"type": "image"}, {"type": "text", "text": prompt}]
+    chat = [{"role": "user", "content": content}]
+    return processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)

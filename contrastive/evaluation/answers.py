@@ -1,13 +1,7 @@
-"""Questions about videos: the input of the model that answers them, and its scores.
+"""Questions about videos (only in MAMA): flags, rows, the input of a model, and its accuracy.
 
-The model is a small VIOLET (Fu et al. 2021). [CLS], one token per frame and the words of the question go through one
-transformer, and a linear layer on [CLS] scores the answers. An open question has one score per answer of a vocabulary.
-A question with choices has one score per text "question choice", fused in the same way. Below the fusion there are two
-towers, and by default their embeddings give the cosine of a video and a text. With `similarity` fused, every video goes
-through the fusion with every text, after one token for the video and one for the text in place of [CLS]; the cosine is
-that of their outputs. The model is common.QuestionAnswerer; `vgt` is in encoders/vgt.py.
-
-This file has the flags, prepares the input and scores the output.
+The models are QuestionAnswerer (encoders/questions.py) and VGT (encoders/vgt.py). An open question
+has a score for each answer of a vocabulary, a question with choices one for each of its choices.
 """
 
 import argparse
@@ -15,252 +9,435 @@ import dataclasses
 import math
 from collections import Counter
 
-from contrastive.encoders.vgt import FRAMES
-from contrastive.engine.processes import UserError, mean_over_processes, say, to_device
-from contrastive.engine.ranges import below_one, between, count
+from contrastive.encoders.vgt import CLIP_FRAMES
+from contrastive.core.processes import UserError, mean_over_processes, say, to_device
+from contrastive.core.number_types import below_one, between, count
 from contrastive.evaluation.embed import encode_images
-from contrastive.evaluation.metrics import answer_hits, answer_vocabulary, question_metrics
+from contrastive.evaluation.pieces import EvaluationPieces
+from contrastive.core.metrics import answer_hits, answer_vocabulary, question_metrics
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-
-# ======================================================= flags =======================================================
-def add_flags(p):
-    """The flags of mama.py's models that answer questions."""
-    g = p.group("with --task qa-open or qa-choice", task=("qa-open", "qa-choice"))
-    g.add_argument("--qa-model", choices=["fusion", "vgt"], default="fusion",
-                   help="one transformer of frames and words, as VIOLET's; or VGT's graph")
-    g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
-                   help="s_ij of Eq. 1: before the fusion; or in it, which all B x N pairs go through")
-    g.add_argument("--shuffle-video", action=argparse.BooleanOptionalAction, default=False,
-                   help="a control: every question gets the video of another")
-    g = p.group("with --task qa-open", task="qa-open")
-    g.add_argument("--answers", type=between(2, 10**6, int), default=1500,
-                   help="the most frequent of training; all others count as wrong")
-    g = p.group("where questions have --qa-model fusion", task=("qa-open", "qa-choice"), qa_model="fusion")
-    g.add_argument("--fusion-layers", type=between(1, 64, int), default=2, help="of that transformer")
-    g = p.group("with --qa-model vgt", qa_model="vgt")
-    g.add_argument("--region-dir", default="", metavar="DIR",
-                   help="features in VGT's files (docs/data.md); empty = from boxes of the set (moving-emoji)")
-    g.add_argument("--regions", type=count, default=0, help="R, boxes of a frame; NExT-QA 5, others 10")
-    g.add_argument("--dropout", type=below_one, default=0.3, help="of VGT's own layers; BERT keeps its own")
+# sets for which VGT attends to words at single frames as well as at clips
+FRAME_LEVEL_SETS = ("tgif-qa-r-action", "tgif-qa-r-transition")
 
 
-def check_flags(p, args):
-    """Refuses flags of questions that do not go together."""
-    vgt, fused, files = args.qa_model == "vgt", args.qa_similarity == "fused", bool(args.region_dir)
-    p.require(args.contrastive_weight or args.task != "retrieval" and args.eta,
-              "--contrastive-weight 0: without questions (--task qa-open or qa-choice, --eta above 0) no loss is left")
-    p.only(args.contrastive_weight, "with --contrastive-weight above 0", "--loss", "--qa-similarity")
-    p.require(not fused or args.qa_model == "fusion", "--qa-similarity fused: only with --qa-model fusion")
-    p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at once")
-    p.require(files == (args.image_encoder == "regions"),
-              "--region-dir DIR and --image-encoder regions go together, and both need --qa-model vgt")
-    p.require(not vgt or args.frames % FRAMES == 0,
-              f"--frames {args.frames}: VGT has clips of {FRAMES} frames; use a multiple of {FRAMES}")
-    p.require(not vgt or (args.crop_min, args.flip) == (1, 0),
-              "--qa-model vgt: its boxes follow neither crop nor mirror image; use --crop-min 1 --flip 0")
-    p.require(not (vgt and args.clean_captions), "--qa-model vgt: --clean-captions would break up its [SEP]")
-    p.only(not vgt, "without --qa-model vgt, which reads all words", "--text-pooling")
-    p.only(not files, "without --region-dir", "--video-dir", "--frame-cache", "--frame-sampling", "--jitter",
-           "--eval-datasets", "--image-stats", "--eval-resize")
+# ===================================================== flags ======================================
+def add_flags(parser):
+    """Adds the flags of the models that answer questions."""
+    group = parser.add_argument_group("questions")
+    group.add_argument("--qa-model", choices=["fusion", "vgt"], default="fusion",
+                       help="model that answers questions: a transformer over frames and words, "
+                            "as VIOLET's; or VGT's graph")
+    group.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
+                       help="cosine of a video and a text: of their embeddings before the fusion; "
+                            "or after it, which then fuses all B x N pairs")
+    group.add_argument("--shuffle-video", action=argparse.BooleanOptionalAction, default=False,
+                       help="give each question the video of another one, as a control")
+    group.add_argument("--answers", type=between(2, 10**6, int), default=1500,
+                       help="size of the vocabulary of open questions: the most frequent answers "
+                            "of training; all others count as wrong; VIOLET 1500, MSVD-QA 1000, "
+                            "TGIF-Frame 1540")
+    group.add_argument("--fusion-layers", type=between(1, 64, int), default=2,
+                       help="layers of the transformer of --qa-model fusion")
+    group = parser.add_argument_group("VGT")
+    group.add_argument("--region-dir", default="", metavar="DIR",
+                       help="folder of region features in VGT's format (docs/data.md); empty = "
+                            "features of the set's own boxes (moving-emoji)")
+    group.add_argument("--regions", type=count, default=0,
+                       help="regions R of a frame; VGT's code 5 on NExT-QA, else 10")
+    group.add_argument("--dropout", type=below_one, default=0.3,
+                       help="dropout of VGT's layers, 0..1; the text encoder keeps its own; VGT's "
+                            "code 0.3")
 
 
-# ======================================================= rows ========================================================
-AT_FRAMES = ("tgif-qa-r-action", "tgif-qa-r-transition")  # the sets in which VGT's step 8 also sees single frames
+def check_flags(parser, args):
+    """Refuses flags of questions that contradict each other."""
+    if args.contrastive_weight == 0 and (args.task == "retrieval" or args.eta == 0):
+        parser.error("--contrastive-weight 0 leaves no loss: add questions, with --task qa-open or "
+                     "qa-choice and --eta above 0")
+    if args.qa_similarity == "fused":
+        check_fused(parser, args)
+    has_files = bool(args.region_dir)
+    if has_files != (args.image_encoder == "regions"):
+        parser.error("--region-dir DIR and --image-encoder regions go together, and both need "
+                     "--qa-model vgt")
+    if args.qa_model == "vgt":
+        check_vgt(parser, args)
 
 
-def lacking(data, choices):
-    """Why a model of questions (with choices) cannot use the rows; "" if it can."""
+def check_fused(parser, args):
+    """Refuses flags that contradict --qa-similarity fused."""
+    if args.qa_model != "fusion":
+        parser.error("--qa-similarity fused: only with --qa-model fusion")
+    if args.contrastive_weight == 0:
+        parser.error("--qa-similarity fused: --contrastive-weight 0 leaves no loss of the cosines")
+    if args.chunk_size:
+        parser.error("--chunk-size: --qa-similarity fused needs all videos and texts at once")
+
+
+def check_vgt(parser, args):
+    """Refuses flags that contradict --qa-model vgt."""
+    if args.task == "retrieval":
+        parser.error("--qa-model vgt: only with --task qa-open or qa-choice")
+    if args.frames % CLIP_FRAMES:
+        parser.error(f"--frames {args.frames}: VGT has clips of {CLIP_FRAMES} frames; use a "
+                     f"multiple of {CLIP_FRAMES}")
+    if args.crop_min != 1 or args.flip != 0:
+        parser.error("--qa-model vgt: its boxes are those of the whole frame; use --crop-min 1 "
+                     "--flip 0")
+    if args.clean_captions:
+        parser.error("--qa-model vgt: --clean-captions would break up its [SEP]")
+
+
+# ===================================================== rows =======================================
+def reason_without_questions(data, with_choices):
+    """Why the data cannot be used to answer questions; "" if they can.
+
+    Args:
+        with_choices: whether the model scores choices.
+    """
     if data.streamed or data.column("question") is None or data.column("answer") is None:
-        return f"{data.name} ({data.split}) has no questions"
-    if choices and any(len(c) < 2 for c in asked(data).column("choices") or [()]):
-        return f"{data.name} ({data.split}) has questions without choices; use --task qa-open"
+        return f"{data.full_name} has no questions"
+    if with_choices:
+        choices = rows_with_questions(data).column("choices") or [()]
+        if min(map(len, choices)) < 2:
+            return f"{data.full_name} has questions without choices; use --task qa-open"
     return ""
 
 
-def asked(data):
-    """The rows that have a question. Those of --extra-pairs have none; their answer loss is 0 (eta_i of Eq. 3)."""
-    data = data.own or data
-    rows = [i for i, question in enumerate(data.column("question")) if question is not None]
-    return data if len(rows) == len(data) else data.select(rows)
+def rows_with_questions(data):
+    """The data without the rows of --extra-pairs, which have no question."""
+    data = data.before_extra_pairs or data
+    questions = data.column("question")
+    rows = [i for i in range(len(data)) if questions[i] is not None]
+    if len(rows) == len(data):
+        return data
+    return data.select(rows)
+
+
+def choices_of_row(data, i):
+    """The choices of row i; [] of an open question, and of a row without a question."""
+    if "choices" not in data.texts.column_names:
+        return []
+    return data.cell("choices", i) or []
 
 
 def texts(data, limit=None):
-    """All texts to train a tokenizer on: captions, questions, answers and choices."""
-    for i in range(min(len(data), limit or len(data))):
-        said = [text for c in ("question", "answer") if (text := data.cell(c, i)) is not None]
-        yield from (*data.captions(i), *said, *_choices(data, i))
+    """Yields the texts from which a tokenizer learns: captions, questions, answers and choices.
 
-
-def inputs(data, rows, tokenizer, vocabulary, device, model="fusion"):
-    """The inputs of QuestionAnswerer for these rows, apart from the pixels, on the device.
-
-    Returns: question {..: (B, L)} and, if the set has regions for VGT, its boxes (B, T, R, 4); answers (B,), see
-        right_answers; and without a vocabulary choices {..: (B, C, L), there: (B, C)}, C = the largest number of
-        choices of these rows. A row without a question gets its caption as question and one choice: its scores are
-        finite but enter no loss.
+    Args:
+        limit: number of rows; None = all.
     """
-    questions = [data.captions(i)[0] if (q := data.cell("question", i)) is None else q for i in rows]
-    found = {"question": tokenizer(questions), "answers": right_answers(data, rows, vocabulary)}
-    if "boxes" in data.texts.column_names:
-        found["question"]["boxes"] = torch.tensor([data.cell("boxes", i) for i in rows])                 # (B, T, R, 4)
-    if not vocabulary:
-        choices = [_choices(data, i) or [""] for i in rows]
-        C = max(map(len, choices))
-        some = [[*of_row, *[""] * (C - len(of_row))] for of_row in choices]
-        words = asked_choices(questions, some, model, tokenizer)           # B * C texts
-        there = torch.tensor([[k < len(some) for k in range(C)] for some in choices])                    # (B, C)
-        found["choices"] = {k: v.unflatten(0, (-1, C)) for k, v in tokenizer(words).items()} | {"there": there}
-    return {k: {n: to_device(t, device) for n, t in v.items()} if isinstance(v, dict) else to_device(v, device)
-            for k, v in found.items()}
+    for i in range(min(len(data), limit or len(data))):
+        yield from data.captions(i)
+        for column in ("question", "answer"):
+            if data.cell(column, i) is not None:
+                yield data.cell(column, i)
+        yield from choices_of_row(data, i)
 
 
-def asked_choices(questions, choices, model, tokenizer):
-    """The texts "question choice" of Q questions, in order; choices: Q lists. For VGT the text encoder's own token,
-    BERT's [SEP], stands between them."""
-    token = tokenizer.tokenizer.sep_token if model == "vgt" else ""
-    join = f" {token} " if token else " "
-    return [f"{question}{join}{choice}" for question, some in zip(questions, choices) for choice in some]
-
-
-def right_answers(data, rows, vocabulary):
-    """(B,) long: index of each row's right answer in the vocabulary, -1 if it is not there or the row has no question.
-    Without a vocabulary: its index among the row's choices."""
-    number, answers = {answer: k for k, answer in enumerate(vocabulary)}, [data.cell("answer", i) for i in rows]
-    if vocabulary:
-        return torch.tensor([number.get(a, -1) for a in answers])
-    choices = [_choices(data, i) for i in rows]
-    return torch.tensor([of_row.index(a) if a in of_row else -1 for a, of_row in zip(answers, choices)])
-
-
-def questions_of(train, args):
-    """The settings of the question-answering model; None for retrieval.
-
-    Raises: UserError if the rows do not have such questions."""
-    if args.task == "retrieval":
-        if any(train.captions(i) == [q] for i, q in enumerate(train.column("question") or ())):
-            raise UserError(f"--task retrieval: {train.name} has questions in place of captions; use --task qa-open or "
-                            "qa-choice, or msrvtt, msvd, ...")
-        return None
-    choices = args.task == "qa-choice"
-    if why := lacking(train, choices):
-        raise UserError(why)
-    known = [] if choices else answer_vocabulary(asked(train).column("answer"), args.answers)
-    if args.qa_model == "vgt" and args.image_encoder != "regions" and train.column("boxes") is None:
-        raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own, as moving-emoji has; give features of "
-                        "regions with --region-dir DIR --image-encoder regions")
-    similarity = args.qa_similarity if args.contrastive_weight else "none"
-    found = {"answers": known, "model": args.qa_model, "similarity": similarity}
-    if args.qa_model == "vgt":
-        return found | {"regions": args.regions, "dropout": args.dropout, "at_frames": args.dataset in AT_FRAMES}
-    return found | {"layers": args.fusion_layers, "frames": args.frames}
-
-
-def guess_of(train, questions):
-    """Mean answer loss of a random guess, in nats: the logarithm of the size of the vocabulary or of the mean number of
-    choices, times the share of the rows that have such a loss (answer_loss); 0 for retrieval."""
-    if not questions:
-        return 0.0
-    some, known = asked(train), set(questions["answers"])
-    many = len(known) or sum(map(len, some.column("choices"))) / len(some)
-    right = sum(a in known for a in some.column("answer")) if known else len(some)
-    return math.log(many) * right / len(train)
-
-
-def question_lines(questions, train, args):
-    """The banner's lines about a run's questions and the texts that are paired with the videos: {word: text}."""
-    some, rows = asked(train), len(train)
-    words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
-    words += f", contrastive weight {args.contrastive_weight:g}"
-    if questions["answers"]:
-        known = set(questions["answers"])
-        wrong = sum(a not in known for a in some.column("answer"))
-        words += f"; {len(known):,} answers; {wrong:,} training questions have another answer, which enters no loss"
-    bare = sum(some.captions(i) == [question] for i, question in enumerate(some.column("question")))
-    paired = f"of {rows:,} rows {rows - bare:,} have a caption, {bare:,} use the question in its place"
-    paired += f"; {rows - len(some):,} have no question, and eta 0" if len(some) < rows else ""
-    return {"questions": words + ("; SHUFFLED VIDEOS, a control" if args.shuffle_video else ""), "paired text": paired}
-
-
-def numbers(scores, right, losses, rows, data, device):
-    """Columns of the log: CE, the mean answer loss, 0 for rows without a question (Eq. 3); and answered, the share of
-    the batch's questions that are answered right, %. Collective.
-
-    Args: scores (B, A), right (B,), losses (B,): of this process; rows (B,): of data."""
-    known = torch.tensor([data.cell("question", i) is not None for i in rows])                           # (B,)
-    means = mean_over_processes({"CE": losses.mean(), "answered": 100 * answer_hits(scores, right).float().mean(),
-                                 "known": known.float().mean()}, device)
-    share, right = means.pop("known"), means.pop("answered")
-    return means | ({"answered": right / share} if share else {})
-
-
-def _choices(data, i):
-    return data.cell("choices", i) or [] if "choices" in data.texts.column_names else []
-
-
-def shuffled(data, seed=0):
-    """The same questions, each with the video of another row. It shows what a model can tell without the video."""
-    rows = np.random.default_rng([7, seed]).permutation(len(data))
-    rows = np.roll(rows, 1)[np.argsort(rows)]                              # a single cycle: no row keeps its video
-    if (boxes := data.column("boxes")) is not None:                        # they go with the video
-        moved = data.table.remove_columns("boxes").add_column("boxes", [boxes[i] for i in rows])
-        data = dataclasses.replace(data, table=moved)
+def shuffle_videos(data, seed=0):
+    """The same questions, each with the video of another row, to show what videos add."""
+    order = np.random.default_rng([7, seed]).permutation(len(data))
+    # a single cycle, so that no row keeps its video
+    rows = np.roll(order, 1)[np.argsort(order)]
+    boxes = data.column("boxes")
+    if boxes is not None:
+        moved_boxes = [boxes[i] for i in rows]
+        table = data.table.remove_columns("boxes").add_column("boxes", moved_boxes)
+        data = dataclasses.replace(data, table=table)
     if data.pixels is not None:
         return dataclasses.replace(data, pixels=data.pixels[torch.from_numpy(rows)])
     import datasets
-    table = datasets.concatenate_datasets([data.texts, data.sources.select(rows)], axis=1)
+
+    sources = data.sources.select(rows)
+    table = datasets.concatenate_datasets([data.texts, sources], axis=1)
     return dataclasses.replace(data, table=table)
 
 
-def whole_pairs(data, index):
-    """(Q,) bool, False for an answer whose reason is not among these rows of data, or the reverse (because of meta-data
-    or a bad sample). Alone, it would count as a question, and as an easier one.
+# ===================================================== input ======================================
+def question_inputs(data, rows, tokenizer, vocabulary, device, *, model="fusion"):
+    """The inputs of a model that answers questions, without the pixels, on the device.
 
-    Raises: UserError if no pair is complete."""
-    pairs, types = data.column("pair"), data.column("question_type")
-    if pairs is None:
-        return np.ones(len(index), bool)
-    here = Counter(pairs[index].tolist())
-    whole = np.array([here[pairs[i]] > 1 or len(types[i].split()) < 2 for i in index])                   # (Q,)
-    if not whole.all():
-        say(f"{data.name} ({data.split}): {(~whole).sum():,} of {len(index):,} questions are left out: answers "
-            "without their reason, or the reverse")
-    if not whole.any():
-        raise UserError(f"{data.name} ({data.split}): no question has both its answer and its reason here")
-    return whole
+    A row without a question gets its caption as the question, and one choice. Its scores are finite
+    but enter no loss.
+
+    Args:
+        vocabulary: answers of open questions; [] = questions with choices.
+        model: 'fusion' or 'vgt'.
+    Returns: a dict of
+        question: tokens {name: (B, L)}, and boxes (B, T, R, 4) if the set has them for VGT
+        answers: (B,) the right answers, as right_answers returns them
+        choices, without a vocabulary: tokens {name: (B, C, L)}, where C is the largest number of
+            choices of these rows, and choice_mask (B, C), False for a missing choice
+    """
+    questions = []
+    for i in rows:
+        question = data.cell("question", i)
+        questions.append(data.captions(i)[0] if question is None else question)
+    tokens = dict(tokenizer(questions))                                    # (B, L) each
+    if "boxes" in data.texts.column_names:
+        tokens["boxes"] = torch.tensor([data.cell("boxes", i) for i in rows])        # (B, T, R, 4)
+    inputs = {
+        "question": tensors_to_device(tokens, device),
+        "answers": to_device(right_answers(data, rows, vocabulary), device)}
+    if vocabulary:
+        return inputs
+
+    choices = [choices_of_row(data, i) or [""] for i in rows]
+    C = max(map(len, choices))
+    padded = [row_choices + [""] * (C - len(row_choices)) for row_choices in choices]
+    tokens = tokenizer(choice_texts(questions, padded, model, tokenizer))  # (B * C, L) each
+    tokens = {name: ids.unflatten(0, (-1, C)) for name, ids in tokens.items()}           # (B, C, L)
+    num_choices = torch.tensor([len(row_choices) for row_choices in choices])            # (B,)
+    tokens["choice_mask"] = torch.arange(C) < num_choices[:, None]         # (B, C)
+    inputs["choices"] = tensors_to_device(tokens, device)
+    return inputs
 
 
-def evaluate(model, tokenizer, transform, data, device, workers=0, batch=256):
-    """Accuracy of the answers, as in question_metrics, and of guessing. Collective.
+def tensors_to_device(tensors, device):
+    """{name: tensor} on the device."""
+    return {name: to_device(x, device) for name, x in tensors.items()}
 
-    Returns: metrics; chance: of the most frequent training answer, or of a random choice; the pieces that `draw` needs.
-        Videos that cannot be read are left out and counted."""
-    width = len(model.answers) or max(len(_choices(data, i)) for i in range(len(data)))
+
+def choice_texts(questions, choices, model, tokenizer):
+    """The texts "question choice" of all choices, in order: Q questions, Q lists -> list of str.
+
+    For VGT the text encoder's own separator, BERT's [SEP], stands between them.
+    """
+    separator = " "
+    if model == "vgt" and tokenizer.tokenizer.sep_token:
+        separator = f" {tokenizer.tokenizer.sep_token} "
+    result = []
+    for question, row_choices in zip(questions, choices):
+        result += [f"{question}{separator}{choice}" for choice in row_choices]
+    return result
+
+
+def right_answers(data, rows, vocabulary):
+    """(B,) long: number of each row's right answer in the vocabulary, or among its choices.
+
+    It is -1 for an answer that is in neither, and for a row without a question.
+    """
+    numbers = []
+    number_of_answer = {answer: k for k, answer in enumerate(vocabulary)}
+    for i in rows:
+        answer = data.cell("answer", i)
+        if vocabulary:
+            numbers.append(number_of_answer.get(answer, -1))
+        else:
+            choices = choices_of_row(data, i)
+            numbers.append(choices.index(answer) if answer in choices else -1)
+    return torch.tensor(numbers)
+
+
+# ===================================================== a run ======================================
+def question_settings(train, args):
+    """The keywords of the model that answers questions, as model.json has them; None for retrieval.
+
+    Raises: UserError if the rows do not have such questions.
+    """
+    if args.task == "retrieval":
+        if has_questions_as_captions(train):
+            raise UserError(f"--task retrieval: {train.name} has questions in place of captions; "
+                            "use --task qa-open or qa-choice, or msrvtt, msvd, ...")
+        return None
+    with_choices = args.task == "qa-choice"
+    reason = reason_without_questions(train, with_choices)
+    if reason:
+        raise UserError(reason)
+    vocabulary = []
+    if not with_choices:
+        answers = rows_with_questions(train).column("answer")
+        vocabulary = answer_vocabulary(answers, args.answers)
+
+    settings = {"answers": vocabulary, "model": args.qa_model, "similarity": "none"}
+    if args.contrastive_weight > 0:
+        settings["similarity"] = args.qa_similarity
+    if args.qa_model == "vgt":
+        if args.image_encoder != "regions" and train.column("boxes") is None:
+            raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own, as "
+                            "moving-emoji has; give features of regions with --region-dir DIR "
+                            "--image-encoder regions")
+        settings.update(regions=args.regions, dropout=args.dropout,
+                        at_frames=args.dataset in FRAME_LEVEL_SETS)
+    else:
+        settings.update(layers=args.fusion_layers, frames=args.frames)
+    return settings
+
+
+def has_questions_as_captions(data):
+    """Whether a row of the data has its question in place of a caption."""
+    questions = data.column("question")
+    if questions is None:
+        return False
+    return any(data.captions(i) == [question] for i, question in enumerate(questions))
+
+
+def random_guess(train, questions):
+    """Mean answer loss in nats if all scores are equal; 0 for retrieval.
+
+    It is the logarithm of the size of the vocabulary, or of the mean number of choices, times the
+    share of the rows that have such a loss.
+    """
+    if not questions:
+        return 0.0
+    question_rows = rows_with_questions(train)
+    vocabulary = set(questions["answers"])
+    if vocabulary:
+        num_candidates = len(vocabulary)
+        num_losses = sum(answer in vocabulary for answer in question_rows.column("answer"))
+    else:
+        num_candidates = sum(map(len, question_rows.column("choices"))) / len(question_rows)
+        num_losses = len(question_rows)
+    return math.log(num_candidates) * num_losses / len(train)
+
+
+def banner_lines(questions, train, args):
+    """Lines of the banner: the questions, and the texts that are paired with videos; {title: text}.
+    """
+    question_rows = rows_with_questions(train)
+    line = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}, "
+    line += f"contrastive weight {args.contrastive_weight:g}"
+    vocabulary = set(questions["answers"])
+    if vocabulary:
+        num_unknown = sum(answer not in vocabulary for answer in question_rows.column("answer"))
+        line += (f"; {len(vocabulary):,} answers; {num_unknown:,} training questions have another "
+                 "answer, which enters no loss")
+    if args.shuffle_video:
+        line += "; SHUFFLED VIDEOS, a control"
+
+    num_without_caption = 0  # their question takes its place
+    for i, question in enumerate(question_rows.column("question")):
+        if question_rows.captions(i) == [question]:
+            num_without_caption += 1
+    num_rows = len(train)
+    pairs = (f"of {num_rows:,} rows {num_rows - num_without_caption:,} have a caption, "
+             f"{num_without_caption:,} use the question in its place")
+    if len(question_rows) < num_rows:
+        pairs += f"; {num_rows - len(question_rows):,} have no question, and eta 0"
+    return {"questions": line, "paired text": pairs}
+
+
+def log_columns(scores, target, losses, rows, data):
+    """Columns of the log: CE, the mean answer loss, and answered, percent of questions. Collective.
+
+    Args:
+        scores, target, losses: (B, A), (B,) and (B,) of this process.
+        rows: (B,) rows of data; those without a question have a loss of 0.
+    """
+    has_question = torch.tensor([data.cell("question", i) is not None for i in rows])    # (B,)
+    means = mean_over_processes({
+        "CE": losses.mean(),
+        "answered": 100 * answer_hits(scores, target).float().mean(),
+        "share": has_question.float().mean()}, scores.device)
+    columns = {"CE": means["CE"]}
+    if means["share"] > 0:
+        columns["answered"] = means["answered"] / means["share"]
+    return columns
+
+
+# ===================================================== evaluation =================================
+def evaluate(towers, data, device, *, workers=0, batch=256):
+    """Accuracy of the answers, as question_metrics has it, and of guessing. Collective.
+
+    Videos that cannot be read are left out and counted.
+
+    Args:
+        towers: (model, tokenizer, transform).
+    Returns: metrics; chance, of the most frequent training answer or of a random choice;
+        EvaluationPieces with index (Q,), predicted (Q answers) and hits (Q,).
+    """
+    model, tokenizer, transform = towers
+    width = len(model.answers)
+    if not model.answers:
+        width = max(len(choices_of_row(data, i)) for i in range(len(data)))
     kind = getattr(model, "model", "fusion")
 
     def answer(rows, pixels):
-        asked = inputs(data, rows, tokenizer, model.answers, device, kind)
-        video, _, scores = model(pixels, None, asked["question"], asked.get("choices"))
-        return video, F.pad(scores, (0, width - scores.shape[1]), value=-math.inf)                       # (b, width)
-    index, _, scores, bad = encode_images(model, data, transform, device, batch, workers, forward=answer)
-    whole = whole_pairs(data, index)
-    index, scores = index[whole], scores[torch.from_numpy(whole)]
-    right = right_answers(data, index, model.answers)                      # (Q,)
-    hits = answer_hits(scores, right).numpy()                              # (Q,)
-    types, pairs = ([data.column(c)[i] for i in index] if data.column(c) is not None else None
-                    for c in ("question_type", "pair"))
-    known = (right >= 0).numpy() if model.answers else None
-    guess = (right == 0).numpy() if model.answers else [1 / len(_choices(data, i)) for i in index]
-    metrics = question_metrics(hits, types, pairs, known) | {"questions": len(index), "unreadable": len(bad)}
-    read = [data.cell("question", i) for i in index]                       # (Q,)
-    if not model.answers:
-        read = asked_choices(read, [_choices(data, i) for i in index], kind, tokenizer)
-    if cut := tokenizer.cut(read):
-        metrics["texts_cut"] = cut
-    chance = question_metrics(guess, types, pairs)
-    given = [model.answers[k] if model.answers else _choices(data, i)[k]
-             for i, k in zip(index, scores.argmax(1).tolist())]
-    return metrics, chance, {"data": data, "index": index, "given": given, "hits": hits}
+        inputs = question_inputs(data, rows, tokenizer, model.answers, device, model=kind)
+        video, _, scores = model(pixels, None, inputs["question"], inputs.get("choices"))
+        # other batches may have more choices
+        num_missing = width - scores.shape[1]
+        return video, F.pad(scores, (0, num_missing), value=-math.inf)     # (b, width)
+
+    index, _, scores, bad = encode_images(model, data, transform, device, batch=batch,
+                                          workers=workers, forward=answer)
+    is_complete = complete_pairs(data, index)                              # (M,)
+    index, scores = index[is_complete], scores[torch.from_numpy(is_complete)]
+    target = right_answers(data, index, model.answers)                     # (Q,)
+    hits = answer_hits(scores, target).numpy()                             # (Q,)
+    guesses, in_vocabulary = guess_probabilities(data, index, target, model.answers)
+    types = cells_of(data, "question_type", index)
+    pairs = cells_of(data, "pair", index)
+    metrics = question_metrics(hits, types, pairs, in_vocabulary)
+    metrics.update(questions=len(index), unreadable=len(bad))
+    num_cut = count_cut_texts(data, index, model, tokenizer)
+    if num_cut:
+        metrics["texts_cut"] = num_cut
+    chance = question_metrics(guesses, types, pairs)
+
+    answers = []
+    for i, best in zip(index, scores.argmax(1).tolist()):
+        candidates = model.answers or choices_of_row(data, i)
+        answers.append(candidates[best])
+    return metrics, chance, EvaluationPieces(data, index, predicted=answers, hits=hits)
+
+
+def complete_pairs(data, index):
+    """(M,) bool: False for an answer without its reason among these rows, or the reverse.
+
+    The other part may be among the meta-data, or a bad sample. A single part would count as an
+    easier question.
+
+    Raises: UserError if no pair is complete.
+    """
+    pairs, types = data.column("pair"), data.column("question_type")
+    if pairs is None:
+        return np.ones(len(index), bool)
+    num_parts = Counter(pairs[index].tolist())
+    is_complete = []
+    for i in index:
+        has_one_part = len(types[i].split()) < 2
+        is_complete.append(has_one_part or num_parts[pairs[i]] > 1)
+    is_complete = np.array(is_complete)                                    # (M,)
+    if not is_complete.all():
+        num_left_out = (~is_complete).sum()
+        say(f"{data.full_name}: {num_left_out:,} of {len(index):,} questions are left "
+            "out: answers without their reason, or the reverse")
+    if not is_complete.any():
+        raise UserError(f"{data.full_name}: no question has both its answer and its "
+                        "reason here")
+    return is_complete
+
+
+def guess_probabilities(data, index, target, vocabulary):
+    """The chance of a guess, (Q,), and whether the answer is in the vocabulary, (Q,) or None.
+
+    A guess is the most frequent answer of training, which is the first of the vocabulary, or a
+    random choice.
+    """
+    if vocabulary:
+        return (target == 0).numpy(), (target >= 0).numpy()
+    return [1 / len(choices_of_row(data, i)) for i in index], None
+
+
+def cells_of(data, column, index):
+    """The values of a column in these rows; None without the column."""
+    values = data.column(column)
+    if values is None:
+        return None
+    return [values[i] for i in index]
+
+
+def count_cut_texts(data, index, model, tokenizer):
+    """Number of questions, or of texts "question choice", that are longer than --text-length."""
+    questions = [data.cell("question", i) for i in index]
+    if model.answers:
+        return tokenizer.cut(questions)
+    choices = [choices_of_row(data, i) for i in index]
+    kind = getattr(model, "model", "fusion")
+    return tokenizer.cut(choice_texts(questions, choices, kind, tokenizer))

@@ -1,117 +1,225 @@
-"""Classes: nearest neighbours, linear probes, zero-shot; frequent and rare classes or queries separately."""
+"""Evaluation by class: nearest neighbours, linear probes, zero-shot; frequent and rare classes."""
 
 import dataclasses
+from typing import NamedTuple
 
+from contrastive.core.metrics import (
+    head_mid_tail, knn_accuracy, linear_probe, normalize, recalls, zero_shot_accuracy)
+from contrastive.core.processes import UserError
 from contrastive.data.images import CIFAR_STATS
 from contrastive.data.views import uniforms
 from contrastive.encoders.base import STATS
 from contrastive.encoders.models import EvalTransform
-from contrastive.engine.processes import UserError
 from contrastive.evaluation.embed import encode_images, encode_texts
-
-from contrastive.evaluation.metrics import (  # isort: skip
-    head_mid_tail, knn_accuracy, linear_probe, normalize, recalls, zero_shot_accuracy)
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+PROMPTS = ["a photo of a {c}."]  # of data without prompts
 
+
+# ======================================================= frequency ================================
 def recall_by_frequency(ranks, frequency):
-    """R@1 R@5 R@10 R@50 (percent), MdR and MnR, separately for queries of frequent and of rare clusters.
+    """Recall, separately for queries of frequent and of rare clusters or classes.
 
-    Args: ranks (Q,): rank of each query's best positive, from 1 (retrieval_metrics(..., ranks=True) gives them).
-        frequency (Q,): size of the query's training cluster or class.
-    Returns: {head, mid, tail}, each with these keys, queries, and from, to (its frequencies). They are thirds of the
-        queries, the most frequent first. Queries of equal frequency stay together, in the third where their middle
-        falls, so the thirds may differ in size, and one may be missing; {} if all frequencies are equal.
+    The queries are split into thirds, the most frequent first. Queries of equal frequency stay
+    together, in the third where their middle falls, so that the thirds may differ in size and one
+    may be missing.
+
+    Args:
+        ranks: (Q,) rank of each query's best positive, from 1, as retrieval_ranks returns
+            them.
+        frequency: (Q,) size of the query's cluster or class in training.
+    Returns: {head, mid, tail: {R@1, R@5, R@10, R@50 in percent, MdR, MnR, queries, from, to}}, from
+        and to being the lowest and highest frequency; {} if all frequencies are equal.
     """
     ranks, frequency = np.asarray(ranks), np.asarray(frequency)
-    sizes, where, count = np.unique(-frequency, return_inverse=True, return_counts=True)  # most frequent first
-    middle = (count.cumsum() - count / 2) / len(ranks)  # the middle of each frequency's queries, in 0..1
-    third = np.minimum((3 * middle).astype(int), 2)[where]  # (Q,)
-    out = {}
-    for number, name in enumerate(("head", "mid", "tail") if len(sizes) > 1 else ()):
-        part = third == number  # (Q,)
-        if part.any():
-            own = frequency[part]
-            out[name] = recalls(ranks[part]) | {"queries": len(own), "from": own.min().item(), "to": own.max().item()}
-    return out
+    # negative, so that the most frequent come first
+    values, group, counts = np.unique(-frequency, return_inverse=True, return_counts=True)
+    if len(values) < 2:
+        return {}
+    middles = (counts.cumsum() - counts / 2) / len(ranks)                  # (groups,) 0..1
+    third = np.minimum((3 * middles).astype(int), 2)[group]                # (Q,)
+    result = {}
+    for number, name in enumerate(("head", "mid", "tail")):
+        rows = third == number                                             # (Q,)
+        if rows.any():
+            frequencies = frequency[rows]
+            result[name] = recalls(ranks[rows])
+            result[name]["queries"] = len(frequencies)
+            result[name]["from"] = frequencies.min().item()
+            result[name]["to"] = frequencies.max().item()
+    return result
+
+
+# ======================================================= features =================================
+class FeatureOptions(NamedTuple):
+    """How images are encoded for neighbours and probes."""
+
+    transform: object  # EvalTransform
+    device: torch.device
+    workers: int
+    projected: bool  # neighbours by embeddings, else by features before the projection
+
+
+class LabelledFeatures(NamedTuple):
+    """The images of a split that have a class."""
+
+    neighbour_features: torch.Tensor  # (M, D)
+    probe_features: torch.Tensor  # (M, width) before the projection
+    labels: np.ndarray  # (M,)
 
 
 def view_of(transform, name, trained_on):
-    """(the view of a set's classes, None if it is `transform`; words on it). A run that squashes (the CC3M trainer's
-    recipe) sees the classes of other sets than `trained_on` as that trainer does: cropped, with ImageNet's or CIFAR's
-    statistics."""
+    """The view in which the classes of a data set are evaluated.
+
+    A run that squashes its images (the recipe of the CC3M trainer) sees the classes of other data
+    sets as that trainer does: cropped, with the statistics of ImageNet or CIFAR.
+
+    Args:
+        transform: EvalTransform of the run.
+        name, trained_on: data set of the evaluation, and of the run.
+    Returns: EvalTransform, or None if it is `transform`; words on it.
+    """
     if transform.resize != "squash" or name == trained_on:
         return None, ""
-    stats = next((s for s in ("cifar100", "cifar10") if name.startswith(s)), "imagenet")
-    view = EvalTransform(transform.size, *(STATS | CIFAR_STATS)[stats], "crop", transform.size / transform.short)
+    if name.startswith("cifar100"):
+        stats = "cifar100"
+    elif name.startswith("cifar10"):
+        stats = "cifar10"
+    else:
+        stats = "imagenet"
+    mean_and_std = (STATS | CIFAR_STATS)[stats]
+    crop = transform.size / transform.short
+    view = EvalTransform(transform.size, *mean_and_std, "crop", crop)
     return view, f"images of the tasks by class seen as crop, statistics {stats}"
 
 
-def labelled(model, data, transform, device, workers, projected):
-    """(features for kNN (M, D), for probes (M, width), labels (M,) numpy) of the rows of a split that have a class.
-
-    projected: kNN on embeddings, else on the features before the projection, as probes. Collective."""
+def labelled(model, data, options):
+    """LabelledFeatures of a split. options: FeatureOptions. Collective."""
     rows = np.flatnonzero(data.labels >= 0)
-    index, image, features, _ = encode_images(model, data, transform, device, workers=workers, rows=rows)
-    return image if projected else features, features, data.labels[index]
-
-
-def class_metrics(tasks, train, test, few=None, limits=None, device=None):
-    """knn: the nearest training images; probe: LinearSVC on a few and on all training images, as `few-shot` and `all`.
-
-    Args: train, test, few: as `labelled` returns them; without few the few-shot probe has as many images per class as
-        the smallest has; limits: of head_mid_tail; device: where neighbours are computed.
-    Returns: metrics and chance, {name: {top1, mean_per_class, head, mid, tail}} in percent; {name: of each class}."""
-    (near, wide, labels), (asked, asked_wide, truth) = train, test
-    y, right, found, chance = torch.from_numpy(labels), torch.from_numpy(truth), {}, {}
-    if "knn" in tasks:
-        near, asked = near.to(device), asked.to(device)
-        found = {f"knn@{k}": knn_accuracy(near, y, asked, right, k, per_class=True) for k in (1, 10) if k <= len(y)}
-        share = np.bincount(labels, minlength=truth.max() + 1) / len(labels)  # (C,) a random neighbour's classes
-        guess = {"top1": share[truth], "mean_per_class": share[np.unique(truth)]}
-        chance = dict.fromkeys(found, {k: float(100 * hit.mean()) for k, hit in guess.items()})
-    if "probe" in tasks:
-        sizes = np.unique(labels, return_counts=True)[1]
-        some, shots = (few[1], torch.from_numpy(few[2])) if few else (wide, y), None if few else int(sizes.min())
-        found["few-shot"] = linear_probe(*some, asked_wide, right, few_shot=shots, per_class=True)
-        found["all"] = linear_probe(wide, y, asked_wide, right, per_class=True)
-        chance |= dict.fromkeys(("few-shot", "all"), dict.fromkeys(("top1", "mean_per_class"), 100 / len(sizes)))
-    per_class = {name: of.pop("per_class") for name, of in found.items()}
-    for name, of in found.items():
-        of |= head_mid_tail(labels, per_class[name], limits)
-    return found, chance, per_class
-
-
-def zero_shot(model, tokenizer, image, labels, data, device):
-    """Top-1/3/5 by the nearest class embedding: the mean of its normalised prompt embeddings, as in CLIP and TeMo's
-    code; and, as names_top1 and so on, the embedding of its name alone.
-
-    Args: image (M, D), labels (M,) numpy; data: its label_names and prompts, which are not cleaned as captions are.
-    Returns: metrics and chance, {top1, ..., names_top5: percent}. Collective."""
-    names = [n.strip().replace("_", " ") for n in data.label_names]        # a repeated name has a trailing blank
-    metrics, chance = {}, {}
-    for reading, prompts in (("", data.prompts or ["a photo of a {c}."]), ("names_", ["{c}"])):
-        texts = [prompt.replace("{c}", n) for n in names for prompt in prompts]
-        texts = encode_texts(model, tokenizer.plain(), texts, device)      # (C * P, D)
-        embeddings = normalize(texts).view(len(names), len(prompts), -1)   # (C, P, D)
-        found = zero_shot_accuracy(image, torch.from_numpy(labels), embeddings.mean(1))
-        metrics |= {reading + k: v for k, v in found.items()}
-        chance |= {f"{reading}top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
-    return metrics, chance
+    index, image, features, _ = encode_images(
+        model, data, options.transform, options.device, workers=options.workers, rows=rows)
+    neighbour_features = features
+    if options.projected:
+        neighbour_features = image
+    return LabelledFeatures(neighbour_features, features, data.labels[index])
 
 
 def padded_and_flipped(data, seed):
-    """The images after one crop with 4 pixels of padding and a flip with probability 1/2, drawn once (the TS authors'
-    notebook)."""
+    """Images after one random crop with 4 pixels of padding and one flip with probability 1/2.
+
+    So the TS authors' notebook probes them. Each image is drawn once.
+    """
     if data.pixels is None:
-        raise UserError("--train-features augmented: only for small images in memory (CIFAR); use clean")
-    u = torch.from_numpy(uniforms(seed, 0, np.arange(len(data)), 3, stream=9))  # (M, 3)
-    H, W = data.pixels.shape[-2:]
-    padded = F.pad(data.pixels, (4, 4, 4, 4))  # (M, 3, H + 8, W + 8)
-    tops, lefts = (u[:, :2] * 9).long().unbind(1)  # (M,) each
-    crops = [x[..., t:t + H, l:l + W] for x, t, l in zip(padded, tops.tolist(), lefts.tolist())]
-    views = [c.flip(-1) if f < 0.5 else c for c, f in zip(crops, u[:, 2].tolist())]
+        raise UserError("--train-features augmented: only for small images in memory (CIFAR); use "
+                        "clean")
+    draws = uniforms(seed, 0, np.arange(len(data)), 3, stream=9)
+    draws = torch.from_numpy(draws)                                        # (M, 3)
+    height, width = data.pixels.shape[-2:]
+    padded = F.pad(data.pixels, (4, 4, 4, 4))                              # (M, 3, H + 8, W + 8)
+    corners = (draws[:, :2] * 9).long().tolist()                           # M of (top, left)
+    flips = (draws[:, 2] < 0.5).tolist()                                   # M
+    views = []
+    for image, (top, left), flip in zip(padded, corners, flips, strict=True):
+        view = image[..., top:top + height, left:left + width]             # (3, H, W)
+        if flip:
+            view = view.flip(-1)
+        views.append(view)
     return dataclasses.replace(data, pixels=torch.stack(views))
+
+
+# ======================================================= tasks ====================================
+def class_metrics(tasks, train, test, few=None, limits=None, *, device=None):
+    """Accuracy of nearest neighbours and of linear probes.
+
+    Args:
+        tasks: 'knn', 'probe' or both.
+        train, test: LabelledFeatures.
+        few: those from which the few-shot probe learns; None = as many training images of each
+            class as the smallest has.
+        limits: as in head_mid_tail.
+        device: where neighbours are computed.
+    Returns: {knn@1, knn@10, few-shot, all: {top1, mean_per_class, head, mid, tail}} in percent; the
+        same for chance; {name: accuracy of each class}.
+    """
+    metrics, chance = {}, {}
+    if "knn" in tasks:
+        neighbours, guess = neighbour_metrics(train, test, device)
+        metrics.update(neighbours)
+        chance.update(dict.fromkeys(neighbours, guess))
+    if "probe" in tasks:
+        probes, guess = probe_metrics(train, test, few)
+        metrics.update(probes)
+        chance.update(dict.fromkeys(probes, guess))
+    _, _, train_labels = train
+    per_class = {}
+    for name, result in metrics.items():
+        per_class[name] = result.pop("per_class")
+        result.update(head_mid_tail(train_labels, per_class[name], limits))
+    return metrics, chance, per_class
+
+
+def neighbour_metrics(train, test, device):
+    """{knn@1, knn@10: accuracies} by the nearest training images; accuracies of a random one."""
+    features, _, labels = train
+    test_features, _, test_labels = test
+    features, test_features = features.to(device), test_features.to(device)
+    metrics = {}
+    for k in (1, 10):
+        if k <= len(labels):
+            metrics[f"knn@{k}"] = knn_accuracy(
+                features, torch.from_numpy(labels), test_features, torch.from_numpy(test_labels),
+                k, per_class=True)
+    share = np.bincount(labels, minlength=test_labels.max() + 1) / len(labels)          # (classes,)
+    guess = {"top1": float(100 * share[test_labels].mean()),
+             "mean_per_class": float(100 * share[np.unique(test_labels)].mean())}
+    return metrics, guess
+
+
+def probe_metrics(train, test, few=None):
+    """{few-shot, all: accuracies} of probes of a few and of all images; accuracies by chance."""
+    _, features, labels = train
+    _, test_features, test_labels = test
+    labels, test_labels = torch.from_numpy(labels), torch.from_numpy(test_labels)
+    class_sizes = labels.unique(return_counts=True)[1]                     # (classes,)
+    if few:
+        _, few_features, few_labels = few
+        few_shot = linear_probe(few_features, torch.from_numpy(few_labels), test_features,
+                                test_labels, per_class=True)
+    else:
+        few_shot = linear_probe(features, labels, test_features, test_labels,
+                                few_shot=int(class_sizes.min()), per_class=True)
+    all_images = linear_probe(features, labels, test_features, test_labels, per_class=True)
+    guess = dict.fromkeys(("top1", "mean_per_class"), 100 / len(class_sizes))
+    return {"few-shot": few_shot, "all": all_images}, guess
+
+
+def zero_shot(model, tokenizer, image, labels, data, *, device):
+    """Top-1, top-3 and top-5 by the nearest class embedding. Collective.
+
+    The embedding of a class is the mean of its normalised prompt embeddings, as in CLIP and in
+    TeMo's code; for names_top1 and so on, that of its name alone. Prompts are not cleaned as
+    captions are.
+
+    Args:
+        image, labels: embeddings (M, D), classes (M,).
+        data: its label_names and prompts.
+    Returns: {top1, ..., names_top5: percent}; the same for chance.
+    """
+    # a repeated name has a trailing blank
+    names = [name.strip().replace("_", " ") for name in data.label_names]
+    metrics, chance = {}, {}
+    for prefix, prompts in (("", data.prompts or PROMPTS), ("names_", ["{c}"])):
+        texts = []
+        for name in names:
+            texts += [prompt.replace("{c}", name) for prompt in prompts]
+        embeddings = normalize(encode_texts(model, tokenizer.plain(), texts, device))   # (C * P, D)
+        embeddings = embeddings.view(len(names), len(prompts), -1).mean(1)               # (C, D)
+        accuracy = zero_shot_accuracy(image, torch.from_numpy(labels), embeddings)
+        for name, value in accuracy.items():
+            metrics[prefix + name] = value
+        for k in (1, 3, 5):
+            chance[f"{prefix}top{k}"] = 100 * min(1.0, k / len(names))
+    return metrics, chance

@@ -1,200 +1,398 @@
-"""The cluster of each caption or example, and the size of each cluster, from which MM-TS derives its temperatures.
+"""Clusters of captions, examples or classes, whose sizes give MM-TS its temperatures.
 
-They are made once, into clusters.safetensors and clusters.json of the run folder, where a resumed run reads them.
+They are made once, and written into clusters.safetensors and clusters.json of the run folder, from
+which a resumed run reads them.
 """
 
 import collections
+import dataclasses
 import functools
 
 from contrastive.data.views import key_hash
 from contrastive.encoders.base import TwoTower
 from contrastive.encoders.models import EvalTransform, VisionEncoder
 from contrastive.encoders.sentences import SentenceEncoder
-from contrastive.engine.processes import UserError, on_main, opening, read_json, say, write_json, write_tensors
+from contrastive.core.files import read_json, write_json, write_tensors
+from contrastive.core.processes import UserError, on_main, opening, say
 from contrastive.evaluation.by_class import recall_by_frequency
 from contrastive.evaluation.embed import encode_images
-from contrastive.evaluation.metrics import normalize, retrieval_metrics
+from contrastive.core.metrics import normalize, retrieval_ranks
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
 CLASSES = ("label", "verb", "noun", "verb-noun")  # columns of the data, or two of them together
-STREAMED = 20_000  # captions of a stream that are clustered; others get the cluster with the nearest centroid
+NUM_STREAMED = 20_000  # captions of a stream that are clustered; others get the nearest cluster
+NUM_IN_PICTURE = 1000  # embeddings that are kept for a picture
 
 
 class Clusters:
-    """What `make_clusters` wrote: a caption's cluster is found by its text, as it is encoded, an example's by key.
+    """The clusters of a run folder, read from the two files that `make_clusters` wrote.
 
-    Attributes: sizes (K,) largest first; by: 'caption', 'class' or 'example'; meta, tensors: the two files."""
+    Attributes:
+        sizes: (K,) largest first.
+        kind: 'caption', 'class' or 'example': what is clustered. Captions are looked up by their
+            text, the others by their key.
+        meta, tensors: contents of the two files.
+    """
 
     def __init__(self, folder, device):
-        self.device, self.encoder = device, None
+        self.device = device
+        self.encoder = None  # made when a caption is new
         self.meta = read_json(folder / "clusters.json")
         with opening(folder / "clusters.safetensors"):
             self.tensors = load_file(folder / "clusters.safetensors")
-        self.sizes, self.by = self.tensors["sizes"], self.meta["by"]
-        self.ids, self.labels = self.tensors["ids"].numpy(), self.tensors["labels"].numpy()  # (M,), ids sorted
+        self.sizes = self.tensors["sizes"]
+        self.kind = self.meta["by"]
+        self.ids = self.tensors["ids"].numpy()                             # (M,) sorted
+        self.labels = self.tensors["labels"].numpy()                       # (M,)
 
     def look_up(self, keys, texts):
-        """Clusters of B captions of the examples with these keys: (B,) long, -1 = none; and how many were not found."""
-        entries = texts if self.by == "caption" else keys
-        wanted = np.array([key_hash(e) for e in entries], np.int64)  # (B,)
-        at = np.searchsorted(self.ids, wanted).clip(max=len(self.ids) - 1)
-        labels = np.where(self.ids[at] == wanted, self.labels[at], -1)  # (B,)
-        lost = np.flatnonzero(labels < 0)
-        if len(lost) and self.by == "caption":  # the nearest centroid's
-            self.encoder = self.encoder or SentenceEncoder(self.meta["encoder"], self.device, state=self.meta["state"])
-            embeddings = self.encoder([texts[i] for i in lost])  # (n, width)
-            labels[lost] = torch.cdist(embeddings, self.tensors["centroids"]).argmin(1).numpy()
-        return torch.from_numpy(labels), len(lost)
+        """The clusters of B captions, or of the examples with these keys.
 
-    def of_queries(self, pieces):
-        """Training cluster of each caption of an evaluation: (C,) long, -1 = none; None if it cannot be known."""
-        if self.by == "caption":
-            return self.look_up(pieces["texts"], pieces["texts"])[0]
-        named = names_of(pieces["data"], self.meta["source"]) if self.by == "class" else None
-        numbers = {name: c for c, name in enumerate(self.meta["names"])}
-        return torch.tensor([numbers.get(named[i], -1) for i in pieces["index"][pieces["owner"]]]) if named else None
+        A caption that was not clustered gets the cluster with the nearest centroid.
+        Returns: (B,) long, -1 = none; the number of those that were not clustered.
+        """
+        entries = texts if self.kind == "caption" else keys
+        ids = np.array([key_hash(entry) for entry in entries], np.int64)   # (B,)
+        index = np.searchsorted(self.ids, ids).clip(max=len(self.ids) - 1)               # (B,)
+        labels = np.where(self.ids[index] == ids, self.labels[index], -1)                # (B,)
+        missing = np.flatnonzero(labels < 0)
+        if len(missing) and self.kind == "caption":
+            labels[missing] = self.nearest([texts[i] for i in missing])
+        return torch.from_numpy(labels), len(missing)
+
+    def nearest(self, texts):
+        """The clusters (n,) with the nearest centroids of n texts."""
+        if self.encoder is None:
+            self.encoder = SentenceEncoder(self.meta["encoder"], self.device,
+                                           state=self.meta["state"])
+        distances = torch.cdist(self.encoder(texts), self.tensors["centroids"])          # (n, K)
+        return distances.argmin(1).numpy()
+
+    def query_labels(self, pieces):
+        """The training clusters of the captions of an evaluation.
+
+        Returns: (C,) long, -1 = none; None if they cannot be known.
+        """
+        if self.kind == "caption":
+            labels, _ = self.look_up(pieces.texts, pieces.texts)
+            return labels
+        if self.kind != "class":
+            return None
+        class_of_row = class_names(pieces.data, self.meta["source"])
+        if not class_of_row:
+            return None
+        numbers = {name: number for number, name in enumerate(self.meta["names"])}
+        rows = pieces.index[pieces.owner]                                  # (C,)
+        return torch.tensor([numbers.get(class_of_row[row], -1) for row in rows])
 
 
 def head_mid_tail(pieces, clusters):
-    """Text-to-image retrieval by thirds of the queries, sorted by the size of their training cluster."""
-    labels = clusters.of_queries(pieces) if clusters else None  # (C,) -1 = none
-    rows = [] if labels is None else (labels >= 0).nonzero().flatten()  # (q,)
-    if not len(rows):
+    """Text-to-image retrieval by thirds of the queries, sorted by the size of their cluster.
+
+    Args:
+        pieces: EvaluationPieces with captions.
+        clusters: Clusters of the training data, or None.
+    Returns: {"by_cluster_size": {head, mid, tail}}, or {} if the clusters are not known.
+    """
+    labels = None
+    if clusters is not None:
+        labels = clusters.query_labels(pieces)                             # (C,) -1 = none
+    if labels is None or not (labels >= 0).any():
         return {}
-    text, image = (x.to(pieces.get("device")) for x in (pieces["text"][rows], pieces["image"]))  # (q, D), (M, D)
-    ranks = retrieval_metrics(text, image, pieces["positives"][rows], ranks=True)
-    found = recall_by_frequency(ranks, clusters.sizes[labels[rows]])
-    return {"by_cluster_size": found} if found else {}
+    rows = (labels >= 0).nonzero().flatten()                               # (q,)
+    device = pieces.device
+    text = pieces.text[rows].to(device)                                    # (q, D)
+    image = pieces.image.to(device)                                        # (M, D)
+    ranks = retrieval_ranks(text, image, pieces.positives[rows])
+    thirds = recall_by_frequency(ranks, clusters.sizes[labels[rows]])
+    if not thirds:
+        return {}
+    return {"by_cluster_size": thirds}
 
 
-def k_means(x, k, seed, counts=None):
-    """K-Means of unit embeddings x (M, D), numpy, from k-means++; above 100,000 in mini-batches.
-
-    Returns: (M,) long, numbers without gaps; fewer than k if points coincide.   counts: (M,) weights, or None."""
-    from sklearn.cluster import KMeans, MiniBatchKMeans
-    from threadpoolctl import threadpool_limits
-    kind = KMeans if len(x) <= 100_000 else functools.partial(MiniBatchKMeans, batch_size=10_240)
-    with threadpool_limits(1):  # one thread: the same sums on any machine
-        found = kind(k, n_init=1, random_state=seed).fit(x, sample_weight=counts).labels_  # (M,)
-    return torch.from_numpy(np.unique(found, return_inverse=True)[1])  # (M,) without empty clusters
-
-
+# ---- making the clusters ----
 def check_source(train, source):
-    """Before any process group. Raises: UserError if the data do not have what `source` needs."""
+    """Checks that the data have what --clusters needs.
+
+    Raises: UserError.
+    """
     if train.streamed and source not in ("captions", "none"):
         raise UserError(f"--clusters {source}: a stream has only captions; leave out --streaming")
-    for column in source.split("-") if source in CLASSES else ():
-        if train.column(column) is None:
-            raise UserError(f"--clusters {source}: {train.name} has no {column}; --clusters captions needs none")
+    if source in CLASSES:
+        for column in source.split("-"):
+            if train.column(column) is None:
+                raise UserError(f"--clusters {source}: {train.name} has no {column}; --clusters "
+                                "captions needs none")
 
 
 def open_clusters(folder, args, train, device, kmeans):
-    """The clusters of a run, made by the main process while the others wait; a resumed run reads its own. None with
-    --clusters none. kmeans: function(embeddings, k=..., counts=...) -> labels, sizes. Collective."""
+    """The clusters of a run, made by the main process; a resumed run reads its own. Collective.
+
+    Args:
+        folder: of the run.
+        kmeans: function (embeddings, k=..., counts=...) -> labels, sizes.
+    Returns: Clusters, or None with --clusters none.
+    """
     if args.clusters == "none":
         return None
     if not args.resume:
-        pictures = embed_pictures(args, train, device) if args.clusters == "vision" else None
-        on_main(make_clusters, folder, args, train, device, kmeans, pictures)
+        items = None
+        if args.clusters == "vision":
+            # all processes share this work
+            items = picture_items(args, train, device)
+        make = functools.partial(make_clusters, folder, args, train, device=device, items=items)
+        on_main(make, kmeans)
     return Clusters(folder, device)
 
 
-def make_clusters(folder, args, train, device, kmeans, pictures=None):
-    """Makes the clusters and writes both files. pictures: (rows, (M, D) embeddings) for --clusters vision.
+@dataclasses.dataclass
+class Items:
+    """What is clustered: M captions or examples.
 
-    Tensors: ids (M,) sorted, labels (M,), sizes (K,); of K-Means also centroids (K, D), a sample and its labels."""
-    source, counts, state, embeddings, first = args.clusters, None, {}, None, None
-    if source == "captions":
-        by, (entries, rows, counts) = "caption", distinct_captions(train)
-        encoder = SentenceEncoder(args.cluster_encoder, device, entries)
-        embeddings, state = encoder(entries, bar=True), encoder.state  # (M, D)
-    elif source == "vision":
-        by, first, (rows, embeddings) = "example", first_rows(train), pictures
-    else:
-        by, first, named = "class" if source in CLASSES else "example", first_rows(train), names_of(train, source)
-        rows = [i for i in first if named[i] is not None]
-        found = [named[i] for i in rows]
-        if not found:
-            raise UserError(f"--clusters {source}: no example of {train.name} has one")
-    entries = [train.key(i) for i in rows] if first else entries
-    if embeddings is not None:
-        k = args.num_clusters or min(200, max(2, len(embeddings) // 4), len(embeddings))
-        with opening(f"--clusters {source}"):  # too few of them, or not finite
-            found, _ = kmeans(embeddings, k=k, counts=counts)  # (M,)
-    labels, sizes, names = largest_first(found, counts)
-    ids, place = np.unique([key_hash(e) for e in entries], return_index=True)  # (M,), (M,)
-    tensors = {"ids": torch.from_numpy(ids), "labels": labels[torch.from_numpy(place)], "sizes": sizes}
-    if embeddings is not None:
-        some = np.random.default_rng(args.seed).permutation(len(labels))[:1000]  # for a picture
-        tensors |= {"centroids": centroids(embeddings, labels, counts), "sample": embeddings[some],
-                    "sample_labels": labels[some]}
-    K, examples = len(sizes), []
-    for c in sorted({*range(min(5, K)), K // 2, *range(max(0, K - 5), K)}):  # Tables 10 to 12, Fig. 6
-        inside = np.random.default_rng([args.seed, c]).permutation((labels == c).nonzero().flatten().numpy())[:5]
-        texts = [entries[j] if by == "caption" else train.captions(rows[j])[0] for j in inside]
-        examples.append({"cluster": c, "size": sizes[c].item(), "captions": texts, "rows": [rows[j] for j in inside]})
+    Attributes:
+        kind: 'caption', 'class' or 'example', as in Clusters.
+        rows: M, the first row of each in the data.
+        captions: M captions, or None if examples are clustered.
+        names: M names of clusters, or None if K-Means makes them.
+        embeddings: (M, D) for K-Means.
+        counts: M, how often each occurs in the data; None = once.
+        state: what the encoder of the embeddings has learnt from the captions.
+    """
+
+    kind: str
+    rows: list
+    captions: list | None = None
+    names: list | None = None
+    embeddings: torch.Tensor | None = None
+    counts: list | None = None
+    state: dict = dataclasses.field(default_factory=dict)
+
+
+def make_clusters(folder, args, train, kmeans, *, device, items):
+    """Makes the clusters and writes clusters.safetensors and clusters.json.
+
+    The tensors are ids (M,) sorted, labels (M,), sizes (K,); of K-Means also centroids (K, D), a
+    sample of the embeddings and its labels.
+
+    Args:
+        items: Items of --clusters vision, else None.
+    """
+    if args.clusters == "captions":
+        items = caption_items(args, train, device)
+    elif args.clusters != "vision":
+        items = named_items(args.clusters, train)
+    item_clusters = items.names                                            # (M,)
+    encoder = ""
+    if item_clusters is None:
+        encoder = args.cluster_encoder
+        num_items = len(items.embeddings)
+        # own data have no --num-clusters of their own
+        k = args.num_clusters or min(200, max(2, num_items // 4), num_items)
+        with opening(f"--clusters {args.clusters}"):  # too few items, or not finite
+            item_clusters, _ = kmeans(items.embeddings, k=k, counts=items.counts)
+    labels, sizes, names = largest_first(item_clusters, items.counts)
+
+    # the texts or keys by which Clusters.look_up finds the items
+    entries = items.captions
+    num_without = 0
+    if entries is None:
+        entries = [train.key(row) for row in items.rows]
+        num_without = len(first_rows(train)) - len(entries)
+    hashes = [key_hash(entry) for entry in entries]
+    ids, index = np.unique(hashes, return_index=True)                      # (M,), (M,)
+    tensors = {"ids": torch.from_numpy(ids), "labels": labels[torch.from_numpy(index)],
+               "sizes": sizes}
+    if items.embeddings is not None:
+        sample = np.random.default_rng(args.seed).permutation(len(labels))[:NUM_IN_PICTURE]
+        tensors["centroids"] = centroids(items.embeddings, labels, items.counts)
+        tensors["sample"] = items.embeddings[sample]
+        tensors["sample_labels"] = labels[sample]
     write_tensors(folder / "clusters.safetensors", tensors)
     write_json(folder / "clusters.json", {
-        "source": source, "encoder": args.cluster_encoder, "by": by, "without": len(first or rows) - len(rows),
-        "sizes": sizes.tolist(), "names": names, "examples": examples, "state": state})
+        "source": args.clusters, "encoder": encoder, "by": items.kind,
+        "without": num_without, "sizes": sizes.tolist(), "names": names,
+        "examples": example_captions(items, labels, sizes, train, args.seed),
+        "state": items.state})
+
+
+def example_captions(items, labels, sizes, train, seed):
+    """Five captions of each of the largest, the middle and the smallest clusters (Tables 10 to 12).
+
+    Returns: list of {cluster, size, captions, rows}, the largest cluster first.
+    """
+    K = len(sizes)
+    numbers = {*range(min(5, K)), K // 2, *range(max(0, K - 5), K)}
+    examples = []
+    for number in sorted(numbers):
+        members = (labels == number).nonzero().flatten().numpy()
+        members = np.random.default_rng([seed, number]).permutation(members)[:5]
+        captions = []
+        for i in members:
+            if items.captions is None:
+                captions.append(train.captions(items.rows[i])[0])
+            else:
+                captions.append(items.captions[i])
+        examples.append({"cluster": number, "size": sizes[number].item(), "captions": captions,
+                         "rows": [items.rows[i] for i in members]})
+    return examples
+
+
+# ---- what is clustered ----
+def caption_items(args, train, device):
+    """Items of the distinct captions, with their embeddings."""
+    captions, rows, counts = distinct_captions(train)
+    encoder = SentenceEncoder(args.cluster_encoder, device, captions)
+    embeddings = encoder(captions, bar=True)                               # (M, D)
+    return Items("caption", rows, captions, embeddings=embeddings, counts=counts,
+                 state=encoder.state)
+
+
+def distinct_captions(train):
+    """The distinct captions, the first row of each, and how often each occurs: three lists."""
+    if train.streamed:
+        captions = list(train.first_captions(NUM_STREAMED))
+        say(f"clusters: of the first {len(captions):,} captions of the stream; other captions get "
+            "the cluster with the nearest centroid")
+        pairs = [(caption, -1) for caption in captions]
+    else:
+        pairs = []
+        for row in range(len(train)):
+            for caption in train.captions(row):
+                pairs.append((caption, row))
+    first_row = {}
+    count = collections.Counter()
+    for caption, row in pairs:
+        first_row.setdefault(caption, row)
+        count[caption] += 1
+    return list(count), list(first_row.values()), list(count.values())
+
+
+def picture_items(args, train, device):
+    """Items of the training images or clips that can be read, with their embeddings. Collective."""
+    # a text encoder here ends in an error of one line
+    with opening(f"--cluster-encoder {args.cluster_encoder}"):
+        vision = VisionEncoder(args.cluster_encoder, 0, True, args.image_size)
+        transform = EvalTransform(args.image_size, *vision.stats)
+        tower = TwoTower(vision, None).to(device)
+        rows, embeddings, _, _ = encode_images(
+            tower, train, transform, device, workers=args.workers, rows=first_rows(train))
+    return Items("example", rows.tolist(), embeddings=normalize(embeddings))
+
+
+def named_items(source, train):
+    """Items of the examples whose cluster is given: a class, or by a file."""
+    if source in CLASSES:
+        kind = "class"
+        name_of_row = class_names(train, source)
+    else:
+        kind = "example"
+        name_of_row = names_in_file(train, source)
+    rows = [row for row in first_rows(train) if name_of_row[row] is not None]
+    if not rows:
+        raise UserError(f"--clusters {source}: no example of {train.name} has a cluster")
+    return Items(kind, rows, names=[name_of_row[row] for row in rows])
 
 
 def first_rows(train):
     """The first row of each key: each example once, even if its captions are unfolded into rows."""
-    return np.sort(np.unique([*train.keys()], return_index=True)[1]).tolist()
+    keys = list(train.keys())
+    _, rows = np.unique(keys, return_index=True)
+    return np.sort(rows).tolist()
 
 
-def distinct_captions(train):
-    """Three lists: the distinct captions, the first row of each, and how often each occurs."""
-    if train.streamed:
-        pairs = [(-1, text) for text in train.first_captions(STREAMED)]
-        say(f"clusters: of {len(pairs):,} captions of the stream's start; another one gets the nearest centroid's")
+def names_in_file(data, file):
+    """The cluster of each row by a JSON file of {key: cluster}; None for a row without one."""
+    with opening(file):
+        clusters = {key: str(cluster) for key, cluster in read_json(file).items()}
+    return [clusters.get(key) for key in data.keys()]
+
+
+def class_names(data, source):
+    """The class of each row, of verb-noun both joined; None for a row without one.
+
+    Args:
+        source: one of CLASSES.
+    Returns: list; None if the data lack a column.
+    """
+    columns = []
+    for column in source.split("-"):
+        values, names = data.column(column), data.names(column)
+        if values is None:
+            return None
+        columns.append([class_name(value, names) for value in values])
+    joined = []
+    for parts in zip(*columns):
+        joined.append(" ".join(parts) if all(parts) else None)
+    return joined
+
+
+def class_name(value, names):
+    """The name of a class; None for None, NaN and -1.
+
+    Args:
+        names: of the classes by number, or None if the values are words.
+    """
+    if value is None or value != value or value == -1:
+        return None
+    if names:
+        return names[int(value)]
+    return str(value)
+
+
+# ---- K-Means ----
+def k_means(x, k, seed, counts=None):
+    """K-Means from k-means++, one start; above 100,000 points in mini-batches.
+
+    Args:
+        x: (M, D) unit embeddings, numpy.
+        counts: (M,) weights, or None.
+    Returns: (M,) long, cluster numbers without gaps; fewer than k if points coincide.
+    """
+    from sklearn.cluster import KMeans, MiniBatchKMeans
+    from threadpoolctl import threadpool_limits
+
+    if len(x) <= 100_000:
+        model = KMeans(k, n_init=1, random_state=seed)
     else:
-        pairs = [(i, text) for i in range(len(train)) for text in train.captions(i)]
-    counts = collections.Counter(text for _, text in pairs)
-    first = {text: i for i, text in reversed(pairs)}
-    return [*counts], [first[text] for text in counts], [*counts.values()]
+        model = MiniBatchKMeans(k, n_init=1, random_state=seed, batch_size=10_240)
+    # one thread, so that sums are the same on any machine
+    with threadpool_limits(1):
+        model.fit(x, sample_weight=counts)
+    _, labels = np.unique(model.labels_, return_inverse=True)              # (M,)
+    return torch.from_numpy(labels)
 
 
-def names_of(data, source):
-    """Cluster of each row, None for a row without: its class (of verb-noun both, joined), or what a file says, JSON
-    {"KEY": cluster}; [] without such a column."""
-    if source not in CLASSES:
-        with opening(source):
-            known = {key: str(cluster) for key, cluster in read_json(source).items()}
-        return [known.get(key) for key in data.keys()]
-    columns = [(data.column(c), data.names(c)) for c in source.split("-")]
-    if any(values is None for values, _ in columns):
-        return []
-    def name(v, names):
-        return None if v is None or v != v or v == -1 else names[int(v)] if names else str(v)  # v != v: NaN
-    rows = zip(*([name(v, names) for v in values] for values, names in columns))
-    return [" ".join(parts) if all(parts) else None for parts in rows]
+def largest_first(names, counts=None):
+    """Renumbers clusters by their size, the largest first.
 
-
-def embed_pictures(args, train, device):
-    """(rows, embeddings (M, D)) of the training images or clips; the processes share the work. Collective."""
-    with opening(f"--cluster-encoder {args.cluster_encoder}"):  # a model of texts, say
-        vision = VisionEncoder(args.cluster_encoder, 0, True, args.image_size)
-        transform, tower = EvalTransform(args.image_size, *vision.stats), TwoTower(vision, None).to(device)
-        found = encode_images(tower, train, transform, device, workers=args.workers, rows=first_rows(train))
-    return found[0].tolist(), normalize(found[1])
-
-
-def largest_first(found, counts=None):
-    """Renumbers clusters by size: found (M,), numbers or names -> labels (M,), sizes (K,), old names (list of K)."""
-    names, labels = np.unique(found, return_inverse=True)
-    sizes = np.bincount(labels, counts).round().astype(np.int64)  # (K,)
-    order = np.argsort(-sizes, kind="stable")
-    return torch.from_numpy(np.argsort(order)[labels]), torch.from_numpy(sizes[order]), names[order].tolist()
+    Args:
+        names: (M,) names or numbers of clusters.
+        counts: (M,) weights, or None.
+    Returns: labels (M,) long; sizes (K,) long; the names of the K clusters, a list.
+    """
+    names, labels = np.unique(names, return_inverse=True)                  # (K,), (M,)
+    sizes = np.bincount(labels, counts).round().astype(np.int64)           # (K,)
+    order = np.argsort(-sizes, kind="stable")                              # (K,)
+    new_label = np.argsort(order)                                          # (K,)
+    return (torch.from_numpy(new_label[labels]), torch.from_numpy(sizes[order]),
+            names[order].tolist())
 
 
 def centroids(embeddings, labels, counts=None):
-    """Mean of the unit embeddings of each cluster: (M, D), (M,) -> (K, D)."""
-    weight = torch.ones(len(labels)) if counts is None else torch.tensor(counts, dtype=torch.float32)  # (M,)
-    total = torch.zeros(int(labels.max()) + 1, embeddings.shape[1])  # (K, D)
-    total.index_add_(0, labels, embeddings * weight[:, None])
-    return total / torch.zeros(len(total)).index_add_(0, labels, weight)[:, None]
+    """The mean embedding of each cluster: (M, D), (M,) -> (K, D).
+
+    Args:
+        counts: (M,) weights, or None.
+    """
+    if counts is None:
+        weights = torch.ones(len(labels))                                  # (M,)
+    else:
+        weights = torch.tensor(counts, dtype=torch.float32)                # (M,)
+    K = int(labels.max()) + 1
+    total = torch.zeros(K, embeddings.shape[1])
+    total.index_add_(0, labels, embeddings * weights[:, None])             # (K, D)
+    size = torch.zeros(K).index_add_(0, labels, weights)                   # (K,)
+    return total / size[:, None]

@@ -1,90 +1,139 @@
-"""Embeddings of a whole data set. The processes share the work, and each item is encoded once."""
+"""Embeddings of a whole split. The processes share the work, and each item is encoded once."""
 
 import functools
+from typing import NamedTuple
 
 from contrastive import CORES
-from contrastive.data.batches import loader
+from contrastive.data.batches import loader, read_batch
 from contrastive.data.table import frames_of
-from contrastive.engine.processes import UserError, first_line, gather_objects, rank, say, world
+from contrastive.core.processes import UserError, gather_objects, rank, say, world
 
 import numpy as np
 import torch
 
 
-def read_batch(data, transform, rows):
-    """(readable rows, their pixels (b, [T,] 3, S, S), {row: why not} of the others), with the evaluation's transform.
-    The pixels are one tensor because a worker sends each tensor as an open file, of which 1,024 is the usual limit.
-    """
-    good, pixels, bad = [], [], {}
-    for i in rows:
-        try:
-            pixels.append(transform.raw(data.read(i)))
-            good.append(i)
-        except Exception as error:
-            bad[i] = first_line(error)
-    return good, torch.stack(pixels) if pixels else None, bad
+class EncodedImages(NamedTuple):
+    """The images or clips of a split that could be read, in the order of its rows."""
+
+    index: np.ndarray  # (M,) their rows
+    image: torch.Tensor  # (M, D) embeddings, on the CPU
+    features: torch.Tensor  # (M, width) before the projection, on the CPU
+    unreadable: dict  # {key: reason} of the others
 
 
 def gather_rows(parts, piece=4096):
-    """The rows (n, ...) of all processes on the CPU, by rank. parts: [(b, ...)] of this one. Collective.
+    """The rows of all processes on the CPU, ordered by process: [(b, ...)] -> (n, ...). Collective.
 
-    piece: so many rows pass at a time: all may be more than a card's memory."""
+    Args:
+        parts: tensors of this process, on the CPU.
+        piece: rows that a process sends at a time: all may exceed the memory of a GPU.
+    """
     rows = torch.cat(parts) if parts else torch.empty(0)
     if world() == 1:
         return rows
-    starts = range(0, max(gather_objects(len(rows))), piece)
-    found = zip(*(gather_objects(rows[start:start + piece].clone()) for start in starts))
-    return torch.cat([part for of_one in found for part in of_one if len(part)])
+    rows_of_process = [[] for _ in range(world())]
+    largest = max(gather_objects(len(rows)))
+    for start in range(0, largest, piece):
+        pieces = gather_objects(rows[start:start + piece].clone())
+        for process, received in enumerate(pieces):
+            if len(received):
+                rows_of_process[process].append(received)
+    return torch.cat(sum(rows_of_process, []))
 
 
 @torch.no_grad()
-def encode_images(model, data, transform, device, batch=256, workers=0, rows=None, forward=None):
-    """Embeddings of a data set's images or clips, each encoded once. batch: number of images, or of frames of clips.
+def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=None, forward=None):
+    """Embeddings of the images or clips of a split. Collective.
 
-    forward: function (rows, pixels (b, ...)) -> values used in place of image (b, D) and features (b, width).
-    Returns: index (M,) numpy, image (M, D), features (M, width) on the CPU, {key: reason} of unreadable items.
-    Raises: UserError if none can be read. Collective."""
-    rows = np.arange(len(data)) if rows is None else np.asarray(rows)
-    mine, training = rows[rank()::world()].tolist(), model.training
-    model.eval()
-    index, image, features, bad = [], [], [], {}
+    Args:
+        model: function of pixels (b, [T,] 3, S, S) -> embeddings, another value, features. If it
+            has `cached_images`, the ImageFeatures of its frozen encoder, it reads these features.
+        data, transform: the split, and the view that the model reads.
+        batch: images at a time, or frames of clips.
+        workers: loader processes.
+        rows: of the data; None = all.
+        forward: function (rows, pixels) -> two tensors (b, ...) that take the place of the
+            embeddings and the features.
+    Returns: EncodedImages.
+    Raises: UserError if none can be read.
+    """
+    if rows is None:
+        rows = np.arange(len(data))
+    my_rows = np.asarray(rows)[rank()::world()].tolist()
     batch = max(1, batch // (frames_of(data) or 1))
-    few = data.pixels is not None or len(mine) < 2 * batch  # then starting workers costs more than they save
-    workers = 0 if few else min(workers, CORES)
-    batches = loader(mine, workers, batch_size=batch, collate_fn=functools.partial(read_batch, data, transform),
-                     pin_memory=device.type == "cuda")
-    for good, pixels, broken in batches:
-        bad |= {data.key(i): why for i, why in broken.items()}
-        if good:
-            pixels = pixels.to(device, non_blocking=True)
-            if pixels.dtype == torch.uint8:
-                pixels = transform.normalise(pixels.float() / 255)
-            e, f = forward(good, pixels) if forward else model(pixels)[::2]  # (b, D), (b, width)
-            index += good
-            image.append(e.float().cpu())
-            features.append(f.float().cpu())
-    model.train(training)
-    parts = gather_objects((index, bad))
-    index, bad = np.array([i for part, _ in parts for i in part]), {k: why for _, of in parts for k, why in of.items()}
-    if not len(index):
-        raise UserError(f"{data.name} ({data.split}): none of its {len(rows)} images can be read, first "
-                        f"{next(iter(bad.items()), '')}")
-    if bad:
-        say(f"{data.name} ({data.split}): {len(bad)} of {len(rows)} images cannot be read and are left out, first "
-            f"{next(iter(bad.items()))}")
+    if data.pixels is not None or len(my_rows) < 2 * batch:
+        workers = 0  # starting them costs more than they save
+    pin_memory = device.type == "cuda"
+    read = functools.partial(read_batch, data, transform)
+    cached_images = getattr(model, "cached_images", None)
+    if cached_images is not None:
+        workers, pin_memory = 0, False
+        read = cached_images.plain(data, transform).read
+    batches = loader(
+        my_rows, min(workers, CORES), batch_size=batch, pin_memory=pin_memory, collate_fn=read)
+
+    was_training = model.training
+    model.eval()
+    index, image, features, unreadable = [], [], [], {}
+    for readable, pixels, reasons in batches:
+        for row, reason in reasons.items():
+            unreadable[data.key(row)] = reason
+        if not readable:
+            continue
+        pixels = pixels.to(device, non_blocking=True)
+        if pixels.dtype == torch.uint8:
+            pixels = transform.normalise(pixels.float() / 255)
+        if forward:
+            embeddings, hidden = forward(readable, pixels)                 # (b, ...)
+        else:
+            embeddings, _, hidden = model(pixels)                          # (b, D), (b, width)
+        index += readable
+        image.append(embeddings.float().cpu())
+        features.append(hidden.float().cpu())
+    model.train(was_training)
+
+    index, unreadable = gather_index(index, unreadable)
+    report_unreadable(data, len(rows), index, unreadable)
     order = np.argsort(index)
-    return index[order], gather_rows(image)[order], gather_rows(features)[order], bad
+    return EncodedImages(
+        index[order], gather_rows(image)[order], gather_rows(features)[order], unreadable)
+
+
+def gather_index(index, unreadable):
+    """The rows (M,) of all processes, ordered by process, and {key: reason} of all. Collective."""
+    all_rows, all_reasons = [], {}
+    for rows, reasons in gather_objects((index, unreadable)):
+        all_rows += rows
+        all_reasons.update(reasons)
+    return np.array(all_rows), all_reasons
+
+
+def report_unreadable(data, num_rows, index, unreadable):
+    """Prints how many images cannot be read. Raises UserError if it is all of them."""
+    first = next(iter(unreadable.items()), "")
+    if not len(index):
+        raise UserError(f"{data.full_name}: none of its {num_rows} images can be read, "
+                        f"first {first}")
+    if unreadable:
+        say(f"{data.full_name}: {len(unreadable)} of {num_rows} images cannot be read "
+            f"and are left out, first {first}")
 
 
 @torch.no_grad()
 def encode_texts(model, tokenizer, texts, device, batch=512):
     """Embeddings (len(texts), D) on the CPU; the processes share the work. Collective."""
-    training, W = model.training, world()
+    num_processes = world()
+    my_texts = texts[rank()::num_processes]
+    was_training = model.training
     model.eval()
-    mine, out = [texts[i] for i in range(rank(), len(texts), W)], []
-    for start in range(0, len(mine), batch):
-        tokens = {k: v.to(device) for k, v in tokenizer(mine[start:start + batch]).items()}
-        out.append(model(tokens=tokens)[1].float().cpu())
-    model.train(training)
-    order = np.argsort(np.concatenate([np.arange(k, len(texts), W) for k in range(W)]))
-    return gather_rows(out)[order]
+    parts = []
+    for start in range(0, len(my_texts), batch):
+        tokens = tokenizer(my_texts[start:start + batch])                  # (b, L) each
+        tokens = {name: ids.to(device) for name, ids in tokens.items()}
+        _, text, _ = model(tokens=tokens)                                  # (b, D)
+        parts.append(text.float().cpu())
+    model.train(was_training)
+    # process k has texts k, k + W, k + 2W, ...
+    text_of_row = [np.arange(k, len(texts), num_processes) for k in range(num_processes)]
+    order = np.argsort(np.concatenate(text_of_row))
+    return gather_rows(parts)[order]

@@ -1,100 +1,168 @@
-"""Meta-data of mama.py: a few clean, balanced examples, from train, from val (which are then not evaluated on), or
-those that a file names."""
+"""The meta-data of MAMA: a few clean, balanced examples on which its weights are measured.
+
+They come from train, from val (whose evaluation then leaves them out), or from a file of names.
+"""
 
 import collections
 from pathlib import Path
 
 from contrastive.data.views import key_hash
 from contrastive.encoders.sentences import SentenceEncoder
-from contrastive.engine.processes import UserError, opening
+from contrastive.core.processes import UserError, opening
 from contrastive.evaluation.clusters import k_means
 
 import numpy as np
 import torch
 
-CLUSTERS = 50  # of captions; they take the place of classes to balance meta-data
-CLUSTERED = 20_000  # rows that are clustered: the first in the order of the hash of their names
+NUM_CLUSTERS = 50  # of captions, with --meta-balance captions
+MAX_CLUSTERED = 20_000  # rows that are clustered for it, the first in the order of their hash
 
 
-def meta_data(train, evals, dataset, wanted, size, batch, task="retrieval", balance="auto"):
-    """(Data of the meta-data, the evaluation sets without them).
+def meta_data(train, evals, args):
+    """Takes the meta-data that --meta-set asks for.
 
-    Args: wanted: train, val or a file of names; size: number of examples from train or val; batch: examples per step;
-        balance: over classes if there are any (auto), over classes or refuse (classes), over caption clusters, or none.
-    Raises: UserError if there are too few, or the data are a stream."""
-    source = train if wanted != "val" else evals.get(dataset, {}).get("val")
+    Args:
+        train, evals: as open_data returns them.
+        args: the flags of mama.py.
+    Returns: Data of the meta-data, with a note for the banner; and the evaluation sets without it.
+    Raises: UserError if there are too few examples, or the data are a stream.
+    """
+    source = train
+    if args.meta_set == "val":
+        source = evals.get(args.dataset, {}).get("val")
     if source is None or source.streamed:
-        raise UserError(f"--meta-set {wanted}: {dataset} has no such split to take rows from")
-    own = source.own or source                                             # without --extra-pairs, whose rows come last
-    if wanted in ("train", "val"):
-        columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(task, ["label", "verb"])
-        if balance == "classes" and all(own.column(c) is None for c in columns):
-            raise UserError(f"--meta-balance classes: {own.name} has no column {' or '.join(columns)}")
-        rows, how = balanced_rows(own, size, columns if balance in ("auto", "classes") else (), balance == "captions")
+        raise UserError(f"--meta-set {args.meta_set}: {args.dataset} has no such split to take "
+                        "rows from")
+    # without the rows of --extra-pairs, which come last
+    candidates = source.before_extra_pairs or source
+    if args.meta_set in ("train", "val"):
+        rows, description = choose_rows(candidates, args)
     else:
-        rows, how = named_rows(own, wanted)
-    if len(rows) < batch:
-        raise UserError(f"--meta-set {wanted}: {len(rows)} examples, fewer than --meta-batch-size {batch}")
-    note = f"{len(rows)} of {source.split}, {how}; {batch} per step"
-    if wanted == "val":
-        rest = np.setdiff1d(np.arange(len(source)), rows)
-        if not len(rest):
-            raise UserError(f"--meta-size {size}: val has {len(source)} examples, so none would be left to evaluate on")
-        evals = evals | {dataset: evals[dataset] | {"val": source.select(rest)}}
-        note += "; they are left out of evaluation, and only --weighting meta and l2rw learn from them"
+        rows, description = named_rows(candidates, args.meta_set, evals.get(args.dataset, {}))
+    if len(rows) < args.meta_batch_size:
+        raise UserError(f"--meta-set {args.meta_set}: {len(rows)} examples, fewer than "
+                        f"--meta-batch-size {args.meta_batch_size} ({description})")
+
+    note = f"{len(rows)} of {source.split}, {description}; {args.meta_batch_size} per step"
+    if args.meta_set == "val":
+        remaining_rows = np.setdiff1d(np.arange(len(source)), rows)
+        if not len(remaining_rows):
+            raise UserError(f"--meta-size {args.meta_size}: val has {len(source)} examples, so "
+                            "none would be left to evaluate on")
+        splits = evals[args.dataset] | {"val": source.select(remaining_rows)}
+        evals = evals | {args.dataset: splits}
+        note += ("; they are left out of evaluation, and only --weighting meta and l2rw learn from "
+                 "them")
     meta = source.select(rows)
     meta.note = note
     return meta, evals
 
 
-def balanced_rows(data, size, columns=("label", "verb"), captions=False):
-    """(size,) rows in the order of a hash of their names, taking classes (or caption clusters) in turn and leaving out
-    rows known to be noisy; of unfolded rows, all names come before one comes again; and a description for the note."""
-    place = np.array([key_hash(f"meta {key}") for key in data.keys()])                            # (M,)
-    noisy = data.column("noisy")
-    rows = np.argsort(place, kind="stable")
-    rows = rows if noisy is None else rows[~np.asarray(noisy)[rows]]
-    rows = rows[np.argsort(turns(place[rows].tolist()), kind="stable")]
-    column, kinds = next((c for c in columns if data.column(c) is not None), None), None
-    if column:
-        kinds, of = np.asarray(data.column(column))[rows].tolist(), column
-    elif captions:
-        rows = rows[:max(size, CLUSTERED)]
-        kinds = caption_clusters(data, rows)
-        of = f"{len({*kinds})} clusters of captions"
-    if kinds is not None:
-        turn = np.where(np.array(kinds) == -1, len(rows), turns(kinds))    # rows without a class are taken last
-        rows = rows[np.argsort(turn, kind="stable")]
-    clean = ", known to be clean" if noisy is not None else ", not known to be clean: captions as the set has them"
-    return np.sort(rows[:size]), ("at random" if kinds is None else f"balanced over {of}") + clean
+def choose_rows(data, args):
+    """Chooses rows by --meta-size and --meta-balance: rows, and words that describe them."""
+    columns = class_columns(args.task)
+    column = next((name for name in columns if data.column(name) is not None), None)
+    if args.meta_balance == "classes" and column is None:
+        raise UserError(f"--meta-balance classes: {data.name} has no column "
+                        + " or ".join(columns))
+    if args.meta_balance not in ("auto", "classes"):
+        column = None
+    return balanced_rows(data, args.meta_size, column, args.meta_balance == "captions")
 
 
-def turns(kinds):
-    """How many of its kind come before each: [a, b, a] -> [0, 0, 1]."""
-    seen, out = collections.Counter(), []
-    for kind in kinds:
-        out.append(seen[kind])
-        seen[kind] += 1
-    return out
+def class_columns(task):
+    """The columns, in order, that may divide the examples of a task of mama.py into classes."""
+    if task == "qa-open":
+        return ["answer"]
+    if task == "qa-choice":
+        return ["question_type"]
+    return ["label", "verb"]
+
+
+def balanced_rows(data, size, column=None, by_captions=False):
+    """Rows in the order of a hash of their names, from each class or caption cluster in turn.
+
+    Rows that are known to be noisy are left out. Of unfolded rows, all names come before one comes
+    a second time.
+
+    Args:
+        size: number of rows.
+        column: of the classes; None = without. Rows of class -1, unknown, come last.
+        by_captions: without classes, from clusters of captions.
+    Returns: (size,) rows in ascending order, and words that describe them.
+    """
+    hashes = np.array([key_hash(f"meta {key}") for key in data.keys()])    # (M,)
+    rows = np.argsort(hashes, kind="stable")                               # (M,)
+    noisy = data.column("noisy")                                           # (M,) bool
+    cleanliness = "not known to be clean: captions as the set has them"
+    if noisy is not None:
+        rows = rows[~np.asarray(noisy)[rows]]
+        cleanliness = "known to be clean"
+    rows = rows[np.argsort(occurrence_numbers(hashes[rows].tolist()), kind="stable")]
+
+    classes = None
+    balance = "at random"
+    if column is not None:
+        classes = np.asarray(data.column(column))[rows].tolist()
+        balance = f"balanced over {column}"
+    elif by_captions:
+        rows = rows[:max(size, MAX_CLUSTERED)]
+        classes = caption_clusters(data, rows)
+        balance = f"balanced over {len(set(classes))} clusters of captions"
+    if classes is not None:
+        turns = np.where(np.array(classes) == -1, len(rows), occurrence_numbers(classes))
+        rows = rows[np.argsort(turns, kind="stable")]
+    return np.sort(rows[:size]), f"{balance}, {cleanliness}"
+
+
+def occurrence_numbers(values):
+    """Number of equal values before each one: [a, b, a] -> [0, 0, 1]."""
+    counts = collections.Counter()
+    numbers = []
+    for value in values:
+        numbers.append(counts[value])
+        counts[value] += 1
+    return numbers
 
 
 def caption_clusters(data, rows):
-    """[cluster number of each row]: K-Means on tf-idf, with all captions of a row as one text (mmts.py clusters single
-    captions). The result is the same on every process and for every --seed."""
+    """The cluster of each row, as a list: K-Means on tf-idf, all captions of a row as one text.
+
+    The result is the same on every process and for every --seed.
+    """
     texts = [" ".join(data.captions(i)) for i in rows]
     encoder = SentenceEncoder("tf-idf", torch.device("cpu"), texts)
-    return k_means(encoder(texts).numpy(), min(CLUSTERS, len({*texts})), seed=0).tolist()
+    num_clusters = min(NUM_CLUSTERS, len(set(texts)))
+    return k_means(encoder(texts).numpy(), num_clusters, seed=0).tolist()
 
 
-def named_rows(data, file):
-    """(rows of the names (keys) in a file with one name per line, words for the note)."""
+def named_rows(data, file, splits):
+    """The rows whose names (keys) stand in a file, one in each line.
+
+    Args: splits: {split: Data} of val and test; names of theirs, and of rows held out for them, are
+        left out.
+    Returns: (n,) rows in ascending order, and words that describe them.
+    """
     with opening(file):
-        names = dict.fromkeys(x.strip() for x in Path(file).read_text(encoding="utf-8-sig").splitlines() if x.strip())
-    where = {}  # a name has several rows with --unfold-captions
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    names = dict.fromkeys(line.strip() for line in lines if line.strip())
+    # a name has several rows with --unfold-captions
+    rows_of_name = collections.defaultdict(list)
     for i, key in enumerate(data.keys()):
-        where.setdefault(key, []).append(i)
-    missing = [n for n in names if n not in where]
-    if missing:
-        raise UserError(f"--meta-set {file}: {len(missing)} of its {len(names)} names are not in train, first "
-                        f"{missing[0][:100]!r}; a name of train: {next(iter(where))!r}")
-    return np.sort([i for n in names for i in where[n]]).astype(np.int64), "by name"
+        rows_of_name[key].append(i)
+    held_out = set(data.held_out)
+    for split in splits.values():
+        held_out.update(split.keys())
+    outside = [name for name in names if name not in rows_of_name]
+    unknown = [name for name in outside if name not in held_out]
+    if unknown:
+        raise UserError(f"--meta-set {file}: {len(unknown)} of its {len(names)} names are not in "
+                        f"train, first {unknown[0][:100]!r}; a name of train: "
+                        f"{next(iter(rows_of_name))!r}")
+    rows = []
+    for name in names:
+        rows += rows_of_name.get(name, [])
+    description = "by name"
+    if outside:
+        description += f", {len(outside)} of val or test left out"
+    return np.sort(rows).astype(np.int64), description

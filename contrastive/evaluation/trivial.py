@@ -1,9 +1,9 @@
-"""What a kNN or a probe has to be clearly above: raw pixels, a histogram of 64 colours, and the untrained tower."""
+"""Trivial baselines of neighbours and probes: raw pixels, colour histograms, untrained towers."""
 
+from contrastive.core.processes import say
 from contrastive.data.table import frames_of
 from contrastive.encoders.models import EvalTransform
-from contrastive.engine.processes import say
-from contrastive.evaluation.by_class import class_metrics, labelled
+from contrastive.evaluation.by_class import LabelledFeatures, class_metrics, labelled
 from contrastive.evaluation.embed import encode_images
 
 import numpy as np
@@ -11,44 +11,105 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-MOST = {"train": 5_000, "test": 2_000}  # rows, so that a large set takes minutes
-SIDE, CLIP_SIDE, PROBE_SIDE = 48, 32, 8  # pixels at most
+# rows at most, so that a large data set takes minutes
+MAX_TRAIN = 5_000
+MAX_TEST = 2_000
+# sides in pixels at most: of an image, of a clip, of the pixels that a probe sees
+IMAGE_SIDE = 48
+CLIP_SIDE = 32
+PROBE_SIDE = 8
 
 
 def pixels_and_colours(_, images):
-    """Of images or clips (b, [T,] 3, S, S) in 0..1: all pixels (b, many); and (b, 64 + few) the share of each of
-    4 x 4 x 4 colours and the pixels for a probe, which would take an hour on all: the mean of the frames at PROBE_SIDE.
+    """Raw pixels and colour histograms of images or clips.
+
+    Args: images: (b, [T,] 3, S, S) in 0..1.
+    Returns: all pixels (b, many); the share of each of 4 x 4 x 4 colours and the pixels for a
+        probe, (b, 64 + few). A probe of all pixels would take an hour, so these are the mean of the
+        frames, PROBE_SIDE high and wide.
     """
-    levels = (images * 255).round().movedim(-3, -1).flatten(1, -2).long() // 64    # (b, pixels, 3)
-    colour = levels[..., 0] * 16 + levels[..., 1] * 4 + levels[..., 2]             # (b, pixels)
-    colours = torch.stack([torch.bincount(row, minlength=64) for row in colour]).float() / colour.shape[1]
-    frame = images.mean(1) if images.ndim == 5 else images                         # (b, 3, S, S)
-    small = F.adaptive_avg_pool2d(frame, min(PROBE_SIDE, frame.shape[-1])).flatten(1)
-    return images.flatten(1), torch.cat([colours, small], 1)
+    levels = (images * 255).round().movedim(-3, -1).flatten(1, -2).long() // 64          # (b, P, 3)
+    colour = levels[..., 0] * 16 + levels[..., 1] * 4 + levels[..., 2]     # (b, P)
+    counts = torch.stack([torch.bincount(row, minlength=64) for row in colour])          # (b, 64)
+    shares = counts.float() / colour.shape[1]                              # (b, 64)
+    frame = images
+    if images.ndim == 5:
+        frame = images.mean(1)                                             # (b, 3, S, S)
+    side = min(PROBE_SIDE, frame.shape[-1])
+    small = F.adaptive_avg_pool2d(frame, side).flatten(1)                  # (b, 3 * side * side)
+    return images.flatten(1), torch.cat([shares, small], 1)
 
 
-def trivial_accuracy(train, test, few, transform, device, workers, projected, tasks, models, limits=None):
-    """{pixels, colours and each of `models`: {knn@1, knn@10 and/or few-shot, all: as class_metrics has them}}.
+class BodyFeatures(nn.Module):
+    """The features of a frozen image encoder as embeddings: what its projection has to improve."""
 
-    Args: train, test, few: Data, few None or of the few-shot probe; of more than MOST rows so many are drawn.
-        tasks: knn, probe.   models: {name: model}, measured beside the trivial ones; projected: kNN on its embeddings,
-        else on features. Pixels are those of a view at most SIDE or CLIP_SIDE high and wide; sets of features from
-        files have none: only the models are measured. Collective."""
-    size = min(transform.size, CLIP_SIDE if frames_of(train) else SIDE)
-    view = EvalTransform(size, (0, 0, 0), (1, 1, 1), transform.resize, transform.size / transform.short)
-    features = {}                                                          # {name: {part: as of `labelled`}}
-    parts = {"train": train, "test": test} | ({"few": few} if few else {})
-    for part, data in parts.items():
-        most = MOST.get(part, len(data))
-        if len(data) > most:
-            say(f"{data.name} ({data.split}): trivial baselines on {most:,} of {len(data):,} images")
-            data = data.select(np.sort(np.random.default_rng(42).permutation(len(data))[:most]))
-        found = {k: labelled(model, data, transform, device, workers, projected) for k, model in models.items()}
-        if getattr(data.clip, "has_pixels", True):
-            index, pixels, rest, _ = encode_images(nn.Identity(), data, view, device, workers=workers,
-                                                   rows=np.flatnonzero(data.labels >= 0), forward=pixels_and_colours)
-            labels, colours, small = data.labels[index], rest[:, :64], rest[:, 64:]
-            found = {"pixels": (pixels, small, labels), "colours": (colours, colours, labels)} | found
-        for name, of in found.items():
-            features.setdefault(name, {})[part] = of
-    return {name: class_metrics(tasks, **of, limits=limits, device=device)[0] for name, of in features.items()}
+    def __init__(self, tower):
+        super().__init__()
+        self.tower = tower
+        self.cached_images = tower.cached_images
+        self.train(tower.training)
+
+    def forward(self, pixels):
+        _, _, features = self.tower(pixels)                                # (b, width)
+        return features, None, features
+
+
+def trivial_accuracy(train, test, few, options, *, tasks, models, limits=None):
+    """What a neighbour or a probe has to be clearly above. Collective.
+
+    Data sets of features from files have no pixels: only the models are measured.
+
+    Args:
+        train, test: Data; of more rows than MAX_TRAIN and MAX_TEST so many are drawn.
+        few: Data of the few-shot probe, or None.
+        options: FeatureOptions; pixels and colours are those of a smaller view.
+        tasks: 'knn', 'probe' or both.
+        models: {name: model}, measured beside pixels and colours.
+        limits: as in class_metrics.
+    Returns: {pixels, colours and each of `models`: as class_metrics}.
+    """
+    view = small_view(options.transform, train)
+    train_features = features_of(at_most(train, MAX_TRAIN), view, options, models)
+    test_features = features_of(at_most(test, MAX_TEST), view, options, models)
+    few_features = {}
+    if few:
+        few_features = features_of(few, view, options, models)
+    result = {}
+    for name in train_features:
+        result[name], _, _ = class_metrics(
+            tasks, train_features[name], test_features[name], few_features.get(name), limits,
+            device=options.device)
+    return result
+
+
+def small_view(transform, data):
+    """The EvalTransform for pixels and colours: smaller, and without statistics."""
+    max_side = CLIP_SIDE if frames_of(data) else IMAGE_SIDE
+    size = min(transform.size, max_side)
+    crop = transform.size / transform.short
+    return EvalTransform(size, (0, 0, 0), (1, 1, 1), transform.resize, crop)
+
+
+def at_most(data, num_rows):
+    """Data with so many rows at most, drawn with a fixed seed."""
+    if len(data) <= num_rows:
+        return data
+    say(f"{data.full_name}: trivial baselines on {num_rows:,} of {len(data):,} images")
+    rows = np.random.default_rng(42).permutation(len(data))[:num_rows]
+    return data.select(np.sort(rows))
+
+
+def features_of(data, view, options, models):
+    """{name: LabelledFeatures} of pixels, colours and the models."""
+    features = {}
+    if getattr(data.clip, "has_pixels", True):
+        index, pixels, compact, _ = encode_images(
+            nn.Identity(), data, view, options.device, workers=options.workers,
+            rows=np.flatnonzero(data.labels >= 0), forward=pixels_and_colours)
+        labels = data.labels[index]
+        colours, small = compact[:, :64], compact[:, 64:]
+        features["pixels"] = LabelledFeatures(pixels, small, labels)
+        features["colours"] = LabelledFeatures(colours, colours, labels)
+    for name, model in models.items():
+        features[name] = labelled(model, data, options)
+    return features

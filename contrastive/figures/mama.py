@@ -1,4 +1,5 @@
-"""Pictures of MAMA: weights (Fig. 4, right), short and detailed captions (Tables 9, 10), described clips (Fig. 6)."""
+"""Pictures of mama.py: weights (Fig. 4, right), described clips (Fig. 6; tools/caption.py) and
+their scores (Tables 9 and 10; tools/score.py)."""
 
 from contrastive.figures import base
 from contrastive.figures.base import figure, save_figure
@@ -6,51 +7,89 @@ from contrastive.figures.base import figure, save_figure
 import numpy as np
 from safetensors.torch import load_file
 
+NUM_CURVES = 5  # of the weights along a run
+
 
 def draw_weights(tensors, weighting, path):
-    """Fig. 4, right: weights against losses, over the run (if a network gives them) and of the last batch's pairs."""
-    fig, axes = figure(2 if "curves" in tensors else 1)
-    if "curves" in tensors:
-        curves, grid = tensors["curves"], tensors["loss_grid"]             # (K, 1 + 64), (64,)
-        for k in np.unique(np.linspace(0, len(curves) - 1, 5).round().astype(int)):
-            axes[0].plot(grid, curves[k, 1:], label=f"step {curves[k, 0]:.0f}")
-        axes[0].set(title="weight over loss along the run (Fig. 4)", xlabel="L_i, nats", ylabel="w_i")
-        base.legend_above(axes[0])
-    sample, weight, swapped = tensors["last_batch"].unbind(1)              # (N,) each
-    for label, those in (("matched", swapped == 0), ("mismatched", swapped == 1)):
-        if those.any():
-            axes[-1].scatter(sample[those], weight[those], s=14, alpha=0.7, label=label)
-    axes[-1].set(title="the pairs of the last batch", xlabel="L_i, nats", ylabel="w_i")
-    base.legend_above(axes[-1])
+    """Draws weights against losses (Fig. 4, right): of a network over the run, and of pairs.
+
+    Args:
+        tensors: the content of weights.safetensors. last_batch (N, 3): loss, weight and 1 if
+            mismatched; of a network loss_grid (64,) and curves (K, 1 + 64), a step and its weights.
+        weighting: its name, for the title.
+    """
+    has_curves = "curves" in tensors
+    fig, axes = figure(2 if has_curves else 1)
+    if has_curves:
+        draw_weight_curves(axes[0], tensors["loss_grid"], tensors["curves"])
+    right = axes[-1]
+    sample, weight, mismatched = tensors["last_batch"].unbind(1)           # (N,) each
+    right.set(title="the pairs of the last batch", xlabel="L_i, nats", ylabel="w_i")
+    if mismatched.any():
+        for label, value in (("matched", 0), ("mismatched", 1)):
+            pairs = mismatched == value                                    # (N,) bool
+            right.scatter(sample[pairs], weight[pairs], s=14, alpha=0.7, label=label)
+        base.legend_above(right)
+    else:
+        # of the user's own data nobody knows which captions are wrong
+        right.scatter(sample, weight, s=14, alpha=0.7)
     fig.suptitle(f"--weighting {weighting}")
     save_figure(fig, path)
 
 
-def draw_clips(clips, path, title, width, words):
-    """Draws clips [(picture (H, W, 3), words below it)], two in a row: descriptions (Fig. 6), or scores (Tables 9, 10).
+def draw_weight_curves(ax, grid, curves):
+    """Draws the weights (K, 1 + 64) of the losses grid (64,) at up to five of K steps."""
+    chosen = np.linspace(0, len(curves) - 1, NUM_CURVES).round().astype(int)
+    for k in np.unique(chosen):
+        ax.plot(grid, curves[k, 1:], label=f"step {curves[k, 0]:.0f}")
+    ax.set(title="weight over loss along the run (Fig. 4)", xlabel="L_i, nats", ylabel="w_i")
+    base.legend_above(ax)
 
-    width: of a picture, inches.   words: inches for those below."""
+
+def draw_clips(clips, path, title, width, words):
+    """Draws clips two in a row, with descriptions (Fig. 6) or scores (Tables 9 and 10).
+
+    Args:
+        clips: [(picture (H, W, 3), words below it)].
+        width: of a picture, in inches.
+        words: height of the words, in inches.
+    """
     cells = [(pixels, "", below, False) for pixels, below in clips]
-    base.draw_examples([("", cells[k:k + 2]) for k in range(0, len(cells), 2)], path, title, width=width, words=words)
+    rows = [("", cells[k:k + 2]) for k in range(0, len(cells), 2)]
+    base.draw_examples(rows, path, title, width=width, words=words)
 
 
 def draw(run):
     """The pictures of a run: curves, weights (Fig. 4, right), retrieval or answers."""
-    args, val = run.args, f"eval/{next(iter(run.val_pieces or run.test_pieces), '')}"
-    ways = {"t->v": "text_to_image", "v->t": "image_to_text"}
-    scores = {f"{k}, {label}": f"{val}/{way}/{k}" for label, way in ways.items() for k in ("R@1", "R@10")}
-    scored, kind, function = "retrieval, val", "retrieval", base.draw_retrieval
-    if args.task != "retrieval":
-        scores, scored = {"val": f"{val}/accuracy", "training batch": "answered"}, "answers"
-        kind, function = "answers", base.draw_answers
-    base.draw_curves(run, [
-        ("loss", "nats", {"weighted, Eq. 8": "loss", "L_i, all pairs": "L", "L_i, matched": "L_matched",
-                          "L_i, mismatched (stays high)": "L_mismatched"}),
-        ("margin", "mu, radians", {"mu": "mu"}),
-        ("weights", "mean over the batch", {"all": "w", "matched": "w_matched", "mismatched": "w_mismatched"}),
-        *base.BATCH, (scored, "%", scores)], run.folder / "curves.png", rest=True)
+    args = run.args
+    draw_curves(run)
     if args.weighting != "none":
         tensors = load_file(run.folder / "weights.safetensors")
         draw_weights(tensors, args.weighting, run.folder / "weights.png")
     for _, suffix, pieces in base.by_set(run.test_pieces):
-        function(pieces, run.folder / f"{kind}{suffix}.png")
+        if args.task == "retrieval":
+            base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
+        else:
+            base.draw_answers(pieces, run.folder / f"answers{suffix}.png")
+
+
+def draw_curves(run):
+    """The curves of a run, with the retrieval or the accuracy of its first evaluation set."""
+    if run.args.task == "retrieval":
+        score_title, scores = "retrieval, val", base.recalls(run)
+    else:
+        name = next(iter(run.val_pieces or run.test_pieces), "")
+        score_title = "answers"
+        scores = {"val": f"eval/{name}/accuracy", "training batch": "answered"}
+    losses = {
+        "weighted, Eq. 8": "loss",
+        "L_i, all pairs": "L",
+        "L_i, matched": "L_matched",
+        "L_i, mismatched (stays high)": "L_mismatched"}
+    weights = {"all": "w", "matched": "w_matched", "mismatched": "w_mismatched"}
+    base.draw_training_curves(run, [
+        ("loss", "nats", losses),
+        (score_title, "%", scores),
+        ("margin", "mu, radians", {"mu": "mu"}),
+        ("weights", "mean over the batch", weights),
+        *base.BATCH])

@@ -1,4 +1,7 @@
-"""Pictures of MM-TS: temperatures or margins of clusters over a run (Figs. 3, 5, 8 to 11); the clusters (4, 6, 7)."""
+"""Pictures of MM-TS: temperatures or margins of clusters over a run (Figs. 3, 5, 8 to 11), and the
+clusters themselves (Figs. 4, 6, 7)."""
+
+from pathlib import Path
 
 from contrastive.figures import base
 from contrastive.figures.base import draw_curves, figure, save_figure, whole_ticks
@@ -6,14 +9,20 @@ from contrastive.figures.base import draw_curves, figure, save_figure, whole_tic
 import numpy as np
 
 
-def draw_cluster_curves(steps, values, sizes, path, title, label, lines=5):
-    """Draws the temperature or margin of a few clusters over a run, from the largest cluster to the smallest.
+def draw_cluster_curves(steps, values, sizes, path, *, title, label, num_lines=5):
+    """Draws the temperatures or margins of a few clusters over a run, from largest to smallest.
 
-    Args: steps (S,); values (S, K): of each cluster; sizes (K,): largest first; label: of the values."""
+    Args:
+        steps: (S,).
+        values: (S, K) of each cluster.
+        sizes: (K,) largest first.
+        label: what the values are.
+    """
     fig, (ax,) = figure(1, width=6.4, height=3.6)
-    shown = np.unique([np.abs(sizes - s).argmin() for s in np.linspace(*sizes[[0, -1]], lines)])  # evenly in size
-    for c in shown:
-        ax.plot(steps, values[:, c], label=f"{sizes[c]:,}")
+    targets = np.linspace(sizes[0], sizes[-1], num_lines)                  # evenly in size
+    clusters = [np.abs(sizes - target).argmin() for target in targets]
+    for cluster in np.unique(clusters):
+        ax.plot(steps, values[:, cluster], label=f"{sizes[cluster]:,}")
     ax.set(title=title, xlabel="step", ylabel=label)
     ax.set_ylim(bottom=min(0, values.min()))
     whole_ticks(ax)
@@ -21,21 +30,27 @@ def draw_cluster_curves(steps, values, sizes, path, title, label, lines=5):
     save_figure(fig, path)
 
 
-def draw_distribution(sizes, values, path, title, label):
-    """Draws the sizes of clusters, largest first, and beside them each cluster's temperature or margin with its range.
+def draw_distribution(sizes, values, path, *, title, label):
+    """Draws the sizes of the clusters, and beside them the range of each one's values.
 
-    Args: sizes (K,); values (S, K): at each step; label: of the values."""
+    Args:
+        sizes: (K,) largest first.
+        values: (S, K) temperature or margin of each cluster at each step.
+        label: what the values are.
+    """
     fig, (left, right) = figure(2)
-    x = np.arange(1, len(sizes) + 1)
-    left.bar(x, sizes, width=1.0)
-    left.set(title="how many captions or examples", xlabel="cluster, largest first", ylabel="size")
+    place = np.arange(1, len(sizes) + 1)                                   # (K,)
+    left.bar(place, sizes, width=1.0)
+    left.set(title="how many captions or examples", ylabel="size")
     low, high = values.min(0), values.max(0)                               # (K,)
-    right.fill_between(x, low, high, step="mid", color="C1", alpha=0.3, lw=0, label="range over the run")
-    right.step(x, (low + high) / 2, where="mid", color="C1", label="middle")
-    right.set(title=f"{label} of each", xlabel="cluster, largest first", ylabel=label)
+    right.fill_between(place, low, high, step="mid", color="C1", alpha=0.3, lw=0,
+                       label="range over the run")
+    right.step(place, (low + high) / 2, where="mid", color="C1", label="middle")
+    right.set(title=f"{label} of each", ylabel=label)
     right.set_ylim(bottom=min(0, values.min()))
     base.legend_above(right)
     for ax in (left, right):
+        ax.set_xlabel("cluster, largest first")
         whole_ticks(ax)
     fig.suptitle(title)
     save_figure(fig, path)
@@ -46,69 +61,120 @@ def draw_map(embeddings, labels, path, title):
     from sklearn.manifold import TSNE
 
     fig, (ax,) = figure(1, width=5.5, height=5)
-    plane = TSNE(perplexity=min(30, max(1, len(embeddings) // 4)), init="pca", random_state=0,
-                 metric="cosine").fit_transform(np.asarray(embeddings, np.float64))  # (n, 2)
-    ax.scatter(*plane.T, c=labels * 7 % 20, cmap="tab20", s=8)
-    below = f"{len(plane):,} points of {len(set(labels.tolist()))} clusters; a colour serves several"
-    ax.set(title=title, xticks=[], yticks=[], xlabel=below)
+    perplexity = min(30, max(1, len(embeddings) // 4))
+    model = TSNE(perplexity=perplexity, init="pca", random_state=0, metric="cosine")
+    plane = model.fit_transform(embeddings.astype(np.float64))             # (n, 2)
+    ax.scatter(plane[:, 0], plane[:, 1], c=labels * 7 % 20, cmap="tab20", s=8)
+    num_clusters = len(np.unique(labels))
+    ax.set(title=title, xticks=[], yticks=[],
+           xlabel=f"{len(plane):,} points of {num_clusters} clusters; a colour serves several")
     save_figure(fig, path)
 
 
 def draw_clusters(data, examples, path, title, unit="captions"):
-    """Draws three pictures and captions each from the largest, a middle and the smallest cluster.
+    """Draws three pictures and captions of the largest, a middle and the smallest cluster.
 
-    Args: examples: list of {size, captions, rows}, largest cluster first; rows: of data; unit: what a size counts."""
-    shown = [examples[k] for k in sorted({0, len(examples) // 2, len(examples) - 1})]
-    table = [(f"{e['size']:,} {unit}", [(base.picture(data, i), "", base.wrap(words, 22), False)
-                                        for i, words in zip(e["rows"][:3], e["captions"])]) for e in shown]
+    Args:
+        examples: list of {size, captions, rows of data}, the largest cluster first.
+        unit: what a size counts.
+    """
+    table = []
+    for number in sorted({0, len(examples) // 2, len(examples) - 1}):
+        example = examples[number]
+        pictures = []
+        for row, caption in zip(example["rows"][:3], example["captions"]):
+            pictures.append((base.picture(data, row), "", base.wrap(caption, 22), False))
+        table.append((f"{example['size']:,} {unit}", pictures))
     base.draw_examples(table, path, f"{title}: clusters by size", width=2.2, words=0.7)
 
 
 def draw(run, clusters, shifts, period, curve):
-    """The pictures of a run: curves, retrieval, and those of its clusters; arguments as in draw_figures."""
-    args = run.args
-    word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
-    draw_curves(run, [
-        ("loss, which moves with its schedule", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
-        (f"{long_word} of the batch", f"{word}, logged steps", {k: f"{word}_{k}" for k in ("max", "mean", "min")}),
-        ("retrieval, val", "%", base.recalls(run)), *base.BATCH,
-        ("captions that are in no cluster", "of the batch", {"captions": "not_in_clusters"})
-    ], run.folder / "curves.png", rest=True)
+    """The pictures of a run: curves, retrieval, and those of its clusters; as in draw_figures."""
+    draw_training(run)
     for name, suffix, pieces in base.by_set(run.val_pieces):
-        it = base.kind_of(pieces)
-        thirds = {part_of: f"eval/{name}/by_cluster_size/{part_of}/R@1" for part_of in ("head", "mid", "tail")}
-        draw_curves(run, [
-            ("retrieval, val", "%", base.recalls(run, name)),
-            ("multi-instance retrieval, val", "%", {k: f"eval/{name}/mir/{k}" for k in ("mAP", "nDCG")}),
-            ("by the size of the query's cluster, val", f"R@1, text -> {it}, %", thirds),
-            ("modality gap, val", "distance of the means", {"gap": f"eval/{name}/modality_gap"})
-        ], run.folder / f"evaluation{suffix}.png")
+        path = run.folder / f"evaluation{suffix}.png"
+        draw_evaluation(run, name, base.kind_of(pieces), path)
     for _, suffix, pieces in base.by_set(run.test_pieces):
         base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
     if clusters is not None:
-        draw_figures(run.folder, args, run.total, run.train, clusters, shifts, period, curve)
+        draw_figures(run.folder, run.args, run.train, clusters, total=run.steps.total,
+                     shifts=shifts, period=period, curve=curve)
 
 
-def draw_figures(folder, args, total, train, clusters, shifts, period, curve):
-    """The paper's Figures 3 to 11, from clusters.
+def draw_training(run):
+    """Draws what is logged in training."""
+    word, long_word = quantity(run.args)
+    panels = [
+        ("loss, which moves with its schedule", "loss",
+         {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
+        ("retrieval, val", "%", base.recalls(run)),
+        (f"{long_word} of the batch", f"{word}, logged steps",
+         {name: f"{word}_{name}" for name in ("max", "mean", "min")}),
+        *base.BATCH,
+        ("captions that are in no cluster", "of the batch",
+         {"captions": "not_in_clusters"})]
+    base.draw_training_curves(run, panels)
 
-    Args: folder: of the pictures; total: steps; shifts (K + 1,) or (1,): one per cluster, or one for all; curve: the
-        script's own function, (step, shifts) -> temperatures or margins."""
-    word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
-    points = min(total, max(1000, round(20 * total / period)))             # 20 per period, if the run has so many steps
-    steps = np.unique(np.linspace(0, total, points + 1).round())           # (S,)
-    values = np.array([curve(t, shifts).numpy() for t in steps])           # (S, K + 1) or (S, 1)
-    source = f"{args.dataset}, {args.clusters}"
-    if not args.learnable_tau:                                             # a learnable tau ignores the clusters
-        sizes = clusters.sizes.numpy()
-        values = values[:, :-1] if args.shifts else values.repeat(len(sizes), 1)                 # (S, K)
-        draw_cluster_curves(steps, values, sizes, folder / "temperatures.png",
-                            title=f"{long_word} of clusters over the run (Fig. 3): {source}", label=word)
-        draw_distribution(sizes, values, folder / "distribution.png",
-                          title=f"{source}: {len(sizes)} clusters (Figs. 5, 8 to 11)", label=word)
+
+def draw_evaluation(run, name, kind, path):
+    """Draws the evaluations of a val set on the way.
+
+    Args:
+        name: of the set.
+        kind: image or video.
+    """
+    column = f"eval/{name}"
+    thirds = f"{column}/by_cluster_size"
+    panels = [
+        ("retrieval, val", "%", base.recalls(run, name)),
+        ("multi-instance retrieval, val", "%",
+         {metric: f"{column}/mir/{metric}" for metric in ("mAP", "nDCG")}),
+        ("by the size of the query's cluster, val", f"R@1, text -> {kind}, %",
+         {third: f"{thirds}/{third}/R@1" for third in ("head", "mid", "tail")}),
+        ("modality gap, val", "distance of the means",
+         {"gap": f"{column}/modality_gap"})]
+    draw_curves(run, panels, path)
+
+
+def draw_figures(folder, args, train, clusters, *, total, shifts, period, curve):
+    """The paper's Figures 3 to 11, from the clusters of a run.
+
+    Args:
+        folder: where the pictures go.
+        total: steps of the run.
+        shifts: (K + 1,), one for each cluster, or (1,) one for all.
+        period: of the schedule, in steps.
+        curve: the script's function (step, shifts) -> temperatures or margins.
+    """
+    source = f"{Path(args.dataset).name}, {args.clusters}"
+    if not args.learnable_tau:                                             # that has no clusters
+        word, long_word = quantity(args)
+        num_points = max(1000, round(20 * total / period))                 # 20 in a period
+        steps = np.linspace(0, total, min(total, num_points) + 1).round()
+        steps = np.unique(steps)                                           # (S,)
+        values = np.array([curve(step, shifts).numpy() for step in steps])
+        sizes = clusters.sizes.numpy()                                     # (K,)
+        if args.shifts:
+            values = values[:, :-1]                                        # (S, K)
+        else:
+            values = values.repeat(len(sizes), 1)                          # (S, K)
+        draw_cluster_curves(
+            steps, values, sizes, folder / "temperatures.png", label=word,
+            title=f"{long_word} of clusters over the run (Fig. 3): {source}")
+        draw_distribution(
+            sizes, values, folder / "distribution.png", label=word,
+            title=f"{source}: {len(sizes)} clusters (Figs. 5, 8 to 11)")
     if "sample" in clusters.tensors:
-        draw_map(clusters.tensors["sample"].numpy(), clusters.tensors["sample_labels"].numpy(), folder / "tsne.png",
-                 title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")
+        draw_map(clusters.tensors["sample"].numpy(), clusters.tensors["sample_labels"].numpy(),
+                 folder / "tsne.png", f"{source}: embeddings by t-SNE (Figs. 4, 7)")
     if not train.streamed:
-        unit = "captions" if clusters.by == "caption" else "examples"
-        draw_clusters(train, clusters.meta["examples"], folder / "clusters.png", f"{source} (Fig. 6)", unit)
+        unit = "captions" if clusters.kind == "caption" else "examples"
+        draw_clusters(train, clusters.meta["examples"], folder / "clusters.png",
+                      f"{source} (Fig. 6)", unit)
+
+
+def quantity(args):
+    """What has a schedule: its column of the log, and its name in titles."""
+    if args.loss == "max-margin":
+        return "margin", "margin"
+    return "tau", "temperature"

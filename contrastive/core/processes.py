@@ -1,0 +1,297 @@
+"""The processes of a run: errors that a user can fix, how a process ends, and collectives."""
+
+import contextlib
+import datetime
+import errno
+import os
+import signal
+import sys
+import time
+import traceback
+
+from contrastive import CORES
+
+import torch
+import torch.distributed as dist
+
+# whether torchrun or accelerate has started this process
+LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+# for which one process waits for another: the main one may cluster the captions of CC3M alone
+TIMEOUT = datetime.timedelta(hours=3)
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # also above a quota or a limit of files
+
+
+# ===================================================== errors =====================================
+class UserError(ValueError):
+    """Something that the user can fix; its message is one line: what, where and what to do.
+
+    At the entry point it becomes that line and exit code 2.
+    """
+
+
+def first_line(error):
+    """The first line of an error's message, or the name of its type if the message is empty."""
+    message = str(error).strip() or type(error).__name__
+    return message.splitlines()[0].rstrip(":")
+
+
+def full_disk(error):
+    """The system's error of a full disk, in whose place a library raises one of its own; else the
+    error itself."""
+    causes = [error]
+    for cause in causes:
+        if isinstance(cause, OSError) and cause.errno in FULL_DISK:
+            return cause
+        earlier = cause.__cause__ or cause.__context__
+        if earlier is not None and earlier not in causes:  # a chain may be a ring
+            causes.append(earlier)
+    return error
+
+
+@contextlib.contextmanager
+def opening(path):
+    """Stands around code that opens, reads or writes a file.
+
+    Raises: UserError, one line with the path, for whatever a library raises inside.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{path}: {first_line(full_disk(error))}") from error
+
+
+@contextlib.contextmanager
+def clean_exit():
+    """Stands around a program: it ends the process with an exit code, and in one line if it can.
+
+    A UserError is one line and code 2; any other error is a traceback and code 1. The interpreter
+    is not shut down: gloo's threads sometimes abort it, and it would wait for ever for loader
+    workers, which ignore SIGTERM. A launcher ends the other processes.
+    """
+    if LAUNCHED:
+        # `accelerate launch` of one process passes no signal on
+        end_with_parent(signal.SIGTERM)
+    code = 0
+    try:
+        yield
+    except SystemExit as error:
+        code = error.code or 0
+    except KeyboardInterrupt:
+        code = 130
+    except UserError as error:
+        print_error(error)
+        code = 2
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def print_error(error):
+    """Prints a UserError on stderr, above any progress bar."""
+    from tqdm import tqdm
+    index = int(os.environ.get("RANK", 0))
+    process = ""
+    if index > 0:
+        # if the main process fails too, it prints, and the launcher ends this one meanwhile
+        time.sleep(2)
+        process = f" (process {index})"
+    tqdm.write(f"error{process}: {error}", file=sys.stderr)
+
+
+def end_with_parent(signal_number):
+    """Makes the kernel send this process a signal when its parent ends (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal_number))
+
+
+def say(*words):
+    """Prints on the main process alone, above any progress bar."""
+    # before there is a process group only the launcher's variable tells which process is main
+    if rank() == 0 and os.environ.get("RANK", "0") == "0":
+        from tqdm import tqdm
+        tqdm.write(" ".join(map(str, words)))
+        sys.stdout.flush()
+
+
+# ===================================================== start ======================================
+def join(cpu=False):
+    """Joins the process group of a launcher, for programs beside training.
+
+    Returns: the device of this process.
+    """
+    from accelerate import PartialState
+    return PartialState(cpu=cpu or not torch.cuda.is_available(), timeout=TIMEOUT).device
+
+
+def set_up(args):
+    """Seeds the random generators and sets up processes, devices and threads.
+
+    Returns: the Accelerator.
+    Raises: UserError for a precision, tracker or kind of parallelism that cannot be used.
+    """
+    from accelerate.utils import set_seed
+    set_seed(args.seed)
+    accelerator = make_accelerator(args)
+    if args.tracker and not accelerator.log_with:
+        # accelerate leaves a tracker that is not installed out without a word
+        raise UserError(f"--tracker {args.tracker}: not installed: pip install {args.tracker}")
+    refuse_sharding(accelerator)
+    if accelerator.device.type == "cuda":
+        # float32 products are exact, even if a container has chosen TF32; common.tf32 has encoders
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.benchmark = True  # a run has few shapes
+    if LAUNCHED and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        # launchers set 1 by themselves
+        processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, CORES // processes_here))
+    return accelerator
+
+
+def make_accelerator(args):
+    """The Accelerator that the flags ask for."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+    handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                InitProcessGroupKwargs(timeout=TIMEOUT)]
+    # a second run in this process may choose another device or precision
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with opening("accelerate"):  # it refuses fp16 on a CPU, and a tracker that is not installed
+        return Accelerator(
+            cpu=args.cpu or not torch.cuda.is_available(), mixed_precision=args.mixed_precision,
+            log_with=args.tracker or None, project_dir=args.output_dir,
+            kwargs_handlers=handlers, dynamo_backend="no")
+
+
+def refuse_sharding(accelerator):
+    """Raises: UserError unless every process holds the whole model, as in DDP."""
+    from accelerate.state import DistributedType
+    plain = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    if accelerator.distributed_type not in plain:
+        raise UserError(
+            f"accelerate is configured for {accelerator.distributed_type.value}; only plain "
+            "processes give the gradient of the whole batch: `accelerate config` again, or use "
+            "torchrun")
+
+
+# ===================================================== collectives ================================
+def world():
+    """Number of processes W; 1 when not distributed."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank():
+    """Index of this process, 0..W-1."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def barrier():
+    """Waits for all processes."""
+    if world() > 1:
+        dist.barrier()
+
+
+def mean_over_processes(numbers, device):
+    """{name: () tensor or float} of each process -> {name: mean as a float}. Collective."""
+    values = []
+    for value in numbers.values():
+        values.append(value.item() if torch.is_tensor(value) else value)
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    if world() > 1:
+        dist.all_reduce(total)
+    means = (total / world()).tolist()
+    return dict(zip(numbers, means))
+
+
+def gather_objects(value):
+    """The picklable values of all processes, a list by rank. Collective."""
+    values = [value] * world()
+    if world() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(work, *args):
+    """Runs work(*args) on the main process alone. Collective.
+
+    Returns: its result, on all processes.
+    Raises: its UserError, on all processes.
+    """
+    answer = None
+    if rank() == 0:
+        try:
+            answer = work(*args)
+        except UserError as error:
+            answer = error
+    answer = gather_objects(answer)[0]
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def to_device(x, device):
+    """Copies a tensor to a device; from the CPU to a GPU without making the host wait."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+# ===================================================== gather =====================================
+class _Gather(torch.autograd.Function):
+    """(B, ...) of each process -> (N, ...), with gradients of any order and in forward mode."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return _all_rows(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _SumRows.apply(grad)
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return _all_rows(tangent)
+
+
+class _SumRows(torch.autograd.Function):
+    """The transpose of _Gather, (N, ...) -> (B, ...)."""
+
+    @staticmethod
+    def forward(ctx, grad):
+        # every process has used our rows as its columns: the sum of their gradients is ours
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)
+        return grad.chunk(world())[rank()]                                 # (B, ...)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Gather.apply(grad)
+
+
+def _all_rows(x):
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(world())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)                                                # (N, ...)
+
+
+def gather(x):
+    """Concatenates the rows of all processes, with gradient: (B, ...) -> (N, ...).
+
+    With a loss that is the mean over local rows, DDP's mean over processes makes the gradient
+    exactly that of one process with the whole batch. Every process must pass the same B. On one
+    process it is the identity.
+    """
+    return _Gather.apply(x) if world() > 1 else x
+
+
+def positive_index(anchor):
+    """The column of each local row's own pair among the gathered candidates: (B,) long."""
+    return rank() * len(anchor) + torch.arange(len(anchor), device=anchor.device)

@@ -1,0 +1,419 @@
+"""The features of frozen encoders, computed once and kept in files.
+
+A folder holds the features of one encoder, of one view of one data set or of a list of texts. Its
+name is a hash of all that they depend on, so that no feature is ever out of date. Each file has
+4,096 rows in float32. It is written under another name and renamed, and one that exists is not
+computed again: an interruption, several processes and several runs at a time need nothing else.
+
+Images and clips are kept as evaluation sees them ("plain"), and those of a training set in V draws
+of each view: the draws that a run with --seed 0 makes in its epochs 0 to V - 1. The features of a
+row that cannot be read are NaN.
+"""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from contrastive.core.processes import UserError, barrier, opening, rank, say, to_device, world
+from contrastive.data.batches import UNREADABLE, Batches, loader, num_workers, read_batch
+from contrastive.data.table import ROWS_AT_ONCE, frames_of
+from contrastive.data.views import uniforms
+
+import numpy as np
+import torch
+
+FORMAT = 1  # a part of every hash; it changes when the same flags give other features
+ROWS_IN_FILE = 4096
+MAX_IN_MEMORY = 2**30  # bytes of features that are kept as a tensor on the device
+BATCH = 64  # images or frames that are encoded at a time
+VIEW_SEED = 0  # of the draws that are kept
+VIEW_CHOICE = 200  # stream of random numbers that choose among the draws, one for each Augment
+
+
+# ---- what features depend on ----
+def hash_of(**facts):
+    """The name of a folder: a hash of plain values."""
+    text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def hash_of_tensors(tensors):
+    """A hash of {name: tensor}."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
+def hash_of_pixels(data):
+    """A hash of the rows of a data set: their names, and the pixels in memory or the files.
+
+    Of a file these are its path, place in a tar, window, size and time; of embedded bytes their
+    hash.
+    """
+    digest = hashlib.sha256()
+    for key in data.keys():
+        digest.update(f"{key}\n".encode())
+    if data.pixels is not None:
+        return digest.hexdigest() + hash_of_tensors({"pixels": data.pixels})
+    file_state = functools.lru_cache(maxsize=ROWS_AT_ONCE)(state_of_file)
+    for batch in data.sources.iter(ROWS_AT_ONCE):
+        for source in batch["source"]:
+            facts = dict(source)
+            if facts.get("bytes"):
+                facts["bytes"] = hashlib.sha256(facts["bytes"]).hexdigest()
+            if facts.get("path"):
+                facts["state"] = file_state(facts["path"])
+            digest.update(json.dumps(facts, sort_keys=True).encode())
+    if data.clip is not None:
+        for name, value in vars(data.clip).items():
+            digest.update(f"{name} {getattr(value, '__qualname__', value)}".encode())
+    return digest.hexdigest()
+
+
+def state_of_file(path):
+    """Size and time of a file; None if it is not there."""
+    if not os.path.exists(path):
+        return None
+    state = os.stat(path)
+    return [state.st_size, state.st_mtime_ns]
+
+
+# ---- files ----
+class FeatureTable:
+    """The features of all rows of a data set in one or several views.
+
+    Args:
+        blocks: arrays (up to 4,096, ...) of the rows of the first view, then of the next one.
+        num_rows: M.
+        device: of the features that are taken.
+    """
+
+    def __init__(self, blocks, num_rows, device):
+        self.blocks = blocks
+        self.num_rows = num_rows
+        self.device = device
+        self.tensor = None
+        if sum(block.nbytes for block in blocks) <= MAX_IN_MEMORY:
+            self.tensor = torch.from_numpy(np.concatenate(blocks)).to(device)  # (V * M, ...)
+
+    def take(self, rows, views=0):
+        """The features (B, ...) of rows (B,) in views (B,), on the device."""
+        places = views * self.num_rows + np.asarray(rows)                   # (B,)
+        if self.tensor is not None:
+            return self.tensor[to_device(torch.from_numpy(places), self.device)]
+        blocks_of_view = -(-self.num_rows // ROWS_IN_FILE)
+        features = []
+        for place in places.tolist():
+            view, row = divmod(place, self.num_rows)
+            block = self.blocks[view * blocks_of_view + row // ROWS_IN_FILE]
+            features.append(block[row % ROWS_IN_FILE])
+        return to_device(torch.from_numpy(np.stack(features)), self.device)
+
+    @functools.cached_property
+    def is_readable(self):
+        """(M,) whether a row could be read, in all views."""
+        first_values = [block.reshape(len(block), -1)[:, 0] for block in self.blocks]
+        is_number = ~np.isnan(np.concatenate(first_values))                 # (V * M,)
+        return is_number.reshape(-1, self.num_rows).all(0)
+
+    def read(self, rows):
+        """As read_batch, of the first view."""
+        is_readable = self.is_readable[rows]                                # (b,)
+        rows = np.asarray(rows)
+        readable = rows[is_readable]
+        unreadable = dict.fromkeys(rows[~is_readable].tolist(), UNREADABLE)
+        features = self.take(readable) if len(readable) else None           # (b, ...)
+        return readable.tolist(), features, unreadable
+
+
+class Block(NamedTuple):
+    """Rows of one view that stand in one file of each folder."""
+
+    number: int
+    view: int
+    rows: range
+    files: list
+
+    def chunks(self, size):
+        """Lists of at most `size` rows."""
+        return [list(self.rows[k:k + size]) for k in range(0, len(self.rows), size)]
+
+
+def blocks_of(folders, num_rows, num_views=1):
+    """The Blocks of a data set, view by view."""
+    blocks = []
+    for view in range(num_views):
+        for start in range(0, num_rows, ROWS_IN_FILE):
+            rows = range(start, min(start + ROWS_IN_FILE, num_rows))
+            name = f"{view}-{start // ROWS_IN_FILE:05}.npy"
+            files = [folder / name for folder in folders]
+            blocks.append(Block(len(blocks), view, rows, files))
+    return blocks
+
+
+def open_tables(folders, num_rows, device, encode, *, title, num_views=1):
+    """A FeatureTable of each folder; what is missing there is computed first. Collective.
+
+    Args:
+        folders: of the tables, whose features are computed together.
+        encode: function (blocks) -> iterator of lists of features (b, ...), one for each folder,
+            which are the rows of the blocks in order.
+        title: what is encoded, in words.
+    """
+    blocks = blocks_of(folders, num_rows, num_views)
+    missing = []
+    for block in blocks:
+        if not all(file.exists() for file in block.files):
+            missing.append(block)
+    mine = [block for block in missing if block.number % world() == rank()]
+    if mine:
+        write_blocks(mine, encode(mine), title, num_files=len(missing) * len(folders))
+    barrier()
+    tables = []
+    for k, folder in enumerate(folders):
+        with opening(folder):
+            arrays = [np.load(block.files[k], mmap_mode="r") for block in blocks]
+        tables.append(FeatureTable(arrays, num_rows, device))
+    return tables
+
+
+def write_blocks(blocks, parts, title, num_files):
+    """Writes the files of the blocks of this process, with a progress bar.
+
+    Args:
+        parts: what `encode` of open_tables returns.
+        num_files: that all processes write together.
+    """
+    from tqdm import tqdm
+
+    start = time.perf_counter()
+    bar = tqdm(total=sum(len(block.rows) for block in blocks), desc=title, unit="row",
+               disable=rank() > 0, dynamic_ncols=True)
+    for block in blocks:
+        columns = [[] for _ in block.files]
+        num_rows = 0
+        while num_rows < len(block.rows):
+            part = next(parts)
+            for column, features in zip(columns, part):
+                column.append(features.float().cpu().numpy())               # (b, ...)
+            if bar.n == 0:
+                minutes = (time.perf_counter() - start) * bar.total / len(part[0]) / 60
+                say(announcement(title, num_files, columns[0][0], minutes, block))
+            num_rows += len(part[0])
+            bar.update(len(part[0]))
+        for file, column in zip(block.files, columns):
+            write_features(file, np.concatenate(column))
+    bar.close()
+
+
+def announcement(title, num_files, features, minutes, block):
+    """The line that is printed when the first features (b, ...) are known."""
+    row_bytes = features[0].nbytes
+    size = num_files * len(block.rows) * row_bytes / 1e9
+    return (f"{title}: features are computed once, {num_files:,} files of up to "
+            f"{len(block.rows):,} rows, {size:.2g} GB, about {minutes:.1f} minutes, below "
+            f"{block.files[0].parents[1]}")
+
+
+def write_features(file, features):
+    """Writes an array under a temporary name and renames it."""
+    temporary = file.with_suffix(f".{secrets.token_hex(8)}.tmp")
+    with opening(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as handle:
+            np.save(handle, features)
+        os.replace(temporary, file)
+
+
+# ---- images and clips ----
+class ImageFeatures:
+    """The features of a frozen image encoder on the images or clips of data sets.
+
+    Args:
+        root: Path of all folders.
+        encoder: hash of the encoder and its weights.
+        encode: function of normalised pixels (b, [T,] 3, S, S) -> features (b, [T,] width).
+        transform: EvalTransform, whose statistics normalise the views.
+        num_views: V draws of each view; 0 = training sees plain images.
+        device: of the encoder and the features.
+        workers: loader processes.
+    """
+
+    def __init__(self, root, encoder, encode, transform, num_views, *, device, workers):
+        self.root = root
+        self.encoder = encoder
+        self.encode = encode
+        self.transform = transform
+        self.num_views = num_views
+        self.device = device
+        self.workers = workers
+        # By the id of a Data; the Data stand beside, so that no others get their id.
+        self.hashes = {}  # {id: (Data, hash of their pixels)}
+        self.tables = {}  # {(id, hash of the transform): FeatureTable} of plain images
+
+    def hash_of_rows(self, data):
+        """hash_of_pixels, computed once."""
+        if id(data) not in self.hashes:
+            self.hashes[id(data)] = data, hash_of_pixels(data)
+        return self.hashes[id(data)][1]
+
+    # ---- plain ----
+    def plain(self, data, transform):
+        """The FeatureTable of plain images. Collective.
+
+        Args:
+            transform: EvalTransform of the images.
+        """
+        place = id(data), hash_of(transform=vars(transform))
+        if place not in self.tables:
+            folder = self.root / hash_of(
+                encoder=self.encoder, rows=self.hash_of_rows(data), transform=vars(transform))
+            encode = functools.partial(self.encode_plain, data, transform)
+            table, = open_tables([folder], len(data), self.device, encode,
+                                 title=data.full_name)
+            self.tables[place] = data, table  # the data stay, so that no others get their id
+        return self.tables[place][1]
+
+    @torch.no_grad()
+    def encode_plain(self, data, transform, blocks):
+        """Yields the features of plain images, as open_tables wants them."""
+        chunks = []
+        for block in blocks:
+            chunks += block.chunks(self.batch_size(data))
+        batches = loader(
+            chunks, num_workers(data, self.workers), batch_size=None,
+            pin_memory=self.device.type == "cuda",
+            collate_fn=functools.partial(read_batch, data, transform))
+        for rows, (readable, pixels, _) in zip(chunks, batches):
+            if pixels is None:  # one image of zeros, for the shape of the features
+                pixels = torch.zeros(1, *shape_of_clips(data), 3, transform.size, transform.size)
+            pixels = pixels.to(self.device, non_blocking=True)
+            if pixels.dtype == torch.uint8:
+                pixels = transform.normalise(pixels.float() / 255)
+            encoded = self.encode(pixels)                                   # (b, ...)
+            features = encoded.new_full((len(rows), *encoded.shape[1:]), torch.nan)
+            is_readable = torch.from_numpy(np.isin(rows, readable))         # (B,)
+            features[is_readable.to(self.device)] = encoded[:len(readable)]
+            yield [features]
+
+    # ---- views of training ----
+    def views(self, data, augments):
+        """The CachedViews of a training set. Collective.
+
+        Args:
+            augments: an Augment for each view of a step.
+        Raises: UserError if there are fewer draws than views that have to differ.
+        """
+        distinct = []
+        augment_of_view = []
+        for augment in augments:
+            if vars(augment) not in distinct:
+                distinct.append(vars(augment))
+            augment_of_view.append(distinct.index(vars(augment)))
+        num_alike = max(collections.Counter(augment_of_view).values())
+        if self.num_views == 0:
+            num_alike = len(augments)
+        if num_alike > max(1, self.num_views):
+            raise UserError(f"--cached-views {self.num_views}: a step has {num_alike} views of an "
+                            f"image that have to differ; give --cached-views {num_alike} or more")
+        if self.num_views == 0:
+            return CachedViews([self.plain(data, self.transform)], augment_of_view, 1)
+        tables = self.open_views(data, [type(augments[0])(**fields) for fields in distinct])
+        return CachedViews(tables, augment_of_view, self.num_views)
+
+    def open_views(self, data, augments):
+        """A FeatureTable of V draws for each Augment."""
+        folders = []
+        for stream, augment in enumerate(augments, 1):
+            folders.append(self.root / hash_of(
+                encoder=self.encoder, rows=self.hash_of_rows(data),
+                augment=dataclasses.asdict(augment), stream=stream,
+                mean=self.transform.mean, std=self.transform.std))
+        encode = functools.partial(self.encode_views, data, augments)
+        return open_tables(folders, len(data), self.device, encode, num_views=self.num_views,
+                           title=f"{data.full_name}, {self.num_views} views")
+
+    @torch.no_grad()
+    def encode_views(self, data, augments, blocks):
+        """Yields the features of random views, as open_tables wants them."""
+        plan = []
+        for block in blocks:
+            plan += [(block.view, np.array(rows)) for rows in block.chunks(self.batch_size(data))]
+        batches = Batches(
+            data, augments, self.transform, world(), VIEW_SEED, first=0, last=len(plan),
+            device=self.device, workers=self.workers, plan=plan)
+        for batch in batches:
+            is_unreadable = torch.from_numpy(batch["rows"] != batch["index"]).to(self.device)
+            parts = []
+            for pixels in batch["views"]:
+                features = self.encode(pixels)                              # (b, ...)
+                features[is_unreadable] = torch.nan
+                parts.append(features)
+            yield parts
+
+    def batch_size(self, data):
+        """Images or clips that are encoded at a time."""
+        return max(1, BATCH // (frames_of(data) or 1))
+
+
+def shape_of_clips(data):
+    """(T,) of clips, () of images."""
+    if frames_of(data):
+        return (frames_of(data),)
+    return ()
+
+
+class CachedViews:
+    """The views of a training set, as features.
+
+    Args:
+        tables: a FeatureTable for each distinct Augment.
+        augment_of_view: for each view of a step, the number of its table.
+        num_views: draws of each row in a table.
+    Raises: UserError if no row could be read.
+    """
+
+    def __init__(self, tables, augment_of_view, num_views):
+        self.tables = tables
+        self.augment_of_view = augment_of_view
+        self.num_views = num_views
+        is_readable = np.all([table.is_readable for table in tables], axis=0)           # (M,)
+        readable = np.flatnonzero(is_readable)
+        if not len(readable):
+            raise UserError(f"none of the {len(is_readable)} training examples could be read")
+        following = np.searchsorted(readable, np.arange(len(is_readable)))
+        self.row_to_read = readable[following % len(readable)]              # (M,)
+
+    def choose(self, seed, epoch, index):
+        """The features of a batch.
+
+        Args:
+            index: (B,) row numbers.
+        Returns: a list of (B, ...) for each view, and the rows (B,) that were read: the next one
+            that can takes the place of one that cannot. Views of one Augment are different draws.
+        """
+        rows = self.row_to_read[index]                                      # (B,)
+        views = []
+        for position, number in enumerate(self.augment_of_view):
+            draws = uniforms(seed, epoch, index, self.num_views, VIEW_CHOICE + number)
+            order = draws.argsort(1)                                        # (B, V)
+            turn = self.augment_of_view[:position].count(number)
+            views.append(self.tables[number].take(rows, order[:, turn]))
+        return views, rows
+
+
+def cache_folder(folder):
+    """The Path of --feature-cache; of "" a folder in the user's cache folder."""
+    if folder:
+        return Path(folder).expanduser()
+    user_folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(user_folder).expanduser() / "contrastive-temperature" / "features"

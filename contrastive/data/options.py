@@ -1,0 +1,126 @@
+"""How a data set is opened: one field for each flag of a script that concerns data."""
+
+import dataclasses
+
+HELD_OUT_FRACTION = 0.05  # part of train that is held out for a split which the data lack
+
+TRAINING_SET_ONLY = (
+    "data_dir", "feature_dir", "region_dir", "revision", "streaming", "unfold_captions",
+    "extra_captions", "caption_relevancy", "imbalance_ratio", "split_seed", "index_file",
+    "val_file", "test_file", "few_shot_file")
+COLUMN_NAMES = ("image_column", "caption_column", "label_column", "join_captions")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """How a data set is opened: one field for each flag of a script that concerns data.
+
+    A field at its default is a flag that is not given. Options cannot be changed, since opened
+    data sets are cached by their options; `replace` returns other ones.
+    """
+
+    # ---- of any data set ----
+    # Frames of a clip. 0 = the data set's own number: 12 of a video, 4 of moving-emoji.
+    frames: int = 0
+    # Times of these frames: "uniform" (also ""), "middle" or "random"; see frames.read_frames.
+    frame_sampling: str = ""
+    # Folder that keeps the decoded frames of each clip. "" = none.
+    frame_cache: str = ""
+    # Side of an image in pixels. 0 = the data set's own: 224 of files, 32 of moving-emoji.
+    image_size: int = 0
+    # Boxes of a frame, for an encoder of regions.
+    regions: int = 0
+    # Folder of the videos. "" = data_dir.
+    video_dir: str = ""
+    # Whether a part of train becomes val, in a data set by name that has no val.
+    hold_out_val: bool = False
+    # Parts of train that become val and test where they are missing. test_fraction 0 = 5 %, without
+    # a least number of rows in either, as runs before there was this option.
+    val_fraction: float = HELD_OUT_FRACTION
+    test_fraction: float = HELD_OUT_FRACTION
+    # In evaluation, whether another item's caption with the same words is "positive" or "wrong".
+    # "auto" = as in the papers: wrong in published data sets, positive in all others.
+    same_text: str = "auto"
+
+    # ---- of the training set, and of any file of the user ----
+    # Columns of a table, or extensions in a tar. "" = the first usual name.
+    image_column: str = ""
+    caption_column: str = ""
+    label_column: str = ""
+    # Whether the captions of an example are joined to one paragraph.
+    join_captions: bool = False
+
+    # ---- of the training set alone ----
+    # Folder of the annotation files, and where relative paths begin.
+    data_dir: str = ""
+    # Folders of precomputed features that are read in place of videos.
+    feature_dir: tuple = ()
+    # Folder of the features of regions.
+    region_dir: str = ""
+    # Commit, branch or tag of a repository on the hub.
+    revision: str = ""
+    # Whether the tars of the train split are read in order, without an index or a download.
+    streaming: bool = False
+    # Whether each (image, caption) is a training example of its own.
+    unfold_captions: bool = False
+    # File with further captions of the training examples.
+    extra_captions: str = ""
+    # Train on a random sentence with a relevancy above this (EPIC-KITCHENS-100). 0 = off.
+    caption_relevancy: float = 0.0
+
+    # ---- of the training set alone: the long tail that is cut from it (long_tail.py) ----
+    # Images of the largest class per image of the smallest. None = the data set's own ratio.
+    imbalance_ratio: float | None = None
+    # Seed of the classes' order of size and of the images that stay.
+    split_seed: int = 0
+    # Lists of the images of each split.
+    index_file: str = ""
+    val_file: str = ""
+    test_file: str = ""
+    few_shot_file: str = ""
+
+    # ---- of the data sets whose entry in registry.py has a flag of this name ----
+    fold: int = 0
+    clips: tuple = (2000, 300, 300)
+    clip_law: str = "once"
+    caption_noise: float = 0.0
+    scenes: tuple = (500, 10, 25)
+    class_names: str = "wordnet"
+    prompts: str = "openai"
+
+    # ---- not flags ----
+    # Whether the method reads classes and no captions: of emoji, drawings of each class are split.
+    by_class: bool = False
+    # Whether rows of the user's data that have no split are its test split, not its train split.
+    test_as_whole: bool = False
+    # Whether only captions are read, so that no video has to be there.
+    without_videos: bool = False
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list):  # as argparse makes it; a cache needs a tuple
+                object.__setattr__(self, field.name, tuple(value))
+
+    @classmethod
+    def from_args(cls, args, names):
+        """The options with these names, from the flags of `args` that exist."""
+        values = {}
+        for name in sorted(names):
+            value = getattr(args, name, None)
+            if value is not None:
+                values[name] = value
+        return cls(**values)
+
+    def overridden_by(self, args):
+        """These options, but with every flag of `args` that has a value other than 0 or ""."""
+        changes = {}
+        for field in dataclasses.fields(self):
+            value = getattr(args, field.name, None)
+            if value:
+                changes[field.name] = value
+        return self.replace(**changes)
+
+    def replace(self, **changes):
+        """These options with other values of some fields."""
+        return dataclasses.replace(self, **changes)

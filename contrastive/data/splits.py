@@ -1,0 +1,275 @@
+"""Rows that are held out of a training set as a split that the data lack, and captions and pairs
+of other files that are added to one."""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from contrastive.core.processes import UserError, opening
+from contrastive.data.options import HELD_OUT_FRACTION
+from contrastive.data.table import EmptySplit, with_column, with_note
+from contrastive.data.user_data import read_captions
+from contrastive.data.views import key_hash
+
+import numpy as np
+
+MAX_HELD_OUT = 5000  # rows of a held-out split that are evaluated
+FEW_ROWS = 20  # with fewer in val, a single one moves its numbers by 5 points
+WINDOW_SUFFIX = re.compile(r" [\d.e+-]*-[\d.e+-]* s$")  # at the end of a key; 1e-05-2 s is one, too
+QUESTION_COLUMNS = ("question", "answer", "choices", "question_type")
+
+
+# ---- splits that are held out ----
+def hash_fraction(key):
+    """A number in 0..1 from the hash of a name alone, whatever the other rows; the windows of a
+    video share it."""
+    video = WINDOW_SUFFIX.sub("", key)
+    return key_hash(f"held out {video}") / 2**63
+
+
+def hold_out(splits, val_fraction=HELD_OUT_FRACTION, test_fraction=HELD_OUT_FRACTION):
+    """Takes val and test out of train where they are missing.
+
+    They have these parts of train, of which MAX_HELD_OUT rows are evaluated, but of small data each
+    has FEW_ROWS pictures or videos, if that is at most a sixth of them, else a sixth. A hash of
+    each name decides, so that of larger data a row is in the same split whatever the other rows
+    are. Test is the same for any val_fraction.
+
+    Args:
+        splits: {split: Data}.
+        test_fraction: 0 = HELD_OUT_FRACTION, and neither split has a least number of rows.
+    """
+    missing = [split for split in ("val", "test") if split not in splits]
+    train = splits.get("train")
+    if train is None or train.streamed or not missing:
+        return splits
+    names = train.column("video") or train.keys()  # "video" of sets with several rows of a video
+    fractions = np.array([hash_fraction(name) for name in names])           # (M,)
+    masks = choose_rows(fractions, missing, val_fraction, test_fraction)
+    is_train = ~(masks["val"] | masks["test"])
+    result = dict(splits)
+    num_held_out = len(train) - is_train.sum()
+    keys = list(train.keys())
+    held_out = [keys[row] for row in np.flatnonzero(~is_train)]
+    result["train"] = with_note(
+        dataclasses.replace(train.select(np.flatnonzero(is_train), "train"), held_out=held_out),
+        f"{num_held_out:,} of {len(train):,} held out for {' and '.join(missing)}, "
+        "by a hash of the name")
+    for split in missing:
+        result[split] = held_out_split(train, split, masks[split], fractions)
+    return result
+
+
+def choose_rows(fractions, missing, val_fraction, test_fraction):
+    """{"val": (M,) bool, "test": (M,) bool} of the rows that are held out."""
+    units = np.unique(fractions)                    # (U,) ascending, one of each picture or video
+    least = min(FEW_ROWS, len(units) // 6)
+    if not test_fraction:
+        test_fraction, least = HELD_OUT_FRACTION, 0
+
+    # Val begins at 0. Test stands at HELD_OUT_FRACTION, or at 0 without val, whose other part, if
+    # val_fraction is larger, goes on behind test.
+    start = HELD_OUT_FRACTION if "val" in missing else 0.0
+    val, test = units[:0], units[:0]
+    if "test" in missing:
+        in_fraction = (units >= start) & (units < start + test_fraction)
+        test = units[units >= start][:max(least, in_fraction.sum())]
+    if "val" in missing:
+        remaining = np.setdiff1d(units, test)
+        without_test = remaining
+        if "test" in missing:
+            without_test = np.where(remaining < start, remaining, remaining - test_fraction)
+        val = remaining[:max(least, np.sum(without_test < val_fraction))]
+    return {"val": np.isin(fractions, val), "test": np.isin(fractions, test)}
+
+
+def held_out_split(train, split, mask, fractions):
+    """Data of the rows in the mask, at most MAX_HELD_OUT of them."""
+    rows = np.flatnonzero(mask)
+    by_hash = np.argsort(fractions[rows], kind="stable")
+    rows = np.sort(rows[by_hash[:MAX_HELD_OUT]])
+    data = with_note(train.select(rows, split), f"held out of {len(train):,}")
+    if len(rows) < FEW_ROWS:
+        data = with_note(
+            data, f"WARNING: fewer than {FEW_ROWS} rows, --{split}-fraction holds out more")
+    return data
+
+
+# ---- sets that are evaluated alone ----
+def without_trained(data, train):
+    """A split of the user's data without the rows whose image or video file was trained on.
+
+    They are counted in its note. Files inside tables and tars are not compared.
+    Args:
+        data: the split.
+        train: the training set.
+    Raises: EmptySplit if no row is left.
+    """
+    trained = files_of(train)
+    if not trained.intersection(files_of(data)):
+        return data
+    rows = [row for row, file in enumerate(file_of_rows(data)) if file not in trained]
+    num_trained = len(data) - len(rows)
+    if not rows:
+        raise EmptySplit(f"{data.full_name}: all of its {len(data):,} rows were trained "
+                         "on")
+    return with_note(
+        data.select(rows), f"{num_trained:,} rows left out, whose files were trained on")
+
+
+def files_of(data):
+    """The files on the disk that the rows of a set read."""
+    return set(file_of_rows(data)) - {None}
+
+
+def file_of_rows(data):
+    """Yields the file of each row; None if it is inside a table or a tar."""
+    if data.sources is None:  # a stream, or pixels in memory
+        return
+    for batch in data.sources.iter(10_000):
+        for source in batch["source"]:
+            path = source.get("path")
+            if not path or source.get("bytes") or source.get("size") is not None:
+                yield None
+            else:
+                yield os.path.realpath(path)
+
+
+# ---- clips of several data sets ----
+class Clip(NamedTuple):
+    """What identifies an image or a clip in two data sets."""
+
+    file: Path  # its key if it lies inside a table or a tar
+    start: float | None
+    end: float | None
+
+
+def clips_of_data(data):
+    """Yields the Clip of each row."""
+    keys = data.keys()
+    for batch in data.sources.iter(10_000):
+        for source in batch["source"]:
+            key = next(keys)
+            path = source.get("path")
+            if source.get("size") is not None or source.get("bytes") or not path:
+                path = key
+            yield Clip(Path(path), source.get("start"), source.get("end"))
+
+
+# ---- further captions ----
+def add_captions(data, file):
+    """The data with further captions from a file with the columns video (or image), caption and,
+    of windows, start and end.
+
+    A clip is found by its window and its file name without folders and suffix. A question that
+    served as the caption is replaced.
+    Raises: UserError if no row of the file has a clip, or one has several.
+    """
+    flag = f"--extra-captions {file}"
+    if data.sources is None:
+        raise UserError(f"{flag}: {data.name} has no files of its own to which captions could "
+                        "belong")
+    with opening(flag):
+        additions = read_captions(file)
+    clips = list(clips_of_data(data))
+    rows_of_clip = {}  # {(stem, start, end): rows}
+    for row, clip in enumerate(clips):
+        rows_of_clip.setdefault((clip.file.stem, clip.start, clip.end), []).append(row)
+
+    captions = list(data.column("captions"))
+    questions = data.column("question") or [None] * len(data)
+    num_added = 0
+    unmatched = []
+    for name, start, end, texts in additions:
+        rows = rows_of_clip.get((Path(name).stem, start, end), [])
+        check_one_file(flag, name, {str(clips[row].file) for row in rows})
+        if not rows:
+            unmatched.append(name)
+        for row in rows:
+            new = [text for text in texts if text not in captions[row]]
+            captions[row] = merge_captions(captions[row], new, questions[row])
+            num_added += len(new)
+    if len(unmatched) == len(additions):
+        raise UserError(f"{flag}: none of its {len(additions):,} rows matches a clip of "
+                        f"{data.full_name}, first {unmatched[0]}; names and windows "
+                        "(start, end) must agree")
+    data = with_column(data, "captions", captions)
+    data = with_note(data, f"{num_added:,} captions added from {Path(file).name}")
+    if unmatched:
+        data = with_note(data, f"{len(unmatched):,} of its rows match no training clip, "
+                               f"first {unmatched[0]}")
+    return data
+
+
+def check_one_file(flag, name, files):
+    """Raises UserError if several files of the data have the name of one clip."""
+    if len(files) > 1:
+        raise UserError(f"{flag}: {name} may be any of {', '.join(sorted(files))}")
+
+
+def merge_captions(captions, new, question):
+    """The captions of an example with new ones, which replace a question that served as caption."""
+    if new and captions == [question]:
+        return new
+    return captions + new
+
+
+# ---- further pairs ----
+def add_pairs(data, pairs, evaluation_sets, flag):
+    """The training data followed by those of another set, without the clips that are evaluated.
+
+    In a set of questions the added rows have none (None).
+
+    Args:
+        pairs: Data with captions.
+        evaluation_sets: {name: {split: Data}}.
+        flag: what the user gave, for error messages.
+    """
+    import datasets
+
+    check_pairs(data, pairs, flag)
+    evaluated = evaluated_stems(evaluation_sets)
+    stems = [clip.file.stem for clip in clips_of_data(pairs)]
+    rows = [row for row, stem in enumerate(stems) if stem not in evaluated]
+    num_dropped = len(pairs) - len(rows)
+    pairs = pairs.select(rows)
+
+    columns = ["source", "captions", "key"]
+    question_columns = [name for name in QUESTION_COLUMNS if name in data.table.column_names]
+    with opening(flag):  # the sources of tars and of files differ
+        table = datasets.concatenate_datasets([
+            data.table.select_columns(columns + question_columns),
+            pairs.table.select_columns(columns)])
+    caption_numbers = None
+    if data.caption_numbers is not None:
+        caption_numbers = np.concatenate([data.caption_numbers, pairs.caption_numbers])
+    data = dataclasses.replace(
+        data, table=table, rows=None, shards=None, caption_numbers=caption_numbers,
+        before_extra_pairs=data.before_extra_pairs or data)
+    share = len(pairs) / len(table)
+    data = with_note(
+        data, f"{len(pairs):,} more pairs from {pairs.name}, {share:.0%} of an epoch", pairs.note)
+    if num_dropped:
+        data = with_note(data, f"{num_dropped:,} of clips that the evaluation reads left out")
+    return data
+
+
+def check_pairs(data, pairs, flag):
+    """Raises UserError unless both sets are files of the same kind."""
+    has_files = data.sources is not None and pairs.sources is not None
+    same_kind = type(data.clip) is type(pairs.clip)
+    if not has_files or not same_kind or not pairs.has_captions or data.sentences is not None:
+        raise UserError(f"{flag}: only joins files with captions, videos to videos or images to "
+                        "images")
+
+
+def evaluated_stems(evaluation_sets):
+    """File names without suffix of all clips in {name: {split: Data}}."""
+    stems = set()
+    for splits in evaluation_sets.values():
+        for data in splits.values():
+            if data.sources is not None:
+                stems.update(clip.file.stem for clip in clips_of_data(data))
+    return stems

@@ -1,0 +1,90 @@
+"""The towers of a run, as its model flags say."""
+
+import copy
+import functools
+
+from contrastive.data.clips import feature_shape
+from contrastive.data.table import frames_of
+from contrastive.encoders.base import channels_last, clip_width, recompute
+from contrastive.encoders.kinds import encoder_kind
+from contrastive.encoders.models import build_model, spec_of
+from contrastive.encoders.texts import build_tokenizer
+from contrastive.core.processes import say
+
+TOKENIZER_TEXTS = 200_000  # captions from which a tokenizer learns its vocabulary
+
+
+def fit_to_encoder(args):
+    """The flags, in which a CLIP as --image-encoder is the text encoder as well.
+
+    --text-encoder and --embed-dim stay if the command line has them.
+    """
+    chooses_image = "--image-encoder" in args.command_line
+    chooses_text = "--text-encoder" in args.command_line
+    if not chooses_image or chooses_text or not getattr(args, "text_encoder", ""):
+        return args
+    width = clip_width(args.image_encoder)
+    if not width:
+        return args
+    args = copy.copy(args)
+    args.text_encoder = args.image_encoder.removeprefix(encoder_kind(args.image_encoder).prefix)
+    if "--embed-dim" not in args.command_line:
+        args.embed_dim = width
+    return args
+
+
+def build_towers(args, train, run, texts=None, questions=None):
+    """The towers of a run on its device.
+
+    Args:
+        train: training data, from whose captions a tokenizer learns.
+        run: its folder, device and checkpoints.
+        texts: function () -> the texts from which a tokenizer learns in place of the captions.
+        questions: keywords of QuestionAnswerer.
+    Returns: TwoTower, whose `spec` is the content of model.json; tokenizer or None; EvalTransform.
+    """
+    spec = spec_of(args)
+    tokenizer = None
+    if spec["text_encoder"]:
+        texts = texts or functools.partial(train.first_captions, TOKENIZER_TEXTS)
+        tokenizer = build_tokenizer(
+            args.text_encoder, args.text_length, texts, run.folder / "tokenizer",
+            args.clean_captions, keep=bool(args.resume), start=args.init_from)
+    kind = encoder_kind(args.image_encoder)
+    if kind.reads_files:
+        spec["features"] = feature_shape(train, args.image_encoder)
+    if kind.fixed_frames and frames_of(train):
+        spec["frames"] = frames_of(train)
+    if questions:
+        spec["questions"] = questions
+    pretrained, weights = args.pretrained, args.init_from
+    if run.has_checkpoint():
+        pretrained, weights = False, ""  # the checkpoint has the weights
+    tower, transform = build_model(spec, tokenizer, pretrained, weights)
+    tower.spec, tower.pretrained = spec, pretrained
+    tower.weights = describe_weights(tower, pretrained, weights)
+    is_frozen = tower.vision.frozen or getattr(tower.text, "frozen", False)
+    if is_frozen and not args.pretrained and not args.init_from:
+        say(f"WARNING: --freeze {args.freeze}: the weights are random and will stay so; add "
+            "--pretrained or --init-from")
+    if args.grad_checkpointing:
+        recompute(tower)
+    tower.to(run.device)
+    if run.device.type == "cuda":
+        channels_last(tower.vision)
+    if tokenizer:
+        tokenizer.device = run.device  # not before: build_model tries texts where the model is
+    return tower, tokenizer, transform
+
+
+def describe_weights(tower, pretrained, weights):
+    """The words of the banner on the first weights."""
+    if weights:
+        return f"weights of {weights}"
+    if not pretrained:
+        return "from scratch"
+    body = getattr(tower.vision.body, "vit", tower.vision.body)
+    timm = getattr(body, "pretrained_cfg", {})
+    if not timm.get("tag"):
+        return "published weights, where there are some"
+    return f"published weights ({timm['architecture']}.{timm['tag']}), where there are some"

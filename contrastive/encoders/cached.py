@@ -1,0 +1,203 @@
+"""What a run with frozen encoders (--freeze) reads in place of pixels and tokens: features that are
+computed once (data/feature_cache.py)."""
+
+import dataclasses
+import functools
+import json
+from importlib import metadata
+
+from contrastive.data.batches import kept_text_draws
+from contrastive.data.feature_cache import (
+    FeatureTable, ImageFeatures, cache_folder, hash_of, hash_of_tensors, open_tables)
+from contrastive.data.table import ROWS_AT_ONCE
+from contrastive.encoders.texts import Tokenizer
+from contrastive.core.processes import UserError
+
+import numpy as np
+import torch
+
+LIBRARIES = ("torch", "torchvision", "timm", "transformers")  # whose versions features depend on
+TEXTS_AT_ONCE = 256
+
+
+@dataclasses.dataclass
+class FeatureCache:
+    """The features of a run's frozen encoders; without such, nothing but its tokenizer."""
+
+    tokenizer: object  # Tokenizer, or CachedTokenizer of a frozen text encoder
+    images: ImageFeatures | None = None
+    num_texts: int = 0  # texts T~ of an example that are kept; 0 = the text encoder learns
+
+
+def open_feature_cache(args, run, tower, tokenizer, transform, draw_texts=None):  # noqa: PLR0917
+    """The FeatureCache of a run, with the features of all its texts. Collective.
+
+    It comes after Run.resume, which may read the weights of the encoders.
+
+    Args:
+        run: its data and device.
+        tower, tokenizer, transform: as build_towers returns them.
+        draw_texts: function (captions, draws) -> two lists of texts, T and T~ of some examples;
+            None = T is a caption, and there is no T~.
+    Raises: UserError for a stream, and for an encoder of whole clips.
+    """
+    cache = FeatureCache(tokenizer)
+    is_frozen = tower.vision.frozen or getattr(tower.text, "frozen", False)
+    if not is_frozen or args.feature_cache == "none":
+        return cache
+    advice = "give --feature-cache none, which computes them in each step"
+    if run.train.streamed:
+        raise UserError(f"--freeze {args.freeze}: the features of a stream are not kept; {advice}")
+    root = cache_folder(args.feature_cache)
+    if tower.vision.frozen:
+        if tower.vision.kind.whole_clips:
+            raise UserError(f"--freeze {args.freeze}: the features of {args.image_encoder}, which "
+                            f"reads whole clips, are not kept; {advice}")
+        cache.images = ImageFeatures(
+            root, hash_of_encoder(tower.vision), functools.partial(encode_frames, tower.vision),
+            transform, args.cached_views, device=run.device, workers=args.workers)
+        tower.cached_images = cache.images  # for evaluation
+    if tower.text.frozen:
+        cache.num_texts = max(1, args.cached_views)
+        cache.tokenizer = CachedTokenizer(tokenizer, tower.text, root, run.device)
+        cache.tokenizer.keep(run.train.first_captions(), f"{run.train.name} (train)")
+        for name, splits in run.evals.items():
+            for split, data in splits.items():
+                cache.tokenizer.keep(data.first_captions(), f"{name} ({split})")
+        if draw_texts is not None:
+            texts = drawn_texts(run.train, draw_texts, cache.num_texts)
+            cache.tokenizer.keep(texts, f"{run.train.name} (train), {cache.num_texts} draws")
+    return cache
+
+
+def hash_of_encoder(encoder):
+    """A hash of an encoder, its weights and the libraries that compute its features."""
+    versions = {name: metadata.version(name) for name in LIBRARIES}
+    return hash_of(name=encoder.name, body=type(encoder.body).__name__, config=encoder.config,
+                   weights=hash_of_tensors(encoder.body.state_dict()), versions=versions)
+
+
+def encode_frames(vision, pixels):
+    """Pixels (b, 3, S, S) -> (b, width), or clips (b, T, 3, S, S) -> (b, T, width)."""
+    features = vision.frames(pixels)
+    if pixels.ndim == 5:
+        return features.unflatten(0, (len(pixels), -1))
+    return features
+
+
+# ============================================== texts =============================================
+def drawn_texts(train, draw_texts, num_texts):
+    """The texts T and T~ of each caption of a training set in the draws that are kept: a dict.
+
+    Args:
+        draw_texts: as in open_feature_cache.
+        num_texts: draws.
+    """
+    texts = {}
+    for start in range(0, len(train), ROWS_AT_ONCE):
+        rows, first_draws, captions = [], [], []
+        for row in range(start, min(start + ROWS_AT_ONCE, len(train))):
+            captions_of_row = train.captions(row)
+            for number in range(len(captions_of_row)):
+                rows.append(row)
+                # chooses this caption
+                first_draws.append((number + 0.5) / len(captions_of_row))
+                captions.append(captions_of_row)
+        for epoch in range(num_texts):
+            draws = kept_text_draws(epoch, rows)                           # (B, 32)
+            draws[:, 0] = first_draws
+            for list_of_texts in draw_texts(captions, draws):
+                texts.update(dict.fromkeys(list_of_texts))
+    return texts
+
+
+def facts_of_tokenizer(tokenizer):
+    """What tokens depend on, of a tokenizer of transformers."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer.get_vocab()
+    facts = json.loads(backend.to_str())
+    for name in ("padding", "truncation"):  # those of the last call
+        del facts[name]
+    return facts
+
+
+class CachedTokenizer(Tokenizer):
+    """Texts -> {features: (B, width)} of a frozen text encoder, in place of a Tokenizer.
+
+    A text that was not kept before is encoded and then stays in memory.
+
+    Args:
+        tokenizer: Tokenizer of the encoder.
+        encoder: TextEncoder.
+        root: Path of all folders of features.
+        device: of the features.
+    """
+
+    def __init__(self, tokenizer, encoder, root, device):
+        self.uncached = tokenizer
+        self.tokenizer = tokenizer.tokenizer
+        self.length = tokenizer.length
+        self.clean = tokenizer.clean
+        self.device = device
+        self.encoder = encoder
+        self.root = root
+        self.tables = []  # FeatureTable
+        self.places = {}  # {text: (number of its table, row)}
+        self.hash = hash_of(
+            encoder=hash_of_encoder(encoder), pooling=encoder.pooling, length=self.length,
+            clean=self.clean, tokenizer=facts_of_tokenizer(self.tokenizer))
+
+    def __call__(self, texts):
+        new_texts = [text for text in dict.fromkeys(texts) if text not in self.places]
+        if new_texts:
+            features = torch.cat(list(self.encode(new_texts)))             # (n, width)
+            table = FeatureTable([features.cpu().numpy()], len(new_texts), self.device)
+            self.add(table, new_texts)
+        places = np.array([self.places[text] for text in texts])           # (B, 2)
+        numbers, rows = places.T
+        features = torch.empty(len(texts), self.encoder.width, device=self.device)
+        for number in np.unique(numbers):
+            is_there = numbers == number                                   # (B,)
+            features[torch.from_numpy(is_there).to(self.device)] = (
+                self.tables[number].take(rows[is_there]))
+        return {"features": features}
+
+    def plain(self):
+        """The Tokenizer itself, for class names and prompts: the encoder reads their tokens."""
+        return self.uncached.plain()
+
+    def keep(self, texts, title):
+        """Reads the features of these texts from files, in which they are kept. Collective."""
+        new_texts = {text for text in texts if text not in self.places}
+        if not new_texts:
+            return
+        # those of a length together, so that there is little padding
+        new_texts = sorted(sorted(new_texts), key=len)
+        folder = self.root / hash_of(encoder=self.hash, texts=new_texts)
+        table, = open_tables(
+            [folder], len(new_texts), self.device,
+            functools.partial(self.encode_blocks, new_texts), title=f"texts of {title}")
+        self.add(table, new_texts)
+
+    def add(self, table, texts):
+        """Remembers where the features of these texts are."""
+        for row, text in enumerate(texts):
+            self.places[text] = len(self.tables), row
+        self.tables.append(table)
+
+    def encode_blocks(self, texts, blocks):
+        """Yields the features of texts, as open_tables wants them."""
+        for block in blocks:
+            for features in self.encode(texts[block.rows.start:block.rows.stop]):
+                yield [features]
+
+    @torch.no_grad()
+    def encode(self, texts):
+        """Yields features (b, width) of texts."""
+        for start in range(0, len(texts), TEXTS_AT_ONCE):
+            tokens = self.uncached(texts[start:start + TEXTS_AT_ONCE])      # (b, L) each
+            tokens = {name: ids.to(self.device) for name, ids in tokens.items()}
+            _, features = self.encoder.states(**tokens)                     # (b, width)
+            yield features.float()
+

@@ -1,0 +1,121 @@
+"""What a run prints before training: what its flags amount to."""
+
+from contrastive.core.processes import world
+from contrastive.engine.flags import words_of
+
+import torch
+
+METHOD_WIDTH = 84  # characters of a line of method flags
+NEXT_LINE = "\\\n               "  # a backslash, and the command goes on below the first flag
+
+
+def banner(run, random_guess, lines):
+    """The text of the banner.
+
+    Args:
+        run: the Run, with its data, model and evaluator.
+        random_guess: loss of a random guess at the start and at the end, or None if it is unknown.
+        lines: {title: text} of the script.
+    """
+    texts = {
+        "recipe": recipe_line(run),
+        "data": data_line(run),
+        "evaluation": evaluation_line(run),
+        "model": model_line(run),
+        "processes": processes_line(run),
+        "batch": batch_line(run, random_guess),
+        "random guess": random_guess_line(random_guess),
+        "steps": steps_line(run),
+        "method": method_line(run),
+        **lines,
+        "run": run.folder}
+    rows = [f"{run.script}.py"]
+    for title, text in texts.items():
+        if text:
+            rows.append(f"  {title:<12} {text}")
+    return "\n".join(rows)
+
+
+def recipe_line(run):
+    args = run.args
+    line = f"{args.recipe} ({run.remark})"
+    if args.changed:
+        line += f", but {', '.join(args.changed)} by flag"
+    if args.recipe == "own" and args.dataset != "own":
+        line += f"; {args.dataset} has none of its own: --recipe {'|'.join(run.recipes)}"
+    return line
+
+
+def data_line(run):
+    line = f"{run.train.examples:,} training examples"
+    if run.train.note:
+        line += f"; {run.train.note}"
+    return line
+
+
+def evaluation_line(run):
+    sets = []
+    for name, splits in run.evals.items():
+        sizes = []
+        for data in splits.values():
+            size = f"{len(data):,} {data.split}"
+            if data.note not in ("", run.train.note):
+                size += f" ({data.note})"
+            sizes.append(size)
+        sets.append(f"{name}: {', '.join(sizes)}")
+    return "; ".join(sets)
+
+
+def model_line(run):
+    tower, _, _ = run.evaluator.towers
+    names = run.args.image_encoder
+    if tower.text:
+        names += f", {run.args.text_encoder}"
+    return f"{names}: {run.parameters / 1e6:.1f} M parameters; {tower.weights}"
+
+
+def processes_line(run):
+    return (f"{world()} x {torch.get_num_threads()} threads on {run.device}, precision "
+            f"{run.args.mixed_precision}, {run.data.workers} workers each")
+
+
+def batch_line(run, random_guess):
+    batch_size = run.args.batch_size
+    line = f"{batch_size} = {world()} x {batch_size // world()}"
+    if run.args.chunk_size:
+        line += f" in chunks of {run.args.chunk_size}"
+    if random_guess is not None:
+        line += f"; {run.negatives:,} negatives"
+    return line
+
+
+def random_guess_line(random_guess):
+    if random_guess is None:
+        return ""
+    start, end = [f"{loss:.3f}" for loss in random_guess]
+    if start == end:
+        return f"loss {start}"
+    return f"loss {start} at the start, {end} at the end"
+
+
+def steps_line(run):
+    args = run.args
+    steps = run.steps
+    line = f"{steps.total:,} ({steps.total / steps.per_epoch:.1f} epochs of {steps.per_epoch:,}); "
+    line += f"warm-up {steps.warmup}; lr {args.lr:g}"
+    if args.lr_schedule != "constant":
+        line += f" -> {args.lr_end:g}"
+    return f"{line}, {args.lr_schedule}"
+
+
+def method_line(run):
+    """The flags of the group 'method' with their values, as a command line that can be pasted."""
+    lines = [""]
+    for name in run.args.method:
+        # not args.NAME, which would count as read
+        words = words_of(name, vars(run.args)[name])
+        if words and len(lines[-1]) + len(words) > METHOD_WIDTH:
+            lines.append("")
+        if words:
+            lines[-1] += words + " "
+    return NEXT_LINE.join(lines).rstrip()

@@ -1,0 +1,300 @@
+"""What eval.py evaluates: the model of a run or one by name, its data, and training queries for
+NCL's normalisation."""
+
+import argparse
+from pathlib import Path
+
+from contrastive.core.files import read_json, slug
+from contrastive.core.processes import UserError, opening, say
+from contrastive.data import data_options, load_data
+from contrastive.data.long_tail import labelled_sets
+from contrastive.data.registry import find_data_set
+from contrastive.data.splits import without_trained
+from contrastive.data.table import EmptySplit
+from contrastive.encoders.kinds import encoder_kind
+from contrastive.encoders.models import build_model, load_model, untrained
+from contrastive.encoders.texts import Tokenizer, build_tokenizer
+from contrastive.evaluation.by_class import padded_and_flipped
+from contrastive.evaluation.clusters import Clusters
+from contrastive.evaluation.embed import encode_images, encode_texts
+from contrastive.evaluation.facts import SCRIPTS, read_facts
+from contrastive.evaluation.measure import Towers
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+# options of the training set that its evaluation is without
+TRAINING_ONLY = {"unfold_captions": False, "caption_noise": 0.0, "extra_captions": ""}
+# flags that a run may be older than, as it was without them
+WITHOUT_FLAG = {"test_fraction": 0.0}
+NUM_QUERIES = 16_384  # training queries that are drawn where there is no queue; NCL's queue
+DSL_TAU = 0.01  # temperature of the dual softmax of CLIP-ViP
+# flags of eval.py that are compared with those of the run
+COMPARED_FLAGS = (
+    "normalize", "queue_size", "text_length", "frames", "knn_features", "image_column",
+    "caption_column", "label_column", "same_text", "class_names", "prompts")
+
+
+class EvaluatedModel:
+    """The model under evaluation.
+
+    Args:
+        args: flags of eval.py.
+        device: where it is evaluated.
+
+    Attributes:
+        towers: Towers, on the device.
+        flags: flags of its run; {} for a model by name.
+        trained_on: name of its data set; None for a model by name.
+        facts: EvaluationFacts of its run.
+        queues: {texts, videos: (K, D), gamma: (1,)} of a run of ncl.py, else {}.
+        clusters: Clusters of a run of mmts.py, else None.
+        gamma: temperature of --normalize; 0 = there is no need of one.
+        folder: where the result goes.
+    """
+
+    def __init__(self, args, device):
+        self.args, self.device = args, device
+        self.run = Path(args.checkpoint)
+        self.towers, self.flags = open_model(args, device)
+        self.trained_on = self.flags.get("dataset")
+        self.facts = read_facts(self.run)
+        self.knn_features = args.knn_features or self.facts.knn_features
+        self.queues = self.read_queues()
+        self.clusters = None
+        if (self.run / "clusters.json").is_file():
+            self.clusters = Clusters(self.run, device)
+        self.gamma = self.temperature()
+        self.meta_data = read_json(self.run / "meta_data.json", {})  # of a run of mama.py
+        self.compare_flags()
+        self.folder = self.make_folder()
+
+    def read_queues(self):
+        """The queues of a run of ncl.py, {} if it has none or if its training set is evaluated."""
+        file = self.run / "queues.safetensors"
+        if self.args.split == "train" or not file.is_file():
+            return {}
+        with opening(file):
+            return load_file(file)
+
+    def temperature(self):
+        """The temperature of --normalize.
+
+        Raises: UserError if the run has no single one.
+        """
+        if self.args.gamma:
+            return self.args.gamma
+        if self.args.normalize == "dsl":
+            return DSL_TAU  # that of a run, such as MAMA's 1, may do nothing
+        if self.queues:
+            return self.queues["gamma"].item()
+        if self.args.normalize == "none" or self.towers.tokenizer is None:
+            return 0.0
+        return temperature_of_run(self.facts, self.run)
+
+    def compare_flags(self):
+        """Prints the flags whose values differ from those of the run."""
+        for name in COMPARED_FLAGS:
+            value, trained = getattr(self.args, name), self.flags.get(name)
+            if trained is not None and value not in ("", 0, trained):
+                say(f"--{name.replace('_', '-')} {value}: {trained} in training")
+
+    def make_folder(self):
+        """The folder of the result."""
+        if self.args.output_dir:
+            folder = Path(self.args.output_dir)
+        elif self.flags:
+            folder = self.run / "eval"
+        else:
+            folder = Path("runs/eval") / slug(self.args.checkpoint)
+        with opening(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def untrained(self):
+        """The run's tower at random weights; None for a model by name."""
+        if not self.flags:
+            return None
+        return untrained(read_json(self.run / "model.json"), self.flags["seed"])
+
+    def picture(self, kind, name):
+        """The path of a picture of a data set."""
+        return self.folder / f"{kind}_{slug(name)}.png"
+
+
+class EvaluatedData:
+    """A data set as the run of a model read it: with its long tail, but without its meta-data and
+    what else only training had.
+
+    Args:
+        model: EvaluatedModel.
+        name: the data set.
+        folder: its local copy, or "".
+    """
+
+    def __init__(self, model, name, folder):
+        self.model, self.name = model, name
+        flags = model.flags
+        if flags:
+            flags = WITHOUT_FLAG | flags
+        options = data_options(argparse.Namespace(**flags), name, folder)
+        options = options.overridden_by(model.args)
+        self.options = options.replace(
+            image_size=model.towers.transform.size, test_as_whole=name != model.trained_on,
+            **TRAINING_ONLY)
+        self.long_tail = {}  # {split: Data}
+        if model.facts.long_tail and name == model.trained_on:
+            self.long_tail = labelled_sets(name, self.options)
+            if model.facts.train_features == "augmented" and model.args.split != "train":
+                self.long_tail["train"] = padded_and_flipped(
+                    self.long_tail["train"], model.flags["seed"])
+
+    @property
+    def few_shot(self):
+        """The few-shot images of the run; None if it has none."""
+        return self.long_tail.get("few-shot")
+
+    def split(self, split):
+        """The Data of a split. Raises: EmptySplit if there is no such split."""
+        if not self.long_tail:
+            data = self.untrained_rows(load_data(self.name, split, self.options))
+        elif split in self.long_tail:
+            data = self.long_tail[split]
+        else:
+            raise EmptySplit(f"{self.name} has no {split} split, as in the run")
+        meta_data = set(self.model.meta_data.get(f"{self.name} {split}", ()))
+        if not meta_data:
+            return data
+        # mama.py has learnt its weights from these examples
+        return data.select([row for row, key in enumerate(data.keys()) if key not in meta_data])
+
+
+    def untrained_rows(self, data):
+        """A split of another set of the user's own, without the files that the run trained on."""
+        trained_on = self.model.trained_on
+        if self.name == trained_on or find_data_set(self.name) is not None:
+            return data
+        if trained_on is None or find_data_set(trained_on) is not None:
+            return data
+        if not Path(trained_on).expanduser().exists():
+            say(f"WARNING: {trained_on} is not there, so rows of {self.name} that were trained on "
+                "count, too")
+            return data
+        flags = argparse.Namespace(**WITHOUT_FLAG | self.model.flags)
+        return without_trained(data, load_data(trained_on, "train", data_options(flags)))
+
+
+# ======================================================= the model ================================
+def open_model(args, device):
+    """Opens --checkpoint: the folder of a run, or a CLIP by name at its own size.
+
+    Returns: Towers on the device; the flags of the run, {} for a CLIP by name.
+    """
+    run = Path(args.checkpoint)
+    if not (run / "args.json").is_file():
+        return open_clip_by_name(args, device), {}
+    model, tokenizer, transform = load_model(run)
+    if args.text_length and tokenizer is not None:
+        tokenizer = Tokenizer(tokenizer.tokenizer, args.text_length, tokenizer.clean)
+    return Towers(model.to(device), tokenizer, transform), read_json(run / "args.json")
+
+
+def open_clip_by_name(args, device):
+    """The Towers of a CLIP by its transformers id or folder, after clip_vip: with CLIP-ViP's
+    temporal embeddings."""
+    from transformers import AutoConfig
+    name = args.checkpoint.removeprefix(encoder_kind(args.checkpoint).prefix)
+    with opening(f"--checkpoint {name} (no args.json of a run there, so a CLIP by name)"):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if config.model_type != "clip":
+        raise UserError(f"--checkpoint {name}: neither the folder of a run nor a CLIP, but "
+                        f"{config.model_type}")
+    tokenizer = build_tokenizer(name, args.text_length or 77)
+    spec = dict(
+        image_encoder=args.checkpoint, text_encoder=name, embed_dim=config.projection_dim,
+        image_size=config.vision_config.image_size, text_length=77, text_pooling="cls",
+        image_stats="encoder", eval_resize="crop")
+    torch.manual_seed(42)
+    model, transform = build_model(spec, tokenizer, True, args.init_from)
+    transform.bicubic = True  # as its own processor
+    return Towers(model.eval().to(device), tokenizer, transform)
+
+
+def temperature_of_run(facts, run):
+    """The temperature of a run: the learnt one, or its flag.
+
+    Raises: UserError if it has no single one.
+    """
+    if facts.tau is None:
+        raise UserError("--normalize: the run has no single temperature (none, or its own change "
+                        "over time or pairs); give --gamma, such as the middle of them")
+    if not facts.learnable_tau:
+        return facts.tau
+    with opening(run / "own.safetensors"):
+        return load_file(run / "own.safetensors")["tau.log_tau"].exp().item()
+
+
+def resolve_name(name):
+    """The name of a data set; for own data its full path, however it is written."""
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return path.resolve()
+    return name
+
+
+# ======================================================= training queries =========================
+def training_queries(model, data):
+    """Embeddings of training queries for --normalize: the queues of a run of ncl.py, else
+    those of randomly drawn training examples and of their captions.
+
+    Args: model: EvaluatedModel. data: EvaluatedData.
+    Returns: texts, videos: (K, D) each; empty if the test queries alone are used (dsl, and oracle
+        without a queue).
+    """
+    args = model.args
+    script = model.flags.get("script", "ncl")
+    if script not in SCRIPTS:
+        say(f"WARNING: --normalize: by ncl.py's functions; those of {script}.py may differ")
+    has_queue = bool(model.queues) and data.name == model.trained_on
+    if args.as_trained and not has_queue:
+        return (), ()  # training evaluates other sets without biases
+    beginning = f"{data.name}: --normalize {args.normalize}: by"
+    if args.normalize == "dsl" or args.normalize == "oracle" and not has_queue:
+        say(f"{beginning} all test queries, so no fair result; gamma {model.gamma:.3g}")
+        return (), ()
+    if has_queue:
+        source = "the run's queue"
+        texts = model.queues["texts"][-args.queue_size:]  # of size 0: all
+        videos = model.queues["videos"][-args.queue_size:]
+    else:
+        source = "its train split"
+        train = data.split("train")
+        if train.streamed:
+            raise UserError(f"{beginning} the checkpoint's queue, which it lacks: its training set "
+                            "is a stream")
+        texts, videos = draw_training_queries(model, train)
+    say(f"{beginning} {len(texts):,} texts and {len(videos):,} items of {source}; gamma "
+        f"{model.gamma:.3g}")
+    return texts, videos
+
+
+def draw_training_queries(model, train):
+    """Embeddings (K, D) of K randomly drawn captions and of K training examples."""
+    most = model.args.queue_size or NUM_QUERIES
+    encoder, tokenizer, transform = model.towers
+    rows = np.sort(random_rows(len(train), most))  # encode_images returns them in this order
+    images = encode_images(
+        encoder, train, transform, model.device, workers=model.args.workers, rows=rows)
+    captions = []
+    for row in images.index:
+        captions += train.captions(row)
+    captions = [captions[k] for k in random_rows(len(captions), most)]
+    texts = encode_texts(encoder, tokenizer, captions, model.device)
+    # in a random order, because Fig. 5 of NCL takes the last ones
+    return texts, images.image[random_rows(len(images.image), most)]
+
+
+def random_rows(n, most):
+    """At most so many of the numbers 0 to n - 1, in a random order."""
+    return np.random.default_rng(42).permutation(n)[:most]

@@ -1,0 +1,355 @@
+"""The evaluation of a split: `measure` does the TASKS that its data and the model support.
+
+    retrieval   exact ranks in both directions
+    mir         multi-instance retrieval, as EPIC-KITCHENS-100 scores it
+    gap         the modality gap, and the health of the space
+    zero-shot   the nearest class, by prompts
+    knn         the nearest training images
+    probe       linear classifiers
+    qa          answers to questions
+
+Scripts use its Evaluator, eval.py uses `measure` itself.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from contrastive.core.processes import UserError
+from contrastive.data.table import Data, frames_of
+from contrastive.encoders.models import EvalTransform, untrained
+from contrastive.evaluation import answers
+from contrastive.evaluation.by_class import (
+    FeatureOptions, LabelledFeatures, class_metrics, labelled, view_of, zero_shot)
+from contrastive.evaluation.embed import encode_images
+from contrastive.evaluation.pieces import EvaluationPieces, Measurement
+from contrastive.evaluation.retrieval import (
+    encode_captions, gap_and_health, multi_instance_retrieval, retrieval_both_ways)
+from contrastive.evaluation.trivial import BodyFeatures, trivial_accuracy
+
+import numpy as np
+
+TASKS = ("retrieval", "mir", "zero-shot", "knn", "probe", "gap", "qa")
+BY_CAPTION = {"retrieval", "gap", "mir"}
+BY_CLASS = {"knn", "probe", "zero-shot"}
+WITH_TRAINING = {"knn", "probe"}  # they learn from training images
+# sets with captions on which raw pixels have a better kNN than trained towers
+WITHOUT_KNN = ("emoji",)
+
+
+class Towers(NamedTuple):
+    """What encodes a split."""
+
+    model: object
+    tokenizer: object  # None without a text encoder
+    transform: EvalTransform
+
+
+@dataclasses.dataclass
+class ClassOptions:
+    """What the tasks by class read beside the split that is evaluated."""
+
+    train: Data | None = None  # from which kNN and probes learn
+    few_shot: Data | None = None  # from which the few-shot probe learns; None = from some of train
+    shot_limits: tuple | None = None  # of core.metrics.head_mid_tail
+    knn_features: str = "projected"  # embeddings; 'backbone': features before the projection
+    view: EvalTransform | None = None  # of these tasks, if it is not that of the towers
+    # function () -> the untrained model or None; kNN and probes are measured on it, on raw pixels
+    # and on colours as well, which become the chance level `trivial`. None = nothing of this.
+    untrained: object = None
+
+
+# ======================================================= tasks that are supported =================
+def usual_tasks(model, tokenizer, data):
+    """The tasks of a split if none are named, in training and in eval.py.
+
+    `unsupported_tasks` says which of them the split does not support.
+    """
+    if hasattr(model, "answers"):
+        return ("qa",)
+    if tokenizer is None:
+        return ("knn", "probe")
+    if data.has_captions and data.name in WITHOUT_KNN:
+        return ("retrieval", "gap", "mir")
+    if data.has_captions:
+        return ("retrieval", "gap", "mir", "knn")
+    return ("retrieval", "gap", "mir", "knn", "zero-shot")  # TeMo, Fig. 7
+
+
+def unsupported_tasks(tasks, data, towers, train=None, *, class_names_as_captions=False,
+                      knn_features="projected"):
+    """The tasks that cannot be done on a split with a model: {task: the reason in words}.
+
+    Args:
+        train: Data for knn and probe, or None.
+        class_names_as_captions: they serve as such where there are no others, as in training.
+        knn_features: as in ClassOptions.
+    """
+    model, tokenizer, _ = towers
+    reasons = {}
+    for task in tasks:
+        if task == "qa":
+            reason = reason_against_answers(data, model)
+        elif task in BY_CAPTION:
+            reason = reason_against_captions(task, data, class_names_as_captions)
+        else:
+            reason = reason_against_classes(task, data, train)
+        if not reason and task != "qa":
+            reason = reason_of_model(task, model, tokenizer, knn_features)
+        if reason:
+            reasons[task] = reason
+    return reasons
+
+
+def reason_against_answers(data, model):
+    """Why a model cannot answer the questions of a split; "" if it can."""
+    if not hasattr(model, "answers"):
+        return "the model answers no questions"
+    return answers.reason_without_questions(data, not model.answers)
+
+
+def reason_against_captions(task, data, class_names_as_captions):
+    """Why a split does not support a task by caption; "" if it does."""
+    if not data.has_captions and not class_names_as_captions:
+        return "the set has no captions"
+    has_classes = data.column("verb") is not None and data.column("noun") is not None
+    if task == "mir" and data.sentences is None and not has_classes:
+        return "the set has no relevancies (no verb and noun classes)"
+    return ""
+
+
+def reason_against_classes(task, data, train):
+    """Why a split does not support a task by class; "" if it does."""
+    if data.labels is None or not (data.labels >= 0).any():
+        return "the set has no classes"
+    if task in WITH_TRAINING:
+        if train is None or train.streamed or train.label_names != data.label_names:
+            return "there are no other training images of the same classes"
+    elif not data.label_names:
+        return "the classes have no names"
+    return ""
+
+
+def reason_of_model(task, model, tokenizer, knn_features):
+    """Why a model does not support a task; "" if it does."""
+    if tokenizer is None and task not in WITH_TRAINING:
+        return "the model has no text encoder"
+    reads_features = task == "probe" or task == "knn" and knn_features == "backbone"
+    similarity = getattr(model, "similarity", "")
+    if similarity == "fused" and not reads_features:
+        return ("the model was trained with --qa-similarity fused, not its embeddings before the "
+                "fusion")
+    if similarity == "none" and not reads_features:
+        return ("the model was trained with --contrastive-weight 0, on answers alone, not its "
+                "embeddings")
+    if getattr(model, "model", "") == "vgt" and model.vision.name != "regions":
+        return "the model needs boxes, which only questions bring: --tasks qa"
+    return ""
+
+
+# ======================================================= one split ================================
+def measure(towers, data, tasks, options=None, *, device, workers=0):
+    """Evaluates a split. Collective.
+
+    Args:
+        towers: Towers.
+        data: the split.
+        tasks: of TASKS, all of which it supports; qa stands alone.
+        options: ClassOptions of the tasks by class.
+        workers: loader processes.
+    Returns: Measurement.
+    """
+    if "qa" in tasks:
+        return Measurement(*answers.evaluate(towers, data, device, workers=workers))
+    split = SplitEvaluation(towers, data, options or ClassOptions(), device, workers)
+    if BY_CAPTION.intersection(tasks):
+        split.encode_captions()
+    if "retrieval" in tasks:
+        split.count_repeated_captions()
+        split.add(*retrieval_both_ways(split.pieces))
+    if "gap" in tasks:
+        split.add(*gap_and_health(split.pieces))
+    if "mir" in tasks:
+        metrics, chance = multi_instance_retrieval(
+            split.pieces, towers.model, towers.tokenizer, device)
+        split.add({"mir": metrics}, {"mir": chance})
+    if BY_CLASS.intersection(tasks):
+        split.encode_classes()
+    if "zero-shot" in tasks:
+        metrics, chance = zero_shot(
+            towers.model, towers.tokenizer, split.image, split.labels, data, device=device)
+        split.add({"zero-shot": metrics}, {"zero-shot": chance})
+    if WITH_TRAINING.intersection(tasks):
+        split.learn_classes(tasks)
+    return Measurement(split.counts | split.metrics, split.chance, split.pieces)
+
+
+class SplitEvaluation:
+    """One split under evaluation, and the numbers and pieces of the tasks done so far."""
+
+    def __init__(self, towers, data, options, device, workers):
+        self.towers, self.data, self.options = towers, data, options
+        self.device, self.workers = device, workers
+        self.metrics, self.chance, self.counts = {}, {}, {}
+        self.images = encode_images(
+            towers.model, data, towers.transform, device, workers=workers)
+        if frames_of(data):
+            self.counts["clips"] = len(self.images.index)
+        self.counts["images"] = len(self.images.index)
+        self.counts["unreadable"] = len(self.images.unreadable)
+        self.pieces = EvaluationPieces(data, self.images.index, self.images.image)
+
+    def add(self, metrics, chance):
+        """Adds the numbers of a task."""
+        self.metrics.update(metrics)
+        self.chance.update(chance)
+
+    # ---- by caption ----
+    def encode_captions(self):
+        """Encodes the captions of the images."""
+        encode_captions(self.pieces, self.towers.model, self.towers.tokenizer, self.device)
+        self.counts["captions"] = len(self.pieces.text)
+        if self.pieces.num_cut:
+            self.counts["captions_cut"] = self.pieces.num_cut
+
+    def count_repeated_captions(self):
+        """Counts captions that several groups of images have, as right or as wrong ones."""
+        if self.pieces.num_repeated:
+            name = f"repeated_captions_{self.data.same_text}"
+            self.counts[name] = self.pieces.num_repeated
+
+    # ---- by class ----
+    def encode_classes(self):
+        """Takes the images that have a class, encoded again if the tasks by class see another view
+        of them."""
+        images = self.images
+        if self.options.view:
+            images = encode_images(self.towers.model, self.data, self.options.view, self.device,
+                                   workers=self.workers)
+        rows = np.flatnonzero(self.data.labels[images.index] >= 0)
+        self.image, self.features = images.image[rows], images.features[rows]
+        self.labels = self.data.labels[images.index[rows]]
+        if len(rows) < len(images.index):
+            self.counts["without_class"] = len(images.index) - len(rows)
+
+    def learn_classes(self, tasks):
+        """Nearest neighbours and linear probes."""
+        options, model = self.options, self.towers.model
+        feature_options = FeatureOptions(
+            transform=options.view or self.towers.transform, device=self.device,
+            workers=self.workers, projected=options.knn_features == "projected")
+        train = labelled(model, options.train, feature_options)
+        neighbour_features = self.image if feature_options.projected else self.features
+        test = LabelledFeatures(neighbour_features, self.features, self.labels)
+        few_shot, few_shot_features = None, None
+        if "probe" in tasks and options.few_shot is not None:
+            few_shot = options.few_shot
+            few_shot_features = labelled(model, few_shot, feature_options)
+        metrics, chance, per_class = class_metrics(
+            tasks, train, test, few_shot_features, options.shot_limits, device=self.device)
+        self.add(metrics, chance)
+        self.pieces.per_class = per_class.get("knn@1")
+        if "probe" in tasks:
+            _, self.pieces.train_features, self.pieces.train_labels = train
+            self.pieces.features, self.pieces.labels = self.features, self.labels
+            self.pieces.class_names = self.data.label_names
+        if options.untrained:
+            self.chance["trivial"] = self.trivial_chance(tasks, few_shot, feature_options)
+
+    def trivial_chance(self, tasks, few_shot, feature_options):
+        """The accuracies of raw pixels, of colours, and of the untrained model or, if the image
+        encoder is frozen, of its features."""
+        models = {}
+        vision = getattr(self.towers.model, "vision", None)
+        if getattr(vision, "frozen", False):
+            models["frozen"] = BodyFeatures(self.towers.model)
+        else:
+            untrained_model = self.options.untrained()
+            if untrained_model is not None:
+                models["untrained"] = untrained_model.to(self.device)
+        return trivial_accuracy(
+            self.options.train, self.data, few_shot, feature_options, tasks=tasks, models=models,
+            limits=self.options.shot_limits)
+
+
+# ======================================================= all sets of a run ========================
+class Evaluator:
+    """The evaluation of all sets of a run, after training and during it.
+
+    evaluator("val") returns metrics, chance levels and EvaluationPieces, three dicts by data set.
+    It does those of the usual_tasks that a split supports. Collective: all processes call it.
+    With --watch-test it measures the test split of a set without val, as "NAME (test)".
+
+    Args:
+        model, tokenizer, transform: the towers; tokenizer None without texts.
+        sets: {name: {"val": Data, "test": Data}}, with the splits that exist.
+        train: for knn and probe.
+        device: of the model.
+        args: flags of the run.
+        method_metrics: function of the pieces of a split -> metrics of a method; None = no such.
+        few_shot: Data from which the few-shot probe learns; None = from some of train.
+    Raises: UserError if a split supports none of the tasks.
+    """
+
+    def __init__(self, model, tokenizer, transform, sets, train, *, device, args,
+                 method_metrics=None, few_shot=None):
+        if not train.streamed:
+            train = train.folded()  # neighbours are clips, not their captions
+        self.towers = Towers(model, tokenizer, transform)
+        self.sets, self.train, self.few_shot = sets, train, few_shot
+        self.device, self.args, self.method_metrics = device, args, method_metrics
+        self.knn_features = getattr(args, "knn_features", "projected")
+        self.shot_limits = getattr(args, "shot_limits", None)
+        self.tasks = {}
+        for name, splits in sets.items():
+            for split, data in splits.items():
+                self.tasks[name, split] = self.tasks_of(name, split, data)
+
+    def tasks_of(self, name, split, data):
+        """The tasks of a split."""
+        tasks = usual_tasks(self.towers.model, self.towers.tokenizer, data)
+        train = self.train if self.train.name == data.name else None
+        unsupported = unsupported_tasks(
+            tasks, data, self.towers, train, class_names_as_captions=True)
+        supported = [task for task in tasks if task not in unsupported]
+        if not supported:
+            raise UserError(f"--eval-datasets {name}: its {split} split: {unsupported[tasks[0]]}")
+        return supported
+
+    def __call__(self, split, beside_untrained=False):
+        metrics, chance, pieces = {}, {}, {}
+        for name, splits in self.sets.items():
+            if split in splits:
+                measured = self.measure_split(name, split, beside_untrained)
+            elif self.towers.tokenizer is None:
+                # temperature_schedules.py measures and draws the training images
+                measured = Measurement({}, {}, self.training_pieces())
+            elif split == "val" and self.args.watch_test:
+                measured = self.measure_split(name, "test", beside_untrained)
+                name = f"{name} (test)"
+            else:
+                continue
+            metrics[name], chance[name], pieces[name] = measured
+        return metrics, chance, pieces
+
+    def measure_split(self, name, split, beside_untrained):
+        """The Measurement of a split."""
+        model, _, transform = self.towers
+        view, _ = view_of(transform, name, self.args.dataset)
+        options = ClassOptions(
+            self.train, self.few_shot, self.shot_limits, self.knn_features, view)
+        if beside_untrained:
+            options.untrained = functools.partial(untrained, model.spec, self.args.seed)
+        measured = measure(
+            self.towers, self.sets[name][split], self.tasks[name, split], options,
+            device=self.device, workers=self.args.workers)
+        if self.method_metrics:
+            measured.metrics.update(self.method_metrics(measured.pieces))
+        return measured
+
+    def training_pieces(self):
+        """EvaluationPieces of the training images alone."""
+        model, _, transform = self.towers
+        options = FeatureOptions(transform, self.device, self.args.workers, projected=True)
+        train = labelled(model, self.train, options)
+        return EvaluationPieces(train_features=train.probe_features, train_labels=train.labels)

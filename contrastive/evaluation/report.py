@@ -1,0 +1,94 @@
+"""The result of an evaluation as lines of text."""
+
+import re
+
+from contrastive.core.files import flatten
+
+# metrics that count, in the first line of a table; of the first four one may be too few
+QUERY_COUNTS = ("clips", "images", "captions", "questions")
+COUNTS = (
+    *QUERY_COUNTS, "captions_cut", "repeated_captions_positive", "repeated_captions_wrong",
+    "texts_cut", "unreadable", "without_class")
+FEW_QUERIES = 50  # with fewer, a single query moves the numbers
+
+
+def table(title, metrics, chance):
+    """A table of metrics, one line for each group, each number with its chance level in brackets.
+
+    Args: metrics, chance: as `measure` returns them; chance may have accuracies of `trivial`.
+    """
+    counts = shown_counts(metrics)
+    shown = ", ".join(counted(n, name) for name, n in counts.items())
+    lines = [f"{title}: {shown}; number (chance)"]
+    lines += lines_of_groups(metrics, chance)
+    if any(name.startswith("repeated") for name in counts):
+        item = "video" if "clips" in metrics else "image"
+        lines.append(f"  repeated captions: another {item} has the same words; in text -> {item} "
+                     "nothing tells them apart")
+    warnings = []
+    for name in QUERY_COUNTS:
+        if name in counts and counts[name] < FEW_QUERIES:
+            points = 100 / counts[name]
+            words = counted(counts[name], name)
+            warnings.append(f"of {words} one is worth {points:.1f} points")
+    if warnings:
+        lines.append("FEW QUERIES: " + ", ".join(warnings))
+    return "\n".join(lines)
+
+
+def counted(number, name):
+    """'2 captions cut' of 2 and 'captions_cut', '1 caption cut' of 1."""
+    words = name.replace("_", " ")
+    if number == 1:
+        words = re.sub(r"s\b", "", words, count=1)
+    return f"{number} {words}"
+
+
+def shown_counts(metrics):
+    """{name: number} of the counts above 0; the number of clips stands for that of images."""
+    counts = {}
+    for name in COUNTS:
+        if name == "images" and "clips" in metrics:
+            continue
+        if metrics.get(name):
+            counts[name] = metrics[name]
+    return counts
+
+
+def lines_of_groups(metrics, chance):
+    """A line for each group of numbers, and one below it with what a kNN has to be above."""
+    measured = {name: value for name, value in metrics.items() if name not in COUNTS}
+    chance_levels = flatten(chance)
+    groups = {}
+    for path, value in flatten(measured).items():
+        group, _, name = path.rpartition("/")
+        cell = f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}"
+        if path in chance_levels:
+            cell += f" ({chance_levels[path]:.2f})"
+        groups.setdefault(group, []).append(cell)
+    lines = []
+    for group, cells in groups.items():
+        label = group.replace("_to_", " -> ").replace("_", " ")
+        if "clips" in metrics:
+            label = label.replace("image", "video")
+        lines.append(f"  {label:<24} {'  '.join(cells)}")
+        trivial = []
+        for name, accuracies in chance.get("trivial", {}).items():
+            if group in accuracies:
+                trivial.append(f"{name} {accuracies[group]['mean_per_class']:.2f}")
+        if trivial:
+            lines.append(f"  {'':<24} mean_per_class of {', '.join(trivial)}")
+    return lines
+
+
+def report(summary, folder):
+    """The text at the end of a run: a table for each set, the speed, and the folder of the run."""
+    lines = []
+    for name, metrics in summary["test"].items():
+        lines.append(table(f"\n{name} (test)", metrics, summary["chance"][name]))
+    lines.append("")
+    lines.append(f"{summary['steps']} steps, {summary['wall_s']:.0f} s, "
+                 f"{summary['samples_per_s']:.0f} samples/s with evaluations, "
+                 f"{summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples")
+    lines.append(f"run folder: {folder}")
+    return "\n".join(lines)
