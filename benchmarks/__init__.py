@@ -1,1 +1,1 @@
-"""Programs that measure the papers' claims, speed, and what only a GPU shows; their results are in results/."""
+"""Programs that measure the papers' claims, speed and memory; their results are in results/."""

@@ -1,148 +1,263 @@
-"""Does a fork keep the promises of the five scripts? Ten steps of SGD through its own main, five times over.
+"""Checks that a fork keeps the promises of the five scripts, by ten steps of SGD through its main.
 
-    python -m tools.check mine.py [its flags]     # without flags: its default data, small pictures, batches of 16
+    python -m tools.check mine.py [its flags]
 
-One process in float32 on the CPU is the measure. Two processes, and chunks, must have its losses, weights and own state
-but for rounding; a run that is killed (kill -9) and resumed has them bit by bit. Exit code 1: one has not.
+Without flags it trains on its default data, with small pictures and batches of 16. One process in
+float32 on the CPU is the measure. Two processes, and chunks, must have its losses, weights and
+state of the loss but for rounding; a run that is killed (kill -9) and resumed has them bit by bit.
+Exit code 1: one has not.
 """
 
 import importlib.util
-import json
 import os
 import signal
 import socket
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import common
-from contrastive.engine.processes import flatten
+from contrastive.core.files import flatten
+from contrastive.engine.log import logged_rows
 
 import torch
 from torch.multiprocessing import ProcessExitedException, start_processes
 
-STEPS, SAVED, KILLED = 10, 5, 7                                            # killed after step 7, it goes on from step 5
-SMALL = "--image-size 16 --batch-size 16 --lr 0.05".split()                # a user's flags may say otherwise, but not:
-FIXED = """--cpu --workers 0 --mixed-precision no --no-compile --chunk-size 0 --optimizer sgd --warmup-epochs 0
-    --lr-schedule constant --grad-clip 0 --log-every 1 --eval-every 0""".split()
-FIXED += ["--max-steps", str(STEPS), "--save-every", str(SAVED)]
-MOST = {"losses": 1e-3, "weights": 0.05, "own": 0.2}                       # Adam, of MAMA's network: signs near 0 turn
-EXACT = {"losses": 0, "tensors": 0}                                        # how many tensors of the checkpoint differ
-LOOK = {
-    "two processes": "a loss whose mean over processes is not the global loss: candidates without `gather`, a sum or a "
-                     "mean over another axis; `own` from one process's numbers; BatchNorm or dropout in an encoder",
-    "chunks": "what reads more of a batch than the embeddings of `chunks.encode`, or calls the model beside it",
-    "kill and resume": "state outside `own`: a local variable or an attribute that steps change; random numbers that "
-                       "come neither from (seed, step) nor from torch's global generators"}
+# a run is killed after step KILL_STEP and goes on from step SAVE_STEP
+NUM_STEPS, SAVE_STEP, KILL_STEP = 10, 5, 7
+SMALL = "--image-size 16 --batch-size 16 --lr 0.05".split()  # a user's flags may say otherwise
+FIXED = [
+    *"--cpu --workers 0 --mixed-precision no --no-compile --chunk-size 0 --optimizer sgd".split(),
+    *"--warmup-epochs 0 --lr-schedule constant --grad-clip 0 --log-every 1 --eval-every 0".split(),
+    "--max-steps", str(NUM_STEPS), "--save-every", str(SAVE_STEP)]
+# largest differences; the state is looser, for Adam of MAMA's network: signs near 0 turn
+LIMITS = {"losses": 1e-3, "weights": 0.05, "own": 0.2}
+EXACT = {"losses": 0, "tensors": 0}  # tensors: how many of the checkpoint differ
 
 
-def drift(got, wanted, start):
-    """How far apart two trainings from `start` ended: of each tensor |got - wanted| / |wanted - start|, the largest.
+class Variant(NamedTuple):
+    """A run that must end as that of one process."""
 
-    A few steps of SGD: rounding gives 1e-6 to 1e-2, a wrong gradient 0.5 and more. A tensor that moves less than a
-    hundredth of all is measured by that hundredth: some gradients are nothing but rounding."""
-    assert got.keys() == wanted.keys() <= start.keys()
-    way = {k: (v - start[k]).double().norm() for k, v in wanted.items() if v.is_floating_point()}
-    least = sum(x ** 2 for x in way.values()) ** 0.5 / 100
-    assert least > 0, "nothing was trained"
-    apart = {k: (got[k] - wanted[k]).double().norm() / max(x, least) for k, x in way.items()}
-    return max((x if x.isfinite() else x.new_tensor(float("inf"))).item() for x in apart.values())
+    name: str
+    limits: dict
+    advice: str  # where to look if it does not
+    processes: int = 1
+    stop: int = 0  # the step after which it is killed and resumed
+    flags: tuple = ()
 
 
-def one_process(rank, module, flags, log, stop, environment):
-    """main(parse_args(flags)) of a script without its pictures, its words in a file; kill -9 after step `stop`."""
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+VARIANTS = (
+    Variant(
+        "two processes", LIMITS,
+        "a loss whose mean over processes is not the global loss: candidates without `gather`, a "
+        "sum or a mean over another axis; state from one process's numbers; BatchNorm or dropout "
+        "in an encoder",
+        processes=2),
+    Variant(
+        "chunks", LIMITS,
+        "what reads more of a batch than the embeddings of `chunks.encode`, or calls the model "
+        "beside it",
+        flags=("--chunk-size", "4")),
+    Variant(
+        "kill and resume", EXACT,
+        "state outside `loss_modules`: a local variable or an attribute that steps change; random "
+        "numbers that come neither from (seed, step) nor from torch's global generators",
+        stop=KILL_STEP),
+)
+
+
+# ----------------------------------------------------- runs --------------------------------------
+class Job(NamedTuple):
+    """What a process runs: main(parse_args(flags)) of a script."""
+
+    module: object
+    flags: list
+    log: Path  # its output
+    stop: int = 0  # kill -9 after this step
+    environment: dict = {}  # of a process group
+
+
+def run_process(rank, job):
+    """Runs a Job without its pictures, as process number `rank`."""
+    out = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-    if environment:
-        os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    sys.argv, module.draw, done = [module.__file__, *flags], lambda *_, **__: None, common.Run.done
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    if job.environment:
+        os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.argv = [job.module.__file__, *job.flags]
+    job.module.draw = lambda *_, **__: None
+    done = common.Run.done
 
-    def done_and_killed(run, *args, **more):
-        done(run, *args, **more)
-        if run.step == stop:
+    def done_and_killed(run, *args, **options):
+        done(run, *args, **options)
+        if run.step == job.stop:
             os.kill(os.getpid(), signal.SIGKILL)
+
     common.Run.done = done_and_killed
     with common.clean_exit():
-        module.main(module.parse_args(flags))
+        job.module.main(job.module.parse_args(job.flags))
 
 
-def run(module, flags, log, processes=1, stop=0):
-    """(exit code, its words) of a run whose processes are forks of this one: a script's globals are fresh in each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    place |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    code, arguments = 0, (module, flags, log, stop, place if processes > 1 else {})
+def run(job, processes=1):
+    """Runs a Job in forks of this process: a script's globals are fresh in each.
+
+    Returns: (exit code, the end of its output).
+    """
+    if processes > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        job = job._replace(environment={
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)})
+    code = 0
     try:
-        start_processes(one_process, arguments, processes, start_method="fork")
+        start_processes(run_process, (job,), processes, start_method="fork")
     except ProcessExitedException as end:
         code = end.exit_code
-    return code, log.read_text(errors="replace")[-3000:].strip()
+    return code, job.log.read_text(errors="replace")[-3000:].strip()
 
 
-def state(folder, step=STEPS):
-    """(losses, {path: tensor}) of a run after a step: of all that its checkpoint holds."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+# ----------------------------------------------------- differences -------------------------------
+class State(NamedTuple):
+    """A run after a step."""
+
+    losses: torch.Tensor  # (steps,)
+    tensors: dict  # {path: tensor}, all that its checkpoint holds
+
+
+def read_state(folder, step=NUM_STEPS):
+    """The State of a run after a step."""
+    rows = logged_rows(folder / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]
     saved = torch.load(folder / "checkpoints" / f"step_{step}.pt", weights_only=True)
-    saved["processes"] = dict(enumerate(saved["processes"]))               # random states
-    tensors = {k: x for k, x in flatten(saved).items() if torch.is_tensor(x)}
-    return torch.tensor([row["loss"] for row in rows if "loss" in row]), tensors
+    saved["processes"] = dict(enumerate(saved["processes"]))  # random states
+    tensors = {path: x for path, x in flatten(saved).items() if torch.is_tensor(x)}
+    return State(torch.tensor(losses), tensors)
 
 
-def apart(got, wanted, start):
-    """{losses, tensors, weights, own: how far two runs are apart}; without own where nothing of it changes."""
-    (losses, ours), (of_one, theirs), (_, first) = got, wanted, start
-    found = {"losses": ((losses - of_one).abs().max() / of_one.abs().max()).item()}
-    found["tensors"] = sum(not torch.equal(x, ours[k]) for k, x in theirs.items())
-    for word, part in (("weights", "model/"), ("own", "own/")):
-        a, b = ({k: x for k, x in of.items() if k.startswith(part)} for of in (ours, theirs))
-        if any(x.is_floating_point() and not torch.equal(x, first[k]) for k, x in b.items()):
-            found[word] = drift(a, b, first)
-    return found
+def drift(tensors, expected, start):
+    """How far apart two trainings from `start` ended: |x - expected| / |expected - start|.
+
+    The largest of all tensors. A few steps of SGD: rounding gives 1e-6 to 1e-2, a wrong gradient
+    0.5 and more. A tensor that moves less than a hundredth of all is measured by that hundredth:
+    some gradients are nothing but rounding.
+    Args:
+        tensors, expected, start: {path: tensor}.
+    """
+    assert tensors.keys() == expected.keys() <= start.keys()
+    moved = {}
+    for path, x in expected.items():
+        if x.is_floating_point():
+            moved[path] = (x - start[path]).double().norm()
+    least = sum(x ** 2 for x in moved.values()) ** 0.5 / 100
+    assert least > 0, "nothing was trained"
+    ratios = []
+    for path, length in moved.items():
+        ratio = (tensors[path] - expected[path]).double().norm() / max(length, least)
+        if not ratio.isfinite():
+            return float("inf")
+        ratios.append(ratio.item())
+    return max(ratios)
 
 
-def compare(module, flags, place):
-    """The five runs, and a line for each promise. Returns: whether all are kept."""
-    code, words = run(module, [*flags, "--run-name", "one"], place / "one.log")
+def differences(state, expected, start):
+    """How far apart two runs are, by the names of LIMITS and EXACT.
+
+    Args:
+        state, expected, start: State. What does not change after `start` has no entry.
+    """
+    losses = (state.losses - expected.losses).abs().max() / expected.losses.abs().max()
+    num_different = 0
+    for path, x in expected.tensors.items():
+        if not torch.equal(x, state.tensors[path]):
+            num_different += 1
+    result = {"losses": losses.item(), "tensors": num_different}
+    for name, prefix in (("weights", "model/"), ("own", "own/")):
+        ours = select(state.tensors, prefix)
+        theirs = select(expected.tensors, prefix)
+        changed = False
+        for path, x in theirs.items():
+            if x.is_floating_point() and not torch.equal(x, start.tensors[path]):
+                changed = True
+        if changed:
+            result[name] = drift(ours, theirs, start.tensors)
+    return result
+
+
+def select(tensors, prefix):
+    """Those whose path begins with the prefix."""
+    return {path: x for path, x in tensors.items() if path.startswith(prefix)}
+
+
+# ----------------------------------------------------- the check ---------------------------------
+def keeps_promise(variant, module, flags, place):
+    """Runs a Variant beside the run `one` and prints how far apart they are.
+
+    Args:
+        place: folder of the runs.
+    Returns: whether the differences are within its limits.
+    """
+    name = variant.name
+    job = Job(module, [*flags, "--run-name", name, *variant.flags], place / f"{name}.log",
+              variant.stop)
+    code, output = run(job, variant.processes)
+    if variant.stop:
+        resume = Job(module, ["--resume", str(place / name)], place / "resumed.log")
+        code, output = run(resume)
+    if code == 2 and "--chunk-size" in output:  # MoCo, a look-ahead, BatchNorm
+        print(f"  {name:<16} left out; {output.splitlines()[-1]}", flush=True)
+        return True
+    numbers, is_kept = [], code == 0
+    if not code:
+        start = read_state(place / "one", SAVE_STEP)
+        result = differences(read_state(place / name), read_state(place / "one"), start)
+        for kind, limit in variant.limits.items():
+            if kind in result:
+                numbers.append(f"{kind} {result[kind]:.0e} (at most {limit:g})")
+                if not result[kind] <= limit:
+                    is_kept = False
+    print(f"  {name:<16} {', '.join(numbers) or output}", flush=True)
+    if not is_kept:
+        print(f"{'':19}DIFFERS (exit code {code}): look for {variant.advice}", flush=True)
+    return is_kept
+
+
+def check(module, flags, place):
+    """The run of one process, then the others. Returns: whether all promises are kept."""
+    code, output = run(Job(module, [*flags, "--run-name", "one"], place / "one.log"))
     if code:
-        raise common.UserError(words)
-    one, start, kept = state(place / "one"), state(place / "one", SAVED), True
-    others = ("two processes", 2, 0, []), ("chunks", 1, 0, ["--chunk-size", "4"]), ("kill and resume", 1, KILLED, [])
-    for name, processes, stop, more in others:
-        code, words = run(module, [*flags, "--run-name", name, *more], place / f"{name}.log", processes, stop)
-        if stop:
-            code, words = run(module, ["--resume", str(place / name)], place / "resumed.log")
-        if code == 2 and "--chunk-size" in words:                          # MoCo, a look ahead, BatchNorm
-            print(f"  {name:<16} left out; {words.splitlines()[-1]}", flush=True)
-            continue
-        found, most = {} if code else apart(state(place / name), one, start), EXACT if stop else MOST
-        numbers = ", ".join(f"{k} {found[k]:.0e} (at most {most[k]:g})" for k in most if k in found)
-        print(f"  {name:<16} {numbers or words}", flush=True)
-        if code or not all(found[k] <= most[k] for k in most if k in found):
-            print(f"{'':19}DIFFERS (exit code {code}): look for {LOOK[name]}", flush=True)
-            kept = False
-    return kept
+        raise common.UserError(output)
+    results = [keeps_promise(variant, module, flags, place) for variant in VARIANTS]
+    return all(results)
 
 
 def main(argv):
     """Checks a script, which may lie anywhere, with its flags. Returns: the exit code."""
-    import accelerate  # noqa: F401  (imported once, and not in each run)
+    # imported once, and not in each run
+    import accelerate  # noqa: F401
     import datasets  # noqa: F401
     import torchvision.transforms.v2  # noqa: F401
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
     path = Path(" ".join(argv[:1])).resolve()
     if not path.is_file():
         raise common.UserError("python -m tools.check SCRIPT.py [its flags]: no such script")
     torch.set_num_threads(1)
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    print(f"{path.name}: {STEPS} steps of SGD; one process against", flush=True)
+    print(f"{path.name}: {NUM_STEPS} steps of SGD; one process against", flush=True)
     with tempfile.TemporaryDirectory() as place:
-        return int(not compare(module, [*SMALL, *argv[1:], *FIXED, "--output-dir", place], Path(place)))
+        flags = [*SMALL, *argv[1:], *FIXED, "--output-dir", place]
+        if check(module, flags, Path(place)):
+            return 0
+        return 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Paraphrases of the captions of a training set, for TeMo's texts T~ (paper: five per caption, by PEGASUS).
+"""Paraphrases of the captions of a training set, for TeMo's texts T~.
 
     python -m tools.paraphrase --dataset coco --out coco_paraphrases.jsonl
     python temo.py --dataset coco --paraphrases coco_paraphrases.jsonl
 
-The file has one JSON object per line, {"caption": str, "paraphrases": [str, ...], "by": str}. A stopped call goes on
-with it, but not with another model.
+The paper has five per caption, by PEGASUS. The file has one JSON object per line, {"caption": str,
+"paraphrases": [str, ...], "by": str}. A stopped call goes on with it, but not with another model.
 """
 
 import json
@@ -13,63 +13,95 @@ from pathlib import Path
 import common
 from contrastive.data import data_options
 from contrastive.engine.flags import OneLine
-from contrastive.engine.processes import UserError, clean_exit, opening, say
-from contrastive.engine.ranges import count
+from contrastive.core.processes import UserError, clean_exit, opening, say
+from contrastive.core.number_types import count
 
 import torch
+from tqdm import tqdm
 
-LENGTH, EACH = 60, 5  # tokens of a caption and of a paraphrase; paraphrases of each caption
+NUM_TOKENS = 60  # of a caption and of a paraphrase, at most
+NUM_PARAPHRASES = 5  # of each caption
 
 
-def paraphraser(name, device):
-    """texts -> list of lists of EACH str, by beam search: no random numbers."""
+def make_paraphraser(name, device):
+    """Function of texts -> a list of NUM_PARAPHRASES texts each, by beam search."""
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
     with opening(f"--model {name} (PEGASUS's tokenizer needs: pip install sentencepiece protobuf)"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model = AutoModelForSeq2SeqLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
+        model = AutoModelForSeq2SeqLM.from_pretrained(
+            name, dtype=torch.float32, trust_remote_code=False)
     model = model.to(device).eval()
 
     @torch.inference_mode()
-    def answers(texts):
-        tokens = tokenizer(texts, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt").to(device)
+    def paraphrase(texts):
+        tokens = tokenizer(texts, padding=True, truncation=True, max_length=NUM_TOKENS,
+                           return_tensors="pt").to(device)
         tokens.pop("token_type_ids", None)
-        out = model.generate(**tokens, num_beams=10, num_return_sequences=EACH, max_new_tokens=LENGTH,
-                             no_repeat_ngram_size=2, repetition_penalty=1.2)
-        words = tokenizer.batch_decode(out, skip_special_tokens=True)      # EACH * len(texts)
-        return [words[k:k + EACH] for k in range(0, len(words), EACH)]
-    return answers
+        ids = model.generate(
+            **tokens, num_beams=10, num_return_sequences=NUM_PARAPHRASES,
+            max_new_tokens=NUM_TOKENS, no_repeat_ngram_size=2, repetition_penalty=1.2)
+        words = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [words[k:k + NUM_PARAPHRASES] for k in range(0, len(words), NUM_PARAPHRASES)]
+
+    return paraphrase
+
+
+def read_finished(out, model):
+    """The captions whose paraphrases a file already has; cuts an incomplete last line.
+
+    Args:
+        model: what this call writes as 'by'.
+    Raises: UserError if the file is by another model.
+    """
+    with opening(f"--out {out}"):
+        if not out.exists():
+            return set()
+        lines = out.read_text(encoding="utf8").splitlines(keepends=True)
+        complete = [line for line in lines if line.endswith("\n")]  # a kill has cut the last one
+        rows = [json.loads(line) for line in complete]
+        for row in rows:
+            if row["by"] != model:
+                raise UserError(f"--out {out}: has paraphrases by {row['by']}, not by {model}; "
+                                "name another file")
+        if len(complete) < len(lines):
+            out.write_text("".join(complete), encoding="utf8")
+    return {row["caption"] for row in rows}
 
 
 def main(argv=None):
     """The command line. Raises: UserError."""
     p = OneLine("python -m tools.paraphrase", __doc__.splitlines()[0])
     p.add_argument("--dataset", required=True, help="name, folder, file or hub id, as for temo.py")
-    p.add_argument("--out", required=True, metavar="FILE", help="JSON lines to write, or to go on with")
-    p.add_argument("--model", default="tuner007/pegasus_paraphrase", help="seq2seq model on the hub or in a folder")
+    p.add_argument("--out", required=True, metavar="FILE",
+                   help="JSON lines to write, or to go on with")
+    p.add_argument("--model", default="tuner007/pegasus_paraphrase",
+                   help="seq2seq model on the hub or in a folder")
     p.add_argument("--batch", type=count, default=16, help="captions at a time")
     p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     for flag in ("--data-dir", "--video-dir", "--image-column", "--caption-column"):
         p.add_argument(flag, default="", help="as in training")
     args = p.parse_args(argv)
-    out, by = Path(args.out), f"{args.model}, {LENGTH} tokens"
-    with opening(f"--out {out}"):
-        lines = out.read_text(encoding="utf8").splitlines(keepends=True) if out.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill has cut the last one
-        if others := {row["by"] for row in rows} - {by}:
-            raise UserError(f"--out {out}: has paraphrases by {others.pop()}, not by {by}; name another file")
-        if len(rows) < len(lines):
-            out.write_text("".join(lines[:len(rows)]), encoding="utf8")
-    done, data = {row["caption"] for row in rows}, common.load_data(args.dataset, "train", **data_options(args))
-    todo = [caption for caption in dict.fromkeys(data.first_captions()) if caption not in done]
-    say(f"{len(done)} captions are in {out}, {len(todo)} to do")
-    answers = paraphraser(args.model, "cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
-    from tqdm import tqdm
-    with opening(out), open(out, "a", encoding="utf8") as f:
-        for i in tqdm(range(0, len(todo), args.batch), desc="paraphrases", unit="batch"):
-            texts = todo[i:i + args.batch]
-            for text, found in zip(texts, answers(texts), strict=True):
-                f.write(json.dumps({"caption": text, "paraphrases": found, "by": by}) + "\n")
-            f.flush()
+    out = Path(args.out)
+    model = f"{args.model}, {NUM_TOKENS} tokens"
+    finished = read_finished(out, model)
+    data = common.load_data(args.dataset, "train", data_options(args))
+    captions = dict.fromkeys(data.first_captions())  # each once
+    captions = [caption for caption in captions if caption not in finished]
+    say(f"{len(finished)} captions are in {out}, {len(captions)} to do")
+
+    device = "cpu"
+    if torch.cuda.is_available() and not args.cpu:
+        device = "cuda"
+    paraphrase = make_paraphraser(args.model, device)
+    starts = range(0, len(captions), args.batch)
+    with opening(out), open(out, "a", encoding="utf8") as file:
+        for i in tqdm(starts, desc="paraphrases", unit="batch"):
+            texts = captions[i:i + args.batch]
+            for text, paraphrases in zip(texts, paraphrase(texts), strict=True):
+                row = {"caption": text, "paraphrases": paraphrases, "by": model}
+                file.write(json.dumps(row) + "\n")
+            file.flush()
 
 
 if __name__ == "__main__":
