@@ -9,8 +9,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 CACHE = tempfile.mkdtemp(prefix="contrastive-tests-")
-os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=CACHE, HF_DATASETS_CACHE=f"{CACHE}/datasets", OMP_NUM_THREADS="1",
-                  OMP_WAIT_POLICY="PASSIVE", MPLCONFIGDIR=f"{CACHE}/matplotlib")
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_HOME=CACHE,
+    XDG_CACHE_HOME=CACHE,
+    HF_DATASETS_CACHE=f"{CACHE}/datasets",
+    OMP_NUM_THREADS="1",
+    OMP_WAIT_POLICY="PASSIVE",
+    MPLCONFIGDIR=f"{CACHE}/matplotlib",
+)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402  (the variables above are read at import)
@@ -24,7 +31,14 @@ torch.set_num_threads(1)
 def tokenizer():
     """A WordPiece of a few captions, at most 12 tokens a text."""
     from contrastive.encoders.texts import Tokenizer, train_wordpiece
-    captions = ["red apple", "green pear", "blue bird on a tree", "yet another of them,", "one number 0123456789"]
+
+    captions = [
+        "red apple",
+        "green pear",
+        "blue bird on a tree",
+        "yet another of them,",
+        "one number 0123456789",
+    ]
     return Tokenizer(train_wordpiece(captions * 3), 12)
 
 
@@ -32,7 +46,9 @@ def tokenizer():
 def tiny(tmp_path_factory, tokenizer):
     """Function of a kind of helpers.tiny_model -> its folder, made once, and the model."""
     root = tmp_path_factory.mktemp("tiny")
-    return functools.cache(lambda kind: (str(root / kind), tiny_model(kind, root / kind, tokenizer)))
+    return functools.cache(
+        lambda kind: (str(root / kind), tiny_model(kind, root / kind, tokenizer))
+    )
 
 
 def pytest_sessionfinish():

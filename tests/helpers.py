@@ -1,4 +1,5 @@
-"""Small data sets in the true formats, written by the tests. Sample i is always picture(i) and caption(i)."""
+"""Small data sets in the true formats, written by the tests. Sample i is always picture(i) and
+caption(i)."""
 
 import contextlib
 import csv
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import common
 from contrastive.data.table import EmptySplit
-from contrastive.engine.processes import UserError
+from contrastive.core.processes import UserError
 from contrastive.engine.run import Run
 
 import numpy as np
@@ -30,7 +31,9 @@ from tools.check import drift as drift  # noqa: F401  (of two trainings; tests i
 
 DRAW = {script: script.draw for script in (mama, mmts, ncl, temo, temperature_schedules)}
 for script in DRAW:
-    script.draw = lambda *_, **__: None  # it would take a run four seconds; where a test asks, run_script draws
+    script.draw = lambda *_, **__: (
+        None
+    )  # it would take a run four seconds; where a test asks, run_script draws
 CLASSES = ["apple", "pear_tree", "zebra"]  # sample i has class i % 3
 
 
@@ -56,7 +59,9 @@ def write_images(folder, numbers, kind="png", **size):
     """folder/003.png and so on; returns the file names."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     for i in numbers:
-        (Path(folder) / f"{i:03}.{kind}").write_bytes(encode(picture(i, **size), {"jpg": "jpeg"}.get(kind, kind)))
+        (Path(folder) / f"{i:03}.{kind}").write_bytes(
+            encode(picture(i, **size), {"jpg": "jpeg"}.get(kind, kind))
+        )
     return [f"{i:03}.{kind}" for i in numbers]
 
 
@@ -67,7 +72,9 @@ def write_rows(path, header, rows):
     records = [dict(zip(header, r)) for r in rows]
     if path.suffix in (".csv", ".tsv"):
         with open(path, "w", newline="", encoding="utf8") as f:
-            csv.writer(f, delimiter="," if path.suffix == ".csv" else "\t").writerows([header, *rows])
+            csv.writer(f, delimiter="," if path.suffix == ".csv" else "\t").writerows(
+                [header, *rows]
+            )
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf8")
     elif path.suffix == ".json":
@@ -75,12 +82,14 @@ def write_rows(path, header, rows):
     else:
         import pyarrow
         import pyarrow.parquet
+
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
     return path
 
 
 def open_splits(name, **options):
-    """{split: Data} of the splits that have something in them: in a tiny set nothing may fall into a held-out one."""
+    """{split: Data} of the splits that have something in them: in a tiny set nothing may fall into
+    a held-out one."""
     out = {}
     for split in ("train", "val", "test"):
         with contextlib.suppress(EmptySplit):
@@ -91,10 +100,15 @@ def open_splits(name, **options):
 CPU = torch.device("cpu")
 
 
-def batches_of(data, augments, size=6, first=0, last=6, workers=0, folder=None, seed=3, side=16):
+def batches_of(
+    data, augments, size=6, first=0, last=6, *, workers=0, folder=None, seed=3, side=16
+):
     """Training batches on this CPU, in which any number of samples may be bad."""
     transform = common.EvalTransform(side, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
-    return common.Batches(data, augments, transform, size, seed, first, last, CPU, workers, 1.0, folder)
+    return common.Batches(
+        data, augments, transform, size, seed,
+        first=first, last=last, device=CPU, workers=workers, max_bad_fraction=1.0, folder=folder,
+    )
 
 
 def complains(name, split, *words, **options):
@@ -115,7 +129,9 @@ def counted(batches):
 def write_captions(folder, n, name="captions.csv", **size):
     """The plainest data set of all: images and a file of `image, caption`."""
     names = write_images(folder, range(n), **size)
-    return write_rows(Path(folder) / name, ["image", "caption"], [(x, caption(i)) for i, x in enumerate(names)])
+    return write_rows(
+        Path(folder) / name, ["image", "caption"], [(x, caption(i)) for i, x in enumerate(names)]
+    )
 
 
 def write_tar(path, samples):
@@ -132,19 +148,31 @@ def write_tar(path, samples):
 
 def tar_samples(numbers, *extensions):
     """jpg, png, txt (two captions, one a line), cls and json parts of these samples."""
-    make = {"jpg": lambda i: encode(picture(i), "jpeg", quality=95), "png": lambda i: encode(picture(i)),
-            "txt": lambda i: f"{caption(i)}\n{caption(i, 1)}\n".encode(), "cls": lambda i: str(i % 3).encode(),
-            "json": lambda i: json.dumps({"title": caption(i), "width": 24}).encode()}
+    make = {
+        "jpg": lambda i: encode(picture(i), "jpeg", quality=95),
+        "png": lambda i: encode(picture(i)),
+        "txt": lambda i: f"{caption(i)}\n{caption(i, 1)}\n".encode(),
+        "cls": lambda i: str(i % 3).encode(),
+        "json": lambda i: json.dumps({"title": caption(i), "width": 24}).encode(),
+    }
     return {f"{i:06}": {e: make[e](i) for e in extensions} for i in numbers}
 
 
 def write_parquet_images(path, numbers):
-    """A parquet file as `datasets` writes it: image {bytes, path}, caption, label with class names."""
+    """A parquet file as `datasets` writes it: image {bytes, path}, caption, label with class names.
+    """
     import datasets
-    features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"),
-                                 label=datasets.ClassLabel(names=CLASSES))
-    rows = {"image": [{"bytes": encode(picture(i)), "path": f"{i:03}.png"} for i in numbers],
-            "caption": [caption(i) for i in numbers], "label": [i % 3 for i in numbers]}
+
+    features = datasets.Features(
+        image=datasets.Image(),
+        caption=datasets.Value("string"),
+        label=datasets.ClassLabel(names=CLASSES),
+    )
+    rows = {
+        "image": [{"bytes": encode(picture(i)), "path": f"{i:03}.png"} for i in numbers],
+        "caption": [caption(i) for i in numbers],
+        "label": [i % 3 for i in numbers],
+    }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(path))
     return Path(path)
@@ -156,11 +184,12 @@ TEXT = b"this is no picture\n"
 
 # ---- videos ----
 def frame(i, height=64, width=96):
-    """(H, W, 3) uint8: the number i in eight bars (red 1, blue 0, lowest bit left) above green, in a gif's palette."""
+    """(H, W, 3) uint8: the number i in eight bars (red 1, blue 0, lowest bit left) above green, in
+    a gif's palette."""
     x = np.full((height, width, 3), (36, 146, 85), np.uint8)
     for bit in range(8):
         bar = slice(bit * width // 8, (bit + 1) * width // 8)
-        x[:height * 3 // 4, bar] = (219, 73, 85) if i >> bit & 1 else (36, 109, 170)
+        x[: height * 3 // 4, bar] = (219, 73, 85) if i >> bit & 1 else (36, 109, 170)
     return x
 
 
@@ -168,31 +197,53 @@ def frame_number(x):
     """The number that frame(i) shows after any codec, scaled or not: x (H, W, 3)."""
     height, width = x.shape[:2]
     rows = slice(height // 8, height * 5 // 8)
-    bars = [slice(round((bit + 0.3) * width / 8), round((bit + 0.7) * width / 8)) for bit in range(8)]
+    bars = [
+        slice(round((bit + 0.3) * width / 8), round((bit + 0.7) * width / 8)) for bit in range(8)
+    ]
     middles = [x[rows, bar].reshape(-1, 3).mean(0) for bar in bars]
     return sum(1 << bit for bit, (red, _, blue) in enumerate(middles) if red > blue)
 
 
 def numbers(clip):
-    """What the frames of a clip show: (n, H, W, 3) of read_frames, or (T, 3, H, W) of a data set."""
+    """What the frames of a clip show: (n, H, W, 3) of read_frames, or (T, 3, H, W) of a data set.
+    """
     return [frame_number(x if x.shape[-1] == 3 else x.transpose(1, 2, 0)) for x in np.asarray(clip)]
 
 
-ENCODERS = {"libx264": {"preset": "veryfast", "crf": "10"},
-            "libx265": {"preset": "ultrafast", "crf": "10", "x265-params": "log-level=none"},
-            "libsvtav1": {"preset": "12", "crf": "15", "svtav1-params": "log-level=-1"},
-            "libvpx-vp9": {"deadline": "realtime", "cpu-used": "8", "crf": "10", "b": "0"},
-            "mpeg4": {"qscale": "2", "flags": "+qscale"}}
+ENCODERS = {
+    "libx264": {"preset": "veryfast", "crf": "10"},
+    "libx265": {"preset": "ultrafast", "crf": "10", "x265-params": "log-level=none"},
+    "libsvtav1": {"preset": "12", "crf": "15", "svtav1-params": "log-level=-1"},
+    "libvpx-vp9": {"deadline": "realtime", "cpu-used": "8", "crf": "10", "b": "0"},
+    "mpeg4": {"qscale": "2", "flags": "+qscale"},
+}
 
 
-def write_video(path, frames, codec="libx264", fps=10, at=None, pixels="yuv420p", hold=None, options=None, muxer=None):
+def write_video(
+    path,
+    frames,
+    codec="libx264",
+    fps=10,
+    *,
+    at=None,
+    pixels="yuv420p",
+    hold=None,
+    options=None,
+    muxer=None,
+):
     """A real encoded clip.
 
-    frames: numbers of frame() or (H, W, 3) uint8; at: when each is shown, in 1/fps s; hold: how long the last one is;
-    options: of the encoder; muxer: options of the container."""
+    Args:
+        frames: numbers of frame() or (H, W, 3) uint8.
+        at: when each is shown, in 1/fps s.
+        hold: how long the last one is shown.
+        options: of the encoder.
+        muxer: options of the container.
+    """
     from fractions import Fraction
 
     import av
+
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     frames = [frame(x) if np.ndim(x) == 0 else np.ascontiguousarray(x) for x in frames]
     with av.open(str(path), "w", options=muxer or {}) as out:
@@ -202,7 +253,10 @@ def write_video(path, frames, codec="libx264", fps=10, at=None, pixels="yuv420p"
         packets = []
         for k, x in enumerate(frames):
             picture = av.VideoFrame.from_ndarray(x, format="rgb24")
-            picture.pts, picture.time_base = k if at is None else at[k], stream.codec_context.time_base
+            picture.pts, picture.time_base = (
+                k if at is None else at[k],
+                stream.codec_context.time_base,
+            )
             packets += stream.encode(picture)
         packets += stream.encode(None)
         if hold:
@@ -216,14 +270,18 @@ CODECS = {"avi": ("mpeg4", "yuv420p"), "webm": ("libvpx-vp9", "yuv420p"), "gif":
 
 
 def write_clips(folder, clips, length=8, fps=10):
-    """{number: file name}: clip k shows k * length, k * length + 1, ...; in the codec of its ending, else h264."""
+    """{number: file name}: clip k shows k * length, k * length + 1, ...; in the codec of its
+    ending, else h264."""
     for k, name in clips.items():
         codec, pixels = CODECS.get(name.rpartition(".")[2], ("libx264", "yuv420p"))
-        write_video(Path(folder) / name, range(length * k, length * (k + 1)), codec, fps, pixels=pixels)
+        write_video(
+            Path(folder) / name, range(length * k, length * (k + 1)), codec, fps, pixels=pixels
+        )
 
 
 def write_files(root, files):
-    """{path below root: content}: texts as they are, else a pickle, a table of rows or JSON by the ending."""
+    """{path below root: content}: texts as they are, else a pickle, a table of rows or JSON by the
+    ending."""
     for name, content in files.items():
         path = Path(root) / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +297,8 @@ def write_files(root, files):
 
 
 def fork(script, folder, old, new):
-    """The module of a copy of a script, folder/fork_of_SCRIPT.py, that says `new` where the script says `old`."""
+    """The module of a copy of a script, folder/fork_of_SCRIPT.py, that says `new` where the script
+    says `old`."""
     text = Path(script.__file__).read_text(encoding="utf8")
     assert text.count(old) == 1, old
     path = Path(folder) / f"fork_of_{Path(script.__file__).name}"
@@ -252,7 +311,7 @@ def fork(script, folder, old, new):
 
 def panel(drawn, title):
     """The panel of the kept figures (save_figure's arguments) whose title has these words."""
-    found, = (ax for fig, _ in drawn for ax in fig.axes if title in ax.get_title())
+    (found,) = (ax for fig, _ in drawn for ax in fig.axes if title in ax.get_title())
     return found
 
 
@@ -262,17 +321,22 @@ def of_set(base, flags):
 
     def asked(flag, usual):
         return flags[flags.index(flag) + 1] if flag in flags else usual
+
     unused = [] if asked("--dataset", "moving-emoji") == "moving-emoji" else [("--clips", 4)]
     look, source = asked("--weighting", "meta") in ("meta", "l2rw"), asked("--meta-set", "train")
     look = look and asked("--loss", "mama") == "mama" and asked("--contrastive-weight", "1") != "0"
     unused += [] if look or source == "val" else [("--meta-batch-size", 2)]
     unused += [] if source == "val" or look and source == "train" else [("--meta-size", 2)]
-    usual = {"epic-kitchens-100": "noun", "ssv2-lt": "label"}.get(asked("--dataset", ""), "captions")
-    unused += [] if asked("--clusters", usual) in ("captions", "vision") else [("--num-clusters", 2)]
+    usual = {"epic-kitchens-100": "noun", "ssv2-lt": "label"}.get(
+        asked("--dataset", ""), "captions"
+    )
+    unused += (
+        [] if asked("--clusters", usual) in ("captions", "vision") else [("--num-clusters", 2)]
+    )
     for flag, words in unused:
         if flag in base:
             at = base.index(flag)
-            del base[at:at + words]
+            del base[at : at + words]
     return base
 
 
@@ -280,20 +344,46 @@ def of_set(base, flags):
 def tiny_model(kind, folder, tokenizer):
     """A transformers model of width 24 with this tokenizer, saved into a folder -> the model."""
     import transformers as T
-    words, layers = dict(vocab_size=len(tokenizer.tokenizer)), dict(num_hidden_layers=1, num_attention_heads=2)
-    small, ids = dict(hidden_size=24, intermediate_size=32), dict(eos_token_id=3, bos_token_id=2, pad_token_id=0)
+
+    words, layers = (
+        dict(vocab_size=len(tokenizer.tokenizer)),
+        dict(num_hidden_layers=1, num_attention_heads=2),
+    )
+    small, ids = (
+        dict(hidden_size=24, intermediate_size=32),
+        dict(eos_token_id=3, bos_token_id=2, pad_token_id=0),
+    )
     tower = small | layers | dict(num_hidden_layers=2)
     make = {
         "bert": lambda: T.BertModel(T.BertConfig(**words, **small, **layers)),
-        "distilbert": lambda: T.DistilBertModel(T.DistilBertConfig(
-            **words, dim=24, hidden_dim=32, n_layers=1, n_heads=2)),
-        "t5": lambda: T.T5ForConditionalGeneration(T.T5Config(
-            **words, d_model=24, d_kv=12, d_ff=32, num_layers=1, num_decoder_layers=2, num_heads=2)),
-        "dino": lambda: T.Dinov2Model(T.Dinov2Config(hidden_size=24, **layers, image_size=28, patch_size=14)),
-        "vit": lambda: T.ViTForImageClassification(T.ViTConfig(**small, **layers, image_size=32, patch_size=16)),
-        "clip": lambda: T.CLIPModel(T.CLIPConfig(
-            text_config=tower | words | ids | dict(max_position_embeddings=12), projection_dim=16,
-            vision_config=tower | dict(image_size=32, patch_size=16)))}
+        "distilbert": lambda: T.DistilBertModel(
+            T.DistilBertConfig(**words, dim=24, hidden_dim=32, n_layers=1, n_heads=2)
+        ),
+        "t5": lambda: T.T5ForConditionalGeneration(
+            T.T5Config(
+                **words,
+                d_model=24,
+                d_kv=12,
+                d_ff=32,
+                num_layers=1,
+                num_decoder_layers=2,
+                num_heads=2,
+            )
+        ),
+        "dino": lambda: T.Dinov2Model(
+            T.Dinov2Config(hidden_size=24, **layers, image_size=28, patch_size=14)
+        ),
+        "vit": lambda: T.ViTForImageClassification(
+            T.ViTConfig(**small, **layers, image_size=32, patch_size=16)
+        ),
+        "clip": lambda: T.CLIPModel(
+            T.CLIPConfig(
+                text_config=tower | words | ids | dict(max_position_embeddings=12),
+                projection_dim=16,
+                vision_config=tower | dict(image_size=32, patch_size=16),
+            )
+        ),
+    }
     torch.manual_seed(0)
     model = make[kind]().eval()
     model.save_pretrained(folder)
@@ -309,9 +399,12 @@ def unit(*shape, seed=0):
 
 
 def run_script(script, folder, *flags, base=(), pictures=False):
-    """A script's main in this process, into `folder` -> summary; without its pictures unless asked for."""
+    """A script's main in this process, into `folder` -> summary; without its pictures unless asked
+    for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "draw", DRAW.get(script, script.draw) if pictures else lambda *_, **__: None)
+        patch.setattr(
+            script, "draw", DRAW.get(script, script.draw) if pictures else lambda *_, **__: None
+        )
         where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
         return script.main(script.parse_args([*of_set(base, flags), *where, *map(str, flags)]))
 
@@ -320,7 +413,9 @@ def few_steps(script, folder, *flags, base=()):
     """The rows of a run that neither evaluates nor finishes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "val_pieces", {}, raising=False)
-        patch.setattr(Run, "evaluate_val", lambda run: run.log.write({"step": run.step, "eval": {}}))
+        patch.setattr(
+            Run, "evaluate_val", lambda run: run.log.write({"step": run.step, "eval": {}})
+        )
         patch.setattr(Run, "finish", lambda run, *_, **__: run.bar.close())
         run_script(script, folder, *flags, base=base)
     return steps(folder)
@@ -329,7 +424,11 @@ def few_steps(script, folder, *flags, base=()):
 def rows(folder):
     """Whole lines of metrics.jsonl: a poll may see half of the last one."""
     path = Path(folder) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if path.exists()
+        else []
+    )
 
 
 def steps(folder):
@@ -347,12 +446,16 @@ def tensors_of(folder, step):
 
 
 def tensors_in(path):
-    """{name: tensor} of a safetensors file or of a checkpoint: its parts and, of each process, its random state."""
+    """{name: tensor} of a safetensors file or of a checkpoint: its parts and, of each process, its
+    random state."""
     if path.suffix == ".safetensors":
         return load_file(path)
     leaves, _ = tree_flatten_with_path(torch.load(path, weights_only=True))
-    return {"/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in at): x for at, x in leaves
-            if torch.is_tensor(x)}
+    return {
+        "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in at): x
+        for at, x in leaves
+        if torch.is_tensor(x)
+    }
 
 
 def equal_files(a, b):

@@ -1,4 +1,5 @@
-"""Runs in processes of their own, forks of this one, so that no import is paid for: half a second, not six."""
+"""Runs in processes of their own, forks of this one, so that no import is paid for: half a second,
+not six."""
 
 import functools
 import multiprocessing
@@ -7,8 +8,8 @@ import signal
 import socket
 import sys
 
-from contrastive import engine
-from contrastive.engine.processes import read_json
+from contrastive import core
+from contrastive.core.files import read_json
 
 import pytest
 import torch.multiprocessing
@@ -21,13 +22,17 @@ from helpers import drift, run_script, steps
 
 
 def own_children():
-    """Forks are ours again: torch takes the end of one for that of a loader worker that had its number."""
+    """Forks are ours again: torch takes the end of one for that of a loader worker that had its
+    number."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal_handling._SIGCHLD_handler_set = False  # the next loader sets it again, here and in the fork
+    signal_handling._SIGCHLD_handler_set = (
+        False  # the next loader sets it again, here and in the fork
+    )
 
 
 def spawn(function, arguments, processes):
-    """As torch.multiprocessing.spawn: function(rank, *arguments) in so many processes; their failure is raised here."""
+    """As torch.multiprocessing.spawn: function(rank, *arguments) in so many processes; their
+    failure is raised here."""
     own_children()
     torch.multiprocessing.start_processes(function, arguments, processes, start_method="fork")
 
@@ -37,13 +42,16 @@ def forked(work, log, **environment):
     own_children()
 
     def inside():
-        AcceleratorState._reset_state(reset_partial_state=True)  # this process may have been one of one
+        AcceleratorState._reset_state(
+            reset_partial_state=True
+        )  # this process may have been one of one
         os.environ.update(environment)
         for number, file in ((1, os.devnull), (2, log)):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        with engine.processes.clean_exit():
+        with core.processes.clean_exit():
             work()
+
     process = multiprocessing.get_context("fork").Process(target=inside)
     process.start()
     return process
@@ -59,26 +67,40 @@ def ended(process, seconds=300):
 
 
 def ranks(folder, work):
-    """[(exit code, stderr)] of forks work(rank), the ranks of a world of two; without tqdm's sign for one line up."""
+    """[(exit code, stderr)] of forks work(rank), the ranks of a world of two; without tqdm's sign
+    for one line up."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2",
-                 "LOCAL_WORLD_SIZE": "2"}                                  # what torchrun tells each process
+        world = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+        }  # what torchrun tells each process
     logs = [folder / f"rank{n}.log" for n in (0, 1)]
-    processes = [forked(functools.partial(work, n), logs[n], **world, RANK=str(n), LOCAL_RANK=str(n)) for n in (0, 1)]
+    processes = [
+        forked(functools.partial(work, n), logs[n], **world, RANK=str(n), LOCAL_RANK=str(n))
+        for n in (0, 1)
+    ]
     codes = [ended(process) for process in processes]
-    return [(code, log.read_text(errors="replace").replace("\x1b[A", "")) for code, log in zip(codes, logs)]
+    return [
+        (code, log.read_text(errors="replace").replace("\x1b[A", ""))
+        for code, log in zip(codes, logs)
+    ]
 
 
 def one_and_two(folder, flags, lr, names):
-    """mama.py by one process and by two gives the same losses, weights and numbers (of these names in the log)."""
+    """mama.py by one process and by two gives the same losses, weights and numbers (of these names
+    in the log)."""
     for name, rate in (("start", 0), ("one", lr)):
         run_script(mama, folder / name, *flags, "--lr", rate)
     done = ranks(folder, lambda rank: run_script(mama, folder / "two", *flags, "--lr", lr))
     assert [code for code, _ in done] == [0, 0], done
     for a, b in zip(*(steps(folder / name) for name in ("one", "two")), strict=True):
         assert [b[k] for k in names] == pytest.approx([a[k] for k in names], rel=1e-2, abs=1e-4)
-    start, a, b = (load_file(folder / name / "model.safetensors") for name in ("start", "one", "two"))
+    start, a, b = (
+        load_file(folder / name / "model.safetensors") for name in ("start", "one", "two")
+    )
     assert drift(b, a, start) < 0.1
     a, b = (read_json(folder / name / "summary.json") for name in ("one", "two"))
     assert a["test"] == b["test"] and a["chance"] == b["chance"]

@@ -1,10 +1,11 @@
-"""Mutation test: the suite must fail on each of these faults, put into a copy of the tree one at a time.
+"""Mutation test: the suite must fail on each of these faults, put into a copy of the tree.
 
     python tests/mutants.py [--tree DIR] [--only ID ...]
 
-mutants.json has of each fault: what it does; the test modules and the -k of pytest that should kill it; and a string
-with «this|replaced by that», which the code of the tree has once, in whatever file; of several such strings, for trees
-that differ, the first that is found. The tests must pass on the tree as it is; modules that it lacks are left out.
+mutants.json has of each fault: what it does; the test modules and the -k of pytest that should kill
+it; and a string with «this|replaced by that», which the code of the tree has once, in whatever
+file; of several such strings, for trees that differ, the first that is found. The tests must pass
+on the tree as it is; modules that it lacks are left out.
 """
 
 import argparse
@@ -20,32 +21,63 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 MUTANTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf8"))
+FAULT = re.compile(r"«(.*?)\|(.*?)»", re.DOTALL)
 
 
-def place(tree, strings):
-    """(file, its text, the text with the fault) of the first of the strings that the code has; None: it has none."""
-    files = [f for f in tree.rglob("*.py") if f.relative_to(tree).parts[0] not in ("tests", "docs")]
+class Fault(NamedTuple):
+    """A fault in a file of a tree."""
+
+    file: Path
+    text: str  # of the file
+    faulty_text: str
+
+
+class Selection(NamedTuple):
+    """Tests that should kill a fault."""
+
+    modules: str  # separated by spaces
+    keywords: str  # the -k of pytest
+
+
+def selection_of(name):
+    """The Selection of a mutant."""
+    return Selection(*MUTANTS[name][1].split(": "))
+
+
+def find_fault(tree, strings):
+    """The Fault of the first of the strings that the code has; None: it has none."""
+    files = []
+    for file in tree.rglob("*.py"):
+        if file.relative_to(tree).parts[0] not in ("tests", "docs"):
+            files.append(file)
     for string in strings:
-        before, after = (re.sub(r"«(.*?)\|(.*?)»", which, string, flags=re.DOTALL) for which in (r"\1", r"\2"))
-        if found := [f for f in files if before in f.read_text(encoding="utf8")]:
-            file, = found
-            text = file.read_text(encoding="utf8")
-            assert text.count(before) == 1, f"{before!r}: more than once"
-            return file, text, text.replace(before, after)
+        old, new = FAULT.sub(r"\1", string), FAULT.sub(r"\2", string)
+        matches = [file for file in files if old in file.read_text(encoding="utf8")]
+        if matches:
+            assert len(matches) == 1, f"{old!r}: in more than one file"
+            text = matches[0].read_text(encoding="utf8")
+            assert text.count(old) == 1, f"{old!r}: more than once"
+            return Fault(matches[0], text, text.replace(old, new))
     return None
 
 
-def run(tree, modules, words, seconds):
+def run_tests(tree, modules, keywords, seconds):
     """pytest's exit code for a selection: 0 passed, 5 no test; None: it took too long."""
-    files = [f"tests/test_{name}.py" for name in modules.split() if (tree / "tests" / f"test_{name}.py").exists()]
+    files = []
+    for name in modules.split():
+        if (tree / "tests" / f"test_{name}.py").exists():
+            files.append(f"tests/test_{name}.py")
     if not files:
         return 5
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", *files, "-k", words]
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", *files, "-k", keywords]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree)}
     with open(tree.with_name("log.txt"), "a") as log:
-        process = subprocess.Popen(command, cwd=tree, stdout=log, stderr=log, start_new_session=True,
-                                   env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree)})
+        process = subprocess.Popen(
+            command, cwd=tree, stdout=log, stderr=log, start_new_session=True, env=environment
+        )
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -55,33 +87,59 @@ def run(tree, modules, words, seconds):
             os.killpg(process.pid, signal.SIGKILL)  # what a test leaves behind
 
 
+def try_mutant(tree, name, code, seconds):
+    """What becomes of a mutant: killed, SURVIVED, or why it cannot be said.
+
+    Args:
+        code: pytest's exit code without the fault.
+        seconds: that the tests may take.
+    """
+    _, _, *strings = MUTANTS[name]
+    fault = find_fault(tree, strings)
+    if fault is None:
+        return "not found"
+    if code:
+        return f"tests fail without it ({code})"
+    fault.file.write_text(fault.faulty_text, encoding="utf8")
+    selection = selection_of(name)
+    code = run_tests(tree, selection.modules, selection.keywords, seconds)
+    fault.file.write_text(fault.text, encoding="utf8")
+    if code is None:
+        return "killed (hangs)"
+    if code == 0:
+        return "SURVIVED"
+    if code == 5:
+        return "no test"
+    return "killed"
+
+
 def main():
+    """The command line."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[1])
     p.add_argument("--only", nargs="+", choices=MUTANTS, default=list(MUTANTS), metavar="ID")
-    args, results, whole, selections = p.parse_args(), {}, {}, collections.defaultdict(set)
-    for modules, words in (MUTANTS[name][1].split(": ") for name in args.only):
-        selections[modules].add(f"({words})")
+    args = p.parse_args()
+    keywords = collections.defaultdict(list)  # {modules: keywords of all their mutants}
+    for name in args.only:
+        selection = selection_of(name)
+        keywords[selection.modules].append(f"({selection.keywords})")
+    outcomes = collections.Counter()
+    baselines = {}  # {modules: (exit code without a fault, seconds that a mutant may take)}
     with tempfile.TemporaryDirectory(prefix="contrastive-mutants-") as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(args.tree, tree, ignore=shutil.ignore_patterns(".git", "__pycache__", "runs"))
+        ignored = shutil.ignore_patterns(".git", "__pycache__", "runs")
+        shutil.copytree(args.tree, tree, ignore=ignored)
         for name in args.only:
-            what, tests, *strings = MUTANTS[name]
-            modules, words = tests.split(": ")
-            began, there = time.time(), place(tree, strings)
-            if modules not in whole:  # the selections of all mutants of these modules, together
-                code = run(tree, modules, " or ".join(selections[modules]), 3600)
-                whole[modules] = code, 60 + 4 * (time.time() - began)
-            if not there or whole[modules][0]:
-                results[name] = f"tests fail without it ({whole[modules][0]})" if there else "not found"
-            else:
-                file, text, changed = there
-                file.write_text(changed, encoding="utf8")
-                code = run(tree, modules, words, whole[modules][1])
-                results[name] = {0: "SURVIVED", 5: "no test", None: "killed (hangs)"}.get(code, "killed")
-                file.write_text(text, encoding="utf8")
-            print(f"{results[name]:<14} {name}: {what} ({time.time() - began:.0f} s)", flush=True)
-    print(", ".join(f"{n} {word}" for word, n in collections.Counter(results.values()).items()))
+            started = time.time()
+            modules = selection_of(name).modules
+            if modules not in baselines:
+                code = run_tests(tree, modules, " or ".join(keywords[modules]), 3600)
+                baselines[modules] = code, 60 + 4 * (time.time() - started)
+            outcome = try_mutant(tree, name, *baselines[modules])
+            outcomes[outcome] += 1
+            seconds = time.time() - started
+            print(f"{outcome:<14} {name}: {MUTANTS[name][0]} ({seconds:.0f} s)", flush=True)
+    print(", ".join(f"{number} {outcome}" for outcome, number in outcomes.items()))
 
 
 if __name__ == "__main__":

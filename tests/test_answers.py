@@ -1,13 +1,15 @@
-"""Questions and answers by hand: the loss, the model, its gradient and the accuracies; runs of both tasks, eval.py,
-chunks and processes, what is refused, tools.score."""
+"""Questions and answers by hand: the loss, the model, its gradient and the accuracies; runs of both
+tasks, eval.py, chunks and processes, flags that are refused or without effect, tools.score."""
 
+import functools
 import math
 
 import common
 from contrastive import evaluation
-from contrastive.engine.processes import UserError
+from contrastive.core import row_blocks
+from contrastive.core.processes import UserError
 from contrastive.evaluation.answers import right_answers
-from contrastive.evaluation.metrics import answer_vocabulary, question_metrics
+from contrastive.core.metrics import answer_vocabulary, question_metrics
 
 import pytest
 import torch
@@ -22,13 +24,15 @@ from tools import score
 CPU, INF = torch.device("cpu"), math.inf
 
 
-# ---------------------------------------------------- loss and model ------------------------------------------------
+# -------------------------------------- loss and model ---------------------------------------
 def test_answer_loss_against_a_loop():
     scores = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     scores[1, 3:] = -INF  # a question with three choices
     right = torch.tensor([4, 2, -1, 0])
-    expected = [0.0 if k < 0 else math.log(sum(math.exp(float(s - row[k])) for s in row)) for row, k in
-                zip(scores, right.tolist())]
+    expected = [
+        0.0 if k < 0 else math.log(sum(math.exp(float(s - row[k])) for s in row))
+        for row, k in zip(scores, right.tolist())
+    ]
     leaf = scores.requires_grad_()
     loss = mama.answer_loss(leaf, right)
     assert loss.tolist() == pytest.approx(expected, rel=1e-6) and loss[2] == 0
@@ -38,7 +42,10 @@ def test_answer_loss_against_a_loop():
 
 def model_of(choices=(), **more):
     torch.manual_seed(0)
-    towers = common.VisionEncoder("small", 16, False), common.TextEncoder("small", 16, length=12, vocabulary=50)
+    towers = (
+        common.VisionEncoder("small", 16, False),
+        common.TextEncoder("small", 16, length=12, vocabulary=50),
+    )
     return common.QuestionAnswerer(*towers, **dict(answers=choices, frames=3) | more).eval()
 
 
@@ -60,10 +67,15 @@ def test_open_scores_look_at_question_and_frames_but_not_at_padding():
     question = words(2, 8, keep=5)
     video, text, scores = model(clips, None, question)
     assert scores.shape == (2, 3) and text is None
-    other = question | {"input_ids": torch.cat([question["input_ids"][:, :5], words(2, 3)["input_ids"]], 1)}
+    other = question | {
+        "input_ids": torch.cat([question["input_ids"][:, :5], words(2, 3)["input_ids"]], 1)
+    }
     for same in ({k: v[:, :5] for k, v in question.items()}, other):
         assert torch.allclose(model(clips, None, same)[2], scores, atol=1e-5)
-    for pixels, asked in ((clips, words(2, 8)), (clips.flip(1), question)):  # other words, the order of time
+    for pixels, asked in (
+        (clips, words(2, 8)),
+        (clips.flip(1), question),
+    ):  # other words, the order of time
         assert not torch.allclose(model(pixels, None, asked)[2], scores, atol=1e-3)
     plain = model(clips, question)  # without a question: two towers
     assert torch.allclose(plain[0], video, atol=1e-6) and plain[2].shape == (2, 128)
@@ -73,18 +85,22 @@ def test_open_scores_look_at_question_and_frames_but_not_at_padding():
 def test_scores_of_choices():
     """Each choice by itself gives the score that it has among others; absent ones are -inf."""
     model, clips = model_of(), clips_of(2)
-    choices = words(2, 4, 6) | {"there": torch.tensor([[True] * 4, [True, True, False, False]])}
+    choices = words(2, 4, 6)
+    choices["choice_mask"] = torch.tensor([[True] * 4, [True, True, False, False]])
     scores = model(clips, words(2, 5), words(2, 5), choices)[2]
-    assert scores.isneginf().tolist() == (~choices["there"]).tolist()
-    for b, c in choices["there"].nonzero().tolist():
-        alone = {k: choices[k][b:b + 1, c:c + 1] for k in ("input_ids", "attention_mask")}
-        single = model(clips[b:b + 1], None, words(1, 5), alone)[2]
+    assert scores.isneginf().tolist() == (~choices["choice_mask"]).tolist()
+    for b, c in choices["choice_mask"].nonzero().tolist():
+        alone = {k: choices[k][b : b + 1, c : c + 1] for k in ("input_ids", "attention_mask")}
+        single = model(clips[b : b + 1], None, words(1, 5), alone)[2]
         assert torch.allclose(single[0, 0], scores[b, c], atol=1e-4)
 
 
-def test_fused_cosines_are_those_of_each_pair_alone():
+def test_fused_cosines_are_those_of_each_pair_alone(monkeypatch):
     """One pass for all pairs, in blocks or not, against a double loop; the gradient is finite."""
-    model, clips = model_of(["yes", "no"], similarity="fused", layers=2).double(), clips_of(4).double()
+    model, clips = (
+        model_of(["yes", "no"], similarity="fused", layers=2).double(),
+        clips_of(4).double(),
+    )
     tokens, question, mu, tau = words(4, 6), words(4, 5), 0.3, 0.5
     for row, length in enumerate((6, 3, 5, 1)):
         tokens["attention_mask"][row, length:] = 0
@@ -93,38 +109,59 @@ def test_fused_cosines_are_those_of_each_pair_alone():
     frames = model.vision.frames(clips).unflatten(0, (4, 3))
     for i in range(4):
         for j, length in enumerate(tokens["attention_mask"].sum(1).tolist()):
-            short = {k: v[j:j + 1, :length] for k, v in tokens.items()}
-            v, t = model.fuse(model.pair, frames[i:i + 1], model.text.words(**short)[0], short["attention_mask"])[0]
-            assert torch.cosine_similarity(v, t, 0).item() == pytest.approx(video[i, j].item(), abs=1e-9)
+            short = {k: v[j : j + 1, :length] for k, v in tokens.items()}
+            v, t = model.fuse(
+                model.pair, frames[i : i + 1], model.text.words(**short)[0], short["attention_mask"]
+            )[0]
+            assert torch.cosine_similarity(v, t, 0).item() == pytest.approx(
+                video[i, j].item(), abs=1e-9
+            )
     a, b = (torch.randn(4, 5, dtype=torch.float64) for _ in range(2))
-    sim = common.normalize(a) @ common.normalize(b).T                      # of two towers: their loss
-    assert torch.allclose(mama.fused_margin_loss(sim, sim.T, tau, mu), mama.angular_margin_loss(a, b, tau, mu))
+    sim = common.normalize(a) @ common.normalize(b).T  # of two towers: their loss
+    assert torch.allclose(
+        mama.fused_margin_loss(sim, sim.T, tau, mu), mama.angular_margin_loss(a, b, tau, mu)
+    )
     gradients = []
-    for model.block in (0, 1, 3):
+    for block in (0, 1, 3):
+        monkeypatch.setattr(row_blocks, "rows_at_a_time", block)
         model.zero_grad()
         mama.fused_margin_loss(*model(clips, tokens, question)[:2], tau, mu).sum().backward()
         gradients.append({k: p.grad for k, p in model.named_parameters() if p.grad is not None})
     for name in ("pair", "place", "frame.weight", "fusion.0.qkv.weight", "text.body.token.weight"):
         whole = gradients[0][name]
         assert whole.isfinite().all() and whole.any()
-        assert all(torch.allclose(whole, parts[name], rtol=1e-6, atol=1e-12) for parts in gradients[1:])
+        assert all(
+            torch.allclose(whole, parts[name], rtol=1e-6, atol=1e-12) for parts in gradients[1:]
+        )
 
 
-@pytest.mark.parametrize("task, similarity, weight", [("qa-open", "pooled", 2.0), ("qa-choice", "fused", 0.5)])
-def test_meta_gradient_of_questions(task, similarity, weight):
-    """The look-ahead has the losses of a step, with both weights; forward mode is their second-order gradient."""
+@pytest.mark.parametrize(
+    "task, similarity, weight", [("qa-open", "pooled", 2.0), ("qa-choice", "fused", 0.5)]
+)
+def test_meta_gradient_of_questions(task, similarity, weight, monkeypatch):
+    """The look-ahead has the losses of a step; forward mode gives their second-order gradient."""
     model = model_of(["yes", "no"] if task == "qa-open" else (), similarity=similarity).double()
-    fused, generator = similarity == "fused", torch.Generator().manual_seed(5)
-    model.block, contrast = 2 * fused, mama.fused_margin_loss if fused else mama.angular_margin_loss
+    generator = torch.Generator().manual_seed(5)
+    if similarity == "fused":
+        monkeypatch.setattr(row_blocks, "rows_at_a_time", 2)
 
     def batch(n):
-        made = {"pixels": torch.randn(n, 3, 16, 16, generator=generator, dtype=torch.float64), "tokens": words(n, 6),
-                "question": words(n, 5), "answers": torch.randint(0, 2, (n,), generator=generator)}
-        there = torch.tensor([[True, True, k > 0] for k in range(n)])
-        return made if task == "qa-open" else made | {"choices": words(n, 3, 4) | {"there": there}}
+        made = {
+            "pixels": torch.randn(n, 3, 16, 16, generator=generator, dtype=torch.float64),
+            "tokens": words(n, 6),
+            "question": words(n, 5),
+            "answers": torch.randint(0, 2, (n,), generator=generator),
+        }
+        choice_mask = torch.tensor([[True, True, k > 0] for k in range(n)])
+        choices = words(n, 3, 4) | {"choice_mask": choice_mask}
+        return made if task == "qa-open" else made | {"choices": choices}
 
     def losses_of(eta, weight):
-        return mama.losses_of(model, 0.5, 0.2, CPU, eta, contrast=contrast, contrastive_weight=weight)
+        pair_loss = functools.partial(
+            mama.sample_losses, eta=eta, contrastive_weight=weight, similarity=similarity
+        )
+        return mama.look_ahead_losses(model, pair_loss, 0.5, 0.2, CPU)
+
     losses, first, meta = losses_of(1.5, weight), batch(5), batch(4)
     parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
     scores = model(first["pixels"], first["tokens"], first["question"], first.get("choices"))[2]
@@ -133,25 +170,41 @@ def test_meta_gradient_of_questions(task, similarity, weight):
     assert torch.allclose(losses(parameters, first), expected, rtol=1e-9)
     assert torch.allclose(losses_of(1.5, 0.0)(parameters, first), answering, rtol=1e-9)
     net = mama.WeightNet(8).double()
-    forward, second = (mama.weightnet_gradient(losses, parameters, first, meta, net, 0.1, m)
-                       for m in ("forward", "second-order"))
+    forward, second = (
+        mama.weightnet_gradient(losses, parameters, first, meta, net, 0.1, m)
+        for m in ("forward", "second-order")
+    )
     for a, b in zip(forward, second):
         assert a.isfinite().all() and a.any() and torch.allclose(a, b, rtol=1e-5, atol=1e-10)
 
 
-# ---------------------------------------------------- accuracy ------------------------------------------------------
+# -------------------------------------- accuracy ---------------------------------------------
 def test_accuracies_by_hand():
     """By types and their families; Causal-VidQA's answer and reason must both be right."""
-    types = ["causal why", "causal how", "causal why", "descriptive", *["predictive answer", "predictive reason"] * 2]
+    types = [
+        "causal why",
+        "causal how",
+        "causal why",
+        "descriptive",
+        *["predictive answer", "predictive reason"] * 2,
+    ]
     pairs = [0, 1, 2, 3, 4, 4, 5, 5]
     assert question_metrics([1, 1, 0, 0, 1, 1, 1, 0], types, pairs) == {
         "accuracy": 50.0,  # causal 2 of 3, descriptive 0 of 1, predictive 1 of 2
-        "accuracy causal": pytest.approx(200 / 3), "accuracy causal how": 100.0, "accuracy causal why": 50.0,
-        "accuracy descriptive": 0.0, "accuracy predictive": 50.0, "accuracy predictive answer": 100.0,
-        "accuracy predictive reason": 50.0}
+        "accuracy causal": pytest.approx(200 / 3),
+        "accuracy causal how": 100.0,
+        "accuracy causal why": 50.0,
+        "accuracy descriptive": 0.0,
+        "accuracy predictive": 50.0,
+        "accuracy predictive answer": 100.0,
+        "accuracy predictive reason": 50.0,
+    }
     chance = question_metrics([1 / 5] * 8, types, pairs)  # of a random choice among five
     assert chance["accuracy"] == pytest.approx(100 * (4 * 0.2 + 2 * 0.04) / 6)
-    assert chance["accuracy predictive"] == pytest.approx(4.0) and chance["accuracy predictive reason"] == 20.0
+    assert (
+        chance["accuracy predictive"] == pytest.approx(4.0)
+        and chance["accuracy predictive reason"] == 20.0
+    )
 
 
 def data_of(asked, types=None, pairs=None):
@@ -159,7 +212,9 @@ def data_of(asked, types=None, pairs=None):
     columns = dict(zip(("question", "answer", "choices"), map(list, zip(*asked))))
     columns |= {"question_type": types} if types else {}
     columns |= {"pair": pairs} if pairs else {}
-    table = common.make_table([[q] for q, *_ in asked], [f"row {i}" for i in range(len(asked))], **columns)
+    table = common.make_table(
+        [[q] for q, *_ in asked], [f"row {i}" for i in range(len(asked))], **columns
+    )
     pixels = torch.arange(len(asked) * 2 * 3 * 64, dtype=torch.uint8).view(len(asked), 2, 3, 8, 8)
     return common.Data("asked", "test", table, pixels=pixels)
 
@@ -174,14 +229,16 @@ class Told(torch.nn.Module):
     def forward(self, pixels, tokens=None, question=None, choices=None):
         found = self.scores[question["input_ids"][:, 0]]
         if choices is not None:
-            there = choices["there"]
-            found = found[:, :there.shape[1]].masked_fill(~there, -INF)
+            choice_mask = choices["choice_mask"]
+            found = found[:, : choice_mask.shape[1]].masked_fill(~choice_mask, -INF)
         return pixels.flatten(1)[:, :4].float(), None, found
 
 
 def number(texts):
-    return {"input_ids": torch.tensor([[int(t.split()[0])] for t in texts]),
-            "attention_mask": torch.ones(len(texts), 1, dtype=torch.long)}
+    return {
+        "input_ids": torch.tensor([[int(t.split()[0])] for t in texts]),
+        "attention_mask": torch.ones(len(texts), 1, dtype=torch.long),
+    }
 
 
 number.cut = lambda texts: 0
@@ -189,42 +246,84 @@ number.cut = lambda texts: 0
 
 def scored(model, data, batch=256):
     view = common.EvalTransform(8, (0, 0, 0), (1, 1, 1))
-    return evaluation.answers.evaluate(model, number, view, data, CPU, batch=batch)
+    return evaluation.answers.evaluate((model, number, view), data, CPU, batch=batch)
 
 
 def test_open_answers_by_hand():
-    data = data_of([("0", "cat", []), ("1", "dog", []), ("2", "emu", []), ("3", "cat", []), ("4", "dog", [])],
-                   types=["what", "what", "who", "who", "who"])
-    known = answer_vocabulary(data.column("answer"), 2)                    # the most frequent, else by the alphabet
+    data = data_of(
+        [("0", "cat", []), ("1", "dog", []), ("2", "emu", []), ("3", "cat", []), ("4", "dog", [])],
+        types=["what", "what", "who", "who", "who"],
+    )
+    known = answer_vocabulary(data.column("answer"), 2)  # the most frequent, else by the alphabet
     assert known == ["cat", "dog"] and right_answers(data, range(3), known).tolist() == [0, 1, -1]
-    scores = [[2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [1.0, 1.0], [1.0, 2.0]]  # right, wrong, unknown, tie, right
+    scores = [
+        [2.0, 1.0],
+        [2.0, 1.0],
+        [2.0, 1.0],
+        [1.0, 1.0],
+        [1.0, 2.0],
+    ]  # right, wrong, unknown, tie, right
     metrics, chance, pieces = scored(Told(scores, known), data, batch=4)
     assert (metrics["accuracy"], metrics["upper_bound"], metrics["questions"]) == (40, 80, 5)
     assert (metrics["accuracy what"], metrics["accuracy who"]) == (50, pytest.approx(100 / 3))
     assert (chance["accuracy"], chance["accuracy what"]) == (40, 50)  # always "cat"
-    assert pieces["given"] == ["cat", "cat", "cat", "cat", "dog"] and pieces["hits"].tolist() == [1, 0, 0, 0, 1]
+    assert pieces.predicted == ["cat", "cat", "cat", "cat", "dog"] and pieces.hits.tolist() == [
+        1,
+        0,
+        0,
+        0,
+        1,
+    ]
 
 
 def test_choices_and_pairs_by_hand(capsys):
     four = ["a", "b", "c", "d"]
-    data = data_of([("0", "b", four), ("1", "a", four), ("2", "c", ["a", "c"]), ("3", "a", ["a", "b"])],
-                   ["predictive answer", "predictive reason", "predictive answer", "predictive reason"], [0, 0, 1, 1])
+    data = data_of(
+        [("0", "b", four), ("1", "a", four), ("2", "c", ["a", "c"]), ("3", "a", ["a", "b"])],
+        ["predictive answer", "predictive reason", "predictive answer", "predictive reason"],
+        [0, 0, 1, 1],
+    )
     model = Told([[0.0, 1, 0, 0], [0.0, 1, 0, 0], [0.0, 1, 9, 9], [1.0, 0, 9, 9]], [])
     metrics, chance, pieces = scored(model, data, batch=3)  # batches with four and with two choices
     assert (metrics["accuracy"], metrics["accuracy predictive"]) == (50, 50)
-    assert (metrics["accuracy predictive answer"], metrics["accuracy predictive reason"]) == (100, 50)
-    assert chance["accuracy"] == pytest.approx(100 * (1 / 16 + 1 / 4) / 2) and "upper_bound" not in metrics
-    assert pieces["given"] == ["b", "b", "c", "a"]
-    metrics, chance, pieces = scored(model, data.select([1, 2, 3]))  # half of the first pair is gone
-    assert (metrics["accuracy"], metrics["questions"], pieces["given"]) == (100, 2, ["c", "a"])
+    assert (metrics["accuracy predictive answer"], metrics["accuracy predictive reason"]) == (
+        100,
+        50,
+    )
+    assert (
+        chance["accuracy"] == pytest.approx(100 * (1 / 16 + 1 / 4) / 2)
+        and "upper_bound" not in metrics
+    )
+    assert pieces.predicted == ["b", "b", "c", "a"]
+    metrics, chance, pieces = scored(
+        model, data.select([1, 2, 3])
+    )  # half of the first pair is gone
+    assert (metrics["accuracy"], metrics["questions"], pieces.predicted) == (100, 2, ["c", "a"])
     assert chance["accuracy"] == 25 and "1 of 3 questions are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match="no question has both its answer and its reason"):
         scored(model, data.select([0, 2]))
 
 
-# ---------------------------------------------------- runs ----------------------------------------------------------
-BASE = ["--cpu", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
-        "--meta-size", "24", "--log-every", "1", "--eval-every", "0", "--max-steps", "2"]
+# -------------------------------------- runs -------------------------------------------------
+BASE = [
+    "--cpu",
+    "--clips",
+    "64",
+    "24",
+    "24",
+    "--batch-size",
+    "16",
+    "--meta-batch-size",
+    "8",
+    "--meta-size",
+    "24",
+    "--log-every",
+    "1",
+    "--eval-every",
+    "0",
+    "--max-steps",
+    "2",
+]
 
 
 def main(folder, *flags):
@@ -241,7 +340,10 @@ def runs_of(tmp_path_factory):
     """A run of each task, with the pictures of the first: (folder, {task: summary})."""
     folder = tmp_path_factory.mktemp("runs")
     summary = run_script(mama, folder / "qa-open", "--task", "qa-open", base=BASE, pictures=True)
-    return folder, {"qa-open": summary, "qa-choice": main(folder / "qa-choice", "--task", "qa-choice")}
+    return folder, {
+        "qa-open": summary,
+        "qa-choice": main(folder / "qa-choice", "--task", "qa-choice"),
+    }
 
 
 @pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
@@ -249,33 +351,56 @@ def test_a_run_and_its_checkpoint(runs_of, task):
     """eval.py gives its numbers; with shorter texts it counts those that are cut."""
     folder, summary = runs_of[0] / task, runs_of[1][task]
     test, chance = (summary[k]["moving-emoji"] for k in ("test", "chance"))
-    assert test["questions"] == 24 and {"accuracy noun", "accuracy verb", "accuracy colour"} < test.keys()
+    assert (
+        test["questions"] == 24
+        and {"accuracy noun", "accuracy verb", "accuracy colour"} < test.keys()
+    )
     assert ("upper_bound" in test) == (task == "qa-open") and chance.keys() <= test.keys()
     assert chance["accuracy"] == pytest.approx(20) or task == "qa-open"
     for row in steps(folder):
-        assert 0 < row["CE"] < row["L"] and row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
+        assert 0 < row["CE"] < row["L"] and row["loss"] == pytest.approx(
+            row["w"] * row["L"], rel=0.2
+        )
     found = evaluate(folder)
     assert found["metrics"] == test and found["chance"] == chance and not found["left_out"]
     model, tokenizer, _ = common.load_model(folder)
-    train, data = (common.load_data("moving-emoji", split, clips=(64, 24, 24)) for split in ("train", "test"))
+    train, data = (
+        common.load_data("moving-emoji", split, clips=(64, 24, 24)) for split in ("train", "test")
+    )
     texts = data.column("question")
     if task == "qa-open":
-        assert (folder / "answers.png").is_file() and (folder / "eval" / "answers_moving-emoji.png").is_file()
+        assert (folder / "answers.png").is_file() and (
+            folder / "eval" / "answers_moving-emoji.png"
+        ).is_file()
         assert model.answers == answer_vocabulary(train.column("answer"), 1500)
     else:
-        texts = [f"{q} {choice}" for q, choices in zip(texts, data.column("choices")) for choice in choices]
+        texts = [
+            f"{q} {choice}"
+            for q, choices in zip(texts, data.column("choices"))
+            for choice in choices
+        ]
     cut = evaluate(folder, "--text-length", "6")["metrics"]["texts_cut"]
     assert cut == sum(len(ids) > 6 for ids in tokenizer.tokenizer([*texts])["input_ids"]) > 0
 
 
-OTHER = {"eta": "qa-open --eta 0", "answers": "qa-open --answers 3", "layers": "qa-open --fusion-layers 3",
-         "control": "qa-open --shuffle-video", "fused": "qa-choice --qa-similarity fused"}
+OTHER = {
+    "eta": "qa-open --eta 0",
+    "answers": "qa-open --answers 3",
+    "layers": "qa-open --fusion-layers 3",
+    "control": "qa-open --shuffle-video",
+    "fused": "qa-choice --qa-similarity fused",
+}
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
     asked, measure = [], evaluation.answers.evaluate
-    monkeypatch.setattr(evaluation.answers, "evaluate", lambda *args: (asked.append(args[3]), measure(*args))[1])
+
+    def watch(towers, data, *args, **options):
+        asked.append(data)
+        return measure(towers, data, *args, **options)
+
+    monkeypatch.setattr(evaluation.answers, "evaluate", watch)
     task, folder = OTHER[name].split()[0], tmp_path / "other"
     summary = main(folder, "--task", *OTHER[name].split())
     ours, theirs = steps(runs_of[0] / task), steps(folder)
@@ -284,11 +409,17 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
         assert 0 < summary["test"]["moving-emoji"]["upper_bound"] < 50
         assert len(common.load_model(folder)[0].answers) == 3
     if name == "control":  # eval.py asks with the right videos, and says that it does
-        right = {split: common.load_data("moving-emoji", split, clips=(64, 24, 24)) for split in ("val", "test")}
+        right = {
+            split: common.load_data("moving-emoji", split, clips=(64, 24, 24))
+            for split in ("val", "test")
+        }
         assert {data.split for data in asked} == right.keys()
         assert not any(torch.equal(data.pixels, right[data.split].pixels) for data in asked)
         evaluate(folder)
-        assert "the run was a control (--shuffle-video); here each question has its own" in capsys.readouterr().out
+        assert (
+            "the run was a control (--shuffle-video); here each question has its own"
+            in capsys.readouterr().out
+        )
     if name == "fused":
         assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
         assert evaluate(folder)["metrics"] == summary["test"]["moving-emoji"]
@@ -296,25 +427,57 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
         assert found["left_out"].keys() == {"retrieval"} and "knn@1" in found["metrics"]
 
 
-SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()  # as near as gradients are
+SGD = (
+    "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()
+)  # as near as gradients are
 
 
 def test_chunks_are_exact(tmp_path):
-    """--chunk-size encodes questions and choices in parts: the losses and the weights of the whole batch."""
+    """--chunk-size encodes questions and choices in parts: losses and weights are the same."""
     for name, chunk, lr in (("start", 0, 0), ("whole", 0, 0.02), ("parts", 5, 0.02)):
-        main(tmp_path / name, "--task", "qa-choice", "--weighting", "none", *SGD, "--chunk-size", chunk, "--lr", lr)
-    start, whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "whole", "parts"))
+        main(
+            tmp_path / name,
+            "--task",
+            "qa-choice",
+            "--weighting",
+            "none",
+            *SGD,
+            "--chunk-size",
+            chunk,
+            "--lr",
+            lr,
+        )
+    start, whole, parts = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("start", "whole", "parts")
+    )
     assert drift(parts, whole, start) < 0.05
     losses = [[r["loss"] for r in steps(tmp_path / name)] for name in ("whole", "parts")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_two_processes_are_one(tmp_path):
-    """Losses, weights of the samples and accuracies, with the meta step; texts of fused pairs differ in length between
-    the processes."""
-    flags = [*BASE, "--task", "qa-open", "--qa-similarity", "fused", "--batch-size", "8", "--meta-batch-size", "4",
-             *SGD, "--meta-every", "1", "--max-steps", "4"]
-    launch.one_and_two(tmp_path, flags, 0.005, ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos"))
+    """Losses, weights of the samples and accuracies, with the meta step.
+
+    The texts of fused pairs differ in length between the processes."""
+    flags = [
+        *BASE,
+        "--task",
+        "qa-open",
+        "--qa-similarity",
+        "fused",
+        "--batch-size",
+        "8",
+        "--meta-batch-size",
+        "4",
+        *SGD,
+        "--meta-every",
+        "1",
+        "--max-steps",
+        "4",
+    ]
+    launch.one_and_two(
+        tmp_path, flags, 0.005, ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos")
+    )
 
 
 ALONE = "--task qa-open --contrastive-weight 0"
@@ -329,39 +492,80 @@ def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path):
     assert [r["loss"] for r in log] == pytest.approx([r["CE"] for r in log])
     found = evaluate(tmp_path / "alone", "--tasks", "retrieval", "gap", "knn", "probe")["left_out"]
     assert found.keys() == {"retrieval", "gap", "knn"}  # of embeddings, which nothing trained
-    half = mama.parse_args(["--batch-size", "16", "--contrastive-weight", "0.5"])
-    assert mama.random_guess(0.0, half) == pytest.approx(math.log(16))     # both directions, a half each
+    # both directions, a half each
+    half = "--batch-size 16 --contrastive-weight 0.5 --margin-schedule none"
+    guess = mama.random_guess(mama.parse_args(half.split()), total_steps=9)
+    assert guess == pytest.approx([math.log(16)] * 2)
 
 
-# ---------------------------------------------------- what is refused ------------------------------------------------
-@pytest.mark.parametrize("flags, words", [
-    ("--task qa-choice --chunk-size 4", "--chunk-size: --weighting meta encodes the whole batch"),
-    ("--task qa-choice --qa-model vgt --qa-similarity fused", "with --qa-model fusion"),
-    ("--task qa-open --qa-similarity fused --weighting none --chunk-size 4",
-     "--chunk-size: --qa-similarity fused needs all videos and texts at once"),
-    *((f"{ALONE} {flag}", flag.split()[0]) for flag in (
-        "--tau 1", "--learnable-tau", "--margin-schedule none", "--loss mama", "--weighting focal", "--meta-size 9",
-        "--qa-similarity fused")),
-    ("--contrastive-weight 0", "no loss is left"), (f"{ALONE} --eta 0", "no loss is left")])
+def test_flags_without_effect_are_named(tmp_path, capsys):
+    """Beside answers alone those of meta-data and margin, for retrieval those of questions."""
+    flags = "--spl-start 0.3 --meta-lr 1 --meta-size 9 --meta-batch-size 4"
+    main(tmp_path / "alone", *ALONE.split(), *flags.split())
+    said = capsys.readouterr().out
+    for flag in ("--spl-start", "--meta-lr", "--meta-size", "--meta-batch-size"):
+        assert f"WARNING: {flag} has no effect" in said
+    main(tmp_path / "pairs", *"--answers 3 --eta 2 --shuffle-video --fusion-layers 1".split())
+    said = capsys.readouterr().out
+    for flag in ("--answers", "--eta", "--shuffle-video", "--fusion-layers"):
+        assert f"WARNING: {flag} has no effect" in said
+    assert "--meta-size has no effect" not in said
+
+
+# -------------------------------------- flags that are refused -------------------------------
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            "--task qa-choice --chunk-size 4",
+            "--chunk-size: --weighting meta encodes the whole batch",
+        ),
+        ("--task qa-choice --qa-model vgt --qa-similarity fused", "with --qa-model fusion"),
+        (
+            "--task qa-open --qa-similarity fused --weighting none --chunk-size 4",
+            "--chunk-size: --qa-similarity fused needs all videos and texts at once",
+        ),
+        *(
+            (f"{ALONE} {flag}", flag.split()[0])
+            for flag in (
+                "--learnable-tau",
+                "--margin-schedule logistic",
+                "--weighting focal",
+                "--qa-similarity fused",
+            )
+        ),
+        ("--loss infonce --weighting focal", "--loss infonce has neither margin nor weights"),
+        ("--loss infonce --margin-schedule constant", "neither margin nor weights"),
+        ("--contrastive-weight 0", "--contrastive-weight 0 leaves no loss"),
+        (f"{ALONE} --eta 0", "--contrastive-weight 0 leaves no loss"),
+    ],
+)
 def test_bad_flags(flags, words, capsys):
     base = [] if "weight 0" in flags else of_set(BASE, flags.split())
     assert words in refused(mama.parse_args, [*base, *flags.split()], capsys)
 
 
-# ---------------------------------------------------- tools.score ---------------------------------------------------
+# -------------------------------------- tools.score ------------------------------------------
 def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
     """Tables 9 and 10 of two runs: cosines of their embeddings, a csv of all, a picture of some."""
     folders = [str(runs_of[0] / name) for name in ("qa-open", "qa-choice")]
-    found = score.main([*folders, "--out", str(tmp_path / "scores"), "--cpu", "--split", "test"])
+    found = score.main([*folders, "--out", str(tmp_path / "scores"), "--cpu"])
     data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
-    rows = [*score.caption_pairs(data, "")]                                # of clips with captions of two lengths
-    assert found.shape == (2, len(rows), 2) and len(rows) > 12 and (tmp_path / "scores.png").is_file()
+    rows = [*score.caption_pairs(data, "")]  # of clips with captions of two lengths
+    assert (
+        found.shape == (2, len(rows), 2) and len(rows) > 12 and (tmp_path / "scores.png").is_file()
+    )
     model, tokenizer, transform = common.load_model(folders[1])
     texts = [of(data.captions(rows[5]), key=lambda c: len(c.split())) for of in (min, max)]
     with torch.no_grad():
         video, text = model(transform(data.read(rows[5]))[None], tokenizer(texts))[:2]
-    assert torch.allclose(torch.tensor(found[1, 5]).float(), torch.cosine_similarity(video, text), atol=1e-4)
+    assert torch.allclose(
+        torch.tensor(found[1, 5]).float(), torch.cosine_similarity(video, text), atol=1e-4
+    )
     lines = (tmp_path / "scores.csv").read_text().splitlines()
     assert lines[0] == "video,detail,caption,qa-open,qa-choice" and len(lines) == 1 + 2 * len(rows)
     assert lines[12].startswith(f"test {rows[5]},detailed,{texts[1]},")
-    assert f"{'qa-choice':<34}{found[1, :, 0].mean():9.4f}{found[1, :, 1].mean():10.4f}" in capsys.readouterr().out
+    assert (
+        f"{'qa-choice':<34}{found[1, :, 0].mean():9.4f}{found[1, :, 1].mean():10.4f}"
+        in capsys.readouterr().out
+    )

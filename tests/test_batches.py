@@ -1,5 +1,5 @@
-"""Training batches of images, clips, sets in memory and streams of tars: their order, their views, and what cannot be
-read."""
+"""Training batches of images, clips, sets in memory and streams of tars: their order, their views,
+and what cannot be read."""
 
 import dataclasses
 import itertools
@@ -10,11 +10,12 @@ from collections import defaultdict
 import common
 from contrastive import evaluation
 from contrastive.data import batches as data_batches
-from contrastive.data import stream as data_stream
+from contrastive.data import tars as data_tars
 from contrastive.data.batches import SHARDS_AT_ONCE, epoch_batches, epoch_order
 from contrastive.data.frames import read_frames
-from contrastive.engine import processes
-from contrastive.engine.processes import UserError
+from contrastive.data.options import DataOptions
+from contrastive.core import processes
+from contrastive.core.processes import UserError
 
 import numpy as np
 import pytest
@@ -39,8 +40,10 @@ from helpers import (
     write_video,
 )
 
-VIEWS = [common.Augment(16, 0.5, 0.5, randaugment=(2, 7)),
-         common.Augment(16, 0.2, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)]
+VIEWS = [
+    common.Augment(16, 0.5, 0.5, randaugment=(2, 7)),
+    common.Augment(16, 0.2, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5),
+]
 PLAIN = common.Augment(32, squash=True)  # nothing random, nothing cut off: its views can be read
 
 
@@ -53,27 +56,37 @@ def same_batch(a, b):
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """{kind: training data}: 36 pictures of two sizes (39 in the folder), 18 clips with random frames (of 20), and a
-    set in memory."""
+    """{kind: training data}: 36 pictures of two sizes (39 in the folder), 18 clips with random
+    frames (of 20), and a set in memory."""
     root = tmp_path_factory.mktemp("sets")
     pictures = write_captions(root / "pictures", 39)
     write_images(root / "pictures", range(0, 39, 3), height=31, width=17)
     clips = {k: f"{k:03}.mp4" for k in [*range(19), 31]}
     write_clips(root / "clips", clips)
-    table = write_rows(root / "clips" / "a.csv", ["video", "caption"], [(x, caption(k)) for k, x in clips.items()])
-    return {"pictures": common.load_data(str(pictures), "train"), "memory": common.load_data("emoji", "val"),
-            "clips": common.load_data(str(table), "train", frames=4, frame_sampling="random")}
+    table = write_rows(
+        root / "clips" / "a.csv", ["video", "caption"], [(x, caption(k)) for k, x in clips.items()]
+    )
+    return {
+        "pictures": common.load_data(str(pictures), "train", test_fraction=0),
+        "memory": common.load_data("emoji", "val"),
+        "clips": common.load_data(
+            str(table), "train", frames=4, frame_sampling="random", test_fraction=0
+        ),
+    }
 
 
 def shown_by(batches):
-    """[(epoch, key, numbers of the frames)] of batches of PLAIN clips, their bad samples counted."""
-    mean, std = (torch.tensor(x)[:, None, None] for x in (batches.transform.mean, batches.transform.std))
+    """[(epoch, key, numbers of the frames)] of batches of PLAIN clips, their bad samples
+    counted."""
+    mean, std = (
+        torch.tensor(x)[:, None, None] for x in (batches.transform.mean, batches.transform.std)
+    )
     for batch in counted(batches):
         for key, clip in zip(batch["keys"], batch["views"][0] * std + mean):
             yield batch["epoch"], key, numbers((clip * 255).round().numpy())
 
 
-# ---------------------------------------------------- the order -----------------------------------------------------
+# ---- the order ----
 @pytest.fixture(scope="module")
 def forty():
     """(M,) the shard of each row: 40 shards of 5 to 24 rows."""
@@ -87,28 +100,47 @@ def test_many_shards_are_read_a_few_at_a_time(forty):
     assert np.array_equal(order, epoch_order(n, 3, 1, 7 * forty + 2))  # of no shard's number
     for other in ((3, 2), (4, 1)):
         assert not np.array_equal(order, epoch_order(n, *other, forty))
-    read, sizes = forty[order], np.bincount(forty)  # (n,) the shard of each row in the order of reading; (40,)
-    turns = np.argsort([np.flatnonzero(read == s)[0] for s in range(40)])  # shards as they are begun
-    windows = [turns[:SHARDS_AT_ONCE], turns[SHARDS_AT_ONCE:2 * SHARDS_AT_ONCE], turns[2 * SHARDS_AT_ONCE:]]
+    read, sizes = (
+        forty[order],
+        np.bincount(forty),
+    )  # (n,) the shard of each row in the order of reading; (40,)
+    turns = np.argsort(
+        [np.flatnonzero(read == s)[0] for s in range(40)]
+    )  # shards as they are begun
+    windows = [
+        turns[:SHARDS_AT_ONCE],
+        turns[SHARDS_AT_ONCE : 2 * SHARDS_AT_ONCE],
+        turns[2 * SHARDS_AT_ONCE :],
+    ]
     at = np.cumsum([0, *(sizes[w].sum() for w in windows)])
     for window, start, stop in zip(windows, at, at[1:]):
-        assert set(read[start:stop].tolist()) == set(window.tolist())  # a window is these shards, whole
-        assert (np.diff(order[start:stop]) == 1).mean() < 0.1 and len(set(read[start:start + 32].tolist())) > 6  # mixed
-    assert not np.array_equal(np.sort(windows[0]), np.arange(16))  # the shards come in random order too
+        assert set(read[start:stop].tolist()) == set(
+            window.tolist()
+        )  # a window is these shards, whole
+        assert (np.diff(order[start:stop]) == 1).mean() < 0.1 and len(
+            set(read[start : start + 32].tolist())
+        ) > 6  # mixed
+    assert not np.array_equal(
+        np.sort(windows[0]), np.arange(16)
+    )  # the shards come in random order too
 
 
 def test_epoch_batches(forty):
     n, per_epoch = len(forty), len(forty) // 32
-    steps = list(epoch_batches(n, 32, 7, 0, 2 * per_epoch + 1, forty))
+    steps = list(epoch_batches(n, 32, 7, 0, 2 * per_epoch + 1, shards=forty))
     assert [e for e, _ in steps] == [0] * per_epoch + [1] * per_epoch + [2]
     for e in (0, 1):
-        rows = np.concatenate([b for epoch, b in steps if epoch == e])  # what is left waits for another epoch
-        assert np.array_equal(rows, epoch_order(n, 7, e, forty)[:per_epoch * 32])
+        rows = np.concatenate(
+            [b for epoch, b in steps if epoch == e]
+        )  # what is left waits for another epoch
+        assert np.array_equal(rows, epoch_order(n, 7, e, forty)[: per_epoch * 32])
 
 
 def test_batches_of_many_tars_are_read_in_windows(tmp_path):
     for s in range(20):
-        write_tar(tmp_path / f"train-{s:02}.tar", tar_samples(range(2 * s, 2 * s + 2), "png", "txt"))
+        write_tar(
+            tmp_path / f"train-{s:02}.tar", tar_samples(range(2 * s, 2 * s + 2), "png", "txt")
+        )
     for split, start in (("val", 80), ("test", 82)):
         write_tar(tmp_path / f"{split}.tar", tar_samples(range(start, start + 2), "png", "txt"))
     data = common.load_data(str(tmp_path), "train")
@@ -116,25 +148,38 @@ def test_batches_of_many_tars_are_read_in_windows(tmp_path):
     assert keys == [data.key(i) for i in epoch_order(40, 3, 0, np.arange(40) // 2)]
 
 
-# ---------------------------------------------------- the same run --------------------------------------------------
+# ---- the same run ----
 @pytest.mark.parametrize("kind", ["pictures", "clips", "memory"])
 def test_batches_do_not_depend_on_workers_nor_on_where_they_start(kind, sets):
     data, size = sets[kind], {"memory": 50}.get(kind, 6)
     whole = list(batches_of(data, VIEWS, size, last=7))
-    assert all(same_batch(a, b) for a, b in zip(whole, batches_of(data, VIEWS, size, last=7, workers=2), strict=True))
-    assert all(same_batch(a, b) for a, b in zip(whole[4:], batches_of(data, VIEWS, size, 4, 7), strict=True))
-    assert not any(same_batch(a, b) for a, b in zip(whole, batches_of(data, VIEWS, size, last=7, seed=4)))
+    assert all(
+        same_batch(a, b)
+        for a, b in zip(whole, batches_of(data, VIEWS, size, last=7, workers=2), strict=True)
+    )
+    assert all(
+        same_batch(a, b)
+        for a, b in zip(whole[4:], batches_of(data, VIEWS, size, 4, 7), strict=True)
+    )
+    assert not any(
+        same_batch(a, b) for a, b in zip(whole, batches_of(data, VIEWS, size, last=7, seed=4))
+    )
     shape = (size, 4, 3, 16, 16) if kind == "clips" else (size, 3, 16, 16)
-    assert [tuple(v.shape) for v in whole[0]["views"]] == [shape] * 2 and whole[0]["draws"].shape == (size, 32)
+    assert [tuple(v.shape) for v in whole[0]["views"]] == [shape] * 2 and whole[0][
+        "draws"
+    ].shape == (size, 32)
     rows = {k: i for i, k in enumerate(data.keys())}
     for b in whole:
-        assert b["captions"] == [data.captions(rows[k]) for k in b["keys"]] and b["rows"].tolist() == [
-            rows[k] for k in b["keys"]]
+        assert b["captions"] == [data.captions(rows[k]) for k in b["keys"]] and b[
+            "rows"
+        ].tolist() == [rows[k] for k in b["keys"]]
     epoch = len(data) // size
     assert len({k for b in whole[:epoch] for k in b["keys"]}) == epoch * size
 
 
-@pytest.mark.parametrize("view", [common.Augment(16, 0.2), common.Augment(16, 1, 0, 1, 0.8)], ids=["crop", "light"])
+@pytest.mark.parametrize(
+    "view", [common.Augment(16, 0.2), common.Augment(16, 1, 0, 1, 0.8)], ids=["crop", "light"]
+)
 @pytest.mark.parametrize("kind", ["pictures", "memory"])
 def test_views_of_another_seed_epoch_or_place_are_others(kind, view, sets):
     data, found = sets[kind], defaultdict(list)
@@ -157,22 +202,30 @@ def test_two_processes_get_the_batches_of_one(tmp_path):
         processes.join(cpu=True)
         batches = batches_of(data, VIEWS, last=7, folder=tmp_path)
         torch.save([list(counted(batches)), [*batches.bad]], tmp_path / f"{rank}.pt")
+
     assert [code for code, _ in launch.ranks(tmp_path, work)] == [0, 0]
-    (left, bad_left), (right, bad_right) = (torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2))
+    (left, bad_left), (right, bad_right) = (
+        torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)
+    )
     alone = batches_of(data, VIEWS, last=7)
     for a, b, whole in zip(left, right, counted(alone), strict=True):
-        assert a["keys"] + b["keys"] == whole["keys"] and a["captions"] + b["captions"] == whole["captions"]
+        assert (
+            a["keys"] + b["keys"] == whole["keys"]
+            and a["captions"] + b["captions"] == whole["captions"]
+        )
         assert a["epoch"] == whole["epoch"]
-        assert all(torch.equal(torch.cat(v), w) for *v, w in zip(a["views"], b["views"], whole["views"]))
+        assert all(
+            torch.equal(torch.cat(v), w) for *v, w in zip(a["views"], b["views"], whole["views"])
+        )
         assert np.array_equal(np.concatenate([a["draws"], b["draws"]]), whole["draws"])
     assert bad_left == bad_right == [*alone.bad] == [bad]
     assert (tmp_path / "bad_samples.txt").read_text().count("\n") == 1
 
 
-# ---------------------------------------------------- bad samples ---------------------------------------------------
+# ---- bad samples ----
 def test_bad_samples_are_replaced_by_the_next_counted_and_listed(tmp_path):
     """Rows 3, 4 (in a row) and 35 (the last) of the training split."""
-    data = common.load_data(str(write_captions(tmp_path, 39)), "train")
+    data = common.load_data(str(write_captions(tmp_path, 39)), "train", test_fraction=0)
     keys = list(data.keys())
     (tmp_path / keys[3]).write_bytes(TRUNCATED)
     (tmp_path / keys[4]).write_bytes(TEXT)
@@ -184,7 +237,9 @@ def test_bad_samples_are_replaced_by_the_next_counted_and_listed(tmp_path):
     assert seen == [after.get(k, k) for k in order]
     lines = (tmp_path / "bad_samples.txt").read_text(encoding="utf8").splitlines()
     reasons = dict(line.split("\t") for line in lines)
-    assert set(batches.bad) == set(after) == set(reasons) and len(lines) == 3  # each once in two epochs
+    assert (
+        set(batches.bad) == set(after) == set(reasons) and len(lines) == 3
+    )  # each once in two epochs
     for k, words in ((3, "truncated"), (4, "cannot identify"), (35, "No such file")):
         assert words in reasons[keys[k]]
 
@@ -193,39 +248,59 @@ def test_a_question_goes_with_the_sample_that_was_read(tmp_path):
     names = write_images(tmp_path, range(8))
     (tmp_path / names[3]).write_bytes(TEXT)
     paths = [str(tmp_path / name) for name in names]
-    data = common.Data("asked", "train", common.make_table([["x"]] * 8, names, paths, question=names))
+    data = common.Data(
+        "asked", "train", common.make_table([["x"]] * 8, names, paths, question=names)
+    )
     batch = next(iter(batches_of(data, [PLAIN], 8, last=1, side=32)))
     assert sorted(batch["rows"].tolist()) == [0, 1, 2, 4, 4, 5, 6, 7] and 3 in batch["index"]
     assert batch["keys"] == [names[i] for i in batch["rows"]]
 
 
 def test_a_hundred_bad_samples_in_a_row_are_the_end(tmp_path):
-    path = write_rows(tmp_path / "a.csv", ["image", "caption"], [(f"{i}.png", "words") for i in range(30)])
-    write_tar(tmp_path / "tars" / "train-0.tar", {f"{i:06}": {"jpg": TEXT, "txt": b"a caption"} for i in range(12)})
+    path = write_rows(
+        tmp_path / "a.csv", ["image", "caption"], [(f"{i}.png", "words") for i in range(30)]
+    )
+    write_tar(
+        tmp_path / "tars" / "train-0.tar",
+        {f"{i:06}": {"jpg": TEXT, "txt": b"a caption"} for i in range(12)},
+    )
     write_tar(tmp_path / "tars" / "val-0.tar", tar_samples(range(2), "jpg", "txt"))
     for data in (common.load_data(str(path), "train"), stream(tmp_path / "tars")):
-        with pytest.raises(UserError, match="^100 samples in a row cannot be read, the first: .*[0-9].*: "):
+        with pytest.raises(
+            UserError, match="^100 samples in a row cannot be read, the first: .*[0-9].*: "
+        ):
             list(batches_of(data, VIEWS, 4, last=2))
 
 
-# ---------------------------------------------------- clips ---------------------------------------------------------
+# ---- clips ----
 def test_random_frames_change_with_the_epoch_and_a_broken_clip_is_replaced(tmp_path):
     names = {k: f"{k:03}.mp4" for k in range(12)}
     write_clips(tmp_path, names)
     broken = tmp_path / names[4]
-    broken.write_bytes(broken.read_bytes()[:len(broken.read_bytes()) * 6 // 10])
-    rows = [(x, caption(k), "train") for k, x in names.items()] + [(names[0], "x", "val"), (names[0], "x", "test")]
+    broken.write_bytes(broken.read_bytes()[: len(broken.read_bytes()) * 6 // 10])
+    rows = [(x, caption(k), "train") for k, x in names.items()] + [
+        (names[0], "x", "val"),
+        (names[0], "x", "test"),
+    ]
     path = write_rows(tmp_path / "a.csv", ["video", "caption", "split"], rows)
     data = common.load_data(str(path), "train", frames=4, frame_sampling="random")
-    batches, found = batches_of(data, [PLAIN], 12, last=2, side=32), [defaultdict(list), defaultdict(list)]
+    batches, found = (
+        batches_of(data, [PLAIN], 12, last=2, side=32),
+        [defaultdict(list), defaultdict(list)],
+    )
     for epoch, key, shown in shown_by(batches):
         found[epoch][key].append(shown)
     assert [*batches.bad] == [names[4]]
     for seen in found:
         assert {key: len(clips) for key, clips in seen.items()} == {
-            x: 1 + (k == 5) for k, x in names.items() if k != 4}
+            x: 1 + (k == 5) for k, x in names.items() if k != 4
+        }
         for key, clips in seen.items():  # one frame of each quarter
-            assert all(2 * j <= i - 8 * int(key[:3]) < 2 * (j + 1) for clip in clips for j, i in enumerate(clip))
+            assert all(
+                2 * j <= i - 8 * int(key[:3]) < 2 * (j + 1)
+                for clip in clips
+                for j, i in enumerate(clip)
+            )
     assert sum(found[0][key] != found[1][key] for key in found[0]) > 6
 
 
@@ -234,22 +309,31 @@ def test_all_frames_of_a_clip_get_the_same_view(tmp_path):
     for k in range(10):
         write_video(tmp_path / f"{k:03}.mkv", [k + 1] * 4, "ffv1", pixels="bgr0")
     rows = [(f"{k:03}.mkv", f"{k}") for k in range(10)]
-    data = common.load_data(str(write_rows(tmp_path / "a.csv", ["video", "caption"], rows)), "train", frames=4)
+    data = common.load_data(
+        str(write_rows(tmp_path / "a.csv", ["video", "caption"], rows)),
+        "train",
+        frames=4,
+        test_fraction=0,
+    )
     views = defaultdict(list)
     for batch in batches_of(data, VIEWS, 5, last=4):
         for v, x in enumerate(batch["views"]):
             assert (x - x[:, :1]).abs().max() < 1e-4, v
             for key, clip in zip(batch["keys"], x):
                 views[key, v].append(clip[0])
-    assert len(views) == 20 and not any(torch.equal(*of) for of in views.values())  # every epoch shows another crop
+    assert len(views) == 20 and not any(
+        torch.equal(*of) for of in views.values()
+    )  # every epoch shows another crop
 
 
 def test_a_forked_process_reads_clips_after_its_parent(tmp_path):
-    """As loader workers do after an evaluation without any: no thread that the fork left behind is waited for."""
+    """As loader workers do after an evaluation without any: no thread that the fork left behind is
+    waited for."""
     clip = str(write_video(tmp_path / "a.mp4", range(6)))
     whole = read_frames(clip, 4, short=32)
-    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(int(
-        not np.array_equal(whole, read_frames(clip, 4, short=32)))))
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: os._exit(int(not np.array_equal(whole, read_frames(clip, 4, short=32))))
+    )
     child.start()
     child.join(60)
     code = child.exitcode
@@ -267,30 +351,46 @@ def test_evaluation_batches_count_frames_and_leave_out_what_cannot_be_read(tmp_p
         def forward(self, x):
             sizes.append(len(x))
             return x.mean((1, 2, 3, 4))[:, None], None, x.mean((1, 3, 4))
-    view, data = common.EvalTransform(32, (0,) * 3, (1,) * 3), common.load_data(str(path), "train", frames=4)
-    index, _, features, bad = evaluation.embed.encode_images(Model(), data, view, CPU, batch=16, workers=2)
+
+    view, data = (
+        common.EvalTransform(32, (0,) * 3, (1,) * 3),
+        common.load_data(str(path), "train", frames=4),
+    )
+    index, _, features, bad = evaluation.embed.encode_images(
+        Model(), data, view, CPU, batch=16, workers=2
+    )
     assert max(sizes) == 4 and len(features) == 9 and [*bad] == ["003.mp4"]
     assert index.tolist() == [k for k in range(10) if k != 3]
 
 
-# ---------------------------------------------------- tars ----------------------------------------------------------
+# ---- tars ----
 def test_the_index_of_tars_is_made_anew_when_they_change(tmp_path):
     write_tar(tmp_path / "0.tar", tar_samples(range(30), "jpg", "txt"))
-    assert len(data_stream.index("x", "train", [tmp_path / "0.tar"], {})) == 30
+    assert len(data_tars.index_tars("x", "train", [tmp_path / "0.tar"], DataOptions())) == 30
     write_tar(tmp_path / "0.tar", tar_samples(range(40), "jpg", "txt"))
-    data = data_stream.index("x", "train", [tmp_path / "0.tar"], {})
+    data = data_tars.index_tars("x", "train", [tmp_path / "0.tar"], DataOptions())
     assert len(data) == 40 and data.captions(39) == [caption(39), caption(39, 1)]
     write_tar(tmp_path / "1.tar", tar_samples(range(5), "jpg", "txt"))
-    both = data_stream.index("x", "train", [tmp_path / "0.tar", tmp_path / "1.tar"], {})
-    assert both.key(3) == "0/000003" and both.key(41) == "1/000001" and both.shards.tolist() == [0] * 40 + [1] * 5
+    both = data_tars.index_tars(
+        "x", "train", [tmp_path / "0.tar", tmp_path / "1.tar"], DataOptions()
+    )
+    assert (
+        both.key(3) == "0/000003"
+        and both.key(41) == "1/000001"
+        and both.shards.tolist() == [0] * 40 + [1] * 5
+    )
 
 
-@pytest.mark.parametrize("damage", [lambda c: c[:len(c) // 2], lambda c: b"x" * 512 + c[512:], lambda c: TEXT])
+@pytest.mark.parametrize(
+    "damage", [lambda c: c[: len(c) // 2], lambda c: b"x" * 512 + c[512:], lambda c: TEXT]
+)
 def test_a_tar_that_cannot_be_read_to_its_end_is_named(damage, tmp_path):
     content = write_tar(tmp_path / "a.tar", tar_samples(range(20), "jpg", "txt")).read_bytes()
     (tmp_path / "a.tar").write_bytes(damage(content))
     complains(tmp_path / "a.tar", "train", "a.tar: not a tar that can be read to its end")
-    found = list(data_stream.read_tar(str(tmp_path / "a.tar")))  # a stream gives what it can, and one bad sample
+    found = list(
+        data_tars.read_tar(str(tmp_path / "a.tar"))
+    )  # a stream gives what it can, and one bad sample
     assert isinstance(found[-1][1], Exception) and len(found) < 15
 
 
@@ -305,12 +405,18 @@ def shards(tmp_path_factory):
 
 
 def stream(folder, buffer=1):
-    return dataclasses.replace(common.load_data(str(folder), "train", streaming=True), buffer=buffer)
+    return dataclasses.replace(
+        common.load_data(str(folder), "train", streaming=True), buffer=buffer
+    )
 
 
-def items(data, process=0, processes=1, count=None, first=0, local=6):
+def items(data, process=0, processes=1, *, count=None, first=0, local=6):
     """(key, epoch, views) of one reader: `count` of them, or an epoch of its shards."""
-    reader = iter(data_stream.StreamViews(data, VIEWS, 3, (process, processes), first, local))
+    reader = iter(
+        data_tars.StreamItems(
+            data, VIEWS, 3, first=first, local=local, process=process, num_processes=processes
+        )
+    )
     some = (next(reader) for _ in range(count or 6 * len(data.urls[process::processes])))
     return [(item["keys"], item["epochs"], item["views"]) for item in some]
 
@@ -318,9 +424,13 @@ def items(data, process=0, processes=1, count=None, first=0, local=6):
 def test_two_readers_share_an_epoch_between_them(shards):
     data = stream(shards)
     left, right, views = items(data, 0, 2), items(data, 1, 2), {i[0]: i[2] for i in items(data)}
-    assert len(left) == len(right) == 12 and {i[0] for i in left + right} == {f"{i:06}" for i in range(24)}
+    assert len(left) == len(right) == 12 and {i[0] for i in left + right} == {
+        f"{i:06}" for i in range(24)
+    }
     # whoever reads a key, its views are the same
-    assert all(torch.equal(a, b) for key, _, v in left + right for a, b in zip(v, views[key], strict=True))
+    assert all(
+        torch.equal(a, b) for key, _, v in left + right for a, b in zip(v, views[key], strict=True)
+    )
     assert common.load_data(shards, "val", streaming=True).key(0) == "000024"
 
 
@@ -338,16 +448,18 @@ def test_samples_without_caption_are_left_out_of_an_index_and_bad_in_a_stream(tm
     samples["000007"]["txt"] = b" "
     write_tar(tmp_path / "train-0.tar", samples)
     write_tar(tmp_path / "val-0.tar", tar_samples(range(24, 30), "jpg", "txt"))
-    data = common.load_data(str(tmp_path), "train")
+    data = common.load_data(str(tmp_path), "train", test_fraction=0)
     assert len(data) == 10 and "2 samples left out, first 000005" in data.note
     batches = batches_of(stream(tmp_path), VIEWS, 4, last=3)
     keys = [k for b in counted(batches) for k in b["keys"]]
     assert {*batches.bad} == {"000005", "000007"} and {*keys} == {*samples} - {"000005", "000007"}
-    assert len(keys) == 12 and keys.count("000006") == keys.count("000008") == 2  # a bad one has the next in its place
+    assert (
+        len(keys) == 12 and keys.count("000006") == keys.count("000008") == 2
+    )  # a bad one has the next in its place
 
 
 def test_more_processes_than_shards_is_refused(shards, monkeypatch):
-    for place in (data_stream, data_batches):
+    for place in (data_tars, data_batches):
         monkeypatch.setattr(place, "world", lambda: 5)
     with pytest.raises(UserError, match="4 shards are too few for 5 processes"):
         next(iter(batches_of(stream(shards), VIEWS, 10)))
@@ -357,9 +469,15 @@ def test_more_processes_than_shards_is_refused(shards, monkeypatch):
 
 def test_a_stream_of_videos(tmp_path):
     write_clips(tmp_path, {k: f"{k:06}.mp4" for k in range(6)})
-    samples = {f"{k:06}": {"mp4": (tmp_path / f"{k:06}.mp4").read_bytes(), "txt": b"x"} for k in range(6)}
+    samples = {
+        f"{k:06}": {"mp4": (tmp_path / f"{k:06}.mp4").read_bytes(), "txt": b"x"} for k in range(6)
+    }
     for name in ("train", "val"):
         write_tar(tmp_path / "tars" / f"{name}.tar", samples)
     data = common.load_data(str(tmp_path / "tars"), "train", frames=4, streaming=True)
-    found = [*shown_by(batches_of(dataclasses.replace(data, buffer=3), [PLAIN], 4, last=1, side=32))]
-    assert len(found) == 4 and all(shown == [8 * int(key) + j for j in (0, 2, 5, 7)] for _, key, shown in found)
+    found = [
+        *shown_by(batches_of(dataclasses.replace(data, buffer=3), [PLAIN], 4, last=1, side=32))
+    ]
+    assert len(found) == 4 and all(
+        shown == [8 * int(key) + j for j in (0, 2, 5, 7)] for _, key, shown in found
+    )

@@ -1,4 +1,5 @@
-"""One run on any number of processes: real gloo processes against one process with the same global batch."""
+"""One run on any number of processes: real gloo processes against one process with the same global
+batch."""
 
 import json
 import os
@@ -10,8 +11,8 @@ from argparse import Namespace
 from pathlib import Path
 
 import common
-from contrastive import CORES, engine
-from contrastive.engine.processes import UserError, barrier, gather, on_main, rank, world
+from contrastive import CORES, core
+from contrastive.core.processes import UserError, barrier, gather, on_main, rank, world
 from contrastive.evaluation.embed import gather_rows
 
 import accelerate
@@ -38,18 +39,21 @@ STEPS = [(name, 0) for name in LOSSES] + [(name, 3) for name in IN_CHUNKS]  # lo
 DEVICE = "cpu"  # benchmarks/gpu.py calls `compare` on cuda, over NCCL
 
 
-# ----------------------------------------------- what a process comes to --------------------------------------------
+# ----------------------------------------------- what a process comes to --------------------------
 class Towers(nn.Module):
-    """Inputs (2, b, WIDTH) for each modality -> I, T, I~, T~ of (b, D), in one forward as in temo.py."""
+    """Inputs (2, b, WIDTH) for each modality -> I, T, I~, T~ of (b, D), in one forward as in
+    temo.py."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
-        self.image = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout), nn.Linear(WIDTH, D))
+        self.image = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout), nn.Linear(WIDTH, D)
+        )
         self.text = nn.Linear(WIDTH, D)
 
     def forward(self, x):
-        image = self.image(torch.cat([x["pixels"][0], x["pixels"][1]]))    # (2b, D)
-        text = self.text(torch.cat([x["tokens"][0], x["tokens"][1]]))      # (2b, D)
+        image = self.image(torch.cat([x["pixels"][0], x["pixels"][1]]))  # (2b, D)
+        text = self.text(torch.cat([x["tokens"][0], x["tokens"][1]]))  # (2b, D)
         (a, b), (c, d) = image.chunk(2), text.chunk(2)
         return a, c, b, d
 
@@ -60,7 +64,8 @@ def towers(dtype, dropout=0.0):
 
 
 def inputs(rows, dtype=torch.float64):
-    """These rows of the global batch, a nested dict of (b, WIDTH) tensors; texts are near their images."""
+    """These rows of the global batch, a nested dict of (b, WIDTH) tensors; texts are near their
+    images."""
     x = torch.randn(4, N, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x[1:] += x[0]
     x = x[:, rows].to(DEVICE, dtype)
@@ -68,35 +73,53 @@ def inputs(rows, dtype=torch.float64):
 
 
 def step(name, dtype, rows, chunk=0, dropout=0.0):
-    """The mean loss and the gradients (of towers, and of tau where it is learnt), as a script's loop has them."""
-    model, p, accelerator = towers(dtype, dropout), parameters(rows, dtype, DEVICE), Accelerator(cpu=DEVICE == "cpu")
+    """The mean loss and the gradients (of towers, and of tau where it is learnt), as a script's
+    loop has them."""
+    model, p, accelerator = (
+        towers(dtype, dropout),
+        parameters(rows, dtype, DEVICE),
+        Accelerator(cpu=DEVICE == "cpu"),
+    )
     wrapped = accelerator.prepare(model)  # DDP must outlive the backward
-    assert isinstance(wrapped, DistributedDataParallel) == dist.is_initialized()
+    assert isinstance(wrapped, DistributedDataParallel) == (world() > 1)
     chunks = common.Chunks(wrapped, wrapped, accelerator, chunk)
     loss = LOSSES[name](chunks.encode(inputs(rows, dtype)), p)
     chunks.backward(loss)
     learnt = [p.tau] if p.tau.grad is not None else []
     common.average_gradients(learnt)
-    mean = engine.processes.mean_over_processes({"L": loss.detach()}, DEVICE)["L"]
-    return [torch.tensor(mean, dtype=torch.float64), *(x.grad.clone() for x in (*model.parameters(), *learnt))]
+    mean = core.processes.mean_over_processes({"L": loss.detach()}, DEVICE)["L"]
+    return [
+        torch.tensor(mean, dtype=torch.float64),
+        *(x.grad.clone() for x in (*model.parameters(), *learnt)),
+    ]
 
 
 def of_mama(rows):
-    """Gradients of the weight network and weights of pairs, for these rows of a batch and of meta-data."""
-    x, theta = inputs(rows), {"video": unit(WIDTH, D, seed=4).to(DEVICE), "text": unit(WIDTH, D, seed=5).to(DEVICE)}
+    """Gradients of the weight network and weights of pairs, for these rows of a batch and of
+    meta-data."""
+    x, theta = (
+        inputs(rows),
+        {"video": unit(WIDTH, D, seed=4).to(DEVICE), "text": unit(WIDTH, D, seed=5).to(DEVICE)},
+    )
 
     def losses(parameters, k):
-        return mama.angular_margin_loss(x["pixels"][k] @ parameters["video"], x["tokens"][k] @ parameters["text"],
-                                        0.2, 0.2)
+        return mama.angular_margin_loss(
+            x["pixels"][k] @ parameters["video"], x["tokens"][k] @ parameters["text"], 0.2, 0.2
+        )
+
     torch.manual_seed(0)
     net = mama.WeightNet(10).double().to(DEVICE)
-    gradients = [mama.weightnet_gradient(losses, theta, 0, 1, net, 0.05, how) for how in ("forward", "second-order")]
+    gradients = [
+        mama.weightnet_gradient(losses, theta, 0, 1, net, 0.05, how)
+        for how in ("forward", "second-order")
+    ]
     weights = mama.l2rw_weights(losses, theta, 0, 1), mama.spl_weights(losses(theta, 0), 0.5)
     return [*gradients[0], *gradients[1], *map(gather, weights)]
 
 
 def queues(rows):
-    """NCL's and TS's queue after three global batches of which a process has these rows; they hold 1.5 of them."""
+    """NCL's and TS's queue after three global batches of which a process has these rows; they hold
+    1.5 of them."""
     of_ncl, of_ts = ncl.QueryQueue(24, WIDTH).to(DEVICE), ts.Queue(24, WIDTH).to(DEVICE)
     x = inputs(WHOLE, torch.float32)["tokens"]
     for batch in (x[0], x[1], -x[0]):
@@ -106,18 +129,25 @@ def queues(rows):
 
 
 def in_pieces(_):
-    """Embeddings for an evaluation, two rows at a time: the first process has one, the last the others."""
+    """Embeddings for an evaluation, two rows at a time: the first process has one, the last the
+    others."""
     x = torch.arange(15.0).view(5, 3)
-    return [gather_rows([x[:1]] * (rank() == 0) + [x[1:3], x[3:]] * (rank() == world() - 1), piece=2)]
+    return [
+        gather_rows([x[:1]] * (rank() == 0) + [x[1:3], x[3:]] * (rank() == world() - 1), piece=2)
+    ]
 
 
 OTHERS = {"mama": of_mama, "queues": queues, "pieces": in_pieces}
 
 
 def outcome(rows):
-    """{what: tensors} that a process with these rows of the global batch comes to, together with the others."""
-    steps = {f"{name} {chunk} {kind}": step(name, dtype, rows, chunk)
-             for name, chunk in STEPS for kind, dtype in DTYPES.items()}
+    """{what: tensors} that a process with these rows of the global batch comes to, together with
+    the others."""
+    steps = {
+        f"{name} {chunk} {kind}": step(name, dtype, rows, chunk)
+        for name, chunk in STEPS
+        for kind, dtype in DTYPES.items()
+    }
     return steps | {name: make(rows) for name, make in OTHERS.items()}
 
 
@@ -128,6 +158,7 @@ def errors(a, b):
 
 def main_works(path):
     """All wait for long work of the main process, and its failure is everyone's."""
+
     def write():
         time.sleep(0.5)
         path.write_text("made")
@@ -135,13 +166,15 @@ def main_works(path):
 
     def fail():
         raise UserError("too few")
+
     assert on_main(write) == "done" and path.exists()
     with pytest.raises(UserError, match="too few"):
         on_main(fail)
 
 
 def compare(place, folder, worlds=(2, 4), device="cpu"):
-    """All that needs a group, in one start of processes, of which this is number `place`: writes {what: errors
+    """All that needs a group, in one start of processes, of which this is number `place`: writes
+    {what: errors
     against one process} of each world, as WORLD_PLACE.json."""
     global DEVICE
     DEVICE = device
@@ -154,23 +187,36 @@ def compare(place, folder, worlds=(2, 4), device="cpu"):
         AcceleratorState._reset_state(True)
         if place >= size:
             continue
-        os.environ.update(RANK=str(place), LOCAL_RANK=str(card), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-        dist.init_process_group("gloo" if device == "cpu" else "nccl", f"file://{folder}/init_{size}", rank=place,
-                                world_size=size)
+        os.environ.update(
+            RANK=str(place), LOCAL_RANK=str(card), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
+        )
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "nccl",
+            f"file://{folder}/init_{size}",
+            rank=place,
+            world_size=size,
+        )
         ours = outcome(slice(place * N // size, (place + 1) * N // size))
         main_works(Path(folder, f"done_{size}"))
-        found = {what: errors(tensors, alone[what.replace(" 3 ", " 0 ")]) for what, tensors in ours.items()}
+        found = {
+            what: errors(tensors, alone[what.replace(" 3 ", " 0 ")])
+            for what, tensors in ours.items()
+        }
         Path(folder, f"{size}_{place}.json").write_text(json.dumps(found))
         dist.destroy_process_group()
 
 
-# ----------------------------------------------- gradients on 1, 2 and 4 processes ----------------------------------
+# ----------------------------------------------- gradients on 1, 2 and 4 processes ----------------
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory):
     """What `compare` wrote on each rank of two and of four processes."""
     folder = tmp_path_factory.mktemp("processes")
     launch.spawn(compare, (str(folder),), 4)
-    return [json.loads((folder / f"{size}_{place}.json").read_text()) for size in (2, 4) for place in range(size)]
+    return [
+        json.loads((folder / f"{size}_{place}.json").read_text())
+        for size in (2, 4)
+        for place in range(size)
+    ]
 
 
 @pytest.mark.parametrize("name, chunk", STEPS)
@@ -186,27 +232,36 @@ def test_processes_together_come_to_what_one_does(differences, what):
 
 
 def test_chunks_replay_dropout():
-    """The second encoding sees the masks of the first: the gradient is that of one graph over the same masks."""
+    """The second encoding sees the masks of the first: the gradient is that of one graph over the
+    same masks."""
     found = step("multimodal", torch.float64, WHOLE, 3, dropout=0.5)
     after, p, model = torch.rand(1), parameters(), towers(torch.float64, 0.5)
     parts = [model(inputs(slice(i, i + 3))) for i in range(0, N, 3)]
     loss = LOSSES["multimodal"]([torch.cat(e) for e in zip(*parts)], p)
     loss.backward()
-    assert max(errors(found, [loss.detach(), *(x.grad for x in (*model.parameters(), p.tau))])) < 1e-10
+    assert (
+        max(errors(found, [loss.detach(), *(x.grad for x in (*model.parameters(), p.tau))])) < 1e-10
+    )
     assert torch.rand(1) == after  # and the random state goes on as if encoded once
 
 
-# ----------------------------------------------- how processes start and end -----------------------------------------
-@pytest.mark.parametrize("error, code, words", [(UserError("too few"), 2, r"error \(process 1\): too few\n"),
-                                                (KeyError("a mistake"), 1, "Traceback(.|\n)*KeyError: 'a mistake'")])
+# ----------------------------------------------- how processes start and end ----------------------
+@pytest.mark.parametrize(
+    "error, code, words",
+    [
+        (UserError("too few"), 2, r"error \(process 1\): too few\n"),
+        (KeyError("a mistake"), 1, "Traceback(.|\n)*KeyError: 'a mistake'"),
+    ],
+)
 def test_a_process_that_fails_alone_waits_for_no_other(error, code, words, tmp_path):
     def work(place):
         AcceleratorState._reset_state(True)  # a fork of this process, which may have had one
-        engine.processes.join(cpu=True)
+        core.processes.join(cpu=True)
         barrier()  # else one of them may still be connecting when the other fails
         if place:
             raise error
         barrier()
+
     (other, _), (own, said) = launch.ranks(tmp_path, work)
     assert own == code and other and re.match(words, said)
 
@@ -216,13 +271,16 @@ def test_a_sharded_model_is_refused(monkeypatch):
     made = Namespace(distributed_type=DistributedType["FSDP"], log_with=[])
     monkeypatch.setattr(accelerate, "Accelerator", lambda **_: made)
     with pytest.raises(UserError, match="accelerate is configured for FSDP"):
-        engine.processes.set_up(Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir="."))
+        core.processes.set_up(
+            Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir=".")
+        )
 
 
 SCRIPT = """import argparse, os, sys
 import contrastive, torch
-from contrastive.engine import processes
-os.environ["LOCAL_WORLD_SIZE"] = "1"  # all cores for each, or one thread would be the launcher's and ours
+from contrastive.core import processes
+# all cores for each, or one thread would be the launcher's and ours
+os.environ["LOCAL_WORLD_SIZE"] = "1"
 args = argparse.Namespace(cpu=False, seed=0, tracker="", mixed_precision="no", output_dir=".")
 with processes.clean_exit():
     model = processes.set_up(args).prepare(torch.nn.Linear(1, 1))
@@ -232,11 +290,18 @@ with processes.clean_exit():
 
 
 def test_torchrun(tmp_path):
-    """All cores are used, though it says one; without a card and --cpu gradients are averaged, nothing compiles."""
+    """All cores are used, though it says one; without a card and --cpu gradients are averaged,
+    nothing compiles."""
     (tmp_path / "script.py").write_text(SCRIPT)
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    env |= {"PYTHONPATH": str(ROOT), "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {
+        "PYTHONPATH": str(ROOT),
+        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split()]
-    done = subprocess.run([*command, tmp_path / "script.py"], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, tmp_path / "script.py"], env=env, capture_output=True, text=True
+    )
     found = f"{CORES} of {CORES} DistributedDataParallel 1.5"
     assert done.returncode == 0 and set(done.stdout.splitlines()) == {found}, done.stderr

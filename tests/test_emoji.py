@@ -5,7 +5,8 @@ from collections import Counter, defaultdict
 
 import common
 from contrastive.data import moving_emoji
-from contrastive.engine.processes import UserError
+from contrastive.data.options import DataOptions
+from contrastive.core.processes import UserError
 from contrastive.evaluation.trivial import pixels_and_colours
 
 import numpy as np
@@ -22,29 +23,50 @@ def emoji():
 
 def test_emoji_counts_and_captions(emoji):
     assert {s: tuple(d.pixels.shape) for s, d in emoji.items()} == {
-        "train": (3058, 3, 72, 72), "val": (177, 3, 72, 72), "test": (168, 3, 72, 72)}
+        "train": (3058, 3, 72, 72),
+        "val": (177, 3, 72, 72),
+        "test": (168, 3, 72, 72),
+    }
     captions = {s: d.column("captions") for s, d in emoji.items()}
-    assert {s: sum(map(len, of)) for s, of in captions.items()} == {"train": 4729, "val": 269, "test": 258}
-    assert {s: len(d.label_names) for s, d in emoji.items()} == {s: 99 for s in SPLITS}
+    assert {s: sum(map(len, of)) for s, of in captions.items()} == {
+        "train": 4729,
+        "val": 269,
+        "test": 258,
+    }
+    assert {s: len(d.label_names) for s, d in emoji.items()} == dict.fromkeys(SPLITS, 99)
     for s, d in emoji.items():  # variants of skin only train, and say so
         for key, said in zip(d.column("key"), captions[s], strict=True):
-            assert said and len(set(said)) == len(said) and all(c == c.lower() and "_" not in c for c in said)
-            assert {"skin tone" in c for c in said} == {" " in key} and (s == "train" or " " not in key)
+            assert (
+                said
+                and len(set(said)) == len(said)
+                and all(c == c.lower() and "_" not in c for c in said)
+            )
+            assert {"skin tone" in c for c in said} == {" " in key} and (
+                s == "train" or " " not in key
+            )
         pairs = set(zip(d.groups.tolist(), [x.numpy().tobytes() for x in d.pixels], strict=True))
         assert len(pairs) == len(set(d.groups.tolist()))  # the drawings of one group are alike
-    assert sum(" " not in k for d in emoji.values() for k in d.column("key")) == 1898  # base drawings
-    assert len(set(emoji["test"].groups.tolist())) == 166  # identical drawings are positives of each other
+    assert (
+        sum(" " not in k for d in emoji.values() for k in d.column("key")) == 1898
+    )  # base drawings
+    assert (
+        len(set(emoji["test"].groups.tolist())) == 166
+    )  # identical drawings are positives of each other
 
 
 def test_no_emoji_twin_crosses_the_splits(emoji):
-    gender = set("man men mans woman women womans person people male female boy boys girl girls".split())
+    gender = set(
+        "man men mans woman women womans person people male female boy boys girl girls".split()
+    )
     where = defaultdict(set)
     for split, data in emoji.items():
         for i in range(len(data)):
             where[data.pixels[i].numpy().tobytes()].add(split)
             if " " not in data.key(i):  # base drawings; a tone is no word of the name
                 for c in data.captions(i):
-                    where[" ".join(w for w in re.findall("[a-z0-9]+", c) if w not in gender)].add(split)
+                    where[" ".join(w for w in re.findall("[a-z0-9]+", c) if w not in gender)].add(
+                        split
+                    )
     assert {len(s) for s in where.values()} == {1}
 
 
@@ -56,32 +78,46 @@ def test_each_drawing_is_test_once_and_val_once_over_the_folds():
     assert all(len(count) == 1898 and {*count.values()} == {1} for count in held.values())
 
 
-# ---------------------------------------------------- moving emoji ---------------------------------------------------
+# ---- moving emoji ----
 @pytest.fixture(scope="module")
 def moving():
     return {s: common.load_data("moving-emoji", s) for s in SPLITS}
 
 
 def small(split="train", **options):
-    return common.load_data("moving-emoji", split, **({"frames": 2, "image_size": 8, "clips": [200, 30, 40]} | options))
+    return common.load_data(
+        "moving-emoji", split, **({"frames": 2, "image_size": 8, "clips": [200, 30, 40]} | options)
+    )
 
 
 # What a caption of moving emoji can be: every form has a verb, a noun and a colour.
-FORMS = ("the {n} {v} on a {c} background", "against a {c} background {a} {n} {v}",
-         "{a} {n} that {v}, with {c} all around", "on {c} ground one {n} {v}",
-         "a {c} scene in which the {n} {v}", "one {n} {v}, the rest is {c}")
+FORMS = (
+    "the {n} {v} on a {c} background",
+    "against a {c} background {a} {n} {v}",
+    "{a} {n} that {v}, with {c} all around",
+    "on {c} ground one {n} {v}",
+    "a {c} scene in which the {n} {v}",
+    "one {n} {v}, the rest is {c}",
+)
 
 
 def facts(data, i):
     """{true caption of clip i: its (form, phrase, name)}."""
     verb, noun, colour = (data.column(c)[i] for c in ("verb", "noun", "colour"))
     phrases = list(moving_emoji.MOTIONS.values())[verb][0]
-    return {form.format(n=n, v=v, c=list(moving_emoji.COLOURS)[colour], a="an" if n[0] in "aeiou" else "a"):
-            (form, v, n) for form in FORMS for v in phrases for n in moving_emoji.sprites(32)[0][noun]}
+    return {
+        form.format(
+            n=n, v=v, c=list(moving_emoji.COLOURS)[colour], a="an" if n[0] in "aeiou" else "a"
+        ): (form, v, n)
+        for form in FORMS
+        for v in phrases
+        for n in moving_emoji.draw_sprites(32).names[noun]
+    }
 
 
 def agree(data, i, captions=None):
-    """Which of these captions (those of clip i) say what clip i shows: its verb, its noun and its colour."""
+    """Which of these captions (those of clip i) say what clip i shows: its verb, its noun and its
+    colour."""
     true = facts(data, i)
     return [c in true for c in captions or data.captions(i)]
 
@@ -94,7 +130,11 @@ def both(data):
 def groups_are_facts(d):
     """Is a group what captions say, verb, noun and colour?"""
     said = list(zip(*(d.column(c).tolist() for c in ("verb", "noun", "colour")), strict=True))
-    return len(set(said)) == len(set(d.groups.tolist())) == len(set(zip(said, d.groups.tolist(), strict=True)))
+    return (
+        len(set(said))
+        == len(set(d.groups.tolist()))
+        == len(set(zip(said, d.groups.tolist(), strict=True)))
+    )
 
 
 def drawn(d):
@@ -102,15 +142,35 @@ def drawn(d):
 
 
 def test_moving_emoji_counts_columns_and_drawings(moving):
-    """The same in every process; three captions of a clip have other forms, phrases and names for the same facts."""
-    columns = {"verb", "noun", "colour", "label", "group", "noisy", "question", "question_type", "answer", "choices"}
-    names, forms = moving_emoji.sprites(32)[0], Counter()
+    """The same in every process; three captions of a clip have other forms, phrases and names for
+    the same facts."""
+    columns = {
+        "verb",
+        "noun",
+        "colour",
+        "label",
+        "group",
+        "noisy",
+        "question",
+        "question_type",
+        "answer",
+        "choices",
+    }
+    names, forms = moving_emoji.draw_sprites(32).names, Counter()
     assert len(names) == 120 and all(re.fullmatch("[a-z ]+", n) for of in names for n in of)
     for d, n in zip(moving.values(), (2000, 300, 300), strict=True):
-        assert d.pixels.shape == (n, 4, 3, 32, 32) and d.pixels.dtype == torch.uint8 and d.clip is None
-        assert {*d[5]} == {"pixels", "captions", "key", *columns} - {"group"} and d[5]["label"] == d[5]["verb"]
+        assert (
+            d.pixels.shape == (n, 4, 3, 32, 32) and d.pixels.dtype == torch.uint8 and d.clip is None
+        )
+        assert {*d[5]} == {"pixels", "captions", "key", *columns} - {"group"} and d[5][
+            "label"
+        ] == d[5]["verb"]
         assert [d.names(c) for c in ("label", "verb", "noun", "colour")] == [
-            [*moving_emoji.MOTIONS], [*moving_emoji.MOTIONS], [of[0] for of in names], [*moving_emoji.COLOURS]]
+            [*moving_emoji.MOTIONS],
+            [*moving_emoji.MOTIONS],
+            [of[0] for of in names],
+            [*moving_emoji.COLOURS],
+        ]
         for i in range(n):
             said = [facts(d, i)[c] for c in d.captions(i)]
             assert [len({x[k] for x in said}) for k in (0, 1)] == [3, 3]
@@ -118,14 +178,20 @@ def test_moving_emoji_counts_columns_and_drawings(moving):
             forms.update(form for form, *_ in said)
     assert len(forms) == 6 and min(forms.values()) > 0.14 * sum(forms.values())
     assert len({key for d in moving.values() for key in d.keys()}) == 2600
-    again = moving_emoji.load("moving-emoji", "val", {})
-    assert all(again.column(c) == moving["val"].column(c) for c in ("captions", "question", "choices"))
+    again = moving_emoji.load("moving-emoji", "val", DataOptions())
+    assert all(
+        again.column(c) == moving["val"].column(c) for c in ("captions", "question", "choices")
+    )
     assert torch.equal(again.pixels, moving["val"].pixels)
 
 
 def test_moving_emoji_moves_and_shows_what_its_captions_say(moving):
     for d in moving.values():
-        still = {d.label_names[v] for v, x in zip(d.column("verb"), d.pixels.numpy()) if (x[0] == x).all()}
+        still = {
+            d.label_names[v]
+            for v, x in zip(d.column("verb"), d.pixels.numpy())
+            if (x[0] == x).all()
+        }
         assert still == {"stands still"} and len(drawn(d)) == len(d)
         unlike = [i for i in range(len(d) - 1) if d.groups[i] != d.groups[i + 1]]
         assert not any(any(agree(d, i, d.captions(i + 1))) for i in unlike)
@@ -143,38 +209,59 @@ def test_moving_emoji_holds_out_pairs_but_neither_verbs_nor_nouns(moving):
             assert {p[part] for p in pairs[s]} <= {p[part] for p in pairs["train"]}
         assert len(pairs[s]) == 300  # every clip another pair: no two test clips share their words
     for part, share in ((0, 0.15), (1, 0.1)):  # and training has a long tail of either
-        counts = sorted(Counter(pair[part] for pair in both(moving["train"])).values(), reverse=True)
-        assert counts[0] > share * 2000 and counts[0] > 10 * counts[-1] and counts[0] > 1.5 * counts[1]
+        counts = sorted(
+            Counter(pair[part] for pair in both(moving["train"])).values(), reverse=True
+        )
+        assert (
+            counts[0] > share * 2000 and counts[0] > 10 * counts[-1] and counts[0] > 1.5 * counts[1]
+        )
     assert {verb for verb, _ in pairs["train"]} == set(range(24))
-    assert all(groups_are_facts(d) for d in moving.values())  # clips of one pair and colour are positives
+    assert all(
+        groups_are_facts(d) for d in moving.values()
+    )  # clips of one pair and colour are positives
 
 
 def test_moving_emoji_thousands_of_distinct_test_clips():
-    """Each pair in turn: a pair comes again in another colour, and only after all its colours in one it had."""
+    """Each pair in turn: a pair comes again in another colour, and only after all its colours in
+    one it had."""
     train, test = (small(s, clips=[4000, 30, 2000], image_size=16) for s in ("train", "test"))
-    assert len(drawn(test)) == len(test) == len(set(test.groups.tolist())) == 2000 and groups_are_facts(test)
+    assert len(drawn(test)) == len(test) == len(
+        set(test.groups.tolist())
+    ) == 2000 and groups_are_facts(test)
     times = Counter(both(test))
-    assert len(times) < 400 and max(times.values()) - min(times.values()) == 1 and max(times.values()) <= 6
+    assert (
+        len(times) < 400
+        and max(times.values()) - min(times.values()) == 1
+        and max(times.values()) <= 6
+    )
     assert not set(times) & set(both(train)) and not drawn(test) & drawn(train)
     assert all(all(agree(test, i)) for i in range(0, 2000, 7)) and "2000 descriptions" in test.note
 
 
 def test_moving_emoji_by_the_law_of_training():
-    once, zipf = ({s: small(s, clips=[2000, 300, 2000], image_size=16, clip_law=law) for s in SPLITS}
-                  for law in ("once", "zipf"))
+    once, zipf = (
+        {s: small(s, clips=[2000, 300, 2000], image_size=16, clip_law=law) for s in SPLITS}
+        for law in ("once", "zipf")
+    )
     assert torch.equal(once["train"].pixels, zipf["train"].pixels)  # the training set is the same
     assert once["train"].column("captions") == zipf["train"].column("captions")
     for s, other in (("val", "test"), ("test", "val")):
         d = zipf[s]
         assert groups_are_facts(d) and all(all(agree(d, i)) for i in range(0, len(d), 9))
         assert "law of val and test: zipf" in d.note
-        assert len(drawn(d)) == len(d) and not drawn(d) & (drawn(zipf["train"]) | drawn(zipf[other]))
+        assert len(drawn(d)) == len(d) and not drawn(d) & (
+            drawn(zipf["train"]) | drawn(zipf[other])
+        )
         assert not set(both(d)) & {*both(once["val"]), *both(once["test"])}
     train, test = (Counter(both(zipf[s])) for s in ("train", "test"))
-    often = [pair for pair, _ in train.most_common(30)]  # a third of all clips, as often in test as in train
+    often = [
+        pair for pair, _ in train.most_common(30)
+    ]  # a third of all clips, as often in test as in train
     shares = [sum(pairs[pair] for pair in often) / 2000 for pairs in (train, test)]
     assert shares[0] > 0.25 and abs(shares[1] - shares[0]) < 0.05
-    assert 0.7 < sum(n for pair, n in test.items() if pair in train) / 2000 < 0.95  # the tail is drawn anew
+    assert (
+        0.7 < sum(n for pair, n in test.items() if pair in train) / 2000 < 0.95
+    )  # the tail is drawn anew
 
 
 def test_moving_emoji_tests_nothing_that_a_small_training_set_never_shows():
@@ -189,23 +276,35 @@ def test_moving_emoji_tests_nothing_that_a_small_training_set_never_shows():
 
 def test_moving_emoji_questions(moving):
     places, kinds = Counter(), Counter()
-    asked = {"what is in the picture?": "noun", "what does it do?": "verb", "which colour is the background?": "colour"}
+    asked = {
+        "what is in the picture?": "noun",
+        "what does it do?": "verb",
+        "which colour is the background?": "colour",
+    }
     for d in (moving["val"], moving["test"]):
         for i in range(len(d)):
             question, answer, choices = (d.column(c)[i] for c in ("question", "answer", "choices"))
             kind = asked[question]
-            assert answer == d.names(kind)[d.column(kind)[i]] and d.column("question_type")[i] == kind
+            assert (
+                answer == d.names(kind)[d.column(kind)[i]] and d.column("question_type")[i] == kind
+            )
             assert len(set(choices)) == len(choices) == 5 and {*choices} < {*d.names(kind)}
             places[choices.index(answer)] += 1
             kinds[kind] += 1
-    assert len(kinds) == 3 and min(places[k] for k in range(5)) > 0.15 * sum(places.values())  # the place tells nothing
+    assert len(kinds) == 3 and min(places[k] for k in range(5)) > 0.15 * sum(
+        places.values()
+    )  # the place tells nothing
 
 
 @pytest.mark.parametrize("noise", [0.1, 1.0])
 def test_caption_noise_mismatches_the_announced_part_of_training(noise):
     clean, noisy = (small("train", clips=[1000, 40, 40], caption_noise=n) for n in (0.0, noise))
     right, wrong = np.array([sum(agree(noisy, i)) for i in range(1000)]), noisy.column("noisy")
-    assert not clean.column("noisy").any() and wrong.sum() == 1000 * noise and f"{wrong.sum()} clips" in noisy.note
+    assert (
+        not clean.column("noisy").any()
+        and wrong.sum() == 1000 * noise
+        and f"{wrong.sum()} clips" in noisy.note
+    )
     # not one caption fits by chance, as the most frequent pair is 6 % of the clips
     assert np.array_equal(right, np.where(wrong, 0, 3)) and torch.equal(clean.pixels, noisy.pixels)
     dealt = [sorted(map(tuple, d.column("captions"))) for d in (clean, noisy)]
@@ -215,14 +314,18 @@ def test_caption_noise_mismatches_the_announced_part_of_training(noise):
         assert not other.column("noisy").any() and all(all(agree(other, i)) for i in range(40))
 
 
-# ---------------------------------------------------- emoji scenes ---------------------------------------------------
+# ---- emoji scenes ----
 def test_emoji_scenes_show_their_class_and_hide_it_from_pixels_and_colours():
-    sets = {s: common.load_data("emoji-scenes", s, scenes=[20, 2, 5]) for s in ("train", "val", "test")}
+    sets = {
+        s: common.load_data("emoji-scenes", s, scenes=[20, 2, 5]) for s in ("train", "val", "test")
+    }
     assert [len(d) for d in sets.values()] == [1200, 120, 300]
     train, test = sets["train"], sets["test"]
     assert train.pixels.shape[1:] == (3, 32, 32) and np.bincount(test.labels).tolist() == [5] * 60
     names = train.label_names
-    assert len({*names}) == 60 and all(train.captions(i)[0] == names[y] for i, y in enumerate(train.labels))
+    assert len({*names}) == 60 and all(
+        train.captions(i)[0] == names[y] for i, y in enumerate(train.labels)
+    )
     again = common.load_data("emoji-scenes", "train", scenes=[20, 2, 5])
     assert torch.equal(train.pixels, again.pixels)
     corners = train.pixels[:, :, 0, 0].float()  # mostly background
@@ -230,6 +333,10 @@ def test_emoji_scenes_show_their_class_and_hide_it_from_pixels_and_colours():
     pixels = lambda d: d.pixels.flatten(1).float()
     colours = lambda d: pixels_and_colours(None, d.pixels / 255)[1][:, :64]
     for features, most in ((pixels, 12), (colours, 20)):
-        found = common.knn_accuracy(features(train), torch.as_tensor(train.labels),
-                                    features(test), torch.as_tensor(test.labels))
+        found = common.knn_accuracy(
+            features(train),
+            torch.as_tensor(train.labels),
+            features(test),
+            torch.as_tensor(test.labels),
+        )
         assert found["mean_per_class"] < most  # chance: 1.7

@@ -1,5 +1,8 @@
-"""Image sets by name, on replicas in the true form of the repositories: tars, parquet, class and prompt files; their
-long tails: sizes, splits, SDCLR's files, ImageNet100's lists, thirds of the classes; and the table of names."""
+"""Image sets by name, on replicas in the true form of the repositories, and the table of names.
+
+Tars, parquet, files of classes and prompts; long tails: sizes, splits, SDCLR's files, ImageNet100's
+lists, thirds of the classes.
+"""
 
 import importlib
 import re
@@ -10,12 +13,14 @@ from types import SimpleNamespace
 import common
 from contrastive import data as data_sets
 from contrastive import evaluation
-from contrastive.data import images, long_tail
-from contrastive.data.table import COMMITS
+from contrastive.data import images, long_tail, questions, videos
+from contrastive.data.hub import COMMITS
+from contrastive.data.registry import SETS
 from contrastive.encoders.base import hub_encoder
-from contrastive.engine.processes import UserError, read_json
-from contrastive.evaluation.metrics import head_mid_tail
-from contrastive.evaluation.retrieval import lacks
+from contrastive.core.files import read_json
+from contrastive.core.processes import UserError
+from contrastive.core.metrics import head_mid_tail
+from contrastive.evaluation.measure import unsupported_tasks
 
 import datasets
 import numpy as np
@@ -25,21 +30,39 @@ import torch
 import helpers
 import temo
 import temperature_schedules as ts
-from helpers import CLASSES, complains, encode, picture, rows, run_script, tar_samples, write_images, write_tar
+from helpers import (
+    CLASSES,
+    complains,
+    encode,
+    picture,
+    rows,
+    run_script,
+    tar_samples,
+    write_images,
+    write_tar,
+)
 
 
-def write_table(path, names, image, label, numbers, classes, pictures=picture):
-    """A parquet file as the hub has them: `image` without paths, and the class number of each row."""
+def write_table(path, numbers, classes, *, names, image, label, pictures=picture):
+    """A parquet file as the hub has them: `image` without paths, and each row's class number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     features = datasets.Features({image: datasets.Image(), label: datasets.ClassLabel(names=names)})
-    content = {image: [{"bytes": encode(pictures(i)), "path": None} for i in numbers], label: [*map(int, classes)]}
+    content = {
+        image: [{"bytes": encode(pictures(i)), "path": None} for i in numbers],
+        label: [*map(int, classes)],
+    }
     datasets.Dataset.from_dict(content, features=features).to_parquet(str(path))
 
 
 def write_classes(path, classes, kind="png", **options):
     """A tar of a classification set, s0.png and s0.cls; classes {number of the picture: class}."""
-    write_tar(path, {f"s{i:07}": {"cls": str(y).encode(), kind: encode(picture(i % 100), kind, **options)}
-                     for i, y in classes.items()})
+    write_tar(
+        path,
+        {
+            f"s{i:07}": {"cls": str(y).encode(), kind: encode(picture(i % 100), kind, **options)}
+            for i, y in classes.items()
+        },
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,117 +72,245 @@ def hub(tmp_path_factory):
     for name in ("coco", "flickr30k"):
         for split, first in (("test", 0), ("train", 20)):
             for shard in range(2):
-                write_tar(root / name / split / f"{shard}.tar",
-                          tar_samples(range(first + 6 * shard, first + 6 * shard + 6), "jpg", "txt"))
-    write_classes(root / "dtd" / "test" / "0.tar", {i: i % 3 for i in range(12)}, "webp", lossless=True)
+                write_tar(
+                    root / name / split / f"{shard}.tar",
+                    tar_samples(range(first + 6 * shard, first + 6 * shard + 6), "jpg", "txt"),
+                )
+    write_classes(
+        root / "dtd" / "test" / "0.tar", {i: i % 3 for i in range(12)}, "webp", lossless=True
+    )
     (root / "dtd" / "classnames.txt").write_text("apple\npear_tree\nzebra\n\n")
-    (root / "dtd" / "zeroshot_classification_templates.txt").write_text("a {c} texture.\na {c} pattern.\n")
-    for name, numbers in (("cc3m/cc3m-train-0000", range(10)), ("cc3m/cc3m-train-0001", range(10, 20)),
-                          ("cc3m/cc3m-validation-0000", range(40, 46)), ("cc12m/cc12m-train-0000", range(3)),
-                          ("cc12m/cc12m-train-0001", range(3, 6)), ("cc12m/cc12m-train-2175", range(6, 9))):
+    (root / "dtd" / "zeroshot_classification_templates.txt").write_text(
+        "a {c} texture.\na {c} pattern.\n"
+    )
+    for name, numbers in (
+        ("cc3m/cc3m-train-0000", range(10)),
+        ("cc3m/cc3m-train-0001", range(10, 20)),
+        ("cc3m/cc3m-validation-0000", range(40, 46)),
+        ("cc12m/cc12m-train-0000", range(3)),
+        ("cc12m/cc12m-train-0001", range(3, 6)),
+        ("cc12m/cc12m-train-2175", range(6, 9)),
+    ):
         write_tar(root / f"{name}.tar", tar_samples(numbers, "jpg", "json", "txt"))
     for split, numbers in (("train", range(34)), ("test", range(20, 26))):
-        write_table(root / "cifar100" / "cifar100" / f"{split}-00000-of-00001.parquet", CLASSES, "img", "fine_label",
-                    numbers, [i % 3 for i in numbers])
+        write_table(
+            root / "cifar100" / "cifar100" / f"{split}-00000-of-00001.parquet",
+            numbers,
+            [i % 3 for i in numbers],
+            names=CLASSES,
+            image="img",
+            label="fine_label",
+        )
     return root
 
 
-# ---------------------------------------------------- the hub's sets ------------------------------------------------
+# ---------------------------------------------------- the hub's sets -----------------------------
 WORDS = [c.replace("_", " ") for c in CLASSES]
 EXPECTED = {  # (set, split): numbers of the pictures, captions of each, words of the note
-    ("coco", "test"): (range(12), lambda i: [helpers.caption(i), helpers.caption(i, 1)], "12 examples, 5,000 expected"),
-    ("flickr30k", "train"): (range(20, 32), lambda i: [helpers.caption(i), helpers.caption(i, 1)], "29,000 expected"),
-    ("dtd", "test"): (range(12), lambda i: [WORDS[i % 3]], "no captions: the classes serve as captions"),
-    ("cc3m", "train"): (range(20), lambda i: [helpers.caption(i), helpers.caption(i, 1)], "2,910,000 expected"),
-    ("cc3m", "val"): (range(40, 46), lambda i: [helpers.caption(i), helpers.caption(i, 1)], "13,400 expected"),
+    ("coco", "test"): (
+        range(12),
+        lambda i: [helpers.caption(i), helpers.caption(i, 1)],
+        "12 examples, 5,000 expected",
+    ),
+    ("flickr30k", "train"): (
+        range(20, 32),
+        lambda i: [helpers.caption(i), helpers.caption(i, 1)],
+        "29,000 expected",
+    ),
+    ("dtd", "test"): (
+        range(12),
+        lambda i: [WORDS[i % 3]],
+        "no captions: the classes serve as captions",
+    ),
+    ("cc3m", "train"): (
+        range(20),
+        lambda i: [helpers.caption(i), helpers.caption(i, 1)],
+        "2,910,000 expected",
+    ),
+    ("cc3m", "val"): (
+        range(40, 46),
+        lambda i: [helpers.caption(i), helpers.caption(i, 1)],
+        "13,400 expected",
+    ),
     ("cc12m", "train"): (range(6), lambda i: [helpers.caption(i), helpers.caption(i, 1)], ""),
-    ("cc12m", "val"): (range(6, 9), lambda i: [helpers.caption(i), helpers.caption(i, 1)], ""),  # the last shard
-    ("cifar100", "test"): (range(20, 26), lambda i: [WORDS[i % 3]], "10,000 expected")}
+    ("cc12m", "val"): (
+        range(6, 9),
+        lambda i: [helpers.caption(i), helpers.caption(i, 1)],
+        "",
+    ),  # the last shard
+    ("cifar100", "test"): (range(20, 26), lambda i: [WORDS[i % 3]], "10,000 expected"),
+}
 
 
 @pytest.mark.parametrize("name, split", EXPECTED)
 def test_the_rows_of_a_set(name, split, hub):
     numbers, captions, words = EXPECTED[name, split]
     data = common.load_data(name, split, data_dir=str(hub / name))
-    assert data.column("captions") == [captions(i) for i in numbers] and words in data.note and data.split == split
-    off = [np.abs(data.read(k).permute(1, 2, 0).numpy().astype(int) - picture(i)).mean() for k, i in enumerate(numbers)]
+    assert (
+        data.column("captions") == [captions(i) for i in numbers]
+        and words in data.note
+        and data.split == split
+    )
+    off = [
+        np.abs(data.read(k).permute(1, 2, 0).numpy().astype(int) - picture(i)).mean()
+        for k, i in enumerate(numbers)
+    ]
     assert max(off) < 3
     if name in ("dtd", "cifar100"):
         assert data.label_names == CLASSES and data.labels.tolist() == [i % 3 for i in numbers]
-        assert data.prompts == (["a {c} texture.", "a {c} pattern."] if name == "dtd" else images.CIFAR_PROMPTS)
+        assert data.prompts == (
+            ["a {c} texture.", "a {c} pattern."] if name == "dtd" else images.CIFAR_PROMPTS
+        )
 
 
 def test_streams_of_the_hub_s_tars(hub, monkeypatch):
-    for name, shards in (("coco", ["0.tar", "1.tar"]), ("cc12m", ["cc12m-train-0000.tar", "cc12m-train-0001.tar"]),
-                         ("cc3m", ["cc3m-train-0000.tar", "cc3m-train-0001.tar"])):
+    for name, shards in (
+        ("coco", ["0.tar", "1.tar"]),
+        ("cc12m", ["cc12m-train-0000.tar", "cc12m-train-0001.tar"]),
+        ("cc3m", ["cc3m-train-0000.tar", "cc3m-train-0001.tar"]),
+    ):
         stream = common.load_data(name, "train", data_dir=str(hub / name), streaming=True)
         assert [Path(url).name for url in stream.urls] == shards and stream.streamed
     assert stream.length == 2_910_000 and sorted(stream.first_captions(40))[0] == helpers.caption(0)
     assert len(common.load_data("cc3m", "val", data_dir=str(hub / "cc3m"), streaming=True)) == 6
-    monkeypatch.setitem(images.SETS["cc3m"], "also", {"train": 20})  # the count of either paper will do
-    data_sets._named.cache_clear()
+    monkeypatch.setitem(SETS["cc3m"].other_counts, "train", 20)  # the count of either paper will do
+    data_sets.open_named.cache_clear()
     assert "WARNING" not in common.load_data("cc3m", "train", data_dir=str(hub / "cc3m")).note
 
 
 def test_a_split_that_a_set_lacks(hub):
     where = {"data_dir": str(hub / "cifar100")}
-    held, rest = (common.load_data("cifar100", s, hold_out_val=True, **where) for s in ("val", "train"))
-    assert held.column("key") == ["33"] and rest.column("key") == [*map(str, range(33))]  # no names: numbers of rows
-    complains("cifar100", "val", "cifar100 has no val split; it has: train, test; --hold-out-val takes", **where)
+    held, rest = (
+        common.load_data("cifar100", s, hold_out_val=True, **where) for s in ("val", "train")
+    )
+    assert held.column("key") == ["33"] and rest.column("key") == [
+        *map(str, range(33))
+    ]  # no names: numbers of rows
+    complains(
+        "cifar100",
+        "val",
+        "cifar100 has no val split; it has: train, test; --hold-out-val takes",
+        **where,
+    )
     complains("cc3m", "test", "cc3m has no test split; it has: train, val")
     for name in ("coco", "cifar10"):  # and no hub
         complains(name, "test", f"a local copy: --data-dir, to evaluate on {name}=DIR")
 
 
 def test_classes_of_imagenet_have_the_first_of_their_names(tmp_path):
-    names = ["tench, Tinca tinca", "crane", "great white shark, white shark, man-eater", "crane, machine"]
+    names = [
+        "tench, Tinca tinca",
+        "crane",
+        "great white shark, white shark, man-eater",
+        "crane, machine",
+    ]
     file = tmp_path / "data" / "validation-00000-of-00001.parquet"  # the papers' test
-    write_table(file, names, "image", "label", range(8), [0, 1, 2, 3] * 2)
+    write_table(file, range(8), [0, 1, 2, 3] * 2, names=names, image="image", label="label")
     data = common.load_data("imagenet", "test", data_dir=str(tmp_path))
     assert [n.strip() for n in data.label_names] == ["tench", "crane", "great white shark", "crane"]
     assert data.captions(2) == ["great white shark"] and data.labels.tolist() == [0, 1, 2, 3] * 2
     assert data.split == "test" and data.prompts == images.IMAGENET_PROMPTS
-    complains("imagenet", "test", "come with the tars of imagenet1k alone", data_dir=str(tmp_path), class_names="clip")
+    flags = {"class_names": "clip", "prompts": "slip"}
+    data = common.load_data("imagenet", "test", data_dir=str(tmp_path), **flags)
+    assert data.label_names[1] == "goldfish" and len(data.prompts) == 7
 
 
 def test_imagenet_has_clip_s_prompts_and_the_names_that_are_asked_for(tmp_path):
-    """The tars have CLIP's names and perhaps other prompts beside them; WordNet's first names are the default."""
+    """Whatever the tars have; WordNet's first names and CLIP's 80 prompts are the default."""
     prompts, where = images.IMAGENET_PROMPTS, {"data_dir": str(tmp_path)}
-    some = ["a photo of a {c}.", "itap of my {c}.", "the {c} in a video game.", "a jpeg corrupted photo of the {c}.",
-            "the plushie {c}.", "graffiti of a {c}.", "a photo of the hard to see {c}.", "a photo of many {c}."]
+    some = [
+        "a photo of a {c}.",
+        "itap of my {c}.",
+        "the {c} in a video game.",
+        "a jpeg corrupted photo of the {c}.",
+        "the plushie {c}.",
+        "graffiti of a {c}.",
+        "a photo of the hard to see {c}.",
+        "a photo of many {c}.",
+    ]
     assert len(set(prompts)) == 80 == len(prompts) and {*some} < {*prompts}
     assert all(p.count("{c}") == 1 and "  " not in p for p in (*prompts, *images.CIFAR_PROMPTS))
     assert len(set(images.CIFAR_PROMPTS)) == 18
     write_classes(tmp_path / "test" / "0.tar", {i: i for i in (0, 134, 517)})
     (tmp_path / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n")
-    complains("imagenet1k", "test", "--class-names clip: no classnames.txt in ", class_names="clip", **where)
     (tmp_path / "classnames.txt").write_text("\n".join(f"name {i}" for i in range(1000)))
-    for flags, names in (({}, ["tench", "crane bird", "crane"]),
-                         ({"class_names": "clip"}, ["name 0", "name 134", "name 517"])):
+    for flags, names in (
+        ({}, ["tench", "crane bird", "crane"]),
+        ({"class_names": "clip"}, ["tench", "crane bird", "construction crane"]),
+    ):
         data = common.load_data("imagenet1k", "test", **where, **flags)
         assert [data.captions(k)[0].strip() for k in range(3)] == names
         assert data.prompts == prompts and len(set(data.label_names)) == 1000
 
 
+def test_imagenet_has_the_names_and_prompts_of_slip_s_code(tmp_path):
+    """CLIP's 1,000 names, two of them twice, and seven of CLIP's prompts."""
+    facts = common.read_json(images.CLIP_NAMES_FILE)
+    assert len(facts["names"]) == 1000 and "MIT" in facts["licence"] and facts["source"]
+    twice = {name for name in facts["names"] if facts["names"].count(name) > 1}
+    assert twice == {"missile", "sunglasses"}
+    write_classes(tmp_path / "test" / "0.tar", {i: i for i in (0, 657, 744, 999)})
+    flags = {"class_names": "clip", "prompts": "slip"}
+    data = common.load_data("imagenet1k", "test", data_dir=str(tmp_path), **flags)
+    names = [data.captions(k)[0].strip() for k in range(4)]
+    assert names == ["tench", "missile", "missile", "toilet paper"]
+    assert set(data.prompts) == {
+        "itap of a {c}.",
+        "a bad photo of the {c}.",
+        "a origami {c}.",
+        "a photo of the large {c}.",
+        "a {c} in a video game.",
+        "art of the {c}.",
+        "a photo of the small {c}.",
+    }
+    assert set(data.prompts) < set(images.IMAGENET_PROMPTS)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_the_cc3m_recipe_trains_on_tars_and_is_evaluated_on_three_sets(streaming, hub, tmp_path):
     others = [f"{name}={hub / name}" for name in ("cc3m", "coco", "flickr30k")]
-    flags = ["--dataset", "cc3m", "--data-dir", str(hub / "cc3m"), "--eval-datasets", *others,
-             "--image-encoder", "small", "--text-encoder", "small", "--no-pretrained", "--batch-size", "8",
-             "--max-steps", "2", "--image-size", "24", "--cpu", "--workers", "2",
-             "--mixed-precision", "bf16", "--output-dir", str(tmp_path), "--run-name", "r"]
+    flags = [
+        "--dataset",
+        "cc3m",
+        "--data-dir",
+        str(hub / "cc3m"),
+        "--eval-datasets",
+        *others,
+        "--image-encoder",
+        "small",
+        "--text-encoder",
+        "small",
+        "--no-pretrained",
+        "--batch-size",
+        "8",
+        "--max-steps",
+        "2",
+        "--image-size",
+        "24",
+        "--cpu",
+        "--workers",
+        "2",
+        "--mixed-precision",
+        "bf16",
+        "--output-dir",
+        str(tmp_path),
+        "--run-name",
+        "r",
+    ]
     summary = temo.main(temo.parse_args(flags + ["--streaming"] * streaming))
     assert set(summary["test"]) == {"coco", "flickr30k"} and set(summary["val"]) == {"cc3m"}
     assert summary["test"]["coco"]["captions"] == 24
 
 
-# ---------------------------------------------------- revisions -----------------------------------------------------
+# ---------------------------------------------------- revisions ----------------------------------
 A, B, C = "a" * 40, "b" * 40, "c" * 40  # commits
 
 
 def test_a_data_set_of_the_hub_at_a_commit(tmp_path, monkeypatch):
-    """dtd@COMMIT is read at that commit; a commit that the cache lacks, and one of what is not from the hub, are
-    refused; a path is a path."""
+    """dtd@COMMIT is read at that commit; a path is a path.
+
+    A commit that the cache lacks, and one of what is not from the hub, are refused.
+    """
     repo = tmp_path / "datasets--clip-benchmark--wds_vtab-dtd"
     for commit, classes in ((A, "x\ny\nz"), (B, "p\nq\nr")):
         write_classes(repo / "snapshots" / commit / "test" / "0.tar", {i: i % 3 for i in range(6)})
@@ -174,7 +325,11 @@ def test_a_data_set_of_the_hub_at_a_commit(tmp_path, monkeypatch):
     complains(f"dtd@{C}", "test", "dtd: clip-benchmark/wds_vtab-dtd ")
     path = helpers.write_rows(tmp_path / "a@home.csv", ["image", "caption"], [("1.png", "x")])
     assert len(common.load_data(str(path), "train")) == 1
-    for name, options in ((f"dtd@{B}", {"data_dir": str(tmp_path)}), (f"emoji@{B}", {}), (f"{tmp_path}@{B}", {})):
+    for name, options in (
+        (f"dtd@{B}", {"data_dir": str(tmp_path)}),
+        (f"emoji@{B}", {}),
+        (f"{tmp_path}@{B}", {}),
+    ):
         complains(name, "test", "only what is read from the hub has a revision", **options)
 
 
@@ -185,11 +340,18 @@ def test_a_run_on_a_commit_of_own_data_and_weights_says_which(tmp_path, tiny, mo
     for split, numbers in (("train", range(30)), ("test", range(30, 40))):
         helpers.write_parquet_images(tmp_path / "pictures" / f"{split}.parquet", numbers)
     builder = datasets.load_dataset_builder(str(tmp_path / "pictures"))
-    builder.download_and_prepare(str(tmp_path / "datasets" / "some___pictures" / "default" / "0.0.0" / A))
+    builder.download_and_prepare(
+        str(tmp_path / "datasets" / "some___pictures" / "default" / "0.0.0" / A)
+    )
     complains(f"some/pictures@{B}", "train", f"the cache of some/pictures has the commit {A} alone")
-    summary = run_script(temo, tmp_path / "r", "--dataset", f"some/pictures@{A}",
-                         *"--image-encoder small --text-encoder small --no-pretrained --batch-size 8 --max-steps 1 "
-                          "--image-size 24 --cpu --workers 0 --eval-every 0".split())
+    summary = run_script(
+        temo,
+        tmp_path / "r",
+        "--dataset",
+        f"some/pictures@{A}",
+        *"--image-encoder small --text-encoder small --no-pretrained --batch-size 8 --max-steps 1 "
+        "--image-size 24 --cpu --workers 0 --eval-every 0".split(),
+    )
     assert summary["hub"]["some/pictures"] == A and summary["dataset"] == "some/pictures"
     shutil.copytree(tiny("bert")[0], tmp_path / "models--some--bert" / "snapshots" / C)
     (tmp_path / "models--some--bert" / "refs").mkdir()
@@ -198,15 +360,26 @@ def test_a_run_on_a_commit_of_own_data_and_weights_says_which(tmp_path, tiny, mo
     assert COMMITS["some/bert"] == C
 
 
-# ---------------------------------------------------- the table of names ---------------------------------------------
+# ---------------------------------------------------- the table of names -------------------------
 def test_every_set_says_what_it_is():
-    files = [f"contrastive.data.{f.stem}" for f in Path(data_sets.__file__).parent.glob("*.py") if f.stem != "__init__"]
-    rooms = [room for room in map(importlib.import_module, files) if hasattr(room, "SETS")]
-    assert data_sets.MODULES == {name: room.__name__ for room in rooms for name in room.SETS}  # the table and the files
-    for name, facts in ((name, facts) for room in rooms for name, facts in room.SETS.items()):
-        assert set(facts["splits"]) <= {"train", "val", "test"} and facts["licence"], name
-        assert set(facts.get("files", facts["splits"])) == set(facts["splits"]), name
-    assert len(images.TEMO_17) == 17 and all("test" in images.SETS[n]["splits"] for n in images.TEMO_17)
+    for name, data_set in SETS.items():
+        module = importlib.import_module(f"contrastive.data.{data_set.module}")
+        assert callable(module.load) and data_set.licence, name
+        assert set(data_set.splits) <= {"train", "val", "test"}, name
+        assert set(data_set.tars or data_set.splits) == set(data_set.splits), name
+    for module, splits_of in (
+        (videos, lambda layout: set(layout.files)),
+        (questions, lambda layout: set(layout[2])),
+    ):
+        named = {
+            name
+            for name, data_set in SETS.items()
+            if data_set.module == module.__name__.rpartition(".")[2]
+        }
+        assert module.LAYOUTS.keys() == named  # the registry and the file
+        for name in named:
+            assert splits_of(module.LAYOUTS[name]) == set(SETS[name].splits), name
+    assert len(images.TEMO_17) == 17 and all("test" in SETS[n].splits for n in images.TEMO_17)
 
 
 def test_classes_of_own_tars_have_numbers_and_no_names(tmp_path):
@@ -215,11 +388,11 @@ def test_classes_of_own_tars_have_numbers_and_no_names(tmp_path):
         write_tar(tmp_path / f"{split}.tar", tar_samples(range(6), "jpg", "txt", "cls"))
     train, test = (common.load_data(str(tmp_path), split) for split in ("train", "test"))
     towers = SimpleNamespace(), object(), None
-    why = lacks(["knn", "zero-shot"], test, towers, train)
-    assert why == {"knn": "", "zero-shot": "the classes have no names"}
+    why = unsupported_tasks(["knn", "zero-shot"], test, towers, train)
+    assert why == {"zero-shot": "the classes have no names"}
 
 
-# ---------------------------------------------------- long tails -----------------------------------------------------
+# ---------------------------------------------------- long tails ---------------------------------
 def sizes_of(data):
     return np.bincount(data.labels, minlength=len(data.label_names))
 
@@ -232,42 +405,78 @@ def test_long_tail_counts_are_the_papers():
 
 
 def test_emoji_classes_and_a_ratio_that_they_do_not_have():
-    """Sets with a tail of their own: the order of the classes is drawn, and a small one may have to be the largest."""
+    """Sets with a tail of their own: the order of classes is drawn, a small one may be first."""
     sets = long_tail.labelled_sets("emoji")
-    assert len(sets["train"]) == 3118 and len(sizes_of(sets["train"])) == 70 and sizes_of(sets["train"]).min() == 5
+    assert (
+        len(sets["train"]) == 3118
+        and len(sizes_of(sets["train"])) == 70
+        and sizes_of(sets["train"]).min() == 5
+    )
     assert set(sizes_of(sets["test"])) == {2} and set(sizes_of(sets["val"])) == {1}
     base = {s: {k.split()[0] for k in d.keys()} for s, d in sets.items()}
-    assert not base["train"] & base["test"] and not base["train"] & base["val"] and not base["val"] & base["test"]
-    train = long_tail.labelled_sets("emoji", 10, 0)["train"]
-    said = re.search(r"WARNING: .*-ratio 10 takes; the ratio is ([\d.]+), (\d+) to (\d+) images", train.note)
-    assert list(map(int, said.group(2, 3))) == [sizes_of(train).max(), sizes_of(train).min()] and float(said[1]) > 11
+    assert (
+        not base["train"] & base["test"]
+        and not base["train"] & base["val"]
+        and not base["val"] & base["test"]
+    )
+    train = long_tail.labelled_sets("emoji", imbalance_ratio=10)["train"]
+    said = re.search(
+        r"WARNING: .*-ratio 10 takes; the ratio is ([\d.]+), (\d+) to (\d+) images", train.note
+    )
+    assert (
+        list(map(int, said.group(2, 3))) == [sizes_of(train).max(), sizes_of(train).min()]
+        and float(said[1]) > 11
+    )
 
 
 def write_cifar(root, labels, pictures, splits):
     """A local copy in the form of uoft-cs/cifar10: splits {name: numbers}."""
     for split, numbers in splits.items():
         file, names = root / f"{split}-00000-of-00001.parquet", [f"class {c}" for c in range(10)]
-        write_table(file, names, "img", "label", numbers, [labels[i] for i in numbers], pictures)
+        classes = [labels[i] for i in numbers]
+        columns = dict(image="img", label="label")
+        write_table(file, numbers, classes, names=names, pictures=pictures, **columns)
     return str(root)
 
 
 def test_cifar_long_tail(tmp_path):
     """Ten classes of 20 and 4 images."""
-    root = write_cifar(tmp_path, np.arange(200) % 10, lambda i: picture(i % 120, 32, 32),
-                       {"train": range(200), "test": range(40)})
+    root = write_cifar(
+        tmp_path,
+        np.arange(200) % 10,
+        lambda i: picture(i % 120, 32, 32),
+        {"train": range(200), "test": range(40)},
+    )
 
     def open_sets(ratio, split_seed=0, name="cifar10-lt", **options):
-        return long_tail.labelled_sets(name, ratio, split_seed, data_dir=root, **options)
+        return long_tail.labelled_sets(
+            name, imbalance_ratio=ratio, split_seed=split_seed, data_dir=root, **options
+        )
+
     sets = open_sets(9)
     sizes = sizes_of(sets["train"])
-    assert sorted(sizes)[::-1] == common.long_tail_counts(18, 10, 9)  # a tenth of each class is set aside
-    assert len(sets["val"]) == 20 and len(sets["test"]) == 40 and sets["train"].pixels.shape[1:] == (3, 32, 32)
+    assert sorted(sizes)[::-1] == common.long_tail_counts(
+        18, 10, 9
+    )  # a tenth of each class is set aside
+    assert (
+        len(sets["val"]) == 20
+        and len(sets["test"]) == 40
+        and sets["train"].pixels.shape[1:] == (3, 32, 32)
+    )
     assert not {*sets["train"].keys()} & {*sets["val"].keys()}
-    assert not np.array_equal(sizes_of(open_sets(9, 1)["train"]), sizes)  # another split, another order of the classes
+    assert not np.array_equal(
+        sizes_of(open_sets(9, 1)["train"]), sizes
+    )  # another split, another order of the classes
     assert np.array_equal(sizes_of(open_sets(1)["train"]), [18] * 10)
-    with pytest.raises(UserError, match="--imbalance-ratio 100 leaves 4 of 10 classes without an image; the largest"):
-        common.load_data("cifar10-lt", "train", data_dir=root)  # the usual tail, in any other program
-    # by its plain name it has no val: everything is trained on, or --hold-out-val takes one out; cifar10-lt has its own
+    with pytest.raises(
+        UserError,
+        match="--imbalance-ratio 100 leaves 4 of 10 classes without an image; the largest",
+    ):
+        common.load_data(
+            "cifar10-lt", "train", data_dir=root
+        )  # the usual tail, in any other program
+    # by its plain name it has no val: everything is trained on, or --hold-out-val takes one out;
+    # cifar10-lt has one
     plain, held = (open_sets(0, name="cifar10", hold_out_val=h) for h in (False, True))
     assert set(plain) == {"train", "test"} and len(plain["train"]) == 200
     train, val = ({*held[s].keys()} for s in ("train", "val"))
@@ -277,86 +486,152 @@ def test_cifar_long_tail(tmp_path):
 
 
 def test_index_files_of_sdclr_name_torchvision_s_images(tmp_path):
-    """500 images, whose colour is their number in torchvision's order; in the hub's files the batches come as in the
-    tar. A copy in torchvision's order is refused."""
-    labels, tail_of = np.random.default_rng(1).permutation(np.repeat(range(10), 50)), [3, 7, 1, 0, 9, 2, 8, 5, 6, 4]
+    """500 images, whose colour is their number in torchvision's order.
+
+    In the hub's files the batches come as in the tar. A copy in torchvision's order is refused.
+    """
+    labels, tail_of = (
+        np.random.default_rng(1).permutation(np.repeat(range(10), 50)),
+        [3, 7, 1, 0, 9, 2, 8, 5, 6, 4],
+    )
     for name, order in (("hub", (4, 3, 2, 5, 1)), ("other", (1, 2, 3, 4, 5))):
-        write_cifar(tmp_path / name, labels, lambda i: np.full((32, 32, 3), (i % 256, i // 256, 0), dtype=np.uint8),
-                    {"train": np.concatenate([np.arange(100 * b - 100, 100 * b) for b in order]), "test": range(40)})
+        write_cifar(
+            tmp_path / name,
+            labels,
+            lambda i: np.full((32, 32, 3), (i % 256, i // 256, 0), dtype=np.uint8),
+            {
+                "train": np.concatenate([np.arange(100 * b - 100, 100 * b) for b in order]),
+                "test": range(40),
+            },
+        )
 
     def open_sets(file, root="hub", ratio=10, **more):
-        return long_tail.labelled_sets("cifar10-lt", ratio, 0, index_file=str(tmp_path / file),
-                                       data_dir=str(tmp_path / root), **more)
+        return long_tail.labelled_sets(
+            "cifar10-lt",
+            imbalance_ratio=ratio,
+            index_file=str(tmp_path / file),
+            data_dir=str(tmp_path / root),
+            **more,
+        )
 
     def numbers_of(data):
-        return (data.pixels[:, 0, 0, 0].numpy() + 256 * data.pixels[:, 1, 0, 0].numpy().astype(int)).tolist()
+        return (
+            data.pixels[:, 0, 0, 0].numpy() + 256 * data.pixels[:, 1, 0, 0].numpy().astype(int)
+        ).tolist()
+
     sizes, rng, files = common.long_tail_counts(44, 10, 10), np.random.default_rng(0), {}
     for name, of_class in (("tail", sizes), ("uniform", [16] * 10)):
-        chosen = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(tail_of, of_class)]
+        chosen = [
+            rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(tail_of, of_class)
+        ]
         files[name] = rng.permutation(np.concatenate(chosen))
     files |= {"val": np.setdiff1d(np.arange(500), files["tail"])[:30], "out": np.array([3, 999])}
     for name, indices in files.items():
         np.save(tmp_path / f"{name}.npy", indices)
     sets = open_sets("tail.npy")
-    assert numbers_of(sets["train"]) == files["tail"].tolist() and sizes_of(sets["train"])[tail_of].tolist() == sizes
-    assert not {*numbers_of(sets["val"])} & {*files["tail"].tolist()} and {*sizes_of(sets["val"])} == {5}  # a tenth
+    assert (
+        numbers_of(sets["train"]) == files["tail"].tolist()
+        and sizes_of(sets["train"])[tail_of].tolist() == sizes
+    )
+    assert not {*numbers_of(sets["val"])} & {*files["tail"].tolist()} and {
+        *sizes_of(sets["val"])
+    } == {5}  # a tenth
     for ratio in (0, 1):  # without a tail
-        assert numbers_of(open_sets("uniform.npy", ratio=ratio)["train"]) == files["uniform"].tolist()
+        assert (
+            numbers_of(open_sets("uniform.npy", ratio=ratio)["train"]) == files["uniform"].tolist()
+        )
     val = open_sets("tail.npy", val_file=str(tmp_path / "val.npy"))["val"]
     assert sorted(numbers_of(val)) == files["val"].tolist()
-    for file, more, words in (("tail.npy", dict(root="other"), "torchvision's, and the images in the order of the hub"),
-                              ("uniform.npy", dict(root="other", ratio=1), "not a long tail of --imbalance-ratio 1: "),
-                              ("uniform.npy", {}, "not a long tail of --imbalance-ratio 10: "),
-                              ("out.npy", {}, "^--index-file .*out.npy: index 999 is out of bounds .* size 500$")):
+    for file, more, words in (
+        ("tail.npy", dict(root="other"), "torchvision's, and the images in the order of the hub"),
+        ("uniform.npy", dict(root="other", ratio=1), "not a long tail of --imbalance-ratio 1: "),
+        ("uniform.npy", {}, "not a long tail of --imbalance-ratio 10: "),
+        ("out.npy", {}, "^--index-file .*out.npy: index 999 is out of bounds .* size 500$"),
+    ):
         with pytest.raises(UserError, match=words):
             open_sets(file, **more)
     for name, kind in (("cifar10-lt", "few_shot"), ("emoji", "index")):
         with pytest.raises(UserError, match=f"-file x: --dataset {name} does not use it"):
             long_tail.labelled_sets(name, **{f"{kind}_file": "x"})
-    assert long_tail._rows("cifar100", "", str(tmp_path / "val.npy"), 500).tolist() == files["val"].tolist()
+    assert (
+        long_tail.rows_of_file("cifar100", "", str(tmp_path / "val.npy"), 500).tolist()
+        == files["val"].tolist()
+    )
 
 
 @pytest.fixture(scope="module")
 def lists(tmp_path_factory):
-    """A small ImageNet tree and lists in the form of SDCLR's: 48, 30 and 6 images of three classes."""
+    """A small ImageNet tree and lists as SDCLR's: 48, 30 and 6 images of three classes."""
     root = tmp_path_factory.mktemp("imagenet")
     for c in range(3):
         write_images(root / "train" / f"n0{c}", range(60), "jpg")
     keys = [[f"train/n0{c}/{i:03}.jpg {c}\n" for i in range(60)] for c in range(3)]
-    for name, slices in (("index", [(0, 48), (0, 30), (0, 6)]), ("val", [(50, 52)] * 3), ("few_shot", [(53, 55)] * 3),
-                         ("test", [(56, 60)] * 3)):
+    for name, slices in (
+        ("index", [(0, 48), (0, 30), (0, 6)]),
+        ("val", [(50, 52)] * 3),
+        ("few_shot", [(53, 55)] * 3),
+        ("test", [(56, 60)] * 3),
+    ):
         lines = [line for of, (first, last) in zip(keys, slices) for line in of[first:last]]
         (root / f"{name}.txt").write_text("".join(lines))
     return root
 
 
 def test_imagenet100_list_files(lists):
-    keys = {name: [line.split()[0] for line in (lists / f"{name}.txt").read_text().splitlines()]
-            for name in ("index", "test", "val", "few_shot")}
+    keys = {
+        name: [line.split()[0] for line in (lists / f"{name}.txt").read_text().splitlines()]
+        for name in ("index", "test", "val", "few_shot")
+    }
     for names in (("index", "test"), ("index", "test", "val", "few_shot")):
-        sets = long_tail.labelled_sets("imagenet100-lt", data_dir=str(lists),
-                                       **{f"{name}_file": str(lists / f"{name}.txt") for name in names})
+        sets = long_tail.labelled_sets(
+            "imagenet100-lt",
+            data_dir=str(lists),
+            **{f"{name}_file": str(lists / f"{name}.txt") for name in names},
+        )
         renamed = {"index": "train", "few_shot": "few-shot"}  # nothing is held out
-        assert {s: [*d.keys()] for s, d in sets.items()} == {renamed.get(name, name): keys[name] for name in names}
+        assert {s: [*d.keys()] for s, d in sets.items()} == {
+            renamed.get(name, name): keys[name] for name in names
+        }
     assert sizes_of(sets["train"]).tolist() == [48, 30, 6]
 
 
 def test_imagenet100_runs_without_val(lists, tmp_path, monkeypatch):
-    probed, scores = [], evaluation.by_class.class_metrics
-    monkeypatch.setattr(evaluation.retrieval, "class_metrics", lambda *args: (probed.append(args[3]), scores(*args))[1])
-    files = [word for kind in ("index", "test", "few-shot")
-             for word in (f"--{kind}-file", lists / f"{kind.replace('-', '_')}.txt")]
-    flags = [*"--cpu --dataset imagenet100-lt --image-encoder small --head-norm none --image-size 24".split(),
-             *"--batch-size 8 --workers 0 --max-steps 2 --shot-limits 40 10 --log-every 1".split(), "--data-dir", lists,
-             *files]
+    probed, class_metrics = [], evaluation.by_class.class_metrics
+
+    def watch(tasks, train, test, few, *args, **options):
+        probed.append(few)
+        return class_metrics(tasks, train, test, few, *args, **options)
+
+    monkeypatch.setattr(evaluation.measure, "class_metrics", watch)
+    files = [
+        word
+        for kind in ("index", "test", "few-shot")
+        for word in (f"--{kind}-file", lists / f"{kind.replace('-', '_')}.txt")
+    ]
+    flags = [
+        *"--cpu --dataset imagenet100-lt --image-encoder small --head-norm none".split(),
+        *"--image-size 24 --batch-size 8 --workers 0 --max-steps 2 --log-every 1".split(),
+        *"--shot-limits 40 10".split(),
+        "--data-dir",
+        lists,
+        *files,
+    ]
     summary = run_script(ts, tmp_path / "r", *flags)
     assert summary["val"] == {"imagenet100-lt": {}} and summary["eval_epoch_val"] is None
     spec = read_json(tmp_path / "r" / "model.json")
-    assert (spec["eval_crop"], common.load_model(tmp_path / "r")[2].short) == (0.875, round(24 / 0.875))
+    assert (spec["eval_crop"], common.load_model(tmp_path / "r")[2].short) == (
+        0.875,
+        round(24 / 0.875),
+    )
     found = [r for r in rows(tmp_path / "r") if "eval" in r]
-    assert all(r["eval"] == {"imagenet100-lt": {}} and r["coverage"] > 0 for r in found) and len(found) == 2
+    assert (
+        all(r["eval"] == {"imagenet100-lt": {}} and r["coverage"] > 0 for r in found)
+        and len(found) == 2
+    )
     few = summary["test"]["imagenet100-lt"]["few-shot"]
-    assert {"top1", "head", "mid", "tail"} <= few.keys() and len(probed[-1][0]) == 6  # the images of the list
+    assert {"top1", "head", "mid", "tail"} <= few.keys() and len(
+        probed[-1].neighbour_features
+    ) == 6  # the images of the list
     with pytest.raises(UserError, match="imagenet100-lt has no val split; see --val-file"):
         run_script(ts, tmp_path / "auto", *flags, *"--eval-epoch auto --eval-every 1".split())
 
@@ -375,15 +650,30 @@ def test_head_mid_tail_of_imagenet100():
     sizes = np.r_[np.linspace(1280, 101, 39).astype(int), [100] * 24, [20] * 24, [19] * 12, 6]
     labels, hit = np.repeat(np.arange(100), sizes), {c: float(c) for c in range(100)}
     parts = head_mid_tail(labels, hit, [100, 20])
-    assert parts == {"head": np.mean(range(39)), "mid": np.mean(range(39, 87)), "tail": np.mean(range(87, 100))}
-    assert head_mid_tail(labels, hit)["head"] == np.mean(range(34)) == head_mid_tail(labels, hit, [0, 0])["head"]
+    assert parts == {
+        "head": np.mean(range(39)),
+        "mid": np.mean(range(39, 87)),
+        "tail": np.mean(range(87, 100)),
+    }
+    assert (
+        head_mid_tail(labels, hit)["head"]
+        == np.mean(range(34))
+        == head_mid_tail(labels, hit, [0, 0])["head"]
+    )
 
 
 def test_own_class_folders_with_a_tail(tmp_path, capsys):
     for c, name in enumerate(helpers.CLASSES):
         write_images(tmp_path / "data" / name, range(40 * c, 40 * c + 40))
-    helpers.few_steps(ts, tmp_path / "r", "--dataset", tmp_path / "data", "--imbalance-ratio", 4,
-                      *"--cpu --image-size 16 --batch-size 8 --max-steps 2 --train-features augmented".split())
-    assert re.search(r"classes +\d, \d+ to (8|9|10) images", capsys.readouterr().out)
-    with pytest.raises(UserError, match="no classes; --label-column names them"):
+    helpers.few_steps(
+        ts,
+        tmp_path / "r",
+        "--dataset",
+        tmp_path / "data",
+        "--imbalance-ratio",
+        4,
+        *"--cpu --image-size 16 --batch-size 8 --max-steps 2 --train-features augmented".split(),
+    )
+    assert re.search(r"classes +3, 28 to 7 images", capsys.readouterr().out)
+    with pytest.raises(UserError, match="needs classes: a folder per class, or a column label"):
         long_tail.labelled_sets(str(helpers.write_captions(tmp_path / "c", 30)))

@@ -1,11 +1,12 @@
-"""What holds for all losses alike, in one table: gradient, blocks of rows, half precision, ends, a random guess, and
+"""What holds for all losses alike, in one table: gradient, blocks of rows, half precision, ends, a
+random guess, and
 what a temperature may be. test_distributed.py has the gradient on several processes."""
 
 import importlib
 from types import SimpleNamespace
 
-import common
-from contrastive.engine.processes import gather
+from contrastive.core import row_blocks
+from contrastive.core.processes import gather
 
 import pytest
 import torch
@@ -21,58 +22,76 @@ N, D = 16, 8
 
 
 def parameters(rows=slice(0, N), dtype=torch.float64, device="cpu", block=0):
-    """What a loss reads beside the embeddings of these rows of a global batch of N: a learnt tau, () and one of each
+    """What a loss reads beside the embeddings of these rows of a global batch of N: a learnt tau,
+    () and one of each
     anchor (B,) and pair (B, N), an expert's features (B, 5), earlier keys (7, D)."""
     generator = torch.Generator().manual_seed(3)
     anchor, pair = (0.05 + 0.2 * torch.rand(shape, generator=generator) for shape in ((N,), (N, N)))
     taus = {"tau": torch.tensor(0.13), "anchor": anchor[rows], "pair": pair[rows]}
     taus = {name: x.to(device, dtype).requires_grad_() for name, x in taus.items()}
-    features, keys = unit(N, 5, seed=5)[rows].to(device, dtype), unit(7, D, seed=6).to(device, dtype)
+    features, keys = (
+        unit(N, 5, seed=5)[rows].to(device, dtype),
+        unit(7, D, seed=6).to(device, dtype),
+    )
     return SimpleNamespace(**taus, features=features, keys=keys, block=block)
 
 
 LOSSES = {  # e: I, T, I~, T~ (B, D) each, p: parameters -> (), the mean over these rows
-    "temo": lambda e, p: temo.temo_loss(*e, 0.3, p.tau, block=p.block),
-    "temo, detached": lambda e, p: temo.temo_loss(*e, 0.3, detach=True, block=p.block),
-    "temo, bare cosine": lambda e, p: temo.temo_loss(*e, 0.3, similarity="cosine", block=p.block),
-    "temo, plain": lambda e, p: temo.temo_loss(*e, 0.3, unimodal="plain", block=p.block),
-    "temo, I~ and T~ apart": lambda e, p: temo.temo_loss(*e[:2], *(x.detach() for x in e[2:]), 0.3, block=p.block),
-    "temo, experts": lambda e, p: sum(temo.expert_terms(
-        {"image": e[0], "text": e[1]}, {"image": p.features, "text": p.features[:, 1:]}, block=p.block).values()),
-    "multimodal": lambda e, p: temo.multimodal_loss(*e[:2], p.tau, p.block),
-    "info_nce, (B,)": lambda e, p: temo.info_nce(*e[:2], p.anchor, p.block),
-    "info_nce, (B, N)": lambda e, p: temo.info_nce(*e[:2], p.pair, p.block),
-    "dystress": lambda e, p: temo.multimodal_loss(*e[:2], temo.dystress_temperature, p.block),
-    "cwcl": lambda e, p: temo.cwcl_loss(*e[:2], p.tau, p.block),
-    "slip": lambda e, p: temo.simclr_loss(*e[:2], p.tau, p.block),
-    "ts": lambda e, p: ts.nt_xent(*e[:2], p.tau, p.block),
-    "ts, (B,)": lambda e, p: ts.nt_xent(*e[:2], p.anchor, p.block),
-    "ncl": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau, block=p.block),
-    "ncl, gradient of biases": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau, detach=False, block=p.block),
-    "ncl, no biases": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau, 0, block=p.block),
-    "mmts": lambda e, p: mmts.clip_loss(*e[:2], p.anchor, block=p.block),
-    "mmts, smoothed": lambda e, p: mmts.clip_loss(*e[:2], p.tau, 0.1, block=p.block),
-    "mmts, max-margin": lambda e, p: mmts.max_margin_loss(*e[:2], 4 * p.anchor, block=p.block),
-    "mama": lambda e, p: mama.angular_margin_loss(*e[:2], p.tau, 0.2, p.block).mean()}
+    "temo": lambda e, p: temo.temo_loss(*e, 0.3, p.tau),
+    "temo, detached": lambda e, p: temo.temo_loss(*e, 0.3, detach=True),
+    "temo, bare cosine": lambda e, p: temo.temo_loss(*e, 0.3, similarity="cosine"),
+    "temo, plain": lambda e, p: temo.temo_loss(*e, 0.3, unimodal="plain"),
+    "temo, I~ and T~ apart": lambda e, p: temo.temo_loss(*e[:2], *(x.detach() for x in e[2:]), 0.3),
+    "temo, experts": lambda e, p: sum(
+        temo.expert_terms(
+            {"image": e[0], "text": e[1]}, {"image": p.features, "text": p.features[:, 1:]}
+        ).values()
+    ),
+    "multimodal": lambda e, p: temo.multimodal_loss(*e[:2], p.tau),
+    "info_nce, (B,)": lambda e, p: temo.info_nce(*e[:2], p.anchor),
+    "info_nce, (B, N)": lambda e, p: temo.info_nce(*e[:2], p.pair),
+    "dystress": lambda e, p: temo.dystress_multimodal_loss(*e[:2]),
+    "cwcl": lambda e, p: temo.cwcl_loss(*e[:2], p.tau),
+    "slip": lambda e, p: temo.simclr_loss(*e[:2], p.tau),
+    "ts": lambda e, p: ts.nt_xent(*e[:2], p.tau),
+    "ts, (B,)": lambda e, p: ts.nt_xent(*e[:2], p.anchor),
+    "ncl": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau),
+    "ncl, gradient of biases": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau, detach=False),
+    "ncl, no biases": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau, 0),
+    "mmts": lambda e, p: mmts.clip_loss(*e[:2], p.anchor),
+    "mmts, smoothed": lambda e, p: mmts.clip_loss(*e[:2], p.tau, 0.1),
+    "mmts, max-margin": lambda e, p: mmts.max_margin_loss(*e[:2], 4 * p.anchor),
+    "mama": lambda e, p: mama.angular_margin_loss(*e[:2], p.tau, 0.2).mean(),
+}
 IN_BLOCKS = [*LOSSES]
 LOSSES |= {  # those without blocks of rows
-    "moco": lambda e, p: sum(ts.moco_loss(*pair, p.keys, p.tau) for pair in (e[::2], e[1::2])),  # I and I~, T and T~
-    "hardest negative": lambda e, p: ncl.max_margin_loss(e[1], e[0]),
+    "moco": lambda e, p: sum(
+        ts.moco_loss(*pair, p.keys, p.tau) for pair in (e[::2], e[1::2])
+    ),  # I and I~, T and T~
+    "hardest negative": lambda e, p: ncl.hardest_negative_loss(e[1], e[0]),
     "mama, fused": lambda e, p: mama.fused_margin_loss(
-        e[0] @ gather(e[1]).T, e[1] @ gather(e[0]).T, p.tau, p.anchor).mean()}
+        e[0] @ gather(e[1]).T, e[1] @ gather(e[0]).T, p.tau, p.anchor
+    ).mean(),
+}
 
 
-# ----------------------------------------------- gradients and blocks -----------------------------------------------
-@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("temo, detached", "ncl", "cwcl")])
+# ----------------------------------------------- gradients and blocks -----------------------------
+@pytest.mark.parametrize(
+    "name", [name for name in LOSSES if name not in ("temo, detached", "ncl", "cwcl")]
+)
 def test_the_gradient_is_the_slope(name, h=1e-6):
-    """Along one way for I, T and tau, by differences; I~, T~ and MoCo's keys stay. (The three are detached in part.)"""
+    """Along one way for I, T and tau, by differences; I~, T~ and MoCo's keys stay. (The three are
+    detached in part.)"""
     p, e = parameters(), [unit(N, D, seed=k).requires_grad_() for k in range(4)]
     ways = [unit(N, D, seed=7), unit(N, D, seed=8), torch.tensor(0.1, dtype=torch.float64)]
 
     def moved(by):
         there = SimpleNamespace(**vars(p) | {"tau": p.tau + by * ways[2]})
         return LOSSES[name]([e[0] + by * ways[0], e[1] + by * ways[1], *e[2:]], there).item()
-    gradients = torch.autograd.grad(LOSSES[name](e, p), [*e[:2], p.tau], allow_unused=True, materialize_grads=True)
+
+    gradients = torch.autograd.grad(
+        LOSSES[name](e, p), [*e[:2], p.tau], allow_unused=True, materialize_grads=True
+    )
     slope = sum((g * way).sum() for g, way in zip(gradients, ways)).item()
     assert slope == pytest.approx((moved(h) - moved(-h)) / (2 * h), rel=1e-5) and abs(slope) > 1e-4
 
@@ -84,9 +103,10 @@ def value_and_gradients(name, block):
 
 
 @pytest.mark.parametrize("name", IN_BLOCKS)
-def test_blocks_equal_the_whole_matrix(name):
+def test_blocks_equal_the_whole_matrix(name, monkeypatch):
     whole = value_and_gradients(name, 10**9)
     for block in (1, 5, N - 1):
+        monkeypatch.setattr(row_blocks, "rows_at_a_time", block)
         for ours, literal in zip(value_and_gradients(name, block), whole, strict=True):
             torch.testing.assert_close(ours, literal, rtol=1e-9, atol=1e-9)
 
@@ -94,12 +114,16 @@ def test_blocks_equal_the_whole_matrix(name):
 def test_a_large_batch_is_cut_by_itself(monkeypatch):
     """At 4,096 pairs the whole matrices would be over 1 GiB; no block is asked for."""
     seen = []
-    monkeypatch.setattr(common, "checkpoint", lambda f, x, *more, **_: seen.append(len(x)) or f(x, *more))
-    LOSSES["temo"]([unit(4096, 2, seed=k).float() for k in range(4)], parameters(dtype=torch.float32))
+    monkeypatch.setattr(
+        row_blocks, "checkpoint", lambda f, x, *more, **_: seen.append(len(x)) or f(x, *more)
+    )
+    LOSSES["temo"](
+        [unit(4096, 2, seed=k).float() for k in range(4)], parameters(dtype=torch.float32)
+    )
     assert seen and max(seen) < 200
 
 
-# ----------------------------------------------- half precision, extremes -------------------------------------------
+# ----------------------------------------------- half precision, extremes -------------------------
 @pytest.mark.parametrize("name", [*(name for name in LOSSES if "fused" not in name), "answers"])
 def test_a_loss_is_fp32_under_bf16_autocast(name):
     """And of embeddings in 16 bits."""
@@ -115,63 +139,96 @@ def test_a_loss_is_fp32_under_bf16_autocast(name):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_and_gradient_are_finite_at_the_ends(name):
-    """Equal, opposite and mixed embeddings at a temperature of 0.01, whose exp would overflow in fp32."""
+    """Equal, opposite and mixed embeddings at a temperature of 0.01, whose exp would overflow in
+    fp32."""
     p, same = parameters(dtype=torch.float32), torch.ones(N, D)
     for tau in (p.tau, p.anchor, p.pair):
         tau.data.fill_(0.01)
     for sign in (torch.ones(N, 1), -torch.ones(N, 1), torch.arange(N)[:, None] % 2 * 2.0 - 1):
         e = [x.clone().requires_grad_() for x in (same, sign * same, sign * same, same)]
         loss = LOSSES[name](e, p)
-        gradients = torch.autograd.grad(loss, [*e, p.tau], allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(
+            loss, [*e, p.tau], allow_unused=True, materialize_grads=True
+        )
         assert all(x.isfinite().all() for x in (loss, *gradients))
 
 
-# ----------------------------------------------- a random guess -----------------------------------------------------
+# ----------------------------------------------- a random guess -----------------------------------
 ONES, RIGHT = torch.ones(N, D, dtype=torch.float64), torch.zeros(N, N, dtype=torch.float64)
 CLUSTERS = SimpleNamespace(sizes=torch.tensor([12, 4]))
 
 
 def of_mmts(args):
-    """Half a period after the start, examples of both clusters."""
-    shifts = mmts.shifts_of(CLUSTERS, args)
-    margins = mmts.sample_temperature(4, shifts[:2].repeat_interleave(CLUSTERS.sizes), 8, args.alpha)     # (N,)
-    return mmts.random_guess(4, shifts, CLUSTERS, 8, args), mmts.max_margin_loss(ONES, ONES, margins)
+    """Both clusters, at the end of a run of 20 steps, half a period after a whole one."""
+    args.periods = 2.5
+    shifts = mmts.shifts_of(CLUSTERS, args)[:2].repeat_interleave(CLUSTERS.sizes)  # (N,)
+    margins = mmts.sample_temperature(20, shifts, 8, args.alpha)  # (N,)
+    _, guess = mmts.random_guess(CLUSTERS, 20, args)
+    return guess, mmts.max_margin_loss(ONES, ONES, margins)
 
 
 GUESSES = {  # script and flags: what its banner says, and its loss where all cosines are equal
     "temperature_schedules --loss moco --queue-size 12": lambda a: (
-        ts.random_guess(SimpleNamespace(args=a))[1], ts.moco_loss(ONES, ONES, ONES[:12], 0.3)),
+        ts.random_guess(a)[1],
+        ts.moco_loss(ONES, ONES, ONES[:12], 0.3),
+    ),
     "temo": lambda a: (temo.random_guess(a)[1], temo.temo_loss(ONES, ONES, ONES, ONES, 1)),
     "temo --loss slip": lambda a: (
-        temo.random_guess(a)[0], temo.multimodal_loss(ONES, ONES, 0.1) + temo.simclr_loss(ONES, ONES, 0.1)),
-    "ncl --loss-scale 3": lambda a: (ncl.random_guess(None, a)[0], 3 * ncl.ncl_loss(ONES, ONES, 0.1)),
-    "ncl --loss max-margin": lambda a: (ncl.random_guess(None, a)[0], ncl.max_margin_loss(ONES, ONES, a.margin)),
+        temo.random_guess(a)[0],
+        temo.multimodal_loss(ONES, ONES, 0.1) + temo.simclr_loss(ONES, ONES, 0.1),
+    ),
+    "ncl --loss-scale 3": lambda a: (
+        ncl.random_guess(None, a)[0],
+        3 * ncl.ncl_loss(ONES, ONES, 0.1),
+    ),
+    "ncl --loss max-margin": lambda a: (
+        ncl.random_guess(None, a)[0],
+        ncl.hardest_negative_loss(ONES, ONES, a.margin),
+    ),
     "mmts --loss max-margin": of_mmts,
-    "mama": lambda a: (mama.random_guess(0.2, a), mama.fused_margin_loss(RIGHT, RIGHT, a.tau, 0.2).mean())}
+    "mama --margin-schedule constant --a0 2": lambda a: (
+        mama.random_guess(a, 0)[1],
+        mama.fused_margin_loss(RIGHT, RIGHT, a.tau, 0.2).mean(),
+    ),
+}
 
 
 @pytest.mark.parametrize("words", GUESSES)
 def test_a_random_guess_has_the_loss_that_the_banner_says(words):
     name, *flags = words.split()
-    said, loss = GUESSES[words](importlib.import_module(name).parse_args([*flags, "--batch-size", str(N)]))
+    said, loss = GUESSES[words](
+        importlib.import_module(name).parse_args([*flags, "--batch-size", str(N)])
+    )
     assert said == pytest.approx(loss.item(), rel=1e-6)
 
 
-# ----------------------------------------------- what tau, gamma and margins may be ---------------------------------
+# ----------------------------------------------- what tau, gamma and margins may be ---------------
 B = 6
-X, Y, Z, W = (unit(B, 5, seed=s) for s in range(4))                        # (B, D) each
+X, Y, Z, W = (unit(B, 5, seed=s) for s in range(4))  # (B, D) each
 # every public loss as a function of its temperature or margin -> a number or (B,)
-TAU = {"info_nce": lambda t: temo.info_nce(X, Y, t), "multimodal": lambda t: temo.multimodal_loss(X, Y, t),
-       "temo": lambda t: temo.temo_loss(X, Y, Z, W, 0.5, tau=t), "cwcl": lambda t: temo.cwcl_loss(X, Y, t),
-       "simclr": lambda t: temo.simclr_loss(X, Y, t), "nt_xent": lambda t: ts.nt_xent(X, Y, t),
-       "moco": lambda t: ts.moco_loss(X, Y, Z, t), "clip": lambda t: mmts.clip_loss(X, Y, t),
-       "mama": lambda t: mama.angular_margin_loss(X, Y, t, 0.2),
-       "mama fused": lambda t: mama.fused_margin_loss(X @ Y.T, Y @ X.T, t, 0.2)}
-ONE = {"ncl": lambda t: ncl.ncl_loss(X, Y, t), "sinkhorn": lambda t: ncl.sinkhorn_biases(X @ Y.T, t)[0],
-       "tau_min": lambda t: temo.modulated_loss(X, Y, t, 0.1)}
-MARGIN = {"max-margin": lambda m: mmts.max_margin_loss(X, Y, m), "hardest": lambda m: ncl.max_margin_loss(X, Y, m),
-          "mu": lambda m: mama.angular_margin_loss(X, Y, 0.5, m),
-          "mu fused": lambda m: mama.fused_margin_loss(X @ Y.T, Y @ X.T, 0.5, m)}
+TAU = {
+    "info_nce": lambda t: temo.info_nce(X, Y, t),
+    "multimodal": lambda t: temo.multimodal_loss(X, Y, t),
+    "temo": lambda t: temo.temo_loss(X, Y, Z, W, 0.5, tau=t),
+    "cwcl": lambda t: temo.cwcl_loss(X, Y, t),
+    "simclr": lambda t: temo.simclr_loss(X, Y, t),
+    "nt_xent": lambda t: ts.nt_xent(X, Y, t),
+    "moco": lambda t: ts.moco_loss(X, Y, Z, t),
+    "clip": lambda t: mmts.clip_loss(X, Y, t),
+    "mama": lambda t: mama.angular_margin_loss(X, Y, t, 0.2),
+    "mama fused": lambda t: mama.fused_margin_loss(X @ Y.T, Y @ X.T, t, 0.2),
+}
+ONE = {
+    "ncl": lambda t: ncl.ncl_loss(X, Y, t),
+    "sinkhorn": lambda t: ncl.sinkhorn_biases(X @ Y.T, t)[0],
+    "tau_min": lambda t: temo.modulated_loss(X, Y, t, 0.1),
+}
+MARGIN = {
+    "max-margin": lambda m: mmts.max_margin_loss(X, Y, m),
+    "hardest": lambda m: ncl.hardest_negative_loss(X, Y, m),
+    "mu": lambda m: mama.angular_margin_loss(X, Y, 0.5, m),
+    "mu fused": lambda m: mama.fused_margin_loss(X @ Y.T, Y @ X.T, 0.5, m),
+}
 FIRST = torch.tensor([True, False, False, True, False, False])
 
 
@@ -190,7 +247,11 @@ def test_a_temperature_or_margin_belongs_to_its_anchor(name):
 def test_another_shape_or_number_is_refused_in_one_line(name):
     """One per pair, (B, B), serves one direction alone."""
     loss = (TAU | ONE | MARGIN)[name]
-    for shape in [(1,), (B - 1,), (B, 1), (B, B + 1)] + [(B,)] * (name in ONE) + [(B, B)] * (name != "info_nce"):
+    for shape in (
+        [(1,), (B - 1,), (B, 1), (B, B + 1)]
+        + [(B,)] * (name in ONE)
+        + [(B, B)] * (name != "info_nce")
+    ):
         with pytest.raises(ValueError, match=r"^.*\(\d.*give a number.*$"):
             loss(torch.full(shape, 0.5))
     for value in () if name in MARGIN else (0, -0.01, float("nan"), [0.5] * B):

@@ -1,4 +1,5 @@
-"""Metrics against computations by hand: ranks, ties, bias, groups, neighbours, probes, classes, health; chance."""
+"""Metrics against computations by hand: ranks, ties, bias, groups, neighbours, probes, classes,
+health; chance."""
 
 import collections
 import dataclasses
@@ -6,9 +7,11 @@ import math
 import types
 
 import common
-from contrastive import encoders, evaluation
-from contrastive.engine.processes import UserError
-from contrastive.evaluation import case
+from contrastive import core, encoders, evaluation
+from contrastive.core.processes import UserError
+from contrastive.evaluation.pieces import EvaluationPieces
+from contrastive.evaluation import facts
+from contrastive.evaluation.evaluated_model import temperature_of_run
 
 import numpy as np
 import pytest
@@ -31,28 +34,47 @@ def table(rows):
 def brute_ranks(sim, own):
     """Rank of the best positive of each row, by a loop; every tie stands before it."""
     best = [max(row[k] for k in of) for row, of in zip(sim.tolist(), own)]
-    return [1 + sum(s >= top for j, s in enumerate(row) if j not in of)
-            for row, of, top in zip(sim.tolist(), own, best)]
+    return [
+        1 + sum(s >= top for j, s in enumerate(row) if j not in of)
+        for row, of, top in zip(sim.tolist(), own, best)
+    ]
 
 
-# ---------------------------------------------------- retrieval -----------------------------------------------------
+# ---------------------------------------- retrieval ----------------------------------------------
 @pytest.mark.parametrize("chunk", [7, 4096])
 def test_ranks_against_brute_force(chunk):
-    query, gallery, generator = unit(40, 8).float(), unit(15, 8, seed=1).float(), torch.Generator().manual_seed(0)
-    own = [sorted(set(torch.randint(0, 15, (1 + i % 4,), generator=generator).tolist())) for i in range(40)]
+    query, gallery, generator = (
+        unit(40, 8).float(),
+        unit(15, 8, seed=1).float(),
+        torch.Generator().manual_seed(0),
+    )
+    own = [
+        sorted(set(torch.randint(0, 15, (1 + i % 4,), generator=generator).tolist()))
+        for i in range(40)
+    ]
     for bias in (None, torch.randn(15, generator=generator)):
         ranks = np.array(brute_ranks(query @ gallery.T + (0 if bias is None else bias), own))
-        how = 3 * query, 2 * gallery, table(own), bias, None, chunk        # of any length
-        assert (common.retrieval_metrics(*how, ranks=True) == ranks).all()
+        inputs = 3 * query, 2 * gallery, table(own), bias  # embeddings of any length
+        assert (core.metrics.retrieval_ranks(*inputs, chunk=chunk) == ranks).all()
         recalls = {f"R@{k}": 100 * (ranks <= k).mean() for k in (1, 5, 10, 50)}
-        assert common.retrieval_metrics(*how) == pytest.approx(recalls | {"MdR": np.median(ranks), "MnR": ranks.mean()})
+        assert common.retrieval_metrics(*inputs, chunk=chunk) == pytest.approx(
+            recalls | {"MdR": np.median(ranks), "MnR": ranks.mean()}
+        )
 
 
 def test_a_collapsed_model_is_last_and_identical_positives_are_no_ties():
     same, eye = torch.ones(100, 4), torch.eye(6)
-    assert common.retrieval_metrics(same, same, torch.arange(100)[:, None], ranks=True).tolist() == [100] * 100
-    twins = torch.cat([eye[:1], eye[:1], eye[2:]])  # items 0 and 1 are one drawing: both positive, no tie against it
-    assert common.retrieval_metrics(twins, twins, table([[0, 1], [0, 1], [2], [3], [4], [5]]))["R@1"] == 100
+    assert (
+        core.metrics.retrieval_ranks(same, same, torch.arange(100)[:, None]).tolist()
+        == [100] * 100
+    )
+    twins = torch.cat(
+        [eye[:1], eye[:1], eye[2:]]
+    )  # items 0 and 1 are one drawing: both positive, no tie against it
+    assert (
+        common.retrieval_metrics(twins, twins, table([[0, 1], [0, 1], [2], [3], [4], [5]]))["R@1"]
+        == 100
+    )
 
 
 @pytest.mark.parametrize("name", ["query", "gallery", "bias", "no positive"])
@@ -66,112 +88,170 @@ def test_broken_input_raises(name):
 
 
 def test_both_directions_with_biases_and_groups():
-    """By hand, four clips of three captions each; a grouped set ranks clips by their best caption, after the bias."""
+    """By hand, four clips of three captions each; a grouped set ranks clips by their best
+    caption, after the bias."""
     image, text = unit(4, 8).float(), unit(12, 8, seed=1).float()
     of_image, of_text = torch.randn(16, generator=torch.manual_seed(0)).split([4, 12])
     owner, own = np.arange(12) // 3, torch.arange(12).view(4, 3)
-    sim, seen = image @ text.T + of_text, []                               # (4, 12)
+    sim, seen = image @ text.T + of_text, []  # (4, 12)
     for grouped in (False, True):
-        pieces = {"image": image, "text": text, "owner": owner, "positives": torch.arange(12)[:, None] // 3,
-                  "positives_of_image": own, "data": types.SimpleNamespace(grouped=grouped)}
+        pieces = EvaluationPieces(
+            image=image,
+            text=text,
+            owner=owner,
+            positives=torch.arange(12)[:, None] // 3,
+            positives_of_image=own,
+            data=types.SimpleNamespace(grouped=grouped),
+        )
         found, chance = evaluation.retrieval.retrieval_both_ways(pieces, of_image, of_text)
-        ranks = {"text_to_image": brute_ranks(text @ image.T + of_image, [[c] for c in owner]),
-                 "image_to_text": brute_ranks(sim.unflatten(1, (4, 3)).amax(2), [[k] for k in range(4)])
-                 if grouped else brute_ranks(sim, own.tolist())}
-        assert [found[way]["MnR"] for way in WAYS] == pytest.approx([np.mean(ranks[way]) for way in WAYS])
+        ranks = {
+            "text_to_image": brute_ranks(text @ image.T + of_image, [[c] for c in owner]),
+            "image_to_text": brute_ranks(sim.unflatten(1, (4, 3)).amax(2), [[k] for k in range(4)])
+            if grouped
+            else brute_ranks(sim, own.tolist()),
+        }
+        assert [found[way]["MnR"] for way in WAYS] == pytest.approx(
+            [np.mean(ranks[way]) for way in WAYS]
+        )
         assert [chance[way]["R@1"] for way in WAYS] == [25, 25]
         seen.append(ranks["image_to_text"])
         six = [100 * np.mean(np.array(ranks[way]) <= k) for way in WAYS for k in (1, 5, 10)]
         assert found["R-Mean"] == pytest.approx(np.mean(six))
-        assert found["R@1-Mean"] == pytest.approx((six[0] + six[3]) / 2)   # "Avg." of MM-TS's Table 1
+        assert found["R@1-Mean"] == pytest.approx(
+            (six[0] + six[3]) / 2
+        )  # "Avg." of MM-TS's Table 1
     assert np.mean(seen[0]) != np.mean(seen[1])
 
 
 def test_chance_is_what_random_embeddings_get():
     rows = table([[i] if i % 2 else [i, (i + 1) % 60, (i + 2) % 60] for i in range(60)])
-    generator, chance = torch.Generator().manual_seed(0), evaluation.metrics.retrieval_chance(rows, 60)
+    generator, chance = torch.Generator().manual_seed(0), core.metrics.retrieval_chance(rows, 60)
     pairs = [torch.randn(2, 60, 16, generator=generator) for _ in range(300)]
     runs = [common.retrieval_metrics(query, gallery, rows) for query, gallery in pairs]
-    for key, tolerance in (("R@1", 0.6), ("R@5", 1.2), ("R@10", 1.5), ("R@50", 1.0), ("MnR", 0.7), ("MdR", 1.5)):
+    for key, tolerance in (
+        ("R@1", 0.6),
+        ("R@5", 1.2),
+        ("R@10", 1.5),
+        ("R@50", 1.0),
+        ("MnR", 0.7),
+        ("MdR", 1.5),
+    ):
         assert np.mean([r[key] for r in runs]) == pytest.approx(chance[key], abs=tolerance), key
 
 
 def test_dual_softmax_against_loops():
-    """Each cosine times its softmax over all queries; with groups of two before their maximum; in blocks as at once."""
+    """Each cosine times its softmax over all queries; with groups of two before their maximum;
+    in blocks as at once."""
     query, gallery = unit(7, 5), unit(6, 5, seed=1)
     gamma, own, groups = 0.1, torch.arange(7)[:, None] % 6, torch.arange(6) // 2
-    weight = (query @ gallery.T / gamma).exp()                             # (7, 6)
+    weight = (query @ gallery.T / gamma).exp()  # (7, 6)
     score = query @ gallery.T * weight / weight.sum(0)
-    best = score.unflatten(1, (3, 2)).amax(2)                              # (7, 3)
+    best = score.unflatten(1, (3, 2)).amax(2)  # (7, 3)
     for kept, place, more in ((score, own, {}), (best, own // 2, {"groups": groups})):
-        plain = common.retrieval_metrics(query, gallery, place, ranks=True, **more)
+        plain = core.metrics.retrieval_ranks(query, gallery, place, **more)
         for chunk in (2, 100):
-            found = common.retrieval_metrics(query, gallery, place, chunk=chunk, ranks=True, dsl=gamma, **more)
+            found = core.metrics.retrieval_ranks(
+                query, gallery, place, chunk=chunk, dsl=gamma, **more
+            )
             assert found.tolist() == brute_ranks(kept, place.tolist()) != plain.tolist()
-    sharp = common.retrieval_metrics(query, gallery, own, ranks=True, dsl=0.005)
-    assert sharp.max() <= 6                                                # no overflow, and few ties by underflow
+    sharp = core.metrics.retrieval_ranks(query, gallery, own, dsl=0.005)
+    assert sharp.max() <= 6  # no overflow, and few ties by underflow
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("same_text", ["positive", "wrong"])
 def test_a_perfect_model_and_a_text_that_two_items_have(same_text, grouped, monkeypatch):
-    """Items 1 and 6 of eight say 'b': from an item either text is right, or its twin ties with its own and is wrong;
-    from the text neither item can be told, whatever the flag."""
+    """Items 1 and 6 of eight say 'b': from an item either text is right, or its twin ties with
+    its own and is wrong; from the text neither item can be told, whatever the flag."""
+
     def letters(texts):
         return F.one_hot(torch.tensor([ord(t) - ord("a") for t in texts]), 8).float()
-    monkeypatch.setattr(evaluation.retrieval, "encode_texts", lambda model, words, texts, *_: letters(texts))
-    captions, words, right = [*"abcdefbg"], types.SimpleNamespace(cut=lambda texts: 0), same_text == "positive"
-    data = common.Data("mine", "test", common.make_table([[c] for c in captions], [*map(str, range(8))]),
-                       same_text=same_text, grouped=grouped)
-    pieces = evaluation.retrieval.retrieval_pieces(None, words, data, np.arange(8), letters(captions), "cpu")
+
+    monkeypatch.setattr(
+        evaluation.retrieval, "encode_texts", lambda model, words, texts, *_: letters(texts)
+    )
+    captions, words, right = (
+        [*"abcdefbg"],
+        types.SimpleNamespace(cut=lambda texts: 0),
+        same_text == "positive",
+    )
+    data = common.Data(
+        "mine",
+        "test",
+        common.make_table([[c] for c in captions], [*map(str, range(8))]),
+        same_text=same_text,
+        grouped=grouped,
+    )
+    pieces = EvaluationPieces(data, np.arange(8), letters(captions))
+    evaluation.retrieval.encode_captions(pieces, None, words, "cpu")
     metrics, chance = evaluation.retrieval.retrieval_both_ways(pieces)
-    assert pieces["repeated"] == 2 and metrics["text_to_image"]["R@1"] == 75
+    assert pieces.num_repeated == 2 and metrics["text_to_image"]["R@1"] == 75
     assert metrics["image_to_text"]["R@1"] == (100 if right else 75)
     assert chance["image_to_text"]["R@1"] == pytest.approx(100 * (6 + 2 * (2 if right else 1)) / 64)
     metrics |= {"captions": 8, f"repeated_captions_{same_text}": 2}
-    said = evaluation.retrieval.table("mine", metrics, {})
-    assert f"8 captions, 2 repeated captions {same_text}; " in said and "nothing tells them apart" in said
+    said = evaluation.report.table("mine", metrics, {})
+    assert (
+        f"8 captions, 2 repeated captions {same_text}; " in said
+        and "nothing tells them apart" in said
+    )
 
 
-# ---------------------------------------------------- the space -----------------------------------------------------
+# ---------------------------------------- the space ----------------------------------------------
 def test_health_against_loops():
-    """Images and texts of unequal spread: each measure is of the side, and with the factor, that its name says."""
+    """Images and texts of unequal spread: each measure is of the side, and with the factor,
+    that its name says."""
     torch.manual_seed(0)
     image, text = torch.randn(7, 4), torch.randn(7, 4) + torch.tensor([3.0, 0, 0, 0])
     a, b = (F.normalize(x.double(), dim=1).numpy() for x in (image, text))
     pairs = [x @ y for x, y in zip(a, b)]
     rows = [[math.exp(x @ y / 0.07) for y in b] for x in a]
-    losses = [-math.log(one[i] / sum(one)) for way in (rows, zip(*rows)) for i, one in enumerate(way)]
+    losses = [
+        -math.log(one[i] / sum(one)) for way in (rows, zip(*rows)) for i, one in enumerate(way)
+    ]
     far = [math.exp(-2 * ((a[i] - a[j]) ** 2).sum()) for i in range(7) for j in range(i)]
-    expected = {name: 2 * np.mean([np.std(side[:, d], ddof=1) for d in range(4)])
-                for name, side in (("std_image", a), ("std_text", b))}
-    expected |= {"uniformity": math.log(np.mean(far)), "info_nce": np.mean(losses),
-                 "alignment": np.mean([((x - y) ** 2).sum() for x, y in zip(a, b)]),
-                 "neg_cos": np.mean([a[i] @ b[j] for i in range(7) for j in range(7) if i != j]),
-                 "pos_cos": np.mean(pairs), "pos_std": np.std(pairs),      # TeMo, App. G
-                 "gap": np.linalg.norm(a.mean(0) - b.mean(0))}
+    expected = {
+        name: 2 * np.mean([np.std(side[:, d], ddof=1) for d in range(4)])
+        for name, side in (("std_image", a), ("std_text", b))
+    }
+    expected |= {
+        "uniformity": math.log(np.mean(far)),
+        "info_nce": np.mean(losses),
+        "alignment": np.mean([((x - y) ** 2).sum() for x, y in zip(a, b)]),
+        "neg_cos": np.mean([a[i] @ b[j] for i in range(7) for j in range(7) if i != j]),
+        "pos_cos": np.mean(pairs),
+        "pos_std": np.std(pairs),  # TeMo, App. G
+        "gap": np.linalg.norm(a.mean(0) - b.mean(0)),
+    }
     assert common.embedding_health(image, text) == pytest.approx(expected, rel=1e-3)
 
 
 def test_no_image_is_its_own_negative():
     """gap: the health of the space by one caption of each image; one image has none."""
     image, text = torch.randn(6, 5, generator=torch.manual_seed(0)).split([3, 3])
-    pieces = {"image": image, "text": text.repeat_interleave(4, 0), "owner": np.arange(3).repeat(4)}
-    metrics, chance = evaluation.retrieval.gap_of(pieces)
+    four_texts = text.repeat_interleave(4, 0)
+    pieces = EvaluationPieces(image=image, text=four_texts, owner=np.arange(3).repeat(4))
+    metrics, chance = evaluation.retrieval.gap_and_health(pieces)
     expected = common.embedding_health(image, text)
-    assert metrics["embeddings"].items() <= expected.items() and chance["modality_gap"] == (1 / 3 + 1 / 12) ** 0.5
-    one = {"image": image[:1], "text": text[:2], "owner": np.zeros(2, int)}
-    assert not evaluation.retrieval.gap_of(one)[0]["embeddings"]           # a spread of one is nan, which is no JSON
+    assert (
+        metrics["embeddings"].items() <= expected.items()
+        and chance["modality_gap"] == (1 / 3 + 1 / 12) ** 0.5
+    )
+    one = EvaluationPieces(image=image[:1], text=text[:2], owner=np.zeros(2, int))
+    assert not evaluation.retrieval.gap_and_health(one)[0][
+        "embeddings"
+    ]  # a spread of one is nan, which is no JSON
 
 
-# ---------------------------------------------------- classes -------------------------------------------------------
+# ---------------------------------------- classes ------------------------------------------------
 @pytest.mark.parametrize("k", [1, 10])
 def test_knn_against_scikit_learn(k):
     rng = np.random.default_rng(0)
     train, test = rng.normal(size=(200, 16)), rng.normal(size=(80, 16))
     labels, truth = rng.integers(0, 5, 200), rng.integers(0, 5, 80)
     known, asked = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (train, test))
-    predicted = KNeighborsClassifier(k).fit(known, labels).predict(asked)  # ties: smallest class, as ours
+    predicted = (
+        KNeighborsClassifier(k).fit(known, labels).predict(asked)
+    )  # ties: smallest class, as ours
     got = common.knn_accuracy(*map(torch.from_numpy, (train, labels, test, truth)), k=k, chunk=17)
     assert got["top1"] == pytest.approx(100 * (predicted == truth).mean())
     by_class = [(predicted == truth)[truth == c].mean() for c in range(5)]
@@ -180,16 +260,21 @@ def test_knn_against_scikit_learn(k):
 
 def test_knn_ties_and_what_is_not_finite():
     train = torch.tensor([[1.0, 0.0], [0.99, 0.1]])
-    tied = common.knn_accuracy(train, torch.tensor([3, 1]), torch.tensor([[1.0, 0.05]]), torch.tensor([1]), k=2)
+    tied = common.knn_accuracy(
+        train, torch.tensor([3, 1]), torch.tensor([[1.0, 0.05]]), torch.tensor([1]), k=2
+    )
     assert tied["top1"] == 100  # one vote each: the smaller class
     with pytest.raises(ValueError, match="non-finite"):
         common.knn_accuracy(train * math.nan, torch.tensor([0, 1]), train, torch.tensor([0, 1]))
 
 
-@pytest.mark.parametrize("truth, top1, mean", [([0, 1], 50, 50), ([0, 0, 0, 1], 62.5, 50), ([0, 0], 75, 75)])
+@pytest.mark.parametrize(
+    "truth, top1, mean", [([0, 1], 50, 50), ([0, 0, 0, 1], 62.5, 50), ([0, 0], 75, 75)]
+)
 def test_chance_of_a_random_neighbour(truth, top1, mean):
-    """Three training images of class 0 and one of class 1: each class is guessed as often as it is seen."""
-    rows = [(x := torch.eye(4)[:len(y)], x, np.array(y)) for y in ([0, 0, 0, 1], truth)]
+    """Three training images of class 0 and one of class 1: each class is guessed as often as it
+    is seen."""
+    rows = [(x := torch.eye(4)[: len(y)], x, np.array(y)) for y in ([0, 0, 0, 1], truth)]
     chance = evaluation.by_class.class_metrics(["knn"], *rows)[1]["knn@1"]
     assert chance == {"top1": top1, "mean_per_class": mean}
 
@@ -201,7 +286,11 @@ def test_linear_probe_is_linear_svc():
     data, found = [torch.from_numpy(a) for a in (3 * x, y, 2 * q, truth)], []
     for seed, few in ((42, None), (42, 5), (1, 5)):
         order = np.random.RandomState(seed).permutation(120)
-        rows = np.concatenate([order[y[order] == c][:few] for c in range(4)]) if few else np.arange(120)
+        rows = (
+            np.concatenate([order[y[order] == c][:few] for c in range(4)])
+            if few
+            else np.arange(120)
+        )
         expected = LinearSVC(random_state=42).fit(x[rows], y[rows]).predict(q)
         found.append(common.linear_probe(*data, few_shot=few, seed=seed)["top1"])
         assert found[-1] == pytest.approx(100 * (expected == truth).mean())
@@ -211,25 +300,45 @@ def test_linear_probe_is_linear_svc():
 
 
 def test_classes_on_a_long_tail():
-    """Head, mid and tail by the limits that are given, else by thirds; the few are drawn by seed 42."""
+    """Head, mid and tail by the limits that are given, else by thirds; the few are drawn by
+    seed 42."""
     generator, sizes = torch.Generator().manual_seed(0), [30, 20, 10, 9, 8]
     known, features = (torch.randn(n, 6, generator=generator) for n in (sum(sizes), 50))
-    known_labels, labels = torch.arange(5).repeat_interleave(torch.tensor(sizes)), torch.arange(5).repeat(10)
+    known_labels, labels = (
+        torch.arange(5).repeat_interleave(torch.tensor(sizes)),
+        torch.arange(5).repeat(10),
+    )
     data = (known, known, known_labels.numpy()), (features, features, labels.numpy())
-    of_class = common.knn_accuracy(known, known_labels, features, labels, per_class=True)["per_class"]
+    of_class = common.knn_accuracy(known, known_labels, features, labels, per_class=True)[
+        "per_class"
+    ]
     for limits, parts in (([25, 9], ([0], [1, 2, 3], [4])), (None, ([0, 1], [2, 3], [4]))):
-        metrics, chance, per_class = evaluation.by_class.class_metrics(["knn"], *data, limits=limits)
-        means = {k: np.mean([of_class[c] for c in part]) for k, part in zip(("head", "mid", "tail"), parts)}
-        assert means.items() <= metrics["knn@1"].items() and metrics.keys() == chance.keys() == {"knn@1", "knn@10"}
+        metrics, chance, per_class = evaluation.by_class.class_metrics(
+            ["knn"], *data, limits=limits
+        )
+        means = {
+            k: np.mean([of_class[c] for c in part])
+            for k, part in zip(("head", "mid", "tail"), parts)
+        }
+        assert means.items() <= metrics["knn@1"].items() and metrics.keys() == chance.keys() == {
+            "knn@1",
+            "knn@10",
+        }
         assert per_class["knn@1"] == of_class
     few = common.linear_probe(known, known_labels, features, labels, 8)
     metrics, chance, _ = evaluation.by_class.class_metrics(["probe"], *data)
-    assert few.items() <= metrics["few-shot"].items() and chance["all"] == {"top1": 20, "mean_per_class": 20}
+    assert few.items() <= metrics["few-shot"].items() and chance["all"] == {
+        "top1": 20,
+        "mean_per_class": 20,
+    }
 
 
 def test_images_are_padded_moved_and_flipped():
-    """By up to four pixels down or up and right or left, then mirrored: one bright pixel says where to."""
-    Images = dataclasses.make_dataclass("Images", ["pixels"], namespace={"__len__": lambda self: len(self.pixels)})
+    """By up to four pixels down or up and right or left, then mirrored: one bright pixel says
+    where to."""
+    Images = dataclasses.make_dataclass(
+        "Images", ["pixels"], namespace={"__len__": lambda self: len(self.pixels)}
+    )
     pixels = torch.zeros(600, 3, 16, 20, dtype=torch.uint8)
     pixels[:, :, 6, 7] = 255
     moved = evaluation.by_class.padded_and_flipped(Images(pixels), 3).pixels
@@ -243,18 +352,28 @@ def test_images_are_padded_moved_and_flipped():
 
 @pytest.mark.parametrize("prompts", [(), ("a {c}, worn.", "one {c}.")])
 def test_zero_shot_by_prompts_which_are_not_cleaned_and_by_names(prompts, monkeypatch):
-    """The mean of normalised prompts, the set's own if it has some, and the class names alone, by hand. The CC3M
-    trainer cleans captions alone: a prompt keeps its full stop and its hyphens."""
+    """The mean of normalised prompts, the set's own if it has some, and the class names alone,
+    by hand. The CC3M trainer cleans captions alone: a prompt keeps its full stop and its
+    hyphens."""
     generator, cleaned = torch.Generator().manual_seed(0), []
     of_text = collections.defaultdict(lambda: torch.randn(4, generator=generator))
-    monkeypatch.setattr(evaluation.by_class, "encode_texts", lambda model, words, texts, device: cleaned.append(
-        words.clean) or torch.stack([of_text[t] for t in texts]))
-    words = encoders.texts.Tokenizer(encoders.texts.train_wordpiece(["a t-shirt."] * 9), 16, clean=True)
+    monkeypatch.setattr(
+        evaluation.by_class,
+        "encode_texts",
+        lambda model, words, texts, device: (
+            cleaned.append(words.clean) or torch.stack([of_text[t] for t in texts])
+        ),
+    )
+    words = encoders.texts.Tokenizer(
+        encoders.texts.train_wordpiece(["a t-shirt."] * 9), 16, clean=True
+    )
     data = types.SimpleNamespace(label_names=["t-shirt", "pear_tree", "zebra "], prompts=prompts)
     image, labels = torch.randn(60, 4, generator=generator), np.arange(60) % 3
-    found, chance = evaluation.by_class.zero_shot(None, words, image, labels, data, "cpu")
+    found, chance = evaluation.by_class.zero_shot(None, words, image, labels, data, device="cpu")
     for reading, formats in (("top1", prompts or ["a photo of a {c}."]), ("names_top1", ["{c}"])):
-        texts = [[f.replace("{c}", name) for f in formats] for name in ("t-shirt", "pear tree", "zebra")]
+        texts = [
+            [f.replace("{c}", name) for f in formats] for name in ("t-shirt", "pear tree", "zebra")
+        ]
         classes = [sum(F.normalize(of_text[t], dim=0) for t in of_class) for of_class in texts]
         near = (image @ F.normalize(torch.stack(classes), dim=1).T).argmax(1).numpy()
         assert found[reading] == pytest.approx(100 * (near == labels).mean())
@@ -262,11 +381,15 @@ def test_zero_shot_by_prompts_which_are_not_cleaned_and_by_names(prompts, monkey
     assert cleaned == [False, False]
 
 
-# ---------------------------------------------------- what a run sees -----------------------------------------------
+# ---------------------------------------- what a run sees ----------------------------------------
 def test_a_temperature_that_a_run_does_not_have_is_not_made_up(tmp_path):
+    """Of a run that has written no facts; those of today's runs are tested with eval.py."""
     row_b = {"loss": "temo", **temo.ROWS["b"]}  # no term at --tau
-    for own in ({"loss": "max-margin"}, {"loss": "ts"}, {"loss": "infonce", "shifts": False, "schedule": True}, row_b):
+    swings = {"loss": "infonce", "shifts": False, "schedule": True}
+    for flags in ({"loss": "max-margin"}, {"loss": "ts"}, {"loss": "dystress"}, swings, row_b):
+        old_run = facts.facts_of_flags(flags | {"tau": 0.07})
         with pytest.raises(UserError, match="no single temperature"):
-            case._gamma(own | {"tau": 0.07}, tmp_path)
-    for own in ({"loss": "infonce"}, {"loss": "temo", "base": False, "unimodal": "plain"}):
-        assert case._gamma(own | {"tau": 0.07}, tmp_path) == 0.07
+            temperature_of_run(old_run, tmp_path)
+    for flags in ({"loss": "infonce"}, {"loss": "temo", "base": False, "unimodal": "plain"}):
+        old_run = facts.facts_of_flags(flags | {"tau": 0.07})
+        assert temperature_of_run(old_run, tmp_path) == 0.07

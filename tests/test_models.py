@@ -1,14 +1,21 @@
-"""Encoders by name, pooling, layers that run again, weights from files, the model a run leaves. No hub is reached."""
+"""Encoders by name, pooling, layers that run again, weights from files, the model a run leaves.
 
+No hub is reached.
+"""
+
+import argparse
 import copy
+import json
 import shutil
+import unicodedata
 
 import common
-from contrastive import encoders, engine, evaluation
+from contrastive import core, encoders, evaluation
 from contrastive.encoders.frozen import Expert
-from contrastive.encoders.texts import Tokenizer
+from contrastive.encoders.kinds import encoder_kind
+from contrastive.encoders.texts import Tokenizer, train_wordpiece
 from contrastive.encoders.weights import init_from
-from contrastive.engine.processes import UserError
+from contrastive.core.processes import UserError
 from contrastive.evaluation.embed import encode_images, encode_texts
 
 import pytest
@@ -20,19 +27,30 @@ import mama
 import mmts
 import temo
 import temperature_schedules as ts
-from helpers import equal_files, run_script, steps, tiny_model, write_captions
+from helpers import equal_files, few_steps, run_script, steps, tiny_model, write_captions
 
-SPEC = dict(image_encoder="small", text_encoder="small", embed_dim=16, image_size=32, text_length=12,
-            text_pooling="mean", image_stats="half", eval_resize="crop")
+SPEC = dict(
+    image_encoder="small",
+    text_encoder="small",
+    embed_dim=16,
+    image_size=32,
+    text_length=12,
+    text_pooling="mean",
+    image_stats="half",
+    eval_resize="crop",
+)
 RUN = ["--cpu", "--workers", "0", "--max-steps", "2", "--batch-size", "16"]
-CPU, SMALL = torch.device("cpu"), dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+CPU, SMALL = (
+    torch.device("cpu"),
+    dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8),
+)
 SCRIPTS = {"temo": temo, "ts": ts, "mmts": mmts, "mama": mama}
 IMAGENET = encoders.base.STATS["imagenet"]
 
 
-def built(tokenizer, pretrained=False, weights="", **more):
+def built(tokenizer, pretrained=False, weights="", **changes):
     """The model of SPEC, some of its values changed."""
-    return common.build_model(SPEC | more, tokenizer, pretrained, weights)[0]
+    return common.build_model(SPEC | changes, tokenizer, pretrained, weights)[0]
 
 
 def part(state, start):
@@ -49,22 +67,100 @@ def data(tmp_path_factory):
     return str(write_captions(tmp_path_factory.mktemp("data"), 120))
 
 
-# ---------------------------------------------------- towers by name ------------------------------------------------
+# -------------------------------------------- towers by name ------------------------------------
 def test_a_clip_as_image_encoder_is_the_text_encoder_too(tiny, data, tmp_path):
-    """With the width of its projections; what a flag names is kept, and any other encoder leaves the recipe's."""
-    folder, other = tiny("clip")[0], temo.parse_args([]).text_encoder
-    for k, (image, flags, expected) in enumerate((
-            (folder, "", (folder, 16)), (folder, "--embed-dim 8", (folder, 8)),
-            (folder, "--text-encoder small", (other, 128)), ("test_vit", "", (other, 128)))):
-        run_script(temo, tmp_path / str(k), *RUN, "--dataset", data, "--image-encoder", image, "--no-pretrained",
-                   "--image-size", "32", *flags.split())
-        spec = engine.processes.read_json(tmp_path / str(k) / "model.json")
+    """With the width of its projections.
+
+    What a flag names is kept, and any other encoder leaves the recipe's.
+    """
+    folder, default = tiny("clip")[0], temo.parse_args([]).text_encoder
+    for k, (image, flags, expected) in enumerate(
+        (
+            (folder, "", (folder, 16)),
+            (folder, "--embed-dim 8", (folder, 8)),
+            (folder, "--text-encoder small", (default, 128)),
+            ("test_vit", "", (default, 128)),
+        )
+    ):
+        run_script(
+            temo,
+            tmp_path / str(k),
+            *RUN,
+            "--dataset",
+            data,
+            "--image-encoder",
+            image,
+            "--no-pretrained",
+            "--image-size",
+            "32",
+            *flags.split(),
+        )
+        spec = core.files.read_json(tmp_path / str(k) / "model.json")
         assert (spec["text_encoder"], spec["embed_dim"]) == expected
 
 
-@pytest.mark.parametrize("name, stats", [
-    ("small", ((0.5,) * 3,) * 2), ("resnet18-cifar", IMAGENET), ("vit_tiny_patch16_224", ((0.5,) * 3,) * 2),
-    ("mobilenetv3_small_050", IMAGENET)])
+def test_projections_have_a_bias_if_the_spec_says_so():
+    """With the same weights; a spec without the key is that of a model without biases."""
+    projections = []
+    for changes in ({}, {"projection_bias": True}):
+        torch.manual_seed(0)
+        projections.append(built(None, text_encoder="", **changes).vision.projection)
+    without, with_bias = projections
+    assert torch.equal(without.weight, with_bias.weight)
+    assert without.bias is None and with_bias.bias.shape == (16,)
+
+
+def test_a_run_keeps_the_biases_of_its_projections(data, tmp_path):
+    run_script(temo, tmp_path / "a", *RUN, "--dataset", data, "--projection-bias")
+    model, tokenizer, _ = common.load_model(tmp_path / "a")
+    assert core.files.read_json(tmp_path / "a" / "model.json")["projection_bias"]
+    assert model.text.projection.bias.abs().max() > 0
+    run_script(temo, tmp_path / "b", *RUN, "--dataset", data)
+    spec = core.files.read_json(tmp_path / "b" / "model.json")
+    assert not spec.pop("projection_bias")
+    (tmp_path / "b" / "model.json").write_text(json.dumps(spec))
+    assert common.load_model(tmp_path / "b")[0].vision.projection.bias is None
+
+
+@pytest.mark.parametrize(
+    "name, family, reads",
+    [
+        ("small", "small", "images"),
+        ("resnet50.tv_in1k", "timm", "images"),
+        ("resnet18-cifar", "cifar_resnet", "images"),
+        ("openai/clip-vit-base-patch32", "transformers", "images"),
+        ("video_lab/model", "transformers", "images"),
+        ("video_vit_base_patch16_clip_224.openai", "video_vit", "clips"),
+        ("clip_vip:openai/clip-vit-base-patch32", "clip_vip", "clips"),
+        ("swin3d_b", "video_swin", "clips"),
+        ("ssb", "ssb", "features"),
+        ("regions", "regions", "regions"),
+    ],
+)
+def test_a_name_says_what_an_encoder_is(name, family, reads):
+    kind = encoder_kind(name)
+    assert (kind.family, kind.reads) == (family, reads)
+    assert kind.reads_files == (name in ("ssb", "regions"))
+
+
+def test_a_folder_is_a_model_of_transformers(tmp_path, monkeypatch):
+    """Also when it has gone, if its config is known."""
+    monkeypatch.chdir(tmp_path)
+    assert encoder_kind("model").family == "timm"
+    assert encoder_kind("model", config={"model_type": "vit"}).family == "transformers"
+    (tmp_path / "model").mkdir()
+    assert encoder_kind("model").family == "transformers"
+
+
+@pytest.mark.parametrize(
+    "name, stats",
+    [
+        ("small", ((0.5,) * 3,) * 2),
+        ("resnet18-cifar", IMAGENET),
+        ("vit_tiny_patch16_224", ((0.5,) * 3,) * 2),
+        ("mobilenetv3_small_050", IMAGENET),
+    ],
+)
 def test_image_encoders_and_frames(name, stats):
     encoder = common.VisionEncoder(name, 16, pretrained=False, image_size=32).eval()
     clip = torch.randn(2, 3, 3, 32, 32)  # (B, T, 3, S, S)
@@ -72,33 +168,38 @@ def test_image_encoders_and_frames(name, stats):
         features, pooled = encoder(clip)
         frames = [common.normalize(encoder(clip[:, t])[1]) for t in range(3)]
     assert features.shape == (2, encoder.width) and [*map(tuple, encoder.stats)] == [*stats]
-    assert torch.allclose(pooled, sum(frames) / 3, atol=1e-5)  # meanP: the mean of normalised frame embeddings
+    assert torch.allclose(
+        pooled, sum(frames) / 3, atol=1e-5
+    )  # meanP: the mean of normalised frame embeddings
     if name == "resnet18-cifar":  # its stem keeps the resolution
         assert encoder.body.forward_features(clip[0]).shape[-2:] == (4, 4)
 
 
 def test_default_towers_have_no_batchnorm_and_no_dropout(tokenizer):
     model = built(tokenizer)
-    assert not encoders.base.batchnorms(model) and not any(isinstance(m, torch.nn.Dropout) for m in model.modules())
+    assert not encoders.base.batchnorms(model) and not any(
+        isinstance(m, torch.nn.Dropout) for m in model.modules()
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_encoding_leaves_a_model_in_its_mode(tokenizer, training):
     model, transform = common.build_model(dict(SPEC), tokenizer, False)
-    seen, data = [], common.load_data("moving-emoji", "val", clips=(8, 8, 8))
+    modes, data = [], common.load_data("moving-emoji", "val", clips=(8, 8, 8))
     for tower in (model.vision, model.text):
-        tower.register_forward_hook(lambda module, *_: seen.append(module.training))
-    for encode, *what in ((encode_images, data, transform), (encode_texts, tokenizer, ["a", "b"])):
-        encode(model.train(training), *what, CPU)
+        tower.register_forward_hook(lambda module, *_: modes.append(module.training))
+    calls = (encode_images, data, transform), (encode_texts, tokenizer, ["a", "b"])
+    for encode, *inputs in calls:
+        encode(model.train(training), *inputs, CPU)
         assert all(m.training == training for m in model.modules())
-    assert seen == [False, False]
+    assert modes == [False, False]
 
 
 def test_pads_follow_the_text(tokenizer):
-    left = copy.deepcopy(tokenizer.tokenizer)
-    left.padding_side = "left"
-    ids = Tokenizer(left, 12)(["a", "one number 0123456789"])["input_ids"]
-    assert (ids[:, 0] == left.cls_token_id).all() and ids[0, -1] == left.pad_token_id
+    left_padded = copy.deepcopy(tokenizer.tokenizer)
+    left_padded.padding_side = "left"
+    ids = Tokenizer(left_padded, 12)(["a", "one number 0123456789"])["input_ids"]
+    assert (ids[:, 0] == left_padded.cls_token_id).all() and ids[0, -1] == left_padded.pad_token_id
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
@@ -112,9 +213,29 @@ def test_transformers_text_encoder(tiny, tokenizer, kind, pooling):
     assert torch.allclose(encoder(**tokens), encoder.projection(expected), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "pair", ["schon schön", "कल काल", "มา มี", "か が", "กา ก่า", "resume résumé"]
+)
+def test_accents_and_vowel_signs_make_other_words(pair):
+    small = Tokenizer(train_wordpiece([pair, "SCHÖN"] * 3), 12)
+    first, second = (small([word])["input_ids"].tolist() for word in pair.split())
+    assert first != second
+    decomposed = unicodedata.normalize("NFD", pair.upper())  # as file names of macOS are
+    assert small([pair])["input_ids"].tolist() == small([decomposed])["input_ids"].tolist()
+
+
+def test_long_words_are_not_unknown():
+    """Thai sentences have no blanks."""
+    text = "สุนัขสีน้ำตาลวิ่งบนชายหาด" * 8
+    small = Tokenizer(train_wordpiece([text]), 400)
+    assert small.tokenizer.unk_token_id not in small([text])["input_ids"]
+
+
 def test_padding_changes_no_text_of_the_small_encoder(tokenizer):
     encoder = common.TextEncoder("small", 16, vocabulary=len(tokenizer.tokenizer)).eval()
-    alone, padded = (encoder(**tokenizer(texts))[0] for texts in (["red"], ["red", "a blue bird on a tree"]))
+    alone, padded = (
+        encoder(**tokenizer(texts))[0] for texts in (["red"], ["red", "a blue bird on a tree"])
+    )
     assert torch.allclose(alone, padded, atol=1e-5)
 
 
@@ -140,34 +261,49 @@ def test_an_encoder_published_in_half_precision_is_rebuilt_in_full(tmp_path, tok
         assert {x.dtype for x in model.parameters()} == {torch.float32}
 
 
-LAYOUTS = {  # of transformers' vision models: (how to make one, what of its output are the features)
-    "vit": (lambda: T.ViTForImageClassification(T.ViTConfig(**SMALL, image_size=32, patch_size=16)),
-            lambda found: found.last_hidden_state[:, 0]),
-    "convnext": (lambda: T.ConvNextModel(T.ConvNextConfig(hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1])),
-                 lambda found: found.pooler_output)}
+# Of transformers' vision models: how to make one, and what of its output are the features.
+LAYOUTS = {
+    "vit": (
+        lambda: T.ViTForImageClassification(T.ViTConfig(**SMALL, image_size=32, patch_size=16)),
+        lambda output: output.last_hidden_state[:, 0],
+    ),
+    "convnext": (
+        lambda: T.ConvNextModel(T.ConvNextConfig(hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1])),
+        lambda output: output.pooler_output,
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_transformers_vision_models(kind, tmp_path):
-    """A ViT without a pooler is read at its class token (a pooler would be random); pixels have the statistics of the
-    model's own file; a model that is rebuilt has no such file any more."""
+    """A ViT without a pooler is read at its class token, since a pooler would be random.
+
+    Pixels have the statistics of the model's own file; a model that is rebuilt has no such file.
+    """
     make, features_of = LAYOUTS[kind]
     model = make().eval()
     model.save_pretrained(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [1, 1, 1]}')
-    encoder, pixels = common.VisionEncoder(str(tmp_path), 0, True, 32).eval(), torch.randn(2, 3, 32, 32)
+    (tmp_path / "preprocessor_config.json").write_text(
+        '{"image_mean": [0.5, 0.5, 0.5], "image_std": [1, 1, 1]}'
+    )
+    encoder, pixels = (
+        common.VisionEncoder(str(tmp_path), 0, True, 32).eval(),
+        torch.randn(2, 3, 32, 32),
+    )
     body = getattr(model, "vit", model)
     torch.testing.assert_close(encoder(pixels)[0], features_of(body(pixel_values=pixels)))
     assert encoder.stats == ((0.5, 0.5, 0.5), (1, 1, 1))
-    again = common.VisionEncoder(str(tmp_path), 0, False, 32, encoder.config).eval()
-    again.load_state_dict(encoder.state_dict())
-    torch.testing.assert_close(again(pixels)[0], encoder(pixels)[0])
+    rebuilt = common.VisionEncoder(str(tmp_path), 0, False, 32, encoder.config).eval()
+    rebuilt.load_state_dict(encoder.state_dict())
+    torch.testing.assert_close(rebuilt(pixels)[0], encoder(pixels)[0])
 
 
 def test_unused_parameters_are_frozen(tiny, tokenizer):
     """They are never in a loss: DDP would wait for them."""
     model = built(tokenizer, True, image_encoder=tiny("dino")[0], image_size=28)
-    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["vision.body.embeddings.mask_token"]
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == [
+        "vision.body.embeddings.mask_token"
+    ]
     image, text, _ = model(torch.randn(2, 3, 28, 28), tokenizer(["a", "b"]))
     (image.sum() + text.sum()).backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
@@ -181,17 +317,22 @@ def test_float_images_are_refused():
             transform(image)
 
 
-# ---------------------------------------------------- layers that run again -----------------------------------------
-TOY = ("--cpu --dataset moving-emoji --clips 48 16 16 --image-size 32 --frames 2 --batch-size 8 --max-steps 3 "
-       "--warmup-epochs 0 --eval-every 0 --save-every 0 --workers 0").split()
+# -------------------------------------------- layers that run again -----------------------------
+TOY = (
+    "--cpu --dataset moving-emoji --clips 48 16 16 --image-size 32 --frames 2 --batch-size 8 "
+    "--max-steps 3 --warmup-epochs 0 --eval-every 0 --save-every 0 --workers 0"
+).split()
 
 
 LINES = {  # what trains; test_resnet has BatchNorm, the texts dropout
-    "chunks": "temo --image-encoder test_vit --chunk-size 4", "BatchNorm": "temo --image-encoder test_resnet",
-    "text": "temo --text-encoder BERT --text-length 12", "pruned": "ts --image-encoder test_resnet --loss sdclr",
+    "chunks": "temo --image-encoder test_vit --chunk-size 4",
+    "BatchNorm": "temo --image-encoder test_resnet",
+    "text": "temo --text-encoder BERT --text-length 12",
+    "pruned": "ts --image-encoder test_resnet --loss sdclr",
     "all frames": "mmts --image-encoder video_vit_tiny_patch16_224 --num-clusters 4",
-    "look-ahead": "mama --image-encoder test_vit --text-encoder BERT --text-length 12 --meta-size 8 "
-                  "--meta-batch-size 8"}
+    "look-ahead": "mama --image-encoder test_vit --text-encoder BERT --text-length 12 "
+    "--meta-size 8 --meta-batch-size 8",
+}
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -206,52 +347,97 @@ def test_weights_and_statistics_are_the_same(name, tiny, tmp_path):
     assert equal_files(*(tmp_path / run / "model.safetensors" for run in ("plain", "again")))
 
 
-# ---------------------------------------------------- weights from files --------------------------------------------
-FILES = {  # name: (the names that a file has for a model's tensors, the part of the model that it is)
-    "wrapped.safetensors": (lambda state: {f"module._orig_mod.{k}": v for k, v in state.items()}, ""),
+# -------------------------------------------- weights from files --------------------------------
+# File -> the names that it has for a model's tensors, the part of the model that it is.
+FILES = {
+    "wrapped.safetensors": (
+        lambda state: {f"module._orig_mod.{k}": v for k, v in state.items()},
+        "",
+    ),
     "lightning.pt": (lambda state: {"state_dict": state}, ""),
-    "tower.safetensors": (lambda state: {k.removeprefix("vision.body."): v for k, v in state.items()}, "vision.body."),
+    "tower.safetensors": (
+        lambda state: {k.removeprefix("vision.body."): v for k, v in state.items()},
+        "vision.body.",
+    ),
     "text.pt": (lambda state: {k.removeprefix("text."): v for k, v in state.items()}, "text."),
-    "by_order.pt": (lambda state: dict(enumerate(state.values())) | {"head": torch.zeros(3)}, "vision.body.")}
+    "args.pt": (
+        lambda state: {
+            "epoch": 3,
+            "model_state_dict": state,
+            "optimizer": {"state": {0: {"step": torch.zeros(1)}}, "param_groups": []},
+            "args": argparse.Namespace(lr=1e-3, data=["a", None]),
+        },
+        "vision.",
+    ),
+    "by_order.pt": (
+        lambda state: dict(enumerate(state.values())) | {"head": torch.zeros(3)},
+        "vision.body.",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_layouts_of_weights(name, tmp_path, tokenizer):
-    """By the names of a run, of a wrapper, of a tower alone, and by the order of a tower's shapes."""
+    """By the names of a run, a wrapper, a tower alone, and by the order of a tower's shapes."""
     layout, start = FILES[name]
     theirs, model = (built(tokenizer) for _ in range(2))
-    before, wanted = copy.deepcopy(model.state_dict()), part(theirs.state_dict(), start)
-    weights = {str(k): v for k, v in layout(wanted).items()}
+    initial, expected = copy.deepcopy(model.state_dict()), part(theirs.state_dict(), start)
+    weights = layout(expected)
+    if "args" not in weights:
+        weights = {str(k): v for k, v in weights.items()}
     (save_file if name.endswith("safetensors") else torch.save)(weights, tmp_path / name)
-    assert init_from(model, tmp_path / name).keys() == wanted.keys()
-    assert equal(model.state_dict(), before | wanted)
+    assert init_from(model, tmp_path / name).keys() == expected.keys()
+    assert equal(model.state_dict(), initial | expected)
 
 
 @pytest.fixture
 def some_weights(tmp_path, tiny, tokenizer, monkeypatch):
     """The current folder, with weights that do not fit or are none."""
     monkeypatch.chdir(tmp_path)
-    torch.save({"x": print}, "evil.pt")                                    # a function, which could be any
+    torch.save({"x": print}, "evil.pt")  # a function, which could be any
+    weights = {"a": torch.zeros(3)}
+    torch.save({"teacher": weights, "student": weights, "epoch": 3}, "pair.pt")
+    torch.save({"epoch": 3, "loss": [0.1]}, "plain.pt")
     save_file({"other": torch.zeros(3)}, "other.safetensors")
-    save_file(part(built(tokenizer, image_encoder="resnet18").state_dict(), "text."), "text.safetensors")
+    save_file(
+        part(built(tokenizer, image_encoder="resnet18").state_dict(), "text."), "text.safetensors"
+    )
     shutil.copytree(tiny("bert")[0], "inner")
     inner = {f"inner.{k}": v for k, v in load_file("inner/model.safetensors").items()}
     save_file(inner, "inner/model.safetensors", {"format": "pt"})
     (tmp_path / "empty").mkdir()
     shutil.copy("inner/config.json", "empty")
-    T.SiglipVisionModel(T.SiglipVisionConfig(**SMALL, image_size=28, patch_size=14)).save_pretrained("siglip")
+    T.SiglipVisionModel(
+        T.SiglipVisionConfig(**SMALL, image_size=28, patch_size=14)
+    ).save_pretrained("siglip")
 
 
 BAD = {  # what is said: what opens them
-    "--init-from evil.pt: Weights only load failed": lambda t: init_from(built(t), "evil.pt"),
+    "--init-from evil.pt: Unsupported global: GLOBAL .*print; only tensors": lambda t: (
+        init_from(built(t), "evil.pt")
+    ),
+    "--init-from pair.pt: .* Its keys are teacher, student, epoch, of which 2 hold": lambda t: (
+        init_from(built(t), "pair.pt")
+    ),
+    "--init-from plain.pt: .* Its keys are epoch, loss, of which 0 hold": lambda t: (
+        init_from(built(t), "plain.pt")
+    ),
     "--init-from other.safetensors: none of its 1 tensors fits": lambda t: init_from(
-        built(t), "other.safetensors"),
-    "--init-from text.safetensors: has no image encoder, and resnet18 would be random": lambda t: built(
-        t, True, "text.safetensors", image_encoder="resnet18"),
-    "./inner: its weights lack .* more: they are another model's": lambda t: common.TextEncoder("./inner", 0),
-    "./empty: no tokenizer there": lambda t: common.build_tokenizer("./empty", 12),  # transformers makes one up
-    "./siglip: no DINO, whose tokens are a class token and patches": lambda t: Expert(
-        "./siglip", "image", common.EvalTransform(32, *IMAGENET), CPU)}
+        built(t), "other.safetensors"
+    ),
+    "--init-from text.safetensors: has no image encoder, and resnet18 would be random": lambda t: (
+        built(t, True, "text.safetensors", image_encoder="resnet18")
+    ),
+    "./inner: its weights lack .* more tensors: they are those of another": lambda t: (
+        common.TextEncoder("./inner", 0)
+    ),
+    "./empty: no tokenizer there": lambda t: common.build_tokenizer(
+        "./empty", 12
+    ),  # transformers makes one up
+    "./siglip: not a DINO, whose tokens are a class token and patches": lambda t: Expert(
+        "./siglip", "image", common.EvalTransform(32, *IMAGENET), CPU
+    ),
+}
 
 
 @pytest.mark.parametrize("words", BAD)
@@ -271,62 +457,133 @@ def test_a_file_stands_for_the_weights_of_timm(tmp_path, tokenizer):
 
 def test_init_from_a_run_takes_its_words_too(tmp_path):
     """A small text encoder of another run knows that run's vocabulary, and no other."""
+
     def words(name, captions, start=""):
-        common.build_tokenizer("small", 16, lambda: captions, tmp_path / name / "tokenizer", start=str(start))
+        common.build_tokenizer(
+            "small", 16, lambda: captions, tmp_path / name / "tokenizer", start=str(start)
+        )
         return (tmp_path / name / "tokenizer" / "tokenizer.json").read_text()
-    first, other = words("a", ["red apple"] * 9), words("b", ["green pear"] * 9)
+
+    first, second = words("a", ["red apple"] * 9), words("b", ["green pear"] * 9)
     model = built(Tokenizer(tmp_path / "a" / "tokenizer", 16))
-    run, weights, alone = tmp_path / "a", tmp_path / "a" / "model.safetensors", tmp_path / "alone.safetensors"
+    run, weights, alone = (
+        tmp_path / "a",
+        tmp_path / "a" / "model.safetensors",
+        tmp_path / "alone.safetensors",
+    )
     for file in (weights, alone):
         save_file(part(model.state_dict(), ""), file)
-    assert [words(f"c{k}", ["green pear"] * 9, x) for k, x in enumerate((run, weights, alone))] == [first, first, other]
+    assert [words(f"c{k}", ["green pear"] * 9, x) for k, x in enumerate((run, weights, alone))] == [
+        first,
+        first,
+        second,
+    ]
 
 
-# ---------------------------------------------------- experts -------------------------------------------------------
+# -------------------------------------------- experts -------------------------------------------
 def test_experts(tmp_path, tiny):
     transform = common.EvalTransform(32, *encoders.base.STATS["half"])
-    registers = T.Dinov2WithRegistersConfig(**SMALL, image_size=28, patch_size=14, num_register_tokens=4)
+    registers = T.Dinov2WithRegistersConfig(
+        **SMALL, image_size=28, patch_size=14, num_register_tokens=4
+    )
     T.Dinov2WithRegistersModel(registers).save_pretrained(tmp_path / "registers")
     pixels = torch.randn(3, 3, 28, 28)
     mean, std = (torch.tensor(v)[:, None, None] for v in IMAGENET)
     for name, first_patch in ((tiny("dino")[0], 1), (str(tmp_path / "registers"), 5)):
-        of_images, patches = (Expert(name, "image", transform, CPU, pooling=p) for p in ("cls", "patches"))
+        of_images, patches = (
+            Expert(name, "image", transform, CPU, pooling=p) for p in ("cls", "patches")
+        )
         with torch.no_grad():
-            states = of_images.encoder.body(pixel_values=(pixels / 2 + 0.5 - mean) / std).last_hidden_state
+            states = of_images.encoder.body(
+                pixel_values=(pixels / 2 + 0.5 - mean) / std
+            ).last_hidden_state
         assert states.shape[1] == first_patch + 4
         assert torch.allclose(of_images(pixels), common.normalize(states[:, 0]), atol=1e-5)
-        assert torch.allclose(patches(pixels), common.normalize(states[:, first_patch:].mean(1)), atol=1e-5)
+        assert torch.allclose(
+            patches(pixels), common.normalize(states[:, first_patch:].mean(1)), atol=1e-5
+        )
     clips = torch.randn(2, 3, 3, 32, 32)  # (B, T, 3, S, S)
-    means = sum(of_images._features(clips[:, t]) for t in range(3)) / 3
+    means = sum(of_images.encode(clips[:, t]) for t in range(3)) / 3
     assert torch.allclose(of_images(clips), common.normalize(means), atol=1e-5)
+
+
+def with_experts(tiny, data):
+    """Flags of a run with both experts."""
+    experts = ["--image-expert", tiny("dino")[0], "--text-expert", tiny("bert")[0]]
+    return [*RUN, "--dataset", data, "--image-size", "32", "--log-every", "1", *experts]
 
 
 def test_a_run_with_experts(tmp_path, tiny, data):
     """Of Tables 9 and 10: the logged terms make the loss."""
-    run_script(temo, tmp_path / "r", *RUN, "--dataset", data, "--image-size", "32", "--log-every", "1",
-               "--image-expert", tiny("dino")[0], "--text-expert", tiny("bert")[0], "--lr", "3e-4")
+    run_script(temo, tmp_path / "r", *with_experts(tiny, data), "--lr", "3e-4")
     for r in steps(tmp_path / "r"):
-        assert r["loss"] == pytest.approx(r["L_MM"] + 0.6 * r["L_E-image"] + 0.4 * r["L_E-text"])
+        assert r["loss"] == pytest.approx(r["L_MM"] + 0.1 * r["L_E-image"] + 0.1 * r["L_E-text"])
 
 
-# ---------------------------------------------------- runs ----------------------------------------------------------
+def test_experts_read_whole_images_and_cleaned_captions(tmp_path, tiny, data, monkeypatch):
+    """While the towers read the view of I and T, as the experts with --expert-inputs training."""
+    train = common.load_data(data, "train")
+    view = common.EvalTransform(32, *encoders.base.STATS["half"], resize="squash")
+    whole = torch.stack([view(path) for path in image_paths(train)])
+    seen, features = [], temo.expert_features
+
+    def watched_features(experts, pixels, texts):
+        seen.append((pixels, texts))
+        return features(experts, pixels, texts)
+
+    monkeypatch.setattr(temo, "expert_features", watched_features)
+    flags = [*with_experts(tiny, data), "--clean-captions", "--crop-min", "0.3"]
+    for inputs, is_clean in (("clean", True), ("training", False)):
+        few_steps(temo, tmp_path / inputs, *flags, "--expert-inputs", inputs)
+        pixels, texts = seen.pop()
+        far = torch.cdist(pixels.flatten(1), whole.flatten(1), p=torch.inf).amin(1)  # (B,)
+        assert (far.max() < 0.02) == is_clean
+        assert all(("," in text) != is_clean for text in texts)
+
+
+def image_paths(data):
+    return [source["path"] for source in data.sources["source"]]
+
+
+# -------------------------------------------- runs ----------------------------------------------
 def test_load_model_gives_the_run_s_embeddings(tmp_path, data, tokenizer):
     """With a transformers text tower and a CLIP's vision tower, whose folders are then gone."""
-    tiny_model("clip", tmp_path / "clip", tokenizer), tiny_model("distilbert", tmp_path / "text", tokenizer)
+    (
+        tiny_model("clip", tmp_path / "clip", tokenizer),
+        tiny_model("distilbert", tmp_path / "text", tokenizer),
+    )
     folder, test = tmp_path / "r", common.load_data(data, "test")
-    summary = run_script(temo, folder, *RUN, "--dataset", data, "--image-size", "32", "--pretrained", "--image-encoder",
-                         tmp_path / "clip", "--text-encoder", tmp_path / "text", "--text-length", "12")
+    summary = run_script(
+        temo,
+        folder,
+        *RUN,
+        "--dataset",
+        data,
+        "--image-size",
+        "32",
+        "--pretrained",
+        "--image-encoder",
+        tmp_path / "clip",
+        "--text-encoder",
+        tmp_path / "text",
+        "--text-length",
+        "12",
+    )
     for name in ("text", "clip"):
         shutil.rmtree(tmp_path / name)
     model, words, transform = common.load_model(folder)
-    own, _, pieces = evaluation.retrieval.measure((model, words, transform), test, CPU, ("retrieval", "gap"))
-    expected = engine.processes.flatten(summary["test"][data])
-    assert engine.processes.flatten(own) == pytest.approx(expected, rel=1e-4)
-    assert torch.allclose(model(transform(test.read(3))[None])[0][0], pieces["image"][3], atol=1e-4)
+    metrics, _, pieces = evaluation.measure.measure(
+        evaluation.measure.Towers(model, words, transform), test, ("retrieval", "gap"), device=CPU
+    )
+    expected = core.files.flatten(summary["test"][data])
+    assert core.files.flatten(metrics) == pytest.approx(expected, rel=1e-4)
+    assert torch.allclose(model(transform(test.read(3))[None])[0][0], pieces.image[3], atol=1e-4)
 
 
-def test_a_run_stopped_before_its_first_checkpoint_begins_from_the_same_weights(data, tmp_path, capsys):
-    """The weights of --init-from, not others in silence; after a checkpoint they are not asked for."""
+def test_a_run_stopped_before_its_first_checkpoint_begins_from_the_same_weights(
+    data, tmp_path, capsys
+):
+    """The weights of --init-from, and not others; after a checkpoint they are not read."""
     flags = [*RUN, "--dataset", data, *"--image-size 16 --eval-every 0 --lr 0 --lr-end 0".split()]
     run_script(temo, tmp_path / "first", *flags, "--seed", "1")
     run_script(temo, tmp_path / "run", *flags, "--init-from", tmp_path / "first")
@@ -334,5 +591,7 @@ def test_a_run_stopped_before_its_first_checkpoint_begins_from_the_same_weights(
     (tmp_path / "run" / "metrics.jsonl").unlink()
     for _ in range(2):
         temo.main(temo.parse_args(["--resume", str(tmp_path / "run")]))
-        assert equal(*(load_file(tmp_path / name / "model.safetensors") for name in ("first", "run")))
+        assert equal(
+            *(load_file(tmp_path / name / "model.safetensors") for name in ("first", "run"))
+        )
     assert capsys.readouterr().out.count("tensors read from") == 2

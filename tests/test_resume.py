@@ -1,18 +1,21 @@
-"""A run that was killed or stopped and resumed is bitwise the whole one; what stops all processes; tools.check."""
+"""A run that was killed or stopped and resumed is bitwise the whole one; what stops all processes;
+tools.check."""
 
 import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 from pathlib import Path
 
 import common
-from contrastive import engine
+from contrastive import core
 from contrastive.data.batches import epoch_batches
 from contrastive.engine.checkpoints import checkpoints_of
-from contrastive.engine.processes import UserError, rank, read_json
+from contrastive.core.files import read_json, whole_file, write_json, write_tensors
+from contrastive.core.processes import UserError, rank
 from contrastive.engine.run import Run
 
 import psutil
@@ -28,15 +31,19 @@ from tools import check
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, SAVED, KILLED = 12, 5, 7  # an epoch has nine steps
-FLAGS = [*"--cpu --image-size 16 --embed-dim 16 --batch-size 8 --loss infonce --learnable-tau --lr 3e-4".split(),
-         *f"--max-steps {STEPS} --save-every {SAVED} --log-every 1 --eval-every 0 --workers 0".split(),
-         "--max-bad-fraction", "0.1"]
+FLAGS = [
+    *"--cpu --image-size 16 --embed-dim 16 --batch-size 8 --lr 3e-4".split(),
+    *"--loss infonce --learnable-tau".split(),
+    *f"--max-steps {STEPS} --save-every {SAVED} --log-every 1 --eval-every 0 --workers 0".split(),
+    "--max-bad-fraction",
+    "0.1",
+]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """80 pictures, of which one of the second batch cannot be read."""
-    csv = helpers.write_captions(tmp_path_factory.mktemp("data"), 80)
+    """108 pictures, 72 for training, of which one of the second batch cannot be read."""
+    csv = helpers.write_captions(tmp_path_factory.mktemp("data"), 108)
     train = common.load_data(str(csv), "train")
     bad = train.key(int(next(epoch_batches(len(train), 8, 42, 1, 2))[1][3]))
     (csv.parent / bad).write_bytes(helpers.TRUNCATED)
@@ -51,6 +58,35 @@ def resume(folder, *flags):
     return temo.main(temo.parse_args(["--resume", str(folder), *map(str, flags)]))
 
 
+@pytest.mark.parametrize("limit", [1000, 300_000, 1_000_000, 1_234_567])
+def test_a_full_disk_is_named_and_leaves_no_half_written_file(limit, tmp_path):
+    """The system's limit of a file's size stands for the disk's."""
+    state = {str(k): torch.randn(10_000) for k in range(40)}
+    writers = {
+        "a.json": lambda path: write_json(path, "x" * 2_000_000),
+        "a.safetensors": lambda path: write_tensors(path, state),
+        "a.pt": lambda path: save_whole(path, state),
+    }
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, write in writers.items():
+        path = tmp_path / name
+        path.write_text("before")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with pytest.raises(UserError, match=f"{name}: .*File too large"):
+                write(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert path.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(writers)
+
+
+def save_whole(path, state):
+    """As a checkpoint is written."""
+    with whole_file(path) as temporary, open(temporary, "wb") as file:
+        torch.save(state, file)
+
+
 def codes(processes, place, work):
     """Exit codes of forks that are the ranks of a run."""
     place.mkdir()
@@ -61,7 +97,8 @@ def codes(processes, place, work):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, data, tiny):
-    """{processes: (a whole run, one that was killed and resumed)}; with two of them in chunks and with dropout."""
+    """{processes: (a whole run, one that was killed and resumed)}; with two of them in chunks and
+    with dropout."""
     root, done, folders = tmp_path_factory.mktemp("runs"), Run.done, {}
     bert = ["--text-encoder", tiny("bert")[0], "--text-length", 12]
 
@@ -69,8 +106,15 @@ def runs(tmp_path_factory, data, tiny):
         done(run, *args, **more)
         if run.step == KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
-    for processes, flags, of_killed in (1, [], ["--workers", 2]), (2, ["--workers", 1, "--chunk-size", 3, *bert], []):
-        whole, killed = folders[processes] = root / f"whole {processes}", root / f"killed {processes}"
+
+    for processes, flags, of_killed in (
+        (1, [], ["--workers", 2]),
+        (2, ["--workers", 1, "--chunk-size", 3, *bert], []),
+    ):
+        whole, killed = folders[processes] = (
+            root / f"whole {processes}",
+            root / f"killed {processes}",
+        )
         logs = [root / f"logs {processes} {k}" for k in range(3)]
         assert codes(processes, logs[0], lambda: run(whole, data, *flags)) == [0] * processes
         with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +122,9 @@ def runs(tmp_path_factory, data, tiny):
             found = codes(processes, logs[1], lambda: run(killed, data, *flags, *of_killed))
         assert found == [-signal.SIGKILL] * processes
         assert [p.stem for p in checkpoints_of(killed)] == [f"step_{SAVED}"]
-        (killed / "checkpoints" / "step_9.tmp").write_bytes(b"cut")        # what a crash inside a save leaves
+        (killed / "checkpoints" / "step_9.tmp").write_bytes(
+            b"cut"
+        )  # what a crash inside a save leaves
         assert codes(processes, logs[2], lambda: resume(killed)) == [0] * processes
     return folders
 
@@ -86,16 +132,23 @@ def runs(tmp_path_factory, data, tiny):
 def same(a, b):
     """Are log, bad samples and weights of two runs the same?"""
     timed = ("step_s", "data_s", "samples_per_s")
-    logs = [[{k: v for k, v in row.items() if k not in timed} for row in rows(folder)] for folder in (a, b)]
+    logs = [
+        [{k: v for k, v in row.items() if k not in timed} for row in rows(folder)]
+        for folder in (a, b)
+    ]
     bad = [(folder / "bad_samples.txt").read_text() for folder in (a, b)]
-    return logs[0] == logs[1] and bad[0] == bad[1] and equal_files(a / "model.safetensors", b / "model.safetensors")
+    return (
+        logs[0] == logs[1]
+        and bad[0] == bad[1]
+        and equal_files(a / "model.safetensors", b / "model.safetensors")
+    )
 
 
-# ----------------------------------------------- kill -9 -------------------------------------------------------------
+# ----------------------------------------------- kill -9 ------------------------------------------
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs, processes):
     whole, killed = runs[processes]
-    last = killed / "checkpoints" / "step_12.pt"                           # tau, optimiser, each process's random state
+    last = killed / "checkpoints" / "step_12.pt"  # tau, optimiser, each process's random state
     assert same(whole, killed) and equal_files(whole / "checkpoints" / "step_12.pt", last)
     assert read_json(whole / "summary.json")["test"] == read_json(killed / "summary.json")["test"]
     log = [(row["step"], "eval" in row) for row in rows(killed)]
@@ -104,8 +157,10 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs, processes):
     tau = tensors_of(killed, 12)["own/tau.log_tau"].exp().item()
     assert rows(killed)[-2]["tau"] == pytest.approx(tau, rel=1e-6) != rows(killed)[1]["tau"]
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["step_10.pt", "step_12.pt"]
-    states = [of["cpu"].numpy().tobytes() for of in torch.load(last, weights_only=True)["processes"]]
-    assert len({*states}) == processes                                     # else dropout were the same on all
+    states = [
+        of["cpu"].numpy().tobytes() for of in torch.load(last, weights_only=True)["processes"]
+    ]
+    assert len({*states}) == processes  # else dropout were the same on all
 
 
 @pytest.fixture
@@ -118,7 +173,11 @@ def test_a_finished_run_is_only_evaluated(folder, runs):
     before, saved = read_json(folder / "summary.json"), folder / "checkpoints" / "step_12.pt"
     torch.save(torch.load(saved, weights_only=True) | {"wall_s": 1000.0}, saved)
     after = resume(folder)
-    assert after["steps"] == STEPS and after["val"] == before["val"] and after["test"] == before["test"]
+    assert (
+        after["steps"] == STEPS
+        and after["val"] == before["val"]
+        and after["test"] == before["test"]
+    )
     assert same(folder, runs[1][0]) and 1000 < after["wall_s"] < 2000
 
 
@@ -129,9 +188,12 @@ def test_at_its_end_it_is_evaluated_in_float32(tmp_path, data, monkeypatch):
     def watch(tower, *args, **more):
         halves.append((tower.training, torch.is_autocast_enabled("cpu")))
         return forward(tower, *args, **more)
+
     monkeypatch.setattr(common.TextEncoder, "forward", watch)
     run(tmp_path / "run", data, "--max-steps", 3, "--mixed-precision", "bf16")
-    assert halves == [(False, True)] + [(True, True)] * 3 + [(False, False)] * 2  # val, three steps, val and test
+    assert (
+        halves == [(False, True)] + [(True, True)] * 3 + [(False, False)] * 2
+    )  # val, three steps, val and test
 
 
 def test_more_steps_are_remembered_also_on_fewer_processes(runs, tmp_path, capsys):
@@ -142,13 +204,14 @@ def test_more_steps_are_remembered_also_on_fewer_processes(runs, tmp_path, capsy
 
 
 def test_what_does_not_fit_the_run_is_refused(folder, data):
-    """Before args.json is written: else the next --resume without any flag would be refused as well."""
+    """Before args.json is written: else the next --resume without any flag would be refused as
+    well."""
     before = (folder / "args.json").read_text()
     with pytest.raises(UserError, match="step_12.pt: is beyond the 3 steps"):
         resume(folder, "--max-steps", 3)
     with pytest.raises(UserError, match=f"{folder}: holds a run already; --resume {folder}"):
         run(folder, data)
-    fewer = data.with_name("fewer.csv")                                    # rows, of which a checkpoint has a mark
+    fewer = data.with_name("fewer.csv")  # rows, of which a checkpoint has a mark
     fewer.write_text("\n".join(data.read_text().splitlines()[:-9]))
     args = temo.parse_args(["--resume", str(folder), "--max-steps", "14"])
     args.dataset = str(fewer)
@@ -157,10 +220,11 @@ def test_what_does_not_fit_the_run_is_refused(folder, data):
     assert (folder / "args.json").read_text() == before
 
 
-# ----------------------------------------------- signals, NaN ------------------------------------------------------
+# ----------------------------------------------- signals, NaN -------------------------------------
 def put_off(monkeypatch, lagged):
-    """What a step says is read a step later, as on a card."""
-    monkeypatch.setattr(Run, "lagged", property(lambda run: lagged, lambda run, value: None), raising=False)
+    """The report of a step is read a step later, as on a GPU."""
+    delay = property(lambda run: int(lagged), lambda run, value: None)
+    monkeypatch.setattr(Run, "report_delay", delay, raising=False)
 
 
 def at_step(monkeypatch, step, what):
@@ -171,6 +235,7 @@ def at_step(monkeypatch, step, what):
         set_lr(run, lr)
         if run.step == step:
             what()
+
     monkeypatch.setattr(Run, "set_lr", then)
 
 
@@ -178,23 +243,42 @@ def error_of(ended):
     """The one line with which two processes ended, both with code 2."""
     (code, said), (other, theirs) = ended
     assert code == other == 2 and "Traceback" not in said + theirs
-    line, = [line for line in said.splitlines() if line.startswith("error:")]
+    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
     return line
 
 
-@pytest.mark.parametrize("number, code, lagged", [(signal.SIGTERM, 143, False), (signal.SIGINT, 130, True)])
-def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(number, code, lagged, data, runs, tmp_path,
-                                                                 monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "number, code, lagged", [(signal.SIGTERM, 143, False), (signal.SIGINT, 130, True)]
+)
+def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(  # noqa: PLR0917
+    number, code, lagged, data, runs, tmp_path, monkeypatch, capsys
+):
     put_off(monkeypatch, lagged)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
         at_step(patch, 2, lambda: os.kill(os.getpid(), number))
         run(tmp_path / "a", data)
     last = 4 if lagged else 3
-    assert end.value.code == code and [p.stem for p in checkpoints_of(tmp_path / "a")] == [f"step_{last}"]
+    assert end.value.code == code and [p.stem for p in checkpoints_of(tmp_path / "a")] == [
+        f"step_{last}"
+    ]
     said = capsys.readouterr().out
-    assert f"stopped after step {last} by {number.name}; to go on: python" in said and f"--resume {tmp_path}/a" in said
+    assert (
+        f"stopped after step {last} by {number.name}; to go on: python" in said
+        and f"--resume {tmp_path}/a" in said
+    )
     resume(tmp_path / "a")
     assert same(tmp_path / "a", runs[1][0])
+
+
+def test_a_fork_without_the_check_of_its_loss_keeps_the_checkpoint_of_a_signal(
+    data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Run, "check_finite", lambda *_: None)
+    at_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path / "a", data)
+    assert end.value.code == 143
+    assert [p.stem for p in checkpoints_of(tmp_path / "a")] == ["step_3"]
 
 
 def test_a_signal_to_one_process_ends_all_and_their_workers(data, tmp_path, monkeypatch):
@@ -203,9 +287,12 @@ def test_a_signal_to_one_process_ends_all_and_their_workers(data, tmp_path, monk
         (tmp_path / f"workers{rank()}").write_text(json.dumps(workers))
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+
     at_step(monkeypatch, 2, stop)
     ended = launch.ranks(tmp_path, lambda _: run(tmp_path / "a", data, "--workers", 1))
-    assert [code for code, _ in ended] == [143, 143] and "Traceback" not in ended[0][1] + ended[1][1]
+    assert [code for code, _ in ended] == [143, 143] and "Traceback" not in ended[0][1] + ended[1][
+        1
+    ]
     assert [p.stem for p in checkpoints_of(tmp_path / "a")] == ["step_3"]
     workers = [pid for r in (0, 1) for pid in json.loads((tmp_path / f"workers{r}").read_text())]
     left = [psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)]
@@ -213,66 +300,105 @@ def test_a_signal_to_one_process_ends_all_and_their_workers(data, tmp_path, monk
 
 
 @pytest.mark.parametrize("lagged", [False, True])
-def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(lagged, data, tmp_path, monkeypatch):
-    """In step 4 of one process. Where it is read late, not even the checkpoint of a signal is written."""
+def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(
+    lagged, data, tmp_path, monkeypatch
+):
+    """In step 4 of one process. Where it is read late, not even the checkpoint of a signal is
+    written."""
     loss, now, every = temo.multimodal_loss, [], 8 if lagged else 4
     put_off(monkeypatch, lagged)
     at_step(monkeypatch, 4, lambda: now.append(4))
     if lagged:
         at_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    monkeypatch.setattr(temo, "multimodal_loss", lambda *x: loss(*x) * (math.nan if now and rank() else 1))
-    monkeypatch.setattr(engine.processes.time, "sleep", lambda _: None)    # of the second process, before it speaks
-    error = error_of(launch.ranks(tmp_path, lambda _: run(
-        tmp_path / "a", data, "--log-every", every, "--save-every", every)))
-    assert re.search(r"not finite at step 4 \(tau 0\.1\d+\); process 1: norms up to .*, keys \[.\d+.png", error)
+    monkeypatch.setattr(
+        temo, "multimodal_loss", lambda *x: loss(*x) * (math.nan if now and rank() else 1)
+    )
+    monkeypatch.setattr(
+        core.processes.time, "sleep", lambda _: None
+    )  # of the second process, before it speaks
+    error = error_of(
+        launch.ranks(
+            tmp_path,
+            lambda _: run(tmp_path / "a", data, "--log-every", every, "--save-every", every),
+        )
+    )
+    assert re.search(
+        r"not finite at step 4 \(tau 0\.1\d+\); process 1: norms up to .*, keys \[.\d+.png", error
+    )
     assert max(row["step"] for row in rows(tmp_path / "a")) == (0 if lagged else 4)
     assert [p.name for p in checkpoints_of(tmp_path / "a")] == ([] if lagged else ["step_4.pt"])
 
 
-# ----------------------------------------------- tools.check: the five scripts, a fork, faults ----------------------
+# ----------------------------------------------- tools.check: the five scripts, a fork, faults ----
 TINY = "--dataset moving-emoji --clips 32 8 8 --frames 2 --embed-dim 8 --batch-size 8".split()
-OF_FIVE = [("temo", ""), ("temo", "--loss slip"), ("temperature_schedules", "--schedule fixed --learnable-tau"),
-           ("temperature_schedules", "--loss moco --queue-size 32"), ("temperature_schedules", "--loss sdclr"),
-           ("ncl", "--learnable-tau --queue-size 32"), ("mmts", "--num-clusters 4"),
-           ("mmts", "--clusters none --no-schedule --no-shifts --learnable-tau"),
-           ("mama", "--meta-size 8 --meta-batch-size 4 --meta-every 2 --learnable-tau --tau .5")]
+OF_FIVE = [
+    ("temo", ""),
+    ("temo", "--loss slip"),
+    ("temperature_schedules", "--schedule fixed --learnable-tau"),
+    ("temperature_schedules", "--loss moco --queue-size 32"),
+    ("temperature_schedules", "--loss sdclr"),
+    ("ncl", "--learnable-tau --queue-size 32"),
+    ("mmts", "--num-clusters 4"),
+    ("mmts", "--clusters none --no-schedule --no-shifts --learnable-tau"),
+    ("mama", "--meta-size 8 --meta-batch-size 4 --meta-every 2 --learnable-tau --tau .5"),
+]
 MEMORY = '''
 class Memory(nn.Module):
-    """-log softmax of each video's pair among the texts of this batch and the last `size`; (B, D) each -> (B,)."""
+    """-log softmax of each video's pair among the texts of this batch and the last `size`; (B, D)
+    each -> (B,)."""
 
     def __init__(self, size, dim):
         super().__init__()
-        self.register_buffer("texts", normalize(torch.randn(size, dim)))   # (size, D) in own: saved, resumed
+        self.register_buffer("texts", normalize(torch.randn(size, dim)))   # (size, D)
 
     def forward(self, video, text, tau):
         texts = gather(normalize(text))                                    # (N, D)
-        logits = normalize(video) @ torch.cat([texts, self.texts]).T / tau                   # (B, N + size)
+        logits = normalize(video) @ torch.cat([texts, self.texts]).T / tau   # (B, N + size)
         self.texts = torch.cat([texts.detach(), self.texts])[:len(self.texts)]
         return F.cross_entropy(logits, positive_index(video), reduction="none")
 '''
 FORK = [  # of mama.py, as docs/forking.md says how: old, new
-    ("\n# ======================================================= flags ===",
-     f"{MEMORY}\n\n# ======================================================= flags ==="),
-    ("    own.to(run.device)\n", '    own["memory"] = Memory(32, args.embed_dim)\n    own.to(run.device)\n'),
-    ("args.contrastive_weight * contrast(video, text, tau, mu)", 'own["memory"](video, text, tau)')]
-FAULTS = {"": [], "kill and resume": [("torch.randn(size, dim)))", "torch.randn(size, dim)), persistent=False)")],
-          "two processes": [("texts = gather(normalize(text))", "texts = normalize(text)")]}
+    (
+        "\n# ======================================================= flags ===",
+        f"{MEMORY}\n\n# ======================================================= flags ===",
+    ),
+    (
+        "    loss_modules.to(run.device)\n",
+        '    loss_modules["memory"] = Memory(32, args.embed_dim)\n'
+        "    loss_modules.to(run.device)\n",
+    ),
+    (
+        'sample_loss = pair_loss(encoded, inputs.get("answers"), tau, mu)',
+        'sample_loss = loss_modules["memory"](*encoded[:2], tau)',
+    ),
+]
+FAULTS = {
+    "": [],
+    "kill and resume": [("torch.randn(size, dim)))", "torch.randn(size, dim)), persistent=False)")],
+    "two processes": [("texts = gather(normalize(text))", "texts = normalize(text)")],
+}
 
 
 def checked(path, flags, capsys):
     """(exit code, {promise: its line}) of a check."""
     code = check.main([str(path), *flags])
     said = capsys.readouterr().out
-    return code, {name: re.search(rf"^  {name} .*(\n {{19}}.*)?", said, re.M)[0] for name in check.LOOK}
+    lines = {}
+    for variant in check.VARIANTS:
+        lines[variant.name] = re.search(rf"^  {variant.name} .*(\n {{19}}.*)?", said, re.M)[0]
+    return code, lines
 
 
 @pytest.mark.parametrize("script, words", OF_FIVE)
 def test_the_five_keep_the_promises(script, words, capsys):
-    """Two optimisers, queues, MoCo's keys, masks, clusters, learnt taus; MoCo and a look ahead refuse chunks."""
+    """Two optimisers, queues, MoCo's keys, masks, clusters, learnt taus; MoCo and a look ahead
+    refuse chunks."""
     code, said = checked(ROOT / f"{script}.py", [*TINY, *words.split()], capsys)
     left_out = "left out; error: --chunk-size" in said["chunks"]
     assert code == 0 and left_out == (script == "mama" or "moco" in words), said
-    assert ("own " in said["two processes"]) == any(word in words for word in ("learnable", "slip", "moco"))
+    assert ("own " in said["two processes"]) == any(
+        word in words for word in ("learnable", "slip", "moco")
+    )
     assert "losses 0e+00 (at most 0), tensors 0e+00 (at most 0)" in said["kill and resume"]
 
 

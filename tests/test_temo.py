@@ -1,12 +1,16 @@
-"""TeMo's equations against loops written from the paper, a step of main by hand, its log and pictures."""
+"""TeMo's equations against loops written from the paper, a step of main by hand, its log and
+pictures."""
 
+import dataclasses
 import json
 import math
 from types import SimpleNamespace
 
 import common
 from contrastive import figures
+from contrastive.evaluation.pieces import EvaluationPieces
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,11 +20,13 @@ from helpers import few_steps, fork, panel, run_script, steps, unit, write_image
 from temperature_schedules import nt_xent
 
 N, D = 6, 5
-SMALL = [*"--cpu --workers 0 --dataset moving-emoji --clips 32 16 16 --batch-size 16 --image-size 16".split(),
-         *"--frames 2 --log-every 1 --eval-every 0".split()]
+SMALL = [
+    *"--cpu --workers 0 --dataset moving-emoji --clips 32 16 16 --batch-size 16".split(),
+    *"--image-size 16 --frames 2 --log-every 1 --eval-every 0".split(),
+]
 
 
-# ---------------------------------------------------- method --------------------------------------------------------
+# ---------------------------------------------------- method --------------------------------------
 def loop_info_nce(anchor, candidates, tau):
     """Eq. 1, averaged: plain Python over floats; tau(i, k) -> float."""
     total = 0.0
@@ -31,10 +37,15 @@ def loop_info_nce(anchor, candidates, tau):
 
 
 def loop_tau(a, b, tau_min, tau_alpha, similarity="shifted"):
-    """Eq. 4 with similarities (1 + cosine) / 2, as the authors' code has it; or with the bare cosine."""
+    """Eq. 4 with similarities (1 + cosine) / 2, as the authors' code has it; or with the bare
+    cosine."""
+
     def tau(i, k):
         cosine = float(a[i] @ b[k])
-        return tau_min + tau_alpha * math.sqrt((1 + cosine) / 2 if similarity == "shifted" else max(cosine, 0))
+        return tau_min + tau_alpha * math.sqrt(
+            (1 + cosine) / 2 if similarity == "shifted" else max(cosine, 0)
+        )
+
     return tau
 
 
@@ -49,39 +60,67 @@ def test_temo_loss_is_algorithm_1(t, similarity, tolerance):
 
     def modulated(a, b):
         return loop_info_nce(a, b, loop_tau(a, b, 0.05, 0.2, similarity))
-    between = (1 - t) ** 2 * (plain(I, T) + plain(T, I)) / 2 + t ** 2 * (modulated(I, T) + modulated(T, I)) / 2
-    expected = between + t ** 2 * (modulated(I, I2) + modulated(T, T2))
+
+    between = (1 - t) ** 2 * (plain(I, T) + plain(T, I)) / 2 + t**2 * (
+        modulated(I, T) + modulated(T, I)
+    ) / 2
+    expected = between + t**2 * (modulated(I, I2) + modulated(T, T2))
     found = temo.temo_loss(*(3 * x for x in views), t, 0.1, 0.05, 0.2, similarity=similarity)
     assert found.item() == pytest.approx(expected, rel=tolerance)
 
 
 def test_temperatures_by_hand():
-    """Eq. 4 at the paper's values, and the baselines: five periods of TS, DySTreSS in both forms."""
+    """Eq. 4 at the paper's values, and the baselines: five periods of TS, DySTreSS in both forms.
+    """
     sim = torch.tensor([-1.0, -0.3, 0.0, 0.05, 0.4, 1.0], dtype=torch.float64)
     by_hand = [0.01 + 0.04 * math.sqrt((1 + s) / 2) for s in sim.tolist()]
     assert temo.modulated_temperature(sim).tolist() == pytest.approx(by_hand, rel=1e-3)
-    assert temo.modulated_temperature(sim)[[2, 5]].tolist() == pytest.approx([0.0383, 0.05], abs=5e-5)
-    assert [temo.ts_temperature(p) for p in (0.0, 0.1, 0.2, 1.0)] == pytest.approx([0.05, 0.01, 0.05, 0.05])
+    assert temo.modulated_temperature(sim)[[2, 5]].tolist() == pytest.approx(
+        [0.0383, 0.05], abs=5e-5
+    )
+    assert [temo.ts_temperature(p) for p in (0.0, 0.1, 0.2, 1.0)] == pytest.approx(
+        [0.05, 0.01, 0.05, 0.05]
+    )
     halves = torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0], dtype=torch.float64)
-    assert temo.dystress_temperature(halves, 0.01, 0.05).tolist() == pytest.approx([0.05, 0.03, 0.01, 0.03, 0.05])
+    assert temo.dystress_temperature(halves, 0.01, 0.05).tolist() == pytest.approx(
+        [0.05, 0.03, 0.01, 0.03, 0.05]
+    )
     shifted = temo.dystress_temperature(sim, 0.01, 0.04, shifted=True)
     assert shifted[[0, 1, 3, 4, 5]].tolist() == pytest.approx([0.04, 0.01, 0.025, 0.04, 0.04])
 
 
+def test_an_unknown_similarity_is_refused():
+    with pytest.raises(ValueError, match="give 'shifted' or 'cosine'"):
+        temo.modulated_temperature(torch.zeros(2), similarity="cos")
+
+
 def test_table_3_rows():
     views, t = [unit(N, D, seed=s) for s in range(4)], 0.3
-    mm, mod = temo.multimodal_loss(*views[:2], 0.01), temo.modulated_multimodal_loss(*views[:2], 0.01, 0.04)
+    mm, mod = (
+        temo.multimodal_loss(*views[:2], 0.01),
+        temo.modulated_multimodal_loss(*views[:2], 0.01, 0.04),
+    )
     plain = temo.info_nce(views[0], views[2], 0.01) + temo.info_nce(views[1], views[3], 0.01)
-    uni = temo.modulated_loss(views[0], views[2], 0.01, 0.04) + temo.modulated_loss(views[1], views[3], 0.01, 0.04)
-    rows = {"a": mm, "b": mod, "c": mm / 2 + plain / 2, "d": mm / 2 + mod / 2, "e": 0.49 * mm + 0.09 * mod,
-            "f": mm / 2 + (mod + uni) / 2, "g": 0.49 * mm + 0.09 * (mod + uni)}
+    uni = temo.modulated_loss(views[0], views[2], 0.01, 0.04) + temo.modulated_loss(
+        views[1], views[3], 0.01, 0.04
+    )
+    rows = {
+        "a": mm,
+        "b": mod,
+        "c": mm / 2 + plain / 2,
+        "d": mm / 2 + mod / 2,
+        "e": 0.49 * mm + 0.09 * mod,
+        "f": mm / 2 + (mod + uni) / 2,
+        "g": 0.49 * mm + 0.09 * (mod + uni),
+    }
     assert rows.keys() == temo.ROWS.keys()
     for row, expected in rows.items():
         assert torch.isclose(temo.temo_loss(*views, t, **temo.ROWS[row]), expected), row
 
 
 def test_experts():
-    """L_MM + w_I CE(I I^T / tau^I) + w_T CE(T T^T / tau^T): each expert sets the temperatures of its own modality."""
+    """L_MM + w_I CE(I I^T / tau^I) + w_T CE(T T^T / tau^T): each expert sets the temperatures of
+    its own modality."""
     embeddings = {"image": unit(N, D, seed=1), "text": unit(N, D, seed=2)}
     features = {"image": unit(N, 3, seed=9), "text": unit(N, 4, seed=8)}
     terms = temo.expert_terms(embeddings, features, 0.01, 0.01, 0.04)
@@ -90,7 +129,10 @@ def test_experts():
         assert terms[f"L_E-{kind}"].item() == pytest.approx(expected, rel=1e-9)
     assert terms["L_MM"] == temo.multimodal_loss(*embeddings.values(), 0.01)
     args = temo.parse_args(["--image-expert", "a/b", "--text-expert", "c/d"])
-    assert temo.weights_of(args, 0.5) == {"L_MM": 1.0, "L_E-image": 0.6, "L_E-text": 0.4}
+    assert temo.loss_weights(args, 0.5) == {"L_MM": 1.0, "L_E-image": 0.1, "L_E-text": 0.1}
+    for kind, weight in (("image", 0.6), ("text", 0.4)):
+        args = temo.parse_args([f"--{kind}-expert", "a/b"])
+        assert temo.loss_weights(args, 0.5) == {"L_MM": 1.0, f"L_E-{kind}": weight}
 
 
 def test_cwcl_loss():
@@ -98,44 +140,74 @@ def test_cwcl_loss():
     image, text = (unit(N, D, seed=s).requires_grad_() for s in (1, 2))
     weight = (1 + image.detach() @ image.detach().T) / 2
     log_p = (F.normalize(image, dim=1) @ F.normalize(text, dim=1).T / 0.05).log_softmax(1)
-    literal = (-(weight * log_p).sum(1) / weight.sum(1)).mean() / 2 + temo.info_nce(text, image, 0.05) / 2
+    literal = (-(weight * log_p).sum(1) / weight.sum(1)).mean() / 2 + temo.info_nce(
+        text, image, 0.05
+    ) / 2
     found = temo.cwcl_loss(image, text, 0.05)
     torch.testing.assert_close(found, literal)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, (image, text)) for loss in (found, literal)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(loss, (image, text)) for loss in (found, literal))
+    )
 
 
-# ---------------------------------------------------- runs ----------------------------------------------------------
+# ---------------------------------------------------- runs ----------------------------------------
 @pytest.fixture(scope="module")
 def paraphrased(tmp_path_factory):
     """The flags of 80 images with a caption each and three paraphrases of each caption."""
     folder = tmp_path_factory.mktemp("set")
     names = write_images(folder, range(80))
-    csv = write_rows(folder / "data.csv", ["image", "caption"], [(x, f"caption {i}") for i, x in enumerate(names)])
+    csv = write_rows(
+        folder / "data.csv",
+        ["image", "caption"],
+        [(x, f"caption {i}") for i, x in enumerate(names)],
+    )
     lines = [(f"caption {i}", [f"said {i}", f"told {i}", f"put {i}"]) for i in range(80)]
-    return ["--dataset", csv, "--paraphrases", write_rows(folder / "p.jsonl", ["caption", "paraphrases"], lines)]
+    return [
+        "--dataset",
+        csv,
+        "--paraphrases",
+        write_rows(folder / "p.jsonl", ["caption", "paraphrases"], lines),
+    ]
 
 
-STEP = ("--cpu --workers 0 --max-steps 1 --batch-size 16 --log-every 1 --row f --tau 0.2 --tau-min 0.1 --tau-alpha 0.3 "
-        "--eval-every 0 --grad-clip 0 --optimizer sgd --beta1 0 --weight-decay 0 --image-size 24").split()
+STEP = (
+    "--cpu --workers 0 --max-steps 1 --batch-size 16 --log-every 1 --row f --tau 0.2 "
+    "--tau-min 0.1 --tau-alpha 0.3 --eval-every 0 --grad-clip 0 --optimizer sgd --beta1 0 "
+    "--weight-decay 0 --image-size 24"
+).split()
 
 
-@pytest.mark.parametrize("words", ["", "--grad-augmented", "--chunk-size 5 --no-paraphrase-anchor",
-                                   "--detach-tau --similarity cosine"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--grad-augmented",
+        "--chunk-size 5 --no-paraphrase-anchor",
+        "--detach-tau --similarity cosine",
+    ],
+)
 def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path, monkeypatch):
-    """One step of plain SGD: which texts are T and T~, what is encoded without gradient, and the loss and the gradient
+    """One step of plain SGD: which texts are T and T~, what is encoded without gradient, and the
+    loss and the gradient
     by hand from the weights before it."""
     encode, text_pair, seen, texts = temo.encode, temo.text_pair, [], []
 
     def spy(model, inputs, slip):
         seen.append((torch.is_grad_enabled() and model.training, inputs["pixels"]))
         return encode(model, inputs, slip)
-    run_script(temo, tmp_path / "before", *paraphrased, *words.split(), "--lr", 0, "--lr-end", 0, base=STEP)
+
+    run_script(
+        temo, tmp_path / "before", *paraphrased, *words.split(), "--lr", 0, "--lr-end", 0, base=STEP
+    )
     monkeypatch.setattr(temo, "encode", spy)
-    monkeypatch.setattr(temo, "text_pair", lambda *a, **k: texts.append(text_pair(*a, **k)) or texts[-1])
+    monkeypatch.setattr(
+        temo, "text_pair", lambda *a, **k: texts.append(text_pair(*a, **k)) or texts[-1]
+    )
     run_script(temo, tmp_path / "after", *paraphrased, *words.split(), "--lr", 0.1, base=STEP)
 
-    # the texts: T is the caption or one of its paraphrases, T~ one of the paraphrases, of the same caption
-    (first, second), = texts
+    # the texts: T is the caption or one of its paraphrases, T~ one of the paraphrases, of the
+    # same caption
+    ((first, second),) = texts
     assert [t.split()[1] for t in first] == [t.split()[1] for t in second] and len(set(first)) == 16
     assert {t.split()[0] for t in second} == {"said", "told", "put"}
     others = set() if "--no-paraphrase-anchor" in words else {"said", "told", "put"}
@@ -143,10 +215,16 @@ def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path,
     # the forwards: I~ and T~ alone and without gradient, or with I and T
     forwards = [(grad, sorted(pixels)) for grad, pixels in seen]
     chunks = 4 if "--chunk-size" in words else 1
-    alone = [(False, [1])] * chunks + [(False, [0])] * (chunks if chunks > 1 else 0) + [(True, [0])] * chunks
+    alone = (
+        [(False, [1])] * chunks
+        + [(False, [0])] * (chunks if chunks > 1 else 0)
+        + [(True, [0])] * chunks
+    )
     assert forwards == ([(True, [0, 1])] if "--grad-augmented" in words else alone)
     # loss and gradient from the weights before the step
-    pixels = [torch.cat([views[k] for _, views in seen if k in views])[:16] for k in (0, 1)]        # (B, 3, S, S) each
+    pixels = [
+        torch.cat([views[k] for _, views in seen if k in views])[:16] for k in (0, 1)
+    ]  # (B, 3, S, S) each
     assert not torch.equal(*pixels)
     model, tokenizer, _ = common.load_model(tmp_path / "before")
     I, I2 = (F.normalize(model(x)[0], dim=1).double() for x in pixels)
@@ -159,6 +237,7 @@ def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path,
         of = of.clamp(min=1e-12) if "--similarity" in words else (1 + of) / 2
         logits = s / (0.1 + 0.3 * of.sqrt() if modulated else 0.2)
         return -(logits.diagonal() - logits.logsumexp(1)).mean()
+
     multimodal = ce(I, T, False) + ce(T, I, False) + ce(I, T, True) + ce(T, I, True)
     loss = multimodal / 4 + (ce(I, I2, True) + ce(T, T2, True)) / 2
     assert steps(tmp_path / "after")[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -171,73 +250,122 @@ def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path,
 
 def test_the_loss_is_made_of_the_terms_in_its_log(tmp_path):
     """Eq. 8 at t = steps before this one / all steps."""
-    for k, row in enumerate(few_steps(temo, tmp_path / "a", "--max-steps", 6, "--lr", 0.1, base=SMALL)):
+    for k, row in enumerate(
+        few_steps(temo, tmp_path / "a", "--max-steps", 6, "--lr", 0.1, base=SMALL)
+    ):
         t = k / 6
-        expected = (1 - t) ** 2 * row["L_MM"] + t ** 2 * (row["L_M-MM"] + row["L_M-I2I"] + row["L_M-T2T"])
+        expected = (1 - t) ** 2 * row["L_MM"] + t**2 * (
+            row["L_M-MM"] + row["L_M-I2I"] + row["L_M-T2T"]
+        )
         assert row["loss"] == pytest.approx(expected, rel=1e-4), k
 
 
 def test_the_temperature_in_the_log_is_that_of_the_step_or_the_mean_of_the_pairs(tmp_path):
     log = few_steps(temo, tmp_path / "ts", "--loss", "ts", "--max-steps", 6, base=SMALL)
-    assert [row["tau"] for row in log] == pytest.approx([temo.ts_temperature(k / 6, 0.05, 0.15) for k in range(6)])
-    for words in ("--loss dystress", "--row b"):                           # without a term at --tau
-        row, = few_steps(temo, tmp_path / words[-1], *words.split(), "--max-steps", 1, base=SMALL)
+    assert [row["tau"] for row in log] == pytest.approx(
+        [temo.ts_temperature(k / 6, 0.05, 0.15) for k in range(6)]
+    )
+    for words in ("--loss dystress", "--row b"):  # without a term at --tau
+        (row,) = few_steps(temo, tmp_path / words[-1], *words.split(), "--max-steps", 1, base=SMALL)
         assert row["tau"] == pytest.approx((row["tau_pos"] + 15 * row["tau_neg"]) / 16) != 0.1
 
 
 def test_slip_adds_its_image_loss(tmp_path, monkeypatch):
     """At weight 1 and temperature 0.1, of two views; NT-Xent, as TS has it."""
     seen, simclr_loss = [], temo.simclr_loss
-    monkeypatch.setattr(temo, "simclr_loss", lambda *args: (seen.append(args[:2]), simclr_loss(*args))[1])
-    log = few_steps(temo, tmp_path / "a", "--loss", "slip", "--no-learnable-tau", "--max-steps", 2, base=SMALL)
+    monkeypatch.setattr(
+        temo, "simclr_loss", lambda *args: (seen.append(args[:2]), simclr_loss(*args))[1]
+    )
+    log = few_steps(
+        temo, tmp_path / "a", "--loss", "slip", "--no-learnable-tau", "--max-steps", 2, base=SMALL
+    )
     for row, (z1, z2) in zip(log, seen, strict=True):
         assert not torch.allclose(z1, z2)
         assert row["loss"] == pytest.approx(row["L_MM"] + nt_xent(z1, z2, 0.1).item(), rel=1e-4)
 
 
 def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
-    train = SimpleNamespace(templates=(), streamed=False, first_captions=lambda limit: ["a cat", "a dog", "a cow"])
+    train = SimpleNamespace(
+        templates=(), streamed=False, first_captions=lambda limit: ["a cat", "a dog", "a cow"]
+    )
     lines = [("a cat", ["x"]), ("a dog", ["x"])]
     some = common.Paraphrases(write_rows(tmp_path / "p.jsonl", ["caption", "paraphrases"], lines))
-    assert common.text_words(train, None, True, temo.CC3M["recipe"]).startswith("WARNING: NOT THE PAPER'S T~")
-    assert "; 1 of the first 3 have none" in common.text_words(train, some, True, temo.CC3M["recipe"])
+    assert common.text_words(train, None, True, temo.CC3M["recipe"]).startswith(
+        "WARNING: NOT THE PAPER'S T~"
+    )
+    assert "; 1 of the first 3 have none" in common.text_words(
+        train, some, True, temo.CC3M["recipe"]
+    )
     assert "WARNING" not in common.text_words(train, None, True, temo.OWN["recipe"])
 
 
-# ---------------------------------------------------- pictures ------------------------------------------------------
+# ---------------------------------------------------- pictures ------------------------------------
 def test_zero_shot_along_training(tmp_path):
-    """Fig. 7: a set with classes and no captions gives top-1 by prompts in the log and the summary; emoji has none."""
+    """Fig. 7: a set with classes and no captions gives top-1 by prompts in the log and the summary;
+    emoji has none."""
     for split, numbers in (("train", range(12)), ("val", range(12, 21)), ("test", range(21, 30))):
         for c, name in enumerate(("apple", "pear_tree", "zebra")):
             write_images(tmp_path / "classes" / split / name, [i for i in numbers if i % 3 == c])
     flags = "--cpu --workers 0 --max-steps 2 --batch-size 16 --eval-every 1 --image-size 16".split()
-    summary = run_script(temo, tmp_path / "r", *flags, "--eval-datasets", tmp_path / "classes", "emoji")
-    logged = [json.loads(line).get("eval", {}) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
-    assert ["zero-shot" in of.get(str(tmp_path / "classes"), ()) for of in logged if of] == [True] * 3  # steps 0, 1, 2
+    summary = run_script(
+        temo, tmp_path / "r", *flags, "--eval-datasets", tmp_path / "classes", "emoji"
+    )
+    logged = [
+        json.loads(line).get("eval", {})
+        for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert ["zero-shot" in of.get(str(tmp_path / "classes"), ()) for of in logged if of] == [
+        True
+    ] * 3  # steps 0, 1, 2
     assert "top1" in summary["test"][str(tmp_path / "classes")]["zero-shot"]
     assert "zero-shot" not in summary["test"]["emoji"]
 
 
 def test_the_threshold_of_figures_4_and_5():
-    """The first cosine above the negatives' mode where positives are denser; none if the two are alike."""
+    """The first cosine above the negatives' mode where positives are denser; none if the two are
+    alike."""
     image, noise = unit(300, 64, seed=1), unit(300, 64, seed=2)
-    pieces = {"image": image, "text": F.normalize(image + noise), "owner": list(range(300)),
-              "positives": torch.arange(300)[:, None]}                     # cosines of pairs about 0.7, of others 0
+    pieces = EvaluationPieces(
+        image=image,
+        text=F.normalize(image + noise),
+        owner=np.arange(300),
+        positives=torch.arange(300)[:, None],
+    )  # cosines of pairs about 0.7, of others 0
     found = figures.base.similarity_histograms(pieces)
     low = found["edges"].index(found["threshold"])
     assert 0.2 < found["threshold"] < 0.65 and found["positive"][low] > found["negative"][low]
     assert found["positive"][low - 1] <= found["negative"][low - 1]
-    assert figures.base.similarity_histograms(pieces | {"text": -image})["threshold"] is None
+    opposite = dataclasses.replace(pieces, text=-image)
+    assert figures.base.similarity_histograms(opposite)["threshold"] is None
 
 
 def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch):
-    """Its modulated_temperature gives the columns of the log and what is drawn; a column of its own has a panel."""
-    own = fork(temo, tmp_path, "return tau_min + tau_alpha * ((1 + sim) / 2).clamp(min=1e-8).sqrt()",
-               "return tau_min + tau_alpha + 0 * sim")
-    own = fork(own, tmp_path, 'return numbers | {"tau_pos"', 'return numbers | {"mine": 7.0, "tau_pos"')
+    """Its modulated_temperature gives the columns of the log and what is drawn; a column of its own
+    has a panel."""
+    own = fork(
+        temo,
+        tmp_path,
+        "return tau_min + tau_alpha * ((1 + sim) / 2).clamp(min=1e-8).sqrt()",
+        "return tau_min + tau_alpha + 0 * sim",
+    )
+    own = fork(
+        own,
+        tmp_path,
+        'columns["tau_pos"] = tau_pos',
+        'columns["tau_pos"], columns["mine"] = tau_pos, 7.0',
+    )
     drawn = []
     monkeypatch.setattr(figures.base, "save_figure", lambda *args: drawn.append(args))
     run_script(own, tmp_path / "fork", "--max-steps", 2, base=SMALL, pictures=True)
     lines = {line.get_label(): list(line.get_ydata()) for line in panel(drawn, "(Fig. 2)").lines}
-    assert lines == {f"{name} pairs": [pytest.approx(0.15, abs=1e-6)] * 2 for name in ("positive", "negative")}
+    assert lines == {
+        f"{name} pairs": [pytest.approx(0.15, abs=1e-6)] * 2 for name in ("positive", "negative")
+    }
     assert list(panel(drawn, "mine").lines[0].get_ydata()) == [7, 7]
+
+
+@pytest.mark.parametrize("progress", [-0.1, 1.01, float("nan")])
+def test_progress_is_a_part_of_the_run(progress):
+    image, text = torch.randn(2, 4, 8)
+    with pytest.raises(ValueError, match=r"give step / all steps, 0\.\.1"):
+        temo.temo_loss(image, text, image, text, progress)

@@ -1,9 +1,10 @@
-"""tools/: figures have the numbers of the runs' results and embeddings; an exported run is the same in open_clip."""
+"""tools/: figures have the numbers of the runs; an exported run is the same in open_clip."""
 
 import math
 
 import common
-from contrastive.engine.processes import UserError, read_json, write_json
+from contrastive.core.files import read_json, write_json
+from contrastive.core.processes import UserError
 
 import numpy as np
 import pytest
@@ -15,16 +16,34 @@ import mama
 import ncl
 import temo
 import temperature_schedules
-from helpers import picture, run_script, steps, write_captions, write_files, write_images, write_rows
+from helpers import (
+    picture,
+    run_script,
+    steps,
+    write_captions,
+    write_files,
+    write_images,
+    write_rows,
+)
 from tools import figures as several
 from tools import score
 from tools.export import export
 
-SMALL = "--cpu --batch-size 32 --image-size 16 --embed-dim 16 --log-every 1 --eval-every 0 --workers 0".split()
+SMALL = [
+    *"--cpu --batch-size 32 --image-size 16 --embed-dim 16 --log-every 1".split(),
+    *"--eval-every 0 --workers 0".split(),
+]
 CLIPS = "--dataset moving-emoji --clips 64 24 24 --max-steps 4 --lr 0.01"
-RUNS = {"infonce": (temo, f"{CLIPS} --loss infonce"), "temo": (temo, CLIPS), "ncl": (ncl, CLIPS),
-        "ts": (temperature_schedules,
-               "--dataset emoji-scenes --scenes 9 2 2 --imbalance-ratio 3 --max-steps 2 --train-features augmented")}
+RUNS = {
+    "infonce": (temo, f"{CLIPS} --loss infonce"),
+    "temo": (temo, CLIPS),
+    "ncl": (ncl, CLIPS),
+    "ts": (
+        temperature_schedules,
+        "--dataset emoji-scenes --scenes 9 2 2 --imbalance-ratio 3 --max-steps 2 "
+        "--train-features augmented",
+    ),
+}
 TEMO, NCL = ("infonce", "temo"), ("infonce", "ncl")
 
 
@@ -32,19 +51,26 @@ TEMO, NCL = ("infonce", "temo"), ("infonce", "ncl")
 def runs(tmp_path_factory):
     """{name: (folder, summary)}."""
     place = tmp_path_factory.mktemp("runs")
-    return {name: (place / name, run_script(script, place / name, *flags.split(), base=SMALL))
-            for name, (script, flags) in RUNS.items()}
+    return {
+        name: (place / name, run_script(script, place / name, *flags.split(), base=SMALL))
+        for name, (script, flags) in RUNS.items()
+    }
 
 
 @pytest.fixture
 def draw(runs, tmp_path, capsys):
     """Function of a figure, names of runs or folders, and flags -> the lines that it prints."""
+
     def drawn(figure, names, *flags):
-        out, folders = tmp_path / f"{figure}.png", [str(runs[name][0] if name in runs else name) for name in names]
+        out, folders = (
+            tmp_path / f"{figure}.png",
+            [str(runs[name][0] if name in runs else name) for name in names],
+        )
         capsys.readouterr()
         several.main([figure, *folders, "--out", str(out), *flags])
         assert out.stat().st_size > 5000
         return capsys.readouterr().out.splitlines()
+
     return drawn
 
 
@@ -55,34 +81,45 @@ def test_results_and_logs_are_those_of_the_runs(runs, draw):
     knn = tests["infonce"]["knn@1"]["mean_per_class"]
     assert f"mean per class, % (Fig. 3), moving-emoji kNN@1, infonce: {knn:.3f}" in said
     error = tests["ncl"]["normalize"]["queue"]["error"]["text_to_image"]
-    assert f"normalisation error (Fig. 2), moving-emoji text to image, queue, ncl: {error:.3f}" in draw("errors", NCL)
+    assert (
+        f"normalisation error (Fig. 2), moving-emoji text to image, queue, ncl: {error:.3f}"
+        in draw("errors", NCL)
+    )
     said, logged = draw("temperatures", TEMO), steps(runs["temo"][0])
-    assert f"negative pairs (Fig. 2), temo: {logged[0]['tau_neg']:.4f} first, {logged[-1]['tau_neg']:.4f} last" in said
+    first, last = logged[0]["tau_neg"], logged[-1]["tau_neg"]
+    assert f"negative pairs (Fig. 2), temo: {first:.4f} first, {last:.4f} last" in said
     of_class = tests["ts"]["knn@1"]["mean_per_class"]
-    assert draw("tails", ["ts"])[0].startswith(f"ts: mean of classes {of_class:.1f} %; by class, largest first: ")
+    assert draw("tails", ["ts"])[0].startswith(
+        f"ts: mean of classes {of_class:.1f} %; by class, largest first: "
+    )
 
 
 def test_pairs_queries_and_modalities_by_hand(runs, draw):
-    pieces = {name: several.pieces_of(runs[name][0]) for name in {*TEMO, *NCL}}
-    cosines = {name: F.cosine_similarity(p["text"], p["image"][p["owner"]]) for name, p in pieces.items()}
-    said, worst = draw("false-positives", TEMO), int((cosines["infonce"] - cosines["temo"]).argmax())
+    pieces = {name: several.read_pieces(runs[name][0]) for name in {*TEMO, *NCL}}
+    cosines = {
+        name: F.cosine_similarity(p.text, p.image[p.owner]) for name, p in pieces.items()
+    }
+    said, worst = (
+        draw("false-positives", TEMO),
+        int((cosines["infonce"] - cosines["temo"]).argmax()),
+    )
     expected = ", ".join(f"{name} {cosines[name][worst]:.2f}" for name in TEMO)
-    assert said[0] == f"{expected}: {pieces['temo']['texts'][worst]}" and len(said) == 6
+    assert said[0] == f"{expected}: {pieces['temo'].texts[worst]}" and len(said) == 6
     assert [line.split(":")[0] for line in draw("similarities", TEMO)[:2]] == [*TEMO]
 
     for line, name in zip(draw("queries", NCL), NCL):
         p = pieces[name]
-        sim = F.normalize(p["text"], dim=1) @ F.normalize(p["image"], dim=1).T + p["bias"]
-        total = F.softmax(sim / p["gamma"], 1).sum(0) * sim.shape[1] / sim.shape[0]
+        sim = F.normalize(p.text, dim=1) @ F.normalize(p.image, dim=1).T + p.bias
+        total = F.softmax(sim / p.gamma, 1).sum(0) * sim.shape[1] / sim.shape[0]
         fair = 100 * ((total > 0.5) & (total < 1.5)).float().mean()
         assert line.startswith(f"{name}: {fair:.1f} %")
-    assert torch.is_tensor(pieces["ncl"]["bias"]) and pieces["infonce"]["bias"] == 0.0
-    x = F.normalize(pieces["ncl"]["text"][::3], dim=1)                     # the first caption of each clip
+    assert torch.is_tensor(pieces["ncl"].bias) and pieces["infonce"].bias == 0.0
+    x = F.normalize(pieces["ncl"].text[::3], dim=1)  # the first caption of each clip
     within = (x @ x.T)[~torch.eye(len(x), dtype=torch.bool)].mean()
     assert draw("modalities", NCL)[1].startswith(f"ncl: text-text {within:.3f}, ")
 
 
-# ------------------------------------------------------- export -------------------------------------------------------
+# ------------------------------------------------------- export -----------------------------------
 TEXTS = ["picture number 3, take 0", "another one", "a photo of a zebra"]
 
 
@@ -90,19 +127,31 @@ TEXTS = ["picture number 3, take 0", "another one", "a photo of a zebra"]
 def exported(tmp_path_factory, tiny):
     """Function of flags -> a run of one step on own pictures, a tiny timm tower and a tiny BERT."""
     folder = tmp_path_factory.mktemp("export")
-    base = [*"--cpu --workers 0 --batch-size 4 --max-steps 1 --embed-dim 8 --no-pretrained --eval-every 0".split(),
-            "--dataset", write_captions(folder / "set", 24), "--text-encoder", tiny("bert")[0],
-            *"--image-size 160 --loss infonce --image-encoder".split()]
+    base = [
+        *"--cpu --workers 0 --batch-size 4 --max-steps 1 --embed-dim 8".split(),
+        *"--no-pretrained --eval-every 0".split(),
+        "--dataset",
+        write_captions(folder / "set", 24),
+        "--text-encoder",
+        tiny("bert")[0],
+        *"--image-size 160 --loss infonce --image-encoder".split(),
+    ]
 
     def made(*flags):
         run = folder / str(len([*folder.iterdir()]))
         run_script(temo, run, *base, *flags)
         return run
+
     return made
 
 
-@pytest.mark.parametrize("image, more", [("test_vit", ["--learnable-tau"]),
-                                         ("test_resnet", ["--text-pooling", "mean", "--eval-resize", "squash"])])
+@pytest.mark.parametrize(
+    "image, more",
+    [
+        ("test_vit", ["--learnable-tau"]),
+        ("test_resnet", ["--text-pooling", "mean", "--eval-resize", "squash"]),
+    ],
+)
 def test_open_clip_s_embeddings_are_ours(image, more, exported, tmp_path):
     open_clip = pytest.importorskip("open_clip", reason="pip install open_clip_torch")
     folder = exported(image, *more)
@@ -111,79 +160,134 @@ def test_open_clip_s_embeddings_are_ours(image, more, exported, tmp_path):
     tokenize = open_clip.get_tokenizer(f"local-dir:{tmp_path / 'out'}")
     ours, tokenizer, transform = common.load_model(folder)
     theirs.eval()
-    same, larger = (Image.fromarray(picture(7, height, width)) for height, width in ((160, 160), (250, 320)))
+    same, larger = (
+        Image.fromarray(picture(7, height, width)) for height, width in ((160, 160), (250, 320))
+    )
     torch.testing.assert_close(preprocess(same), transform(same), rtol=0, atol=1e-5)
-    assert (preprocess(larger) - transform(larger)).abs().max() < 2.5 / 255 / min(transform.std)    # PIL's own rounding
+    assert (preprocess(larger) - transform(larger)).abs().max() < 2.5 / 255 / min(
+        transform.std
+    )  # PIL's own rounding
     with torch.no_grad():
         pixels = torch.stack([transform(same), transform(larger)])
-        for got, wanted in ((theirs.encode_image(pixels), ours(pixels)[0]),
-                            (theirs.encode_text(tokenize(TEXTS)), ours(tokens=tokenizer(TEXTS))[1])):
+        for got, wanted in (
+            (theirs.encode_image(pixels), ours(pixels)[0]),
+            (theirs.encode_text(tokenize(TEXTS)), ours(tokens=tokenizer(TEXTS))[1]),
+        ):
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
             assert got.abs().max() > 1e-2
     assert theirs.logit_scale.exp().item() == pytest.approx(1 / steps(folder)[-1]["tau"], rel=1e-4)
     card = (tmp_path / "out" / "README.md").read_text()
-    value, = (of["text_to_image"]["R@1"] for of in read_json(folder / "summary.json")["test"].values())
-    assert "captions.csv; licence: that of your own data" in card and f"text_to_image/R@1 | {value:.4g} |" in card
+    (value,) = (
+        of["text_to_image"]["R@1"] for of in read_json(folder / "summary.json")["test"].values()
+    )
+    assert (
+        "captions.csv; licence: that of your own data" in card
+        and f"text_to_image/R@1 | {value:.4g} |" in card
+    )
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["resnet18-cifar", "--image-size", 32], "resnet18-cifar is none of timm's"),
-    (["test_vit", "--image-size", 32], "test_vit at --image-size 32 differs from timm's own"),
-    (["test_vit", "--text-encoder", "small"], "texts read by small, not one of")])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["resnet18-cifar", "--image-size", 32], "resnet18-cifar is none of timm's"),
+        (["test_vit", "--image-size", 32], "test_vit at --image-size 32 differs from timm's own"),
+        (["test_vit", "--text-encoder", "small"], "texts read by small, not one of"),
+        (["test_vit", "--projection-bias"], "--projection-bias"),
+    ],
+)
 def test_what_open_clip_cannot_express_is_refused(flags, words, exported, tmp_path):
     with pytest.raises(ValueError, match=words):
         export(exported(*flags), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-# ---------------------------------------------------- MAMA's margins and concepts -----------------------------------
-MAMA = "--cpu --clips 64 16 16 --batch-size 16 --log-every 1 --eval-every 0 --weighting none --max-steps 2".split()
+# ---------------------------------------------------- MAMA's margins and concepts -----------------
+MAMA = [
+    *"--cpu --clips 64 16 16 --batch-size 16 --log-every 1 --eval-every 0".split(),
+    *"--weighting none --max-steps 2".split(),
+]
 
 
 def folder_of(path, val=10.0, **flags):
     """What tools.figures margins reads of a finished run."""
-    args = dict(margin_schedule="logistic", a0=2.0, a1=10.0, a2=0.1, seed=0, task="retrieval", dataset="set", tau=0.1)
-    return write_files(path, {
-        "args.json": args | {"run_name": path.name, "changed": [path.name]} | flags,
-        "summary.json": {"val": {"set": {"text_to_image": {"R@1": val}, "accuracy": val + 1}}}})
+    args = dict(
+        margin_schedule="logistic",
+        a0=2.0,
+        a1=10.0,
+        a2=0.1,
+        seed=0,
+        task="retrieval",
+        dataset="set",
+        tau=0.1,
+    )
+    return write_files(
+        path,
+        {
+            "args.json": args | {"run_name": path.name, "changed": [path.name]} | flags,
+            "summary.json": {"val": {"set": {"text_to_image": {"R@1": val}, "accuracy": val + 1}}},
+        },
+    )
 
 
 def test_margins_of_several_runs(tmp_path, draw):
-    said = "\n".join(draw("margins", [
-        folder_of(tmp_path / "none", 5, margin_schedule="none"), folder_of(tmp_path / "one", 10),
-        folder_of(tmp_path / "two", 20, seed=1), folder_of(tmp_path / "wide", 8, a0=4.0),
-        folder_of(tmp_path / "slow", 9, a2=0.01), folder_of(tmp_path / "still", 12, margin_schedule="constant")]))
+    said = "\n".join(
+        draw(
+            "margins",
+            [
+                folder_of(tmp_path / "none", 5, margin_schedule="none"),
+                folder_of(tmp_path / "one", 10),
+                folder_of(tmp_path / "two", 20, seed=1),
+                folder_of(tmp_path / "wide", 8, a0=4.0),
+                folder_of(tmp_path / "slow", 9, a2=0.01),
+                folder_of(tmp_path / "still", 12, margin_schedule="constant"),
+            ],
+        )
+    )
     over = "margin (Fig. 4, left), a2 = 0.1: "
     assert f"{over}0: 5.00 (1 runs)\n" in said and f"{over}0.2: 15.00 (2 runs)\n" in said
     assert f"{over}0.4: 8.00" in said and "(Fig. 4, left), constant: 0.2: 12.00" in said
-    assert "middle), mu = 0.2: 0.01: 9.00" in said and "middle), mu = 0.2: 0.1: 15.00 (2 runs)" in said
+    assert (
+        "middle), mu = 0.2: 0.01: 9.00" in said and "middle), mu = 0.2: 0.1: 15.00 (2 runs)" in said
+    )
 
 
 def test_queries_without_a_class_are_no_concept(tmp_path):
-    """Class -1 is no name of the last class; further pairs, which have no classes, take none away."""
+    """Class -1 is not the last class; further pairs, which have no classes, take none away."""
     splits = ["train"] * 10 + ["val"] * 2 + ["test"] * 6
-    rows = [(name, f"words {k}", "" if k in (9, 14) else "ab"[k % 2], splits[k])
-            for k, name in enumerate(write_images(tmp_path, range(18)))]
+    rows = [
+        (name, f"words {k}", "" if k in (9, 14) else "ab"[k % 2], splits[k])
+        for k, name in enumerate(write_images(tmp_path, range(18)))
+    ]
     write_rows(tmp_path / "own.csv", ["image", "caption", "label", "split"], rows)
     more = [(f"b/{name}", "x") for name in write_images(tmp_path / "b", range(30, 50))]
     write_rows(tmp_path / "more.csv", ["image", "caption"], more)
     own = ["--dataset", tmp_path / "own.csv", "--extra-pairs", tmp_path / "more.csv"]
     run_script(mama, tmp_path / "r", *own, base=MAMA)
-    found, right, share, keys = several.hits(tmp_path / "r")
-    assert sorted(found) == ["a", "a", "b", "b", "b"] and len(keys) == len(right) == 5 and "014.png" not in keys
+    found, right, share, keys = several.read_hits(tmp_path / "r")
+    assert (
+        sorted(found) == ["a", "a", "b", "b", "b"]
+        and len(keys) == len(right) == 5
+        and "014.png" not in keys
+    )
     assert share == {"a": 0.5, "b": 0.4}
 
 
 def test_gain_by_concept(tmp_path, draw):
     base, other = np.array([0, 1, 0, 0, 1.0]), np.array([1, 1, 0, 1, 0.0])
-    found = several.gains(np.array(["a", "a", "a", "b", "c"]), base, other, {"a": 0.5, "b": 0.3, "c": 0.2})
+    found = several.gains(
+        np.array(["a", "a", "a", "b", "c"]), base, other, {"a": 0.5, "b": 0.3, "c": 0.2}
+    )
     assert found == [(0.5, 1, 2, 3, "a"), (0.3, 0, 1, 1, "b"), (0.2, 1, 0, 1, "c")]
-    assert [several.relative(a, b) for _, a, b, *_ in found] == [100, pytest.approx(math.nan, nan_ok=True), -100]
+    assert [several.relative(a, b) for _, a, b, *_ in found] == [
+        100,
+        pytest.approx(math.nan, nan_ok=True),
+        -100,
+    ]
     assert [(name, g) for name, *_, g in several.thirds(found)] == [("frequent", 100), ("rare", 0)]
     summary = run_script(mama, tmp_path / "run", base=MAMA)
     run_script(mama, tmp_path / "other", "--margin-schedule", "none", base=MAMA)
     draw("concepts", [tmp_path / "run", tmp_path / "other"], "--topics", "2")
-    _, hits, share, _ = several.hits(tmp_path / "run")
+    _, hits, share, _ = several.read_hits(tmp_path / "run")
     ours = summary["test"]["moving-emoji"]["text_to_image"]["R@1"]
     assert 100 * hits.mean() == pytest.approx(ours) and sum(share.values()) == pytest.approx(1)
 
@@ -195,9 +299,10 @@ def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path, draw):
     run_script(mama, two, *"--clips 64 24 9".split(), base=MAMA)
     margins = [folder_of(tmp_path / "a"), folder_of(tmp_path / "b", tau=0.2)]
     for says, figure, names in (
-            ("less: its test captions are not those of temo", "similarities", ["temo", less]),
-            ("its test queries and their concepts are not those of", "concepts", [one, two]),
-            (r"differ in --tau \(0.2, 0.1\)", "margins", margins)):
+        ("less: its test captions are not those of temo", "similarities", ["temo", less]),
+        ("its test queries and their concepts are not those of", "concepts", [one, two]),
+        (r"differ in --tau \(0.2, 0.1\)", "margins", margins),
+    ):
         with pytest.raises(UserError, match=says):
             draw(figure, names)
 
@@ -206,6 +311,8 @@ def test_scores_are_of_a_clip_s_own_captions(tmp_path):
     """Whatever captions the run has swapped, and with a row for each of them."""
     args = vars(mama.parse_args([*MAMA, "--caption-noise", "0.9", "--unfold-captions"]))
     write_json(tmp_path / "args.json", args)
-    data = score.data_of(tmp_path, "train")
+    data = score.open_split(tmp_path, "train")
     clean = common.load_data("moving-emoji", "train", clips=args["clips"])
-    assert data.column("captions") == clean.column("captions") and list(data.keys()) == list(clean.keys())
+    assert data.column("captions") == clean.column("captions") and list(data.keys()) == list(
+        clean.keys()
+    )

@@ -1,4 +1,4 @@
-"""What only a card would show, on the CPU; and training on a card that is not there: steps do not wait for it."""
+"""What only a GPU would show, on the CPU; training on a GPU that is not there: no step waits."""
 
 import collections
 import contextlib
@@ -14,11 +14,13 @@ import common
 from contrastive.data.batches import SLICE
 from contrastive.encoders import base
 from contrastive.engine import run as engine
-from contrastive.engine.processes import flatten, read_json, set_up
+from contrastive.core.files import flatten, read_json
+from contrastive.core.processes import set_up
 from contrastive.engine.run import Run
 from contrastive.evaluation.by_class import class_metrics
 from contrastive.evaluation.clusters import head_mid_tail
-from contrastive.evaluation.retrieval import mir_of, retrieval_both_ways
+from contrastive.evaluation.pieces import EvaluationPieces
+from contrastive.evaluation.retrieval import multi_instance_retrieval, retrieval_both_ways
 
 import accelerate
 import numpy as np
@@ -35,36 +37,58 @@ import mama
 import ncl
 from helpers import of_set, run_script, steps, unit
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of a card that torch does not find
+pytestmark = pytest.mark.filterwarnings("ignore")  # of a GPU that torch does not find
 ROOT, aten = str(Path(__file__).parents[1]), torch.ops.aten
-CARD, META = torch.device("cuda", 0), torch.device("meta")  # a card that is not there: its tensors are meta tensors
-VALUES = {aten._local_scalar_dense.default, aten.equal.default}  # .item(), bool(), .tolist(), torch.equal
-SHAPES = {aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.bincount.default,
-          aten.repeat_interleave.Tensor}  # their shapes are values of the card
-INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-TOY = [*"--dataset moving-emoji --clips 48 16 16 --image-size 16 --frames 2 --batch-size 16 --max-steps 5".split(),
-       *"--log-every 4 --eval-every 0 --save-every 0 --workers 0 --cpu".split()]
+# a GPU that is not there: its tensors are meta tensors
+GPU, META = torch.device("cuda", 0), torch.device("meta")
+VALUES = {
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+}  # .item(), bool(), .tolist(), torch.equal
+SHAPES = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.bincount.default,
+    aten.repeat_interleave.Tensor,
+}  # their shapes are values of the GPU
+INDEX = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
+TOY = [
+    *"--dataset moving-emoji --clips 48 16 16 --image-size 16 --frames 2 --batch-size 16".split(),
+    *"--max-steps 5 --log-every 4 --eval-every 0 --save-every 0 --workers 0 --cpu".split(),
+]
 
 
 class Names(TorchFunctionMode):
-    """`cuda` in any call becomes `meta`, and a meta tensor says that it lies on `cuda`: the card's branches run."""
+    """`cuda` in any call becomes `meta`, and a meta tensor says that it lies on `cuda`.
+
+    So the branches of the GPU run.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__name__", "") == "pin_memory":
             args[0].pinned_here = True
             return args[0]
-        args, kwargs = tree_map_only(torch.device, lambda x: META if x.type == "cuda" else x, (args, kwargs or {}))
+        args, kwargs = tree_map_only(
+            torch.device, lambda x: META if x.type == "cuda" else x, (args, kwargs or {})
+        )
         found = function(*args, **kwargs)
         if function == torch.Tensor.device.__get__ and found.type == "meta":
-            return CARD
+            return GPU
         return args[0].is_meta if function == torch.Tensor.is_cuda.__get__ else found
 
 
 class Waits(TorchDispatchMode):
-    """Sees every operation, forward and backward; what is read from the card is zero or one.
+    """Sees every operation, forward and backward; what is read from the GPU is zero or one.
 
-    waits: {(for what, operation, file:line): times} while `on`; collectives: [(steps done, on the card?)];
-    products: [on the card?] of matrices."""
+    waits: {(for what, operation, file:line): times} while `on`; collectives: [(steps done, on the
+    GPU?)]; products: [on the GPU?] of matrices.
+    """
 
     def __init__(self):
         super().__init__()
@@ -77,15 +101,24 @@ class Waits(TorchDispatchMode):
 
     def place(self):
         """file:line of the innermost line of ours outside this file."""
-        ours = [f for f in traceback.extract_stack() if f.filename.startswith(ROOT) and f.filename != __file__]
+        ours = [
+            f
+            for f in traceback.extract_stack()
+            if f.filename.startswith(ROOT) and f.filename != __file__
+        ]
         last = [f for f in ours if "site-packages" not in f.filename][-1]
         return f"{Path(last.filename).name}:{last.lineno}"
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function.__name__
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        there, here = [x for x in tensors if x.is_meta], [x for x in tensors if x.ndim and not x.is_meta]
-        by_mask = function in INDEX and any(x is not None and x.dtype == torch.bool for x in args[1])
+        there, here = (
+            [x for x in tensors if x.is_meta],
+            [x for x in tensors if x.ndim and not x.is_meta],
+        )
+        by_mask = function in INDEX and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
         if function is aten.mm.default:
             self.products.append(args[0].is_meta)
         if function.namespace == "c10d":
@@ -100,67 +133,104 @@ class Waits(TorchDispatchMode):
             host = tree_map_only(torch.Tensor, lambda x: torch.ones_like(x, device="cpu"), args)
             return tree_map_only(torch.Tensor, lambda x: x.to(META), function(*host, **kwargs))
         elif there and here and function in INDEX:
-            self.note("a copy to the card", name)
+            self.note("a copy to the GPU", name)
         elif there and here:
-            raise AssertionError(f"{function}: a tensor of the host among those of the card, {self.place()}")
+            raise AssertionError(
+                f"{function}: a tensor of the host among those of the GPU, {self.place()}"
+            )
         return function(*args, **kwargs)
 
     def copy(self, function, args, kwargs):
-        """A copy between the places waits unless it is told not to, and to the card unless its memory is pinned."""
+        """A copy waits unless it is told not to, and to the GPU unless its memory is pinned."""
         into = function is aten.copy_.default
-        source, to = (args[1], args[0].device) if into else (args[0], kwargs.get("device") or args[0].device)
+        source, to = (
+            (args[1], args[0].device) if into else (args[0], kwargs.get("device") or args[0].device)
+        )
         soon = args[2:] == (True,) if into else kwargs.get("non_blocking")
         if source.is_meta and to.type == "cpu":
             if not soon:
-                self.note("a copy from the card", function.__name__)
+                self.note("a copy from the GPU", function.__name__)
             made = torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
             return args[0].copy_(made) if into else made
-        if not source.is_meta and to.type == "meta" and not (soon and hasattr(source, "pinned_here")):
-            self.note("a copy to the card", function.__name__)
+        if (
+            not source.is_meta
+            and to.type == "meta"
+            and not (soon and hasattr(source, "pinned_here"))
+        ):
+            self.note("a copy to the GPU", function.__name__)
         return function(*args, **kwargs)
 
 
-# ----------------------------------------------------- half precision, TF32 ------------------------------------------
+# ----------------------------------------------------- half precision, TF32 -----------------------
 def test_compiled_in_half_precision_on_two_processes(tmp_path):
     """With the look-ahead through the compiled encoders."""
+
     def work(_):
-        torch.compile = functools.partial(torch.compile, backend="eager")  # inductor's C++ takes minutes to compile
-        run_script(mama, tmp_path / "run", *"--compile --mixed-precision bf16 --meta-size 4".split(),
-                   *"--meta-batch-size 2 --max-steps 2 --log-every 1".split(), base=TOY)
+        torch.compile = functools.partial(
+            torch.compile, backend="eager"
+        )  # inductor's C++ takes minutes to compile
+        run_script(
+            mama,
+            tmp_path / "run",
+            *"--compile --mixed-precision bf16 --meta-size 4".split(),
+            *"--meta-batch-size 2 --max-steps 2 --log-every 1".split(),
+            base=TOY,
+        )
+
     ended = launch.ranks(tmp_path, work)
     assert [code for code, _ in ended] == [0, 0], ended
     numbers = flatten(read_json(tmp_path / "run" / "summary.json")["test"]).values()
-    assert all(math.isfinite(x) for x in numbers if isinstance(x, float)) and len(steps(tmp_path / "run")) == 2
+    assert (
+        all(math.isfinite(x) for x in numbers if isinstance(x, float))
+        and len(steps(tmp_path / "run")) == 2
+    )
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
 def test_tf32_is_for_the_encoders_and_never_for_the_loss(chunk, monkeypatch):
-    """There and back, of a step of two encoders and an InfoNCE; what stands in for the accelerator is on a card."""
+    """There and back, of two encoders and an InfoNCE; the accelerator's stand-in is on a GPU."""
     monkeypatch.setattr(common, "random_state", lambda device: None)
     monkeypatch.setattr(common, "set_random_state", lambda state, device: None)
-    card = Namespace(device=torch.device("cuda"), backward=torch.Tensor.backward,
-                     no_sync=lambda model: contextlib.nullcontext())
+    accelerator = Namespace(
+        device=torch.device("cuda"),
+        backward=torch.Tensor.backward,
+        no_sync=lambda model: contextlib.nullcontext(),
+    )
     w, seen = torch.randn(2, 5, 4, requires_grad=True), set()
 
     def watched(part, x):
         """x, where it is computed and where its gradient is."""
         seen.add((part, torch.backends.cuda.matmul.allow_tf32))
         if x.requires_grad:
-            x.register_hook(lambda _: seen.add((f"{part}, back", torch.backends.cuda.matmul.allow_tf32)))
+            x.register_hook(
+                lambda _: seen.add((f"{part}, back", torch.backends.cuda.matmul.allow_tf32))
+            )
         return x
-    chunks = common.Chunks(lambda inputs: tuple(watched("encoder", inputs["x"] @ u) for u in w), torch.nn.Identity(),
-                           card, chunk)
+
+    chunks = common.Chunks(
+        lambda inputs: tuple(watched("encoder", inputs["x"] @ u) for u in w),
+        torch.nn.Identity(),
+        accelerator,
+        chunk,
+    )
     image, text = chunks.encode({"x": torch.randn(6, 5)})
     logits = watched("loss", common.normalize(image) @ common.normalize(text).T / 0.05)
-    own, = torch.autograd.grad(logits.sum(), image, retain_graph=True)     # as MAMA's weights ask
+    (own,) = torch.autograd.grad(logits.sum(), image, retain_graph=True)  # as MAMA's weights ask
     chunks.backward(torch.nn.functional.cross_entropy(logits, torch.arange(6)) + own.sum() * 0)
-    assert seen == {("encoder", True), ("encoder, back", True), ("loss", False), ("loss, back", False)}
+    assert seen == {
+        ("encoder", True),
+        ("encoder, back", True),
+        ("loss", False),
+        ("loss, back", False),
+    }
     assert w.grad is not None and not torch.backends.cuda.matmul.allow_tf32
 
 
 def test_a_container_s_tf32_reaches_no_loss(monkeypatch):
     """NVIDIA's images ask for it by a variable, which torch reads when it is imported."""
-    made = Namespace(distributed_type=accelerate.state.DistributedType.NO, device=torch.device("cuda"))
+    made = Namespace(
+        distributed_type=accelerate.state.DistributedType.NO, device=torch.device("cuda")
+    )
     monkeypatch.setattr(accelerate, "Accelerator", lambda **_: made)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     with common.tf32():
@@ -168,10 +238,12 @@ def test_a_container_s_tf32_reaches_no_loss(monkeypatch):
         assert torch.get_float32_matmul_precision() == "highest" and torch.backends.cudnn.benchmark
 
 
-# ----------------------------------------------------- layouts, slices ----------------------------------------------
+# ----------------------------------------------------- layouts, slices ----------------------------
 def test_synchronised_norms_keep_the_activations_inside_them(monkeypatch):
     """timm's BatchNormAct2d has the activation of its block; torch's own conversion drops it."""
-    encoder = common.VisionEncoder("tf_efficientnet_lite0", 8, pretrained=False, image_size=32).eval()
+    encoder = common.VisionEncoder(
+        "tf_efficientnet_lite0", 8, pretrained=False, image_size=32
+    ).eval()
     x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     before, names = encoder(x)[1], list(encoder.state_dict())
     monkeypatch.setattr(base, "world", lambda: 2)
@@ -183,58 +255,89 @@ def test_synchronised_norms_keep_the_activations_inside_them(monkeypatch):
     torch.testing.assert_close(converted(x)[1], before)
 
 
-class OnCard(torch.Tensor):
-    """A tensor of the CPU that says that it is on a card."""
+class OnGPU(torch.Tensor):
+    """A tensor of the CPU that says that it is on a GPU."""
+
     is_cuda = True
 
 
-def test_views_of_a_card_are_the_same_to_the_bit():
-    """A card changes all samples in place of some, and so many frames at a time."""
-    clips = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (300, 2, 3, 32, 32), dtype=np.uint8))
+def test_views_of_a_gpu_are_the_same_to_the_bit():
+    """A GPU changes all samples in place of some, and so many frames at a time."""
+    clips = torch.from_numpy(
+        np.random.default_rng(0).integers(0, 256, (300, 2, 3, 32, 32), dtype=np.uint8)
+    )
     view = common.Augment(32, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
     draws = torch.from_numpy(np.random.default_rng(1).random((300, view.DRAWS), dtype=np.float32))
     transform, seen, found = common.EvalTransform(32, (0.5,) * 3, (0.25,) * 3), [], []
 
     def photometric(frames, u):
         seen.append(len(frames))
-        frames = frames if len(seen) == 1 else frames.as_subclass(OnCard)
+        frames = frames if len(seen) == 1 else frames.as_subclass(OnGPU)
         return view.photometric(frames, u).as_subclass(torch.Tensor)
+
     for size in (sys.maxsize, SLICE):
-        here = Namespace(device=torch.device("cpu"), transform=transform, slice=size)
-        found.append(common.Batches._finish(here, clips, photometric, draws))
+        here = Namespace(device=torch.device("cpu"), transform=transform, frames_at_once=size)
+        found.append(common.Batches.finish_view(here, clips, photometric, draws))
     assert seen == [600, 256, 256, 88] and torch.equal(*found)
 
 
-def test_similarities_are_computed_on_the_card():
-    """Evaluations hold embeddings on the host: what mixes both places is refused, and large products are the card's."""
+def test_similarities_are_computed_on_the_gpu():
+    """Evaluations hold embeddings on the host: what mixes both places is refused.
+
+    Large products are the GPU's.
+    """
     image, text, owner = unit(6, 8).float(), unit(12, 8, seed=1).float(), np.arange(12) // 2
-    table = common.make_table([[f"{i}"] for i in range(6)], [str(i) for i in range(6)], verb=[0, 0, 1, 1, 2, 2],
-                              noun=[0, 1] * 3, label=[0, 1] * 3)
+    table = common.make_table(
+        [[f"{i}"] for i in range(6)],
+        [str(i) for i in range(6)],
+        verb=[0, 0, 1, 1, 2, 2],
+        noun=[0, 1] * 3,
+        label=[0, 1] * 3,
+    )
     data = common.Data("made", "val", table, pixels=torch.zeros(6, 3, 4, 4, dtype=torch.uint8))
-    pieces = {"image": image, "text": text, "owner": owner, "texts": [str(i) for i in range(12)], "data": data,
-              "index": np.arange(6), "positives": torch.from_numpy(owner)[:, None],
-              "positives_of_image": torch.arange(12).view(6, 2), "device": CARD}
-    clusters = Namespace(of_queries=lambda _: torch.tensor([0] * 4 + [1] * 8), sizes=torch.tensor([3, 9]))
+    pieces = EvaluationPieces(
+        image=image,
+        text=text,
+        owner=owner,
+        texts=[str(i) for i in range(12)],
+        data=data,
+        index=np.arange(6),
+        positives=torch.from_numpy(owner)[:, None],
+        positives_of_image=torch.arange(12).view(6, 2),
+        device=GPU,
+    )
+    clusters = Namespace(
+        query_labels=lambda _: torch.tensor([0] * 4 + [1] * 8), sizes=torch.tensor([3, 9])
+    )
     with Waits() as seen, Names():
         retrieval_both_ways(pieces)
         retrieval_both_ways(pieces, dsl=0.1)
-        mir_of(None, None, pieces, CARD)
-        class_metrics(["knn"], (image, None, np.arange(6) % 2), (text, None, np.arange(12) % 2), device=CARD)
+        multi_instance_retrieval(pieces, None, None, GPU)
+        class_metrics(
+            ["knn"], (image, None, np.arange(6) % 2), (text, None, np.arange(12) % 2), device=GPU
+        )
         ncl.normalized_retrieval(pieces, 0.1, 4, text, image)
         head_mid_tail(pieces, clusters)
-    assert seen.products.count(True) > 20 and seen.products.count(False) == 1  # of nouns, for relevancies
+    assert (
+        seen.products.count(True) > 20 and seen.products.count(False) == 1
+    )  # of nouns, for relevancies
 
 
-# ----------------------------------------------------- waits and collectives -----------------------------------------
+# ----------------------------------------------------- waits and collectives ----------------------
 def train(line, folder, monkeypatch):
-    """Four steps as one of eight processes with cards -> Waits, of the third, which neither logs nor saves."""
+    """Four steps as one of eight processes with GPUs -> Waits of the third step.
+
+    That step neither logs nor saves.
+    """
     script, *flags = line.split()
     module, waits, names = importlib.import_module(script), Waits(), Names()
     set_up, done, backward_of_torch = engine.set_up, Run.done, torch.autograd._engine_run_backward
 
-    def with_card(args):
+    def with_gpu(args):
         accelerator = set_up(args)
-        accelerator.state.device = CARD  # the group comes after it, which would wrap in DDP: that sees no meta tensors
+        accelerator.state.device = (
+            GPU  # the group comes after it, which would wrap in DDP: that sees no meta tensors
+        )
         dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
         return accelerator
 
@@ -244,7 +347,9 @@ def train(line, folder, monkeypatch):
         if run.step == 4:
             raise SystemExit
 
-    def backward_with_names(*args, **kwargs):  # it runs in a handler of functions, where the mode is off
+    def backward_with_names(
+        *args, **kwargs
+    ):  # it runs in a handler of functions, where the mode is off
         with names:
             return backward_of_torch(*args, **kwargs)
 
@@ -259,16 +364,21 @@ def train(line, folder, monkeypatch):
         def synchronize(self):
             if self.step == waits.step:
                 waits.note("this step", "Event.synchronize")
+
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "set_up", with_card)
+        patch.setattr(engine, "set_up", with_gpu)
         patch.setattr(Run, "done", noted)
-        patch.setattr(Run, "evaluate_val", lambda run: vars(run).update(val={}, chance={}, val_pieces={}))
+        patch.setattr(
+            Run, "evaluate_val", lambda run: vars(run).update(val={}, chance={}, val_pieces={})
+        )
         patch.setattr(torch.autograd, "_engine_run_backward", backward_with_names)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1))
         patch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
         patch.setattr(dist, "all_gather_object", all_gather_object)
-        args = module.parse_args([*of_set(TOY, flags), "--output-dir", str(folder), "--run-name", "run", *flags])
+        args = module.parse_args(
+            [*of_set(TOY, flags), "--output-dir", str(folder), "--run-name", "run", *flags]
+        )
         try:
             with waits, names, pytest.raises(SystemExit):
                 module.main(args)
@@ -277,15 +387,26 @@ def train(line, folder, monkeypatch):
     return waits
 
 
-@pytest.mark.parametrize("line", [
-    "temo", "temo --loss infonce --learnable-tau --jitter .4 --chunk-size 8 --grad-clip 1", "temo --loss slip",
-    "temperature_schedules", "temperature_schedules --loss moco --queue-size 32 --tau-head .1 --tau-tail .2", "ncl",
-    "mmts --num-clusters 4", "mmts --num-clusters 4 --loss max-margin", "mama --meta-size 8 --meta-batch-size 8",
-    "mama --weighting l2rw --meta-size 8 --meta-batch-size 8",
-    "temo --text-length 12 --text-encoder CLIP", "temo --text-length 12 --text-encoder BERT"])  # masks of transformers
-def test_no_step_waits_for_the_card(line, tiny, tmp_path, monkeypatch):
-    """And its collectives, without DDP's own, carry tensors of the card alone, as NCCL wants."""
+@pytest.mark.parametrize(
+    "line",
+    [
+        "temo",
+        "temo --loss infonce --learnable-tau --jitter .4 --chunk-size 8 --grad-clip 1",
+        "temo --loss slip",
+        "temperature_schedules",
+        "temperature_schedules --loss moco --queue-size 32 --tau-head .1 --tau-tail .2",
+        "ncl",
+        "mmts --num-clusters 4",
+        "mmts --num-clusters 4 --loss max-margin",
+        "mama --meta-size 8 --meta-batch-size 8",
+        "mama --weighting l2rw --meta-size 8 --meta-batch-size 8",
+        "temo --text-length 12 --text-encoder CLIP",
+        "temo --text-length 12 --text-encoder BERT",
+    ],
+)  # masks of transformers
+def test_no_step_waits_for_the_gpu(line, tiny, tmp_path, monkeypatch):
+    """And its collectives, without DDP's own, carry tensors of the GPU alone, as NCCL wants."""
     line = line.replace("CLIP", tiny("clip")[0]).replace("BERT", tiny("bert")[0])
     seen = train(line, tmp_path, monkeypatch)
-    of_step = [on_card for step, on_card in seen.collectives if step == 2]
+    of_step = [on_gpu for step, on_gpu in seen.collectives if step == 2]
     assert not seen.waits and len(of_step) >= 2 and all(of_step)  # embeddings and the check

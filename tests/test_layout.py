@@ -1,0 +1,121 @@
+"""The layout: which module imports which, and that ruff has nothing to say."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
+PACKAGES = ("core", "data", "encoders", "evaluation", "figures", "engine")  # of contrastive/
+PROGRAMS = ("eval", "tools", "benchmarks")
+OURS = {"contrastive", "common"}
+# Each may import only those before it, and itself.
+ORDER = ("contrastive", *PACKAGES, "common", SCRIPTS, *PROGRAMS)
+FOLDERS = ("contrastive", *(f"contrastive/{name}" for name in PACKAGES), "tools", "benchmarks")
+
+
+def source_files():
+    """Our files, without a user's own that may lie beside the scripts."""
+    files = [ROOT / f"{name}.py" for name in ("common", "eval", *SCRIPTS)]
+    for folder in FOLDERS:
+        files += sorted((ROOT / folder).glob("*.py"))
+    return files
+
+
+def module_name(path):
+    """'contrastive.engine.run' of contrastive/engine/run.py."""
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in source_files()}
+TREES = {name: ast.parse(path.read_text(encoding="utf8")) for name, path in MODULES.items()}
+
+
+def imported_modules(nodes):
+    """Our modules that these statements import."""
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names & MODULES.keys()
+
+
+def position(name):
+    """The place of a module in ORDER."""
+    parts = name.split(".")
+    place = parts[0]
+    if len(parts) > 1 and place == "contrastive":
+        place = parts[1]
+    for k, entry in enumerate(ORDER):
+        if place == entry or place in entry and isinstance(entry, tuple):
+            return k
+    raise ValueError(f"{name} has no place in ORDER")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_only_what_stands_before_it(name):
+    for other in imported_modules(ast.walk(TREES[name])):
+        assert position(other) <= position(name), f"{name} imports {other}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_our_modules_are_imported_at_the_top_and_before_torch(name):
+    """contrastive/__init__.py sets OMP_WAIT_POLICY, which torch reads when it is imported."""
+    top, body = imported_modules(TREES[name].body), imported_modules(ast.walk(TREES[name]))
+    assert top == body
+    names = []
+    for node in TREES[name].body:
+        if isinstance(node, ast.ImportFrom):
+            names.append(node.module)
+        elif isinstance(node, ast.Import):
+            names.append(node.names[0].name)
+    packages = [name.split(".")[0] for name in names]
+    if OURS.intersection(packages) and "torch" in packages:
+        first = min(packages.index(package) for package in OURS.intersection(packages))
+        assert first < packages.index("torch")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_imports_of_ours_only_common_and_its_figures(script):
+    modules = imported_modules(ast.walk(TREES[script])) - {"contrastive", "contrastive.figures"}
+    others = {name for name in modules if not name.startswith("contrastive.figures.")}
+    assert others == {"common"} and len(modules) <= 2
+
+
+def test_modules_are_imported_by_name_in_two_places_only():
+    """A named data set (DataSet.load), and a user's own module (eval.py --import)."""
+    places = set()
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            function = getattr(node, "func", None)
+            called = getattr(function, "attr", getattr(function, "id", ""))
+            if called in ("import_module", "__import__"):
+                places.add(name)
+    assert places == {"contrastive.data.registry", "eval"}
+
+
+def test_ruff():
+    """The rules stand in pyproject.toml."""
+    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
+    files = [*MODULES.values(), *(ROOT / "tests").glob("*.py")]
+    command = [ruff, "check", "--no-cache", "--output-format", "concise", *files]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+def test_pip_refuses_to_install_the_scripts(tmp_path):
+    """The scripts import from where they lie; a package of contrastive/ alone would lack them."""
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target"]
+    result = subprocess.run([*command, tmp_path, ROOT], capture_output=True, text=True)
+    assert result.returncode != 0
+    message = "This is a repository of scripts, not a package. Clone it"
+    assert message in result.stdout + result.stderr
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,463 @@
+"""Files and tables of the user that differ from the plainest ones: names of splits, words in names,
+links, one picture in several rows, lists as text, csv files that shift."""
+
+import io
+import json
+import tarfile
+
+from contrastive.core.processes import UserError
+from contrastive.data import folders, open_unnamed, user_data
+from contrastive.data.folders import split_word, splits_of_paths
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from helpers import (
+    caption,
+    complains,
+    encode,
+    open_splits,
+    picture,
+    tar_samples,
+    write_clips,
+    write_images,
+    write_rows,
+    write_tar,
+    write_video,
+)
+
+PNG = encode(picture(1))
+
+
+def put(root, *names, count=3, kind="png"):
+    """Files 0.png, 1.png, ... in each of these folders; a name with a dot is a file."""
+    for name in names:
+        files = [f"{name}/{i}.{kind}" for i in range(count)]
+        if "." in name:
+            files = [name]
+        for file in files:
+            (root / file).parent.mkdir(parents=True, exist_ok=True)
+            (root / file).write_bytes(PNG)
+    return root
+
+
+def opened(path, **options):
+    """{split: the keys} without those of splits that are held out, which are train's."""
+    splits = {}
+    for split, data in open_splits(path, **options).items():
+        if "held out of" in data.note:
+            split = "train"
+        splits.setdefault(split, set()).update(data.keys())
+    return splits
+
+
+def folders_of(splits):
+    """{split: the folders of its keys}."""
+    return {split: {key.rpartition("/")[0] for key in keys} for split, keys in splits.items()}
+
+
+def note_of(path, **options):
+    return next(iter(open_splits(path, **options).values())).note
+
+
+# ---------------------------------------- names of splits ----------------------------------------
+NAMES = {  # (train, val, test)
+    "capitals": ("Train", "Validation", "Test"),
+    "shouted": ("TRAIN", "VAL", "TEST"),
+    "ing": ("Training", "valid", "Testing"),
+    "set": ("trainset", "devset", "testset"),
+    "two words": ("training_set", "validation-data", "test images"),
+    "camel case": ("trainingSet", "valSet", "testSet"),
+    "years": ("train2014", "val2014", "test2015"),
+    "eval": ("train", "eval", "test"),
+}
+
+
+@pytest.fixture(params=NAMES)
+def names(request):
+    return dict(zip(("train", "val", "test"), NAMES[request.param]))
+
+
+def test_class_folders_in_folders_of_splits(names, tmp_path):
+    for name in names.values():
+        put(tmp_path, f"{name}/cat", f"{name}/dog")
+    wanted = {split: {f"{name}/cat", f"{name}/dog"} for split, name in names.items()}
+    assert folders_of(opened(tmp_path)) == wanted
+
+
+def test_metadata_in_folders_of_splits(names, tmp_path):
+    for name in names.values():
+        put(tmp_path, name)
+        rows = [(f"{i}.png", caption(i)) for i in range(3)]
+        write_rows(tmp_path / name / "metadata.csv", ["file_name", "caption"], rows)
+    wanted = {split: {name} for split, name in names.items()}
+    assert folders_of(opened(tmp_path)) == wanted
+
+
+def test_one_file_of_metadata_above_the_folders_of_splits(names, tmp_path):
+    put(tmp_path, *names.values())
+    rows = [(f"{name}/{i}.png", caption(i)) for name in names.values() for i in range(3)]
+    write_rows(tmp_path / "metadata.jsonl", ["file_name", "caption"], rows)
+    wanted = {split: {name} for split, name in names.items()}
+    assert folders_of(opened(tmp_path)) == wanted
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_tables_named_after_splits(kind, names, tmp_path):
+    for split, name in names.items():
+        rows = [(f"{split}/{i}.png", caption(i)) for i in range(3)]
+        write_rows(tmp_path / "data" / f"{name}-00000.{kind}", ["image", "caption"], rows)
+    assert folders_of(opened(tmp_path)) == {split: {split} for split in names}
+
+
+def test_tars_named_after_splits(names, tmp_path):
+    for number, name in enumerate(names.values()):
+        numbers = range(6 * number, 6 * number + 6)
+        write_tar(tmp_path / name / "0.tar", tar_samples(numbers, "jpg", "txt"))
+    firsts = {split: min(keys) for split, keys in opened(tmp_path).items()}
+    assert firsts == {"train": "000000", "val": "000006", "test": "000012"}
+
+
+def test_words_of_the_column_split(names, tmp_path):
+    rows = [(f"{split}/{i}.png", "x", f" {name} ") for split, name in names.items() for i in "123"]
+    path = write_rows(tmp_path / "a.csv", ["image", "caption", "split"], rows)
+    assert folders_of(opened(path)) == {split: {split} for split in names}
+
+
+def test_names_with_words_of_no_split_or_of_two():
+    for name in ("bus", "tested", "attest", "train_test_split", "protest", "2014", ""):
+        assert split_word(name) is None, name
+    for path in ("train/test", "Training/my-test-set/cat"):
+        with pytest.raises(UserError, match="is it test or train"):
+            splits_of_paths([path, "val"])
+
+
+def test_what_all_share_names_a_split_only_if_nothing_else_does():
+    assert splits_of_paths(["test_data/train", "test_data/test"]) == {
+        "test_data/train": "train",
+        "test_data/test": "test",
+    }
+    assert splits_of_paths(["test/a", "test/b"]) == {"test/a": "test", "test/b": "test"}
+    with pytest.raises(UserError, match="is it test or train"):
+        splits_of_paths(["test/part1", "test/train_part"])
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_what_belongs_to_no_split_beside_others_is_refused(kind, tmp_path):
+    for number, name in enumerate(("Train", "Test", "extra")):
+        if kind == "folder":
+            put(tmp_path, f"{name}/cat", f"{name}/dog")
+        else:
+            write_tar(tmp_path / name / "0.tar", tar_samples([number], "jpg", "txt"))
+    complains(tmp_path, "train", "extra", " belongs to no split, beside Test")
+
+
+def test_a_table_that_belongs_to_no_split_beside_others_is_counted(tmp_path):
+    for name in ("train", "test", "sample_submission"):
+        rows = [(f"{name}/{i}.png", caption(i)) for i in range(3)]
+        write_rows(tmp_path / f"{name}.csv", ["image", "caption"], rows)
+    assert folders_of(opened(tmp_path)) == {"train": {"train"}, "test": {"test"}}
+    assert "1 tables name no split and are not read, first sample_sub" in note_of(tmp_path)
+
+
+def test_a_data_card_names_the_splits_and_others_are_counted(tmp_path):
+    for name in ("one", "two"):
+        rows = [(f"{name}/{i}.png", caption(i)) for i in range(3)]
+        write_rows(tmp_path / f"{name}.csv", ["image", "caption"], rows)
+    card = [{"split": "Test", "path": "one.csv"}, {"split": "minival", "path": "two.csv"}]
+    card = json.dumps({"configs": [{"config_name": "default", "data_files": card}]})
+    (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
+    assert folders_of(opened(tmp_path)) == {"test": {"one"}}
+    assert "3 rows of the split minival are not read" in note_of(tmp_path)
+
+
+def test_the_column_split_divides_a_single_split_of_any_name(tmp_path):
+    words = ["train"] * 7 + ["val"] + ["test"] * 2
+    rows = [(f"{word}/{i}.png", caption(i), word) for i, word in enumerate(words)]
+    head = ["image", "caption", "split"]
+    file = write_rows(tmp_path / "data" / "test-00000-of-00001.parquet", head, rows)
+    for path in (file, tmp_path):
+        assert folders_of(opened(path)) == {word: {word} for word in ("train", "val", "test")}
+    write_rows(tmp_path / "data" / "train-00000-of-00001.parquet", head, rows[:7])
+    open_unnamed.cache_clear()
+    splits = {split: len(keys) for split, keys in opened(tmp_path).items()}
+    assert splits == {"train": 7, "test": 10}
+
+
+# ---------------------------------------- words in other names -----------------------------------
+def test_words_for_splits_in_names_of_files_and_classes(tmp_path):
+    put(tmp_path, "bus", "train", "bullet_train", "test_tube", count=5)
+    put(tmp_path, *[f"bus/test-{i}.png" for i in range(5)])
+    put(tmp_path, *[f"train/train-{i}.png" for i in range(5)])
+    splits = open_splits(tmp_path)
+    assert sum(map(len, splits.values())) == 30 and "not" not in splits["train"].note
+    assert splits["train"].label_names == ["bullet_train", "bus", "test_tube", "train"]
+
+
+def test_words_for_splits_in_names_of_files_beside_metadata(tmp_path):
+    files = [f"COCO_{word}2014_{i}.png" for word in ("train", "val", "test") for i in range(4)]
+    put(tmp_path, *files)
+    rows = [(file, caption(i)) for i, file in enumerate(files)]
+    write_rows(tmp_path / "metadata.csv", ["file_name", "caption"], rows)
+    assert opened(tmp_path) == {"train": set(files)}
+
+
+@pytest.mark.parametrize(
+    "tree, words",
+    [
+        (["Train", "Test"], "Test, Train are splits, not classes"),
+        (["cat/train", "cat/test", "dog/train", "dog/test"], "test, train are splits"),
+        (["cat"], "cat is its only class folder"),
+        (["train/cat", "test/cat"], "cat is its only class folder"),
+        (["cat", "dog", "logo.png"], "some files are in no class folder"),
+        (["train/cat", "train/dog", "test"], "class folders are at different depths"),
+        (["images", "captions.csv"], "captions.csv reads this table"),
+    ],
+)
+def test_folders_that_are_no_classes_are_refused_in_one_sentence(tree, words, tmp_path):
+    put(tmp_path, *tree)
+    complains(tmp_path, "train", words)
+
+
+# ---------------------------------------- files --------------------------------------------------
+def test_images_without_a_row_and_rows_without_a_file_are_counted(tmp_path):
+    put(tmp_path / "data", *[f"{i}.png" for i in range(10)])
+    put(tmp_path, "elsewhere.png")
+    rows = [(f"{i}.png", caption(i)) for i in range(4, 11)]
+    rows += [("../elsewhere.png", "far"), ("", "nothing")]
+    write_rows(tmp_path / "data" / "metadata.csv", ["file_name", "caption"], rows)
+    keys = {f"{i}.png" for i in range(4, 10)} | {"../elsewhere.png"}
+    assert opened(tmp_path / "data") == {"train": keys}
+    note = note_of(tmp_path / "data")
+    assert "4 images or videos are in no row of the metadata, first " in note
+    assert "2 rows name files that are not there, first " in note
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    put(tmp_path / "classes", "bus", "car")
+    put(tmp_path / "disk", "plane")
+    (tmp_path / "classes" / "plane").symlink_to(tmp_path / "disk" / "plane")
+    (tmp_path / "classes" / "also_bus").symlink_to(tmp_path / "classes" / "bus")
+    (tmp_path / "classes" / "bus" / "loop").symlink_to(tmp_path / "classes")
+    assert folders_of(opened(tmp_path / "classes")) == {"train": {"bus", "car", "plane"}}
+    write_tar(tmp_path / "disk" / "tars" / "0.tar", tar_samples(range(6), "jpg", "txt"))
+    (tmp_path / "tars").mkdir()
+    (tmp_path / "tars" / "test").symlink_to(tmp_path / "disk" / "tars")
+    assert [*opened(tmp_path / "tars")] == ["test"]
+    write_clips(tmp_path / "disk" / "videos", {0: "video0.mp4"})
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos" / "more").symlink_to(tmp_path / "disk" / "videos")
+    path = write_rows(tmp_path / "a.csv", ["video", "caption"], [("video0", "x")])
+    assert opened(path, video_dir=str(tmp_path / "videos")) == {"train": {"video0"}}
+
+
+def test_glob_characters_in_the_names_of_folders(tmp_path):
+    put(tmp_path / "a[1] {b}*?", "cat[0]", "dog")
+    assert folders_of(opened(tmp_path / "a[1] {b}*?")) == {"train": {"cat[0]", "dog"}}
+    path = write_rows(tmp_path / "c[2]*" / "a.csv", ["image", "caption"], [("0.png", "x")])
+    assert opened(path) == opened(path.parent) == {"train": {"0.png"}}
+
+
+def test_files_of_macos_are_no_samples(tmp_path):
+    put(tmp_path / "f", "cat", "dog", "cat/._0.png", "__MACOSX/cat/._1.png", "dog/.hidden.png")
+    assert folders_of(opened(tmp_path / "f")) == {"train": {"cat", "dog"}}
+    assert "1 hidden images or videos are not read" in note_of(tmp_path / "f")
+    (tmp_path / "t").mkdir()
+    with tarfile.open(tmp_path / "t" / "0.tar", "w") as tar:
+        for i in range(6):
+            for name, content in ((f"{i}.png", PNG), (f"{i}.txt", b"words")):
+                for member in (f"._{name}", name):
+                    info = tarfile.TarInfo(member)
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    assert opened(tmp_path / "t") == {"train": {str(i) for i in range(6)}}
+    assert "left out" not in note_of(tmp_path / "t")
+
+
+def test_images_beside_tars_are_named_and_most_frequent_files_are_read(tmp_path):
+    write_tar(tmp_path / "0.tar", tar_samples(range(6), "jpg", "txt"))
+    put(tmp_path, "preview.png")
+    assert "images and videos beside the tars are not read" in note_of(tmp_path)
+    put(tmp_path / "x", "cat", "dog", "dog/clip.mp4")
+    write_tar(tmp_path / "x" / "images.tar", {})
+    assert "1 files are not read, since most are images" in note_of(tmp_path / "x")
+
+
+# ---------------------------------------- one picture in several rows ----------------------------
+ROWS = [(i, k) for i in range(40) for k in range(3)]
+
+
+def write_embedded(path, paths, column="image", **columns):
+    """A parquet file of 40 pictures with three captions each, a row for each caption."""
+    features = {column: datasets.Image(), "caption": datasets.Value("string")}
+    content = [{"bytes": encode(picture(i)), "path": path} for (i, _), path in zip(ROWS, paths)]
+    content = {column: content, "caption": [caption(i, k) for i, k in ROWS], **columns}
+    table = datasets.Dataset.from_dict(content)
+    for name, feature in features.items():
+        table = table.cast_column(name, feature)
+    table.to_parquet(str(path))
+    return path
+
+
+def check_pictures(path):
+    """Each of 40 pictures is one example with its captions, in one split."""
+    pictures = {}
+    for split, data in open_splits(path).items():
+        for i in range(len(data)):
+            pixels = data.read(i).numpy().tobytes()
+            assert pixels not in pictures
+            pictures[pixels] = (split, data.captions(i))
+    captions = sorted(captions for _, captions in pictures.values())
+    assert captions == sorted([[caption(i, k) for k in range(3)] for i in range(40)])
+
+
+@pytest.mark.parametrize("kind", ["no path", "a path each", "one path", "with and without ./"])
+def test_rows_of_one_picture_in_a_table_are_one_example(kind, tmp_path):
+    paths = {
+        "no path": [None] * 120,
+        "a path each": [f"{i}.png" for i, _ in ROWS],
+        "one path": ["image.png"] * 120,
+        "with and without ./": ["./" * k + f"{i}.png" for i, k in ROWS],
+    }[kind]
+    check_pictures(write_embedded(tmp_path / "a.parquet", paths))
+
+
+def test_pictures_in_a_table_are_hashed_once(tmp_path, monkeypatch):
+    path = write_embedded(tmp_path / "a.parquet", [None] * 120)
+    keys = opened(path)
+    monkeypatch.setattr(user_data, "hashlib", None)
+    open_unnamed.cache_clear()
+    assert opened(path) == keys
+
+
+def test_rows_of_one_file_on_the_disk_are_one_example(tmp_path):
+    write_images(tmp_path, range(40))
+    forms = ("{}", "./{}", "x/../{}")
+    rows = [(forms[k].format(f"{i:03}.png"), caption(i, k)) for i, k in ROWS]
+    check_pictures(write_rows(tmp_path / "a.csv", ["image", "caption"], rows))
+    rows = [(f"{tmp_path}/" * (k == 1) + f"{i:03}.png", caption(i, k)) for i, k in ROWS]
+    check_pictures(write_rows(tmp_path / "b.jsonl", ["image", "caption"], rows))
+
+
+def test_names_of_one_video_are_one_example(tmp_path):
+    write_clips(tmp_path, {0: "video0.mp4", 1: "video1.mp4"})
+    forms = ("video{}", "video{}.mp4", "./video{}.mp4")
+    rows = [(form.format(i), caption(i)) for form in forms for i in range(2)]
+    path = write_rows(tmp_path / "a.csv", ["video", "caption"], rows)
+    assert opened(path) == {"train": {"video0", "video1"}}
+
+
+def test_a_video_inside_a_table_has_no_windows(tmp_path):
+    content = write_video(tmp_path / "a.mp4", range(8)).read_bytes()
+    table = {"video": [content] * 2, "caption": ["a", "b"], "start": [0.0, 0.4]}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    complains(tmp_path / "a.parquet", "train", "the column start cuts files on the disk")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "large bytes", "struct", "struct without path"])
+def test_a_parquet_of_bytes_without_a_note_of_the_library(kind, tmp_path):
+    contents = [encode(picture(i)) for i, _ in ROWS]
+    column = {
+        "bytes": pa.array(contents, pa.binary()),
+        "large bytes": pa.array(contents, pa.large_binary()),
+        "struct": pa.array([{"bytes": x, "path": None} for x in contents]),
+        "struct without path": pa.array([{"bytes": x} for x in contents]),
+    }[kind]
+    table = pa.table({"image": column, "caption": [caption(i, k) for i, k in ROWS]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    check_pictures(tmp_path / "a.parquet")
+
+
+def test_rows_of_a_table_without_bytes_are_counted(tmp_path):
+    contents = [encode(picture(i)) if i else None for i in range(12)]
+    table = pa.table({"picture": contents, "caption": [caption(i) for i in range(12)]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    note = note_of(tmp_path / "a.parquet", image_column="picture")
+    assert "1 rows without an image or a caption left out" in note
+
+
+# ---------------------------------------- cells --------------------------------------------------
+def captions_of(path, **options):
+    """The captions of all examples."""
+    splits = open_splits(path, **options).values()
+    return sorted(data.captions(i) for data in splits for i in range(len(data)))
+
+
+def write_cells(path, cells):
+    return write_rows(path, ["image", "caption"], [(f"{i}.png", x) for i, x in enumerate(cells)])
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_the_text_of_a_list_is_a_list(write, kind, tmp_path):
+    texts = [["a dog, brown", "it's a dog"], ["a cat"], [], ['a "big" car', "b"]]
+    path = write_cells(tmp_path / f"a.{kind}", [*map(write, texts), ""])
+    assert captions_of(path) == sorted(text for text in texts if text)
+    assert "2 rows without an image or a caption left out" in note_of(path)
+
+
+@pytest.mark.parametrize("other", ["a dog", "['a dog' 'a brown dog']", "[3, 4]", '["a", 3]'])
+def test_texts_of_lists_beside_others_are_refused(other, tmp_path):
+    path = write_cells(tmp_path / "a.csv", ['["a cat", "a big cat"]', other])
+    complains(path, "train", "some cells of caption are the text of a list", " is not the text of")
+
+
+def test_brackets_alone_are_no_list(tmp_path):
+    cells = ["[music]", "[applause] 'thanks'", "[2019]", "a 'dog'"]
+    assert captions_of(write_cells(tmp_path / "a.csv", cells)) == sorted([cell] for cell in cells)
+
+
+def test_a_list_of_captions_in_a_tar(tmp_path):
+    samples = tar_samples(range(6), "jpg")
+    texts = {key: [f"a {key}", f"b {key}"] for key in samples}
+    for kind in ("json", "txt"):
+        parts = {k: v | {kind: json.dumps(texts[k]).encode()} for k, v in samples.items()}
+        path = write_tar(tmp_path / f"{kind}.tar", parts)
+        assert captions_of(path, caption_column=kind) == sorted(texts.values())
+    path = write_tar(tmp_path / "raw.tar", tar_samples(range(6), "jpg", "json"))
+    complains(path, "train", "is not the text of a list", caption_column="json")
+
+
+@pytest.mark.parametrize(
+    "head, rows, words",
+    [
+        ("image,caption", ["0.png,a,"], "line 2 has 3 fields, the header 2"),
+        ("image,caption,label", ["0.png,a,cat,"], "line 2 has 4 fields, the header 3"),
+        ("image,caption", ["0.png,a", "1.png,b, c"], "line 3 has 3 fields, the header 2"),
+        ("image\tcaption", ["0.png\ta\tb"], "line 2 has 3 fields, the header 2"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.csv", "metadata.csv", "folder of test/train.csv"])
+def test_a_csv_with_rows_longer_than_its_header(head, rows, words, name, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join([head.replace("image", "file_name"), *rows]) + "\n")
+    complains(path if name == "a.csv" else path.parent, "train", words)
+
+
+def test_captions_with_line_breaks_are_counted(tmp_path):
+    rows = [f"{i}.png,words {i}\n" for i in range(9)]
+    rows[2], rows[5] = '2.png,"words 2\n', '5.png,words 5"\n'
+    (tmp_path / "a.csv").write_text("image,caption\n" + "".join(rows))
+    assert len(captions_of(tmp_path / "a.csv")) == 6
+    assert "1 captions have line breaks, first of 2.png (in a csv, a stray" in note_of(
+        tmp_path / "a.csv"
+    )
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_nan_in_a_column_of_seconds_is_an_open_side(kind, tmp_path):
+    write_video(tmp_path / "a.mp4", range(50))
+    rows = [("a.mp4", np.nan, 2.5, "x"), ("a.mp4", 1.0, 2.0, "y")]
+    path = write_rows(tmp_path / f"b.{kind}", ["video", "start", "end", "caption"], rows)
+    assert opened(path) == {"train": {"a.mp4 -2.5 s", "a.mp4 1-2 s"}}
+    assert "1 rows have nan in the column start, which counts as empty" in note_of(path)
+
+
+def test_a_folder_is_walked_once_for_each_real_folder(tmp_path):
+    put(tmp_path, "a", "b")
+    (tmp_path / "b" / "up").symlink_to(tmp_path)
+    assert len(folders.files_below(tmp_path)) == 6

@@ -1,0 +1,203 @@
+"""Splits of the user's own data: files that are test alone, small data, names that are held out."""
+
+import json
+
+from contrastive.core.processes import UserError
+from contrastive.data import load_data, open_data
+from contrastive.data.splits import choose_rows, hash_fraction
+from contrastive.data.table import EmptySplit
+from contrastive.evaluation.meta import named_rows
+
+import numpy as np
+import pytest
+
+import eval as eval_py
+import temo
+import temperature_schedules
+from helpers import open_splits, refused, run_script, write_captions, write_images, write_rows
+
+TINY = (
+    "--cpu --workers 0 --image-size 16 --embed-dim 16 --batch-size 8 --max-steps 1 "
+    "--eval-every 0".split()
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """train.csv of 40 images, test.csv of 30 others, both.csv of all."""
+    root = tmp_path_factory.mktemp("own")
+    write_images(root, range(70))
+    names = sorted(path.name for path in root.glob("*.png"))
+    for file, some in (("train", names[:40]), ("test", names[40:]), ("both", names)):
+        rows = [(name, f"words of {name}") for name in some]
+        write_rows(root / f"{file}.csv", ["image", "caption"], rows)
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(root, tmp_path_factory):
+    """A run on train.csv."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    run_script(temo, folder, *TINY, "--dataset", root / "train.csv")
+    return folder
+
+
+# ---------------------------------------- sets that are evaluated alone --------------------------
+def parse(root, *files):
+    files = [str(root / file) for file in files]
+    return temo.parse_args(["--dataset", str(root / "train.csv"), "--eval-datasets", *files])
+
+
+def test_a_test_file_of_ones_own_is_test_as_a_whole(root):
+    _, sets = open_data(parse(root, "test.csv", "train.csv"))
+    test = sets[str(root / "test.csv")]
+    assert list(test) == ["test"] and len(test["test"]) == 30
+    own = sets[str(root / "train.csv")]  # the training set still has its held-out splits
+    assert (len(own["val"]), len(own["test"])) == (6, 6)
+
+
+def test_rows_that_were_trained_on_are_left_out_and_counted(root):
+    train, sets = open_data(parse(root, "both.csv"))
+    test = sets[str(root / "both.csv")]["test"]
+    assert len(train) == 28 and len(test) == 42
+    assert not set(train.keys()) & set(test.keys())
+    assert "28 rows left out, whose files were trained on" in test.note
+
+
+def test_a_set_of_nothing_else_than_the_training_rows_is_an_error(root):
+    train = load_data(str(root / "train.csv"), "train")
+    rows = [(name, "words") for name in train.keys()]
+    write_rows(root / "again.csv", ["image", "caption"], rows)
+    with pytest.raises(EmptySplit, match="all of its 28 rows were trained on"):
+        open_data(parse(root, "again.csv"))
+
+
+def test_eval_py_reads_a_test_file_as_a_whole(root, run, tmp_path, capsys):
+    files = [str(root / "test.csv"), str(root / "both.csv")]
+    flags = ["--checkpoint", str(run), "--cpu", "--workers", "0", "--output-dir", str(tmp_path)]
+    found = eval_py.main(eval_py.parse_args([*flags, "--datasets", *files]))["datasets"]
+    assert [found[file]["metrics"]["images"] for file in files] == [30, 42]
+    assert "28 rows left out, whose files were trained on" in capsys.readouterr().out
+
+
+# ---------------------------------------- small data ---------------------------------------------
+@pytest.mark.parametrize(
+    "images, least", [(5, 0), (6, 1), (12, 2), (60, 10), (119, 19), (120, 20), (300, 20)]
+)
+def test_small_data_hold_out_twenty_images_or_a_sixth(images, least):
+    fractions = np.random.default_rng(images).random(images)
+    rows = np.concatenate([fractions, fractions[: images // 2]])           # windows of some videos
+    masks = choose_rows(rows, ["val", "test"], 0.05, 0.05)
+    for split, low in (("val", 0.0), ("test", 0.05)):
+        in_band = ((fractions >= low) & (fractions < low + 0.05)).sum()
+        assert len(np.unique(rows[masks[split]])) == max(least, in_band) or split == "val"
+        assert len(np.unique(rows[masks[split]])) >= least
+        for fraction in np.unique(rows[masks[split]]):  # windows stay together
+            assert masks[split][rows == fraction].all()
+    assert not (masks["val"] & masks["test"]).any()
+    for val_fraction in (0.01, 0.4):
+        others = choose_rows(rows, ["val", "test"], val_fraction, 0.05)
+        assert (others["test"] == masks["test"]).all()
+
+
+def test_the_first_in_the_order_of_the_hash_are_held_out(tmp_path):
+    path = write_captions(tmp_path, 24)
+    sets = open_splits(path)
+    names = sorted((name for data in sets.values() for name in data.keys()), key=hash_fraction)
+    behind = [name for name in names if hash_fraction(name) >= 0.05]
+    assert set(sets["test"].keys()) == set(behind[:4])
+    assert set(sets["val"].keys()) == set([x for x in names if x not in behind[:4]][:4])
+    for split in ("val", "test"):
+        warning = f"WARNING: fewer than 20 rows, --{split}-fraction holds out more"
+        assert warning in sets[split].note
+
+
+def test_test_fraction(tmp_path):
+    names = [f"{i:03}.png" for i in range(2000)]
+    rows = [(name, f"words of {name}") for name in names]
+    path = write_rows(tmp_path / "a.csv", ["image", "caption"], rows)
+    small, large = open_splits(path), open_splits(path, test_fraction=0.3)
+    assert len(large["test"]) == pytest.approx(600, rel=0.1)
+    assert set(small["test"].keys()) < set(large["test"].keys())
+    assert set(small["val"].keys()) == set(large["val"].keys())
+    assert sum(map(len, large.values())) == 2000
+
+
+def test_a_run_that_is_older_than_the_flag_keeps_its_splits(run, root):
+    """Else eval.py would test what the run has trained on."""
+    file = run / "args.json"
+    text = file.read_text()
+    flags = json.loads(text)
+    assert flags.pop("test_fraction") == 0.05
+    file.write_text(json.dumps(flags))
+    args = temo.parse_args(["--resume", str(run)])
+    train, _ = open_data(args)
+    names = sorted(path.name for path in root.glob("*.png"))[:40]
+    assert args.test_fraction == 0 and len(train) > 28
+    assert set(train.keys()) == {name for name in names if hash_fraction(name) >= 0.1}
+    model = eval_py.EvaluatedModel(
+        eval_py.parse_args(["--checkpoint", str(run), "--cpu"]), "cpu")
+    data = eval_py.EvaluatedData(model, str(root / "train.csv"), "")
+    assert data.options.test_fraction == 0
+    file.write_text(text)
+
+
+# ---------------------------------------- names, columns, classes --------------------------------
+def test_held_out_names_of_a_meta_set_are_left_out_and_counted(root, tmp_path):
+    sets = open_splits(root / "train.csv")
+    train, splits = sets["train"], {split: sets[split] for split in ("val", "test")}
+    names = [*train.keys()][:5] + [*splits["val"].keys()][:2] + [*splits["test"].keys()][:1]
+    file = tmp_path / "clean.txt"
+    file.write_text("\n".join(names))
+    for others in (splits, {}):  # the training set need not be among those that are evaluated
+        rows, description = named_rows(train, file, others)
+        assert rows.tolist() == [0, 1, 2, 3, 4]
+        assert description == "by name, 3 of val or test left out"
+    file.write_text("\n".join([*names, "nobody"]))
+    with pytest.raises(UserError, match="1 of its 9 names are not in train, first 'nobody'"):
+        named_rows(train, file, splits)
+
+
+@pytest.mark.parametrize("column", ["filepath", "file", "filename", "url"])
+def test_csv_files_of_open_clip_need_no_flag(column, tmp_path):
+    write_images(tmp_path, range(12))
+    names = sorted(path.name for path in tmp_path.glob("*.png"))
+    lines = [f"{column}\ttitle", *(f"{name}\twords, of {name}" for name in names)]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    train = load_data(str(tmp_path / "a.csv"), "train")
+    assert len(train) == 8 and train.captions(0) == [f"words, of {[*train.keys()][0]}"]
+
+
+def test_a_flat_folder_has_no_classes(tmp_path):
+    names = write_images(tmp_path / "flat", range(12))
+    path = write_rows(tmp_path / "flat.csv", ["image", "caption"], [(x, "words") for x in names])
+    for data, message in (
+        (tmp_path / "flat", "in no class folder.* a folder for each class, .*caption or label"),
+        (path, "needs classes: a folder per class, or a column label"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run_script(temperature_schedules, tmp_path / "r", *TINY, "--dataset", data)
+
+
+def test_a_column_label_is_enough_without_captions(tmp_path):
+    write_images(tmp_path, range(12))
+    names = sorted(path.name for path in tmp_path.glob("*.png"))
+    path = write_rows(
+        tmp_path / "a.csv", ["image", "label"], [(x, "ab"[i % 2]) for i, x in enumerate(names)])
+    train = load_data(str(path), "train", by_class=True)
+    assert train.label_names == ["a", "b"]
+    with pytest.raises(UserError, match="--caption-column: none of"):
+        load_data(str(path), "train")
+
+
+def test_flags_of_other_code_bases(capsys):
+    for word, flag in (
+        ("--learning-rate=1", "--lr"), ("--train-data", "--dataset"),
+        ("--val_data", "--eval-datasets"), ("--temperature", "--tau"),
+        ("--model", "--image-encoder"), ("--precision", "--mixed-precision"),
+        ("--wandb", "--tracker"), ("--report-to", "--tracker"), ("--name", "--run-name"),
+        ("--logs", "--output-dir"), ("--wd", "--weight-decay"), ("--max-grad-norm", "--grad-clip"),
+        ("--tau-mim", "--tau-min"), ("--zzzzzzz", "nothing"),
+    ):
+        message = refused(temo.parse_args, [word], capsys)
+        assert message.split("; ")[1].strip() == f"the nearest flag: {flag}"

@@ -1,0 +1,222 @@
+"""Recipes have the values of the papers and of their code; the commands of tables choose them."""
+
+import argparse
+import json
+import re
+import shlex
+from pathlib import Path
+
+from contrastive.data import data_options, splits_of
+
+import pytest
+
+import eval as eval_py
+import mama
+import mmts
+import ncl
+import temo
+import temperature_schedules
+
+
+def of_an_old_run(script, folder, **flags):
+    """The flags of a resumed run whose args.json is older than some flags."""
+    flags = {"script": script.__name__, "command_line": [], "changed": [], **flags}
+    (folder / "args.json").write_text(json.dumps(flags))
+    return script.parse_args(["--resume", str(folder)])
+
+
+# ------------------------------------------------------- the CC3M trainer ------------------------
+@pytest.mark.parametrize("script", [temo, mmts])
+def test_cc3m_has_the_trainers_resnet_and_randaugment(script, tmp_path):
+    args = script.parse_args(["--dataset", "cc3m"])
+    assert args.image_encoder == "resnet50.a1_in1k"  # that of timm 0.5.4
+    assert (args.randaugment_ops, args.randaugment_magnitude) == (2, 21)
+    assert args.randaugment_strengths == "cc3m"
+    assert args.projection_bias
+    own = script.parse_args([])
+    assert own.randaugment_strengths == "torchvision" and not own.projection_bias
+    old = of_an_old_run(script, tmp_path, dataset="cc3m", recipe="cc3m")
+    assert old.randaugment_strengths == "torchvision" and not old.projection_bias
+
+
+def test_only_the_cc3m_trainer_has_biases_in_its_projections():
+    assert not temo.parse_args(["--dataset", "cc12m"]).projection_bias
+    for name in mmts.RECIPES:
+        args = mmts.parse_args(["--dataset", name, "--init-from", "weights.pt"])
+        assert args.projection_bias == (name == "cc3m"), name
+
+
+def test_experts_are_those_of_the_code(tmp_path):
+    """Weights 0.6 and 0.4 alone, 0.1 each together, at a learning rate of 8e-4."""
+    text = ["--text-expert", "sentence-transformers/all-roberta-large-v1"]
+    for flags in (text, [*text, "--image-expert", "facebook/dinov2-large"]):
+        args = temo.parse_args(["--dataset", "cc3m", *flags])
+        assert (args.lr, args.expert_inputs) == (8e-4, "clean")
+        assert args.text_expert_weight == (0.4 if flags == text else 0.1)
+    assert args.image_expert_weight == 0.1
+    flags = {"dataset": "cc3m", "recipe": "cc3m", "text_expert": "a", "image_expert": "b"}
+    old = of_an_old_run(temo, tmp_path, text_expert_weight=0.4, image_expert_weight=0.6, **flags)
+    assert (old.expert_inputs, old.text_expert_weight) == ("training", 0.4)
+
+
+# ------------------------------------------------------- SLIP ------------------------------------
+def test_a_cc12m_run_evaluates_imagenet_as_slip_s_code(tmp_path):
+    """With CLIP's names and 7 prompts: while it trains, and in eval.py, whose flags win."""
+    args = temo.parse_args(["--dataset", "cc12m"])
+    for flags in (args, argparse.Namespace(**vars(args))):
+        options = data_options(flags, "imagenet")
+        assert (options.class_names, options.prompts) == ("clip", "slip")
+    evaluation = eval_py.parse_args(["--checkpoint", "x", "--prompts", "openai"])
+    assert options.overridden_by(evaluation).prompts == "openai"
+    assert options.overridden_by(evaluation).class_names == "clip"
+    for words in (["--dataset", "cc3m"], ["--eval-datasets", "imagenet"]):
+        options = data_options(temo.parse_args(words), "imagenet")
+        assert (options.class_names, options.prompts) == ("wordnet", "openai")
+    old = of_an_old_run(temo, tmp_path, dataset="cc12m", recipe="cc12m")
+    assert (old.class_names, old.prompts) == ("wordnet", "openai")
+
+
+# ------------------------------------------------------- AVION -----------------------------------
+EPIC = ["--dataset", "epic-kitchens-100"]
+
+
+def test_epic_kitchens_without_lavila_is_refused(capsys, tmp_path):
+    """Two CLIPs that do not belong together would train; from scratch by --no-pretrained."""
+    for flags in ([], ["--loss", "infonce"], ["--pretrained"]):
+        with pytest.raises(SystemExit):
+            mmts.parse_args([*EPIC, *flags])
+        assert "--init-from is needed: this recipe fine-tunes LaViLa's" in capsys.readouterr().err
+    assert mmts.parse_args([*EPIC, "--init-from", "lavila.pt"]).pretrained
+    assert not mmts.parse_args([*EPIC, "--no-pretrained"]).pretrained
+    assert mmts.parse_args([*EPIC, "--image-encoder", "small"]).image_encoder == "small"
+    flags = {"dataset": EPIC[1], "recipe": EPIC[1], "image_encoder": mmts.AVION["image_encoder"]}
+    assert of_an_old_run(mmts, tmp_path, pretrained=True, init_from="", **flags).resume
+
+
+# ------------------------------------------------------- the bases of MAMA ----------------------
+CLIP_VIP = ["--image-encoder", "clip_vip:openai/clip-vit-base-patch16", "--loss", "infonce"]
+
+
+@pytest.mark.parametrize(
+    "dataset, length, frames, batch",
+    [("msrvtt", 50, 12, 8 * 16), ("didemo", 70, 12, 8 * 16), ("activitynet", 70, 32, 8 * 8)],
+)
+def test_the_base_of_tables_3_and_4_is_clip_vips_own(dataset, length, frames, batch):
+    """Its authors' configuration, for as many epochs as MAMA, with a warm-up of 1 % of them."""
+    base = mama.parse_args(["--dataset", dataset, *CLIP_VIP])
+    ours = mama.parse_args(["--dataset", dataset])
+    assert (base.lr, base.weight_decay, base.beta1, base.beta2) == (1e-6, 0.2, 0.9, 0.98)
+    assert (base.tau, base.learnable_tau, base.batch_size) == (0.01, True, batch)
+    assert (base.frames, base.text_length, base.grad_clip) == (frames, length, 1.0)
+    assert (base.lr_schedule, base.lr_end) == ("cosine", 0.0)
+    assert (base.epochs, base.warmup_epochs) == (ours.epochs, ours.epochs / 100)
+    assert (base.weighting, base.margin_schedule) == ("none", "none")
+    plain = mama.parse_args(["--dataset", dataset, "--loss", "infonce"])
+    method = mama.parse_args(["--dataset", dataset, *CLIP_VIP[:2]])
+    for args in (plain, method):
+        assert (args.tau, args.batch_size, args.lr) == (1.0, 4, 5e-6)
+
+
+@pytest.mark.parametrize("model", [[], ["--qa-model", "vgt", "--region-dir", "x"]])
+def test_vocabularies_of_answers_are_violets(model):
+    for name, size in {"msrvtt-qa": 1500, "msvd-qa": 1000, "tgif-qa-r-frame": 1540}.items():
+        assert mama.parse_args(["--dataset", name, *model]).answers == size
+
+
+# ------------------------------------------------------- commands of the tables ------------------
+PAGES = Path(mmts.__file__).parent / "docs"
+SCRIPTS = {
+    "temo": temo,
+    "mmts": mmts,
+    "ncl": ncl,
+    "mama": mama,
+    "temperature_schedules": temperature_schedules,
+}
+
+
+def table_runs(name):
+    """(row's first cell, flags) of each whole command of a script in the tables of its page."""
+    runs = []
+    for line in (PAGES / f"{name}.md").read_text(encoding="utf8").splitlines():
+        if not line.startswith("| "):
+            continue
+        for words in re.findall(rf"`python {name}\.py ([^`]*)`", line):
+            args = SCRIPTS[name].parse_args(shlex.split(words))
+            runs.append((line.split("|")[1].strip(), args))
+    return runs
+
+
+def test_rows_of_temo_have_paraphrases_where_they_read_them():
+    """Rows c, f and g do; a, b, d, e, the experts and the baselines have no T~."""
+    runs = table_runs("temo")
+    readers = set()
+    for row, args in runs:
+        reads_them = args.loss == "temo" and not temo.uses_experts(args)
+        reads_them = reads_them and args.unimodal != "none"
+        assert bool(args.paraphrases) == reads_them, (row, args.command_line)
+        if reads_them:
+            readers.add(row)
+    assert readers == {"1, 4", "2", "3, 6", "Fig. 7"} and len(runs) >= 11
+    losses = {(args.dataset, args.loss) for row, args in runs if row == "2"}
+    assert losses == {(data, loss) for data in ("cc3m", "cc12m") for loss in ("temo", "infonce")}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_rows_that_evaluate_during_training_have_something_to_evaluate(name):
+    for row, args in table_runs(name):
+        datasets = getattr(args, "eval_datasets", []) or [args.dataset]
+        has_val = any("val" in splits_of(data) for data in datasets)
+        assert not args.eval_every or has_val or args.watch_test, row
+
+
+def test_rows_of_mm_ts_have_videos_first_weights_and_a_learnt_tau():
+    runs = table_runs("mmts")
+    for row, args in runs:
+        if args.dataset != "cc3m":
+            assert args.data_dir and args.video_dir, row
+        if args.dataset == "epic-kitchens-100":
+            assert args.init_from and args.pretrained, row
+        is_baseline = not args.schedule and not args.shifts and args.loss == "infonce"
+        if is_baseline and args.dataset in ("youcook2", "ssv2-lt"):
+            assert args.learnable_tau, row
+    assert {"2", "4", "5", "7", "9"} <= {row for row, _ in runs}
+    assert any(args.learnable_tau for row, args in runs if row == "9")
+
+
+def test_rows_of_clip4clip_have_its_schedule():
+    """5 epochs and a warm-up of 10 % on every set; NCL's own on the others."""
+    runs = table_runs("ncl")
+    for row, args in runs:
+        assert args.data_dir and (args.video_dir or args.feature_dir), row
+        if args.loss == "infonce":
+            assert (args.epochs, args.warmup_fraction) == (5, 0.1), row
+    baselines = {args.dataset for _, args in runs if args.loss == "infonce"}
+    assert baselines == {"activitynet", "msvd", "msrvtt"}
+    kept = ncl.parse_args(["--dataset", "msvd", "--loss", "infonce"])
+    assert (kept.epochs, kept.warmup_fraction) == (3, 0)
+
+
+def test_rows_of_mama_have_videos_and_the_weights_of_clip_vip():
+    runs = table_runs("mama")
+    for row, args in runs:
+        assert args.data_dir and (args.video_dir or args.region_dir), row
+        if args.loss == "infonce" or args.image_encoder.startswith("clip_vip:"):
+            assert args.init_from and args.image_encoder.startswith("clip_vip:"), row
+        if args.loss == "infonce":
+            assert args.learnable_tau and args.batch_size == 128, row
+    assert {"1", "2", "3, 4", "5", "6", "8"} <= {row for row, _ in runs}
+    assert {args.qa_model for row, args in runs if row == "2"} == {"fusion", "vgt"}
+
+
+def test_rows_of_ts_compare_on_the_same_sets():
+    runs = [args for row, args in table_runs("temperature_schedules") if row == "3"]
+    pruned = {args.dataset for args in runs if args.loss == "sdclr"}
+    assert pruned == {"cifar10-lt", "cifar100-lt", "imagenet100-lt"}
+    on_imagenet = [args for args in runs if args.dataset == "imagenet100-lt"]
+    assert all(args.data_dir and args.index_file and args.test_file for args in on_imagenet)
+    lengths = {(args.loss, args.schedule): (args.epochs, args.batch_size) for args in on_imagenet}
+    assert lengths == {
+        ("simclr", "fixed"): (800, 512),
+        ("simclr", "cos"): (800, 512),
+        ("sdclr", "fixed"): (500, 256),
+    }
