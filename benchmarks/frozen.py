@@ -46,14 +46,17 @@ NCL_R1 = "normalize/none/R@1-Mean"  # that of ncl.py, without biases at test tim
 
 # ===================================================== methods ====================================
 def infonce(tau):
+    """The command of InfoNCE at a fixed temperature."""
     return f"temo.py --loss infonce --tau {tau:g}"
 
 
 def learnt_tau(tau):
+    """The command of InfoNCE with a learnt temperature, from tau on."""
     return f"temo.py --loss infonce --learnable-tau --tau {tau:g}"
 
 
 def ncl(tau):
+    """The command of NCL's training."""
     return f"ncl.py --tau {tau:g}"
 
 
@@ -64,10 +67,12 @@ def mmts(tau):
 
 
 def mmts_schedule(tau):
+    """The command of MM-TS without shifts."""
     return f"mmts.py --no-shifts --tau {tau:g} --alpha {4 * tau / 7:.4g}"
 
 
 def mmts_shifts(tau):
+    """The command of MM-TS without its schedule."""
     return f"mmts.py --no-schedule --shift-min {5 * tau / 7:.4g} --shift-max {10 * tau / 7:.4g}"
 
 
