@@ -51,5 +51,13 @@ def tiny(tmp_path_factory, tokenizer):
     )
 
 
+@pytest.fixture
+def frozen_packages(monkeypatch):
+    """The packages of --recipe frozen, which are not among the requirements."""
+    from contrastive.encoders import weights
+
+    monkeypatch.setattr(weights, "path_in_package", lambda package, path: path)
+
+
 def pytest_sessionfinish():
     shutil.rmtree(CACHE, ignore_errors=True)

@@ -413,7 +413,7 @@ def test_recipes_are_the_papers(name, words, values):
 
 
 @each_script
-def test_any_recipe_for_any_data(name):
+def test_any_recipe_for_any_data(name, frozen_packages):
     """All values of the set that --recipe names, but for its place among the evaluation sets, which
     is the data's."""
     for recipe in importlib.import_module(name).RECIPES:

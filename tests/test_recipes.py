@@ -39,7 +39,7 @@ def test_cc3m_has_the_trainers_resnet_and_randaugment(script, tmp_path):
     assert old.randaugment_strengths == "torchvision" and not old.projection_bias
 
 
-def test_only_the_cc3m_trainer_has_biases_in_its_projections():
+def test_only_the_cc3m_trainer_has_biases_in_its_projections(frozen_packages):
     assert not temo.parse_args(["--dataset", "cc12m"]).projection_bias
     for name in mmts.RECIPES:
         args = mmts.parse_args(["--dataset", name, "--init-from", "weights.pt"])
