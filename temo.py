@@ -431,8 +431,8 @@ FROZEN = dict(
     # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
     image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
     image_size=128, text_pooling="mean", cached_views=4,
-    max_steps=1000, batch_size=512, lr=1e-3, warmup_epochs=0.0, warmup_fraction=0.05,
-    log_every=50)
+    max_steps=1000, batch_size=512, lr=3e-4, warmup_epochs=0.0, warmup_fraction=0.05,
+    jitter=0.0, log_every=50)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN,
            "frozen": FROZEN}
 ROWS = {                                                                   # of Table 3
