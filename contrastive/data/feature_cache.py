@@ -318,9 +318,10 @@ class ImageFeatures:
         distinct = []
         augment_of_view = []
         for augment in augments:
-            if vars(augment) not in distinct:
-                distinct.append(vars(augment))
-            augment_of_view.append(distinct.index(vars(augment)))
+            augment = augment.simplified()  # scripts whose views are the same share features
+            if augment not in distinct:
+                distinct.append(augment)
+            augment_of_view.append(distinct.index(augment))
         num_alike = max(collections.Counter(augment_of_view).values())
         if self.num_views == 0:
             num_alike = len(augments)
@@ -329,7 +330,7 @@ class ImageFeatures:
                             f"image that have to differ; give --cached-views {num_alike} or more")
         if self.num_views == 0:
             return CachedViews([self.plain(data, self.transform)], augment_of_view, 1)
-        tables = self.open_views(data, [type(augments[0])(**fields) for fields in distinct])
+        tables = self.open_views(data, distinct)
         return CachedViews(tables, augment_of_view, self.num_views)
 
     def open_views(self, data, augments):

@@ -81,7 +81,7 @@ class Draw:
     BLUR_SIGMA = 14
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True)
 class Augment:
     """One random view of an image: a crop and RandAugment of each sample, then flip, colours, grey
     and blur of the batch, on its device.
@@ -111,6 +111,15 @@ class Augment:
     randaugment: tuple = (0, 0)
     squash: bool = False
     DRAWS = 16  # random numbers of a view
+
+    def simplified(self):
+        """The Augment of the same views in which what has no effect is off."""
+        changes = {}
+        if not (self.brightness or self.contrast or self.saturation or self.hue):
+            changes["jitter_p"] = 0.0
+        if self.scale_min < 1:
+            changes["squash"] = False
+        return dataclasses.replace(self, **changes)
 
     def boxes(self, height, width, u):
         """Boxes of torchvision's RandomResizedCrop with an aspect of 3/4 to 4/3.
