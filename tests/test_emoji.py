@@ -303,7 +303,7 @@ def test_caption_noise_mismatches_the_announced_part_of_training(noise):
     assert (
         not clean.column("noisy").any()
         and wrong.sum() == 1000 * noise
-        and f"{wrong.sum()} clips" in noisy.note
+        and f"{wrong.sum():,} examples with another's captions" in noisy.note
     )
     # not one caption fits by chance, as the most frequent pair is 6 % of the clips
     assert np.array_equal(right, np.where(wrong, 0, 3)) and torch.equal(clean.pixels, noisy.pixels)

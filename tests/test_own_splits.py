@@ -168,6 +168,29 @@ def test_csv_files_of_open_clip_need_no_flag(column, tmp_path):
     assert len(train) == 8 and train.captions(0) == [f"words, of {[*train.keys()][0]}"]
 
 
+def test_caption_noise_exchanges_captions_of_training_rows_alone(tmp_path):
+    name = write_captions(tmp_path, 60)
+    clean = {split: load_data(name, split) for split in ("train", "val", "test")}
+    noisy = {split: load_data(name, split, caption_noise=0.5) for split in clean}
+    for split in ("val", "test"):
+        assert noisy[split].column("captions") == clean[split].column("captions")
+    before, after = (splits["train"].column("captions") for splits in (clean, noisy))
+    is_exchanged = [a != b for a, b in zip(after, before, strict=True)]
+    assert noisy["train"].column("noisy").tolist() == is_exchanged
+    assert sum(is_exchanged) == round(0.5 * len(before))
+    assert sorted(after) == sorted(before)
+    assert f"{sum(is_exchanged)} examples with another's captions" in noisy["train"].note
+    unfolded = load_data(name, "train", caption_noise=0.5, unfold_captions=True)
+    assert unfolded.captions(0) == [after[0][0]]
+
+
+def test_caption_noise_needs_captions(tmp_path):
+    for k in range(2):
+        write_images(tmp_path / f"class {k}", range(30 * k, 30 * k + 30))
+    with pytest.raises(UserError, match="has no captions to exchange"):
+        load_data(str(tmp_path), "train", caption_noise=0.5)
+
+
 def test_a_flat_folder_has_no_classes(tmp_path):
     names = write_images(tmp_path / "flat", range(12))
     path = write_rows(tmp_path / "flat.csv", ["image", "caption"], [(x, "words") for x in names])

@@ -29,7 +29,7 @@ from contrastive.core.processes import UserError
 from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOptions
 from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, split_word
 from contrastive.data.splits import (
-    add_captions, add_pairs, clips_of_data, hold_out, without_trained)
+    add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, without_trained)
 from contrastive.data.table import EmptySplit, join_captions, with_note
 from contrastive.data.user_data import open_user_data
 
@@ -172,10 +172,11 @@ def check_feature_windows(name, data):
 def check_streaming(name, data, options):
     """Raises UserError if the train split cannot be read as a stream."""
     changes_captions = (
-        options.join_captions or options.unfold_captions or options.extra_captions)
+        options.join_captions or options.unfold_captions or options.extra_captions
+        or options.caption_noise)
     if not data.streamed or changes_captions:
         raise UserError(f"--streaming: needs tars ({name}), without --unfold-captions, "
-                        "--join-captions and --extra-captions")
+                        "--join-captions, --extra-captions and --caption-noise")
 
 
 def counts_same_text_as_wrong(name, options):
@@ -188,16 +189,19 @@ def counts_same_text_as_wrong(name, options):
 
 
 def prepare_for_training(data, options):
-    """A train split with what only training has: sentences by relevancy, further captions, and an
-    example for each caption."""
+    """A train split with what only training has: sentences by relevancy, further captions, captions
+    of other rows, and an example for each caption."""
     if options.caption_relevancy:
-        changes_captions = options.unfold_captions or options.extra_captions
+        changes_captions = (
+            options.unfold_captions or options.extra_captions or options.caption_noise)
         if data.sentences is None or changes_captions:
             raise UserError("--caption-relevancy: draws sentences of epic-kitchens-100, without "
-                            "--unfold-captions and --extra-captions")
+                            "--unfold-captions, --extra-captions and --caption-noise")
         data = dataclasses.replace(data, caption_relevancy=options.caption_relevancy)
     if options.extra_captions:
         data = add_captions(data, options.extra_captions)
+    if options.caption_noise:
+        data = add_caption_noise(data, options.caption_noise)
     if options.unfold_captions:
         data = data.unfold()
     return data
@@ -305,7 +309,9 @@ def open_pairs(word, args):
     options = data_options(args, name, folder)
     options = options.replace(
         image_column="", caption_column="", label_column="",  # the flags name the training set's
-        unfold_captions=data_options(args).unfold_captions)  # as the training set
+        # as the training set
+        caption_noise=data_options(args).caption_noise,
+        unfold_captions=data_options(args).unfold_captions)
     return load_data(name, "train", options)
 
 

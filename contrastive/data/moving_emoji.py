@@ -28,7 +28,6 @@ SCENES_AT_ONCE = 512  # that are rendered
 CANVAS_NUMBERS = 2**20  # of clips that are rendered at once: 4 MiB
 # Seeds of what is drawn.
 SCENE_SEED = [7, 1]
-NOISE_SEED = [7, 2]
 QUESTION_SEED = [7, 3]
 CLIP_SEED = 7
 EMOJI_SCENES_SEED = 8
@@ -181,7 +180,7 @@ def load_moving_emoji(name, split, options):
     """One split of moving-emoji, (M, T, 3, H, W) in memory.
 
     Columns: label = verb, noun, colour (classes), group (same verb, noun and colour), noisy
-    (another clip's captions), question, answer, choices (five), question_type, with regions boxes.
+    (no clip), question, answer, choices (five), question_type, with regions boxes.
     Raises: UserError for too few training clips, or too many regions.
     """
     frames = options.frames or DEFAULT_FRAMES
@@ -195,23 +194,17 @@ def load_moving_emoji(name, split, options):
         "noun": [names[0] for names in sprites.names],
         "colour": list(COLOURS)}
     captions = [captions_of(clips, row, sprites.names) for row in range(len(clips))]
-    noise = 0.0
-    if split == "train":
-        noise = options.caption_noise
-    source_rows = exchange_captions(clips.pairs, noise)                         # (M,)
-    is_noisy = clips.groups != clips.groups[source_rows]                        # (M,)
     columns = {"label": clips.verbs, "verb": clips.verbs, "noun": clips.nouns,
-               "colour": clips.colours, "group": clips.groups, "noisy": is_noisy}
+               "colour": clips.colours, "group": clips.groups,
+               "noisy": np.zeros(len(clips), bool)}
     columns.update(question_columns(clips, classes))
     if options.regions:
         boxes = find_boxes(clips, frames, size)                                 # (M, T, 5, 4)
         columns["boxes"] = boxes[:, :, :options.regions].tolist()
     table = make_table(
-        [captions[row] for row in source_rows], [f"{split} {row}" for row in range(len(clips))],
+        captions, [f"{split} {row}" for row in range(len(clips))],
         classes={**classes, "label": classes["verb"]}, **columns)
     data = Data(name, split, table, pixels=render(clips, frames, size))
-    if is_noisy.any():
-        data = with_note(data, f"{int(is_noisy.sum())} clips with another's captions")
     num_descriptions = len(np.unique(clips.groups))
     return with_note(
         data, f"{num_descriptions} descriptions; law of val and test: {options.clip_law}")
@@ -349,23 +342,6 @@ def captions_of(clips, row, names):
 def choose(words, u, k):
     """The k-th of words that are read from a random place on, by u in 0..1."""
     return words[(int(u * len(words)) + k) % len(words)]
-
-
-def exchange_captions(pairs, share):
-    """(M,) the row whose captions each clip gets: its own, or, for a share of the clips, a row of
-    another pair (if any is left)."""
-    source_rows = np.arange(len(pairs))
-    permutation = np.random.default_rng(NOISE_SEED).permutation(len(pairs))
-    clips = permutation[:round(share * len(pairs))]
-    sources = np.roll(clips, 1)
-    for k in np.flatnonzero(pairs[clips] == pairs[sources]):  # this source shows the same pair
-        differs = (pairs[sources] != pairs[clips[k]]) & (pairs[clips] != pairs[sources[k]])
-        partners = np.flatnonzero(differs)
-        if len(partners):  # sources are swapped with the first clip for which both then differ
-            partner = partners[0]
-            sources[[k, partner]] = sources[[partner, k]]
-    source_rows[clips] = sources
-    return source_rows
 
 
 def question_columns(clips, classes):

@@ -6,8 +6,8 @@ HELD_OUT_FRACTION = 0.05  # part of train that is held out for a split which the
 
 TRAINING_SET_ONLY = (
     "data_dir", "feature_dir", "region_dir", "revision", "streaming", "unfold_captions",
-    "extra_captions", "caption_relevancy", "imbalance_ratio", "split_seed", "index_file",
-    "val_file", "test_file", "few_shot_file")
+    "extra_captions", "caption_noise", "caption_relevancy", "imbalance_ratio", "split_seed",
+    "index_file", "val_file", "test_file", "few_shot_file")
 COLUMN_NAMES = ("image_column", "caption_column", "label_column", "join_captions")
 
 
@@ -65,6 +65,8 @@ class DataOptions:
     unfold_captions: bool = False
     # File with further captions of the training examples.
     extra_captions: str = ""
+    # Share of the training examples that get another one's captions.
+    caption_noise: float = 0.0
     # Train on a random sentence with a relevancy above this (EPIC-KITCHENS-100). 0 = off.
     caption_relevancy: float = 0.0
 
@@ -83,7 +85,6 @@ class DataOptions:
     fold: int = 0
     clips: tuple = (2000, 300, 300)
     clip_law: str = "once"
-    caption_noise: float = 0.0
     scenes: tuple = (500, 10, 25)
     class_names: str = "wordnet"
     prompts: str = "openai"

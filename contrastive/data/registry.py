@@ -57,10 +57,7 @@ MOVING_EMOJI_FLAGS = {
     "--clip-law": dict(
         choices=["once", "zipf"], default=DataOptions.clip_law,
         help="val and test: once = each held-out pair in turn, none of them in training; zipf = "
-             "further draws from training's distribution (for NCL's queue of its queries)"),
-    "--caption-noise": dict(
-        type=part, default=DataOptions.caption_noise,
-        help="share of the training clips that get another clip's captions, 0..1")}
+             "further draws from training's distribution (for NCL's queue of its queries)")}
 EMOJI_SCENES_FLAGS = {
     "--scenes": dict(
         type=between(2, 10**5, int), nargs=3, default=list(DataOptions.scenes),

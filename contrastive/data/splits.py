@@ -1,5 +1,5 @@
-"""Rows that are held out of a training set as a split that the data lack, and captions and pairs
-of other files that are added to one."""
+"""Rows that are held out of a training set as a split that the data lack, captions and pairs of
+other files that are added to one, and captions that are exchanged."""
 
 import dataclasses
 import os
@@ -18,6 +18,7 @@ import numpy as np
 MAX_HELD_OUT = 5000  # rows of a held-out split that are evaluated
 FEW_ROWS = 20  # with fewer in val, a single one moves its numbers by 5 points
 WINDOW_SUFFIX = re.compile(r" [\d.e+-]*-[\d.e+-]* s$")  # at the end of a key; 1e-05-2 s is one, too
+NOISE_SEED = [7, 2]  # of the rows whose captions are exchanged
 QUESTION_COLUMNS = ("question", "answer", "choices", "question_type")
 
 
@@ -217,6 +218,60 @@ def merge_captions(captions, new, question):
 
 
 # ---- further pairs ----
+def add_caption_noise(data, share):
+    """The data in which a share of the rows have the captions of another row (--caption-noise).
+
+    The rows and the captions that they get are the same in all runs. The column noisy marks them.
+    Raises: UserError for data without captions.
+    """
+    import datasets
+
+    if not data.has_captions:
+        raise UserError(f"--caption-noise {share:g}: {data.name} has no captions to exchange")
+    captions = data.column("captions")
+    contents = description_numbers(data)                                    # (M,)
+    source_rows = exchange_rows(contents, share)                            # (M,)
+    is_noisy = []
+    for row, source_row in enumerate(source_rows):
+        is_noisy.append(captions[row] != captions[source_row])
+    data = with_column(data, "captions", [captions[row] for row in source_rows])
+    data = with_column(data, "noisy", is_noisy, datasets.Value("bool"))
+    return with_note(data, f"{sum(is_noisy):,} examples with another's captions")
+
+
+def description_numbers(data):
+    """(M,) equal numbers of rows that show the same: verb and noun where the data have them, else
+    their captions."""
+    if data.column("verb") is not None and data.column("noun") is not None:
+        descriptions = list(zip(data.column("verb"), data.column("noun")))
+    else:
+        descriptions = [tuple(captions) for captions in data.column("captions")]
+    numbers = {}
+    return np.array([numbers.setdefault(words, len(numbers)) for words in descriptions])
+
+
+def exchange_rows(contents, share):
+    """(M,) the row whose captions each row gets: its own, or, for a share of the rows, a row of
+    another content (if any is left).
+
+    Args:
+        contents: (M,) numbers.
+    """
+    source_rows = np.arange(len(contents))
+    permutation = np.random.default_rng(NOISE_SEED).permutation(len(contents))
+    rows = permutation[:round(share * len(contents))]
+    sources = np.roll(rows, 1)
+    for k in np.flatnonzero(contents[rows] == contents[sources]):
+        is_right = contents[sources] == contents[rows[k]]                   # (n,) for row k
+        would_be_right = contents[rows] == contents[sources[k]]             # (n,) for the others
+        partners = np.flatnonzero(~is_right & ~would_be_right)
+        if len(partners):  # sources are swapped with the first row for which both then differ
+            partner = partners[0]
+            sources[[k, partner]] = sources[[partner, k]]
+    source_rows[rows] = sources
+    return source_rows
+
+
 def add_pairs(data, pairs, evaluation_sets, flag):
     """The training data followed by those of another set, without the clips that are evaluated.
 

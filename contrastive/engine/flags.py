@@ -425,6 +425,8 @@ class Parser(OneLine):
                      "names")
             add("--extra-captions", default="", metavar="FILE",
                 help="table of video, start, end, caption: further captions of training clips")
+            add("--caption-noise", type=part, default=0.0,
+                help="share of the training examples that get another one's captions, 0..1")
             add("--extra-pairs", nargs="+", default=[], metavar="SET",
                 help="sets whose pairs join training, NAME[=DIR]: howto100m=DIR, mine.csv=DIR")
             add("--streaming", action=YES_OR_NO, default=False,

@@ -97,7 +97,7 @@ def balanced_rows(data, size, column=None, by_captions=False):
     cleanliness = "not known to be clean: captions as the set has them"
     if noisy is not None:
         rows = rows[~np.asarray(noisy)[rows]]
-        cleanliness = "known to be clean"
+        cleanliness = "none with another's captions"
     rows = rows[np.argsort(occurrence_numbers(hashes[rows].tolist()), kind="stable")]
 
     classes = None
@@ -139,6 +139,8 @@ def caption_clusters(data, rows):
 def named_rows(data, file, splits):
     """The rows whose names (keys) stand in a file, one in each line.
 
+    Rows that are known to be noisy are left out.
+
     Args: splits: {split: Data} of val and test; names of theirs, and of rows held out for them, are
         left out.
     Returns: (n,) rows in ascending order, and words that describe them.
@@ -159,10 +161,18 @@ def named_rows(data, file, splits):
         raise UserError(f"--meta-set {file}: {len(unknown)} of its {len(names)} names are not in "
                         f"train, first {unknown[0][:100]!r}; a name of train: "
                         f"{next(iter(rows_of_name))!r}")
+    noisy = data.column("noisy")                                           # (M,) bool
     rows = []
+    num_noisy = 0
     for name in names:
-        rows += rows_of_name.get(name, [])
+        for row in rows_of_name.get(name, []):
+            if noisy is not None and noisy[row]:
+                num_noisy += 1
+            else:
+                rows.append(row)
     description = "by name"
+    if num_noisy:
+        description += f", {num_noisy} with another's captions left out"
     if outside:
         description += f", {len(outside)} of val or test left out"
     return np.sort(rows).astype(np.int64), description
