@@ -244,6 +244,19 @@ def test_existing_files_are_not_computed_again(tmp_path, captions_csv):
     image_features(tmp_path).views(train, augments)
 
 
+def test_views_that_are_the_same_share_features(tmp_path, captions_csv):
+    """Flags without effect: a probability of a jitter of strength 0, --eval-resize of a crop."""
+    train = common.load_data(str(captions_csv), "train")
+    same = [common.Augment(SIDE, 0.3), common.Augment(SIDE, 0.3, jitter_p=0.8),
+            common.Augment(SIDE, 0.3, squash=True)]
+    image_features(tmp_path).views(train, same[:1])
+    for augment in same[1:]:
+        image_features(tmp_path, encode=not_called).views(train, [augment])
+    with pytest.raises(AssertionError, match="computed again"):
+        image_features(tmp_path, encode=not_called).views(
+            train, [common.Augment(SIDE, 0.3, jitter_p=0.8, hue=0.1)])
+
+
 def test_what_changes_opens_another_folder(tmp_path, captions_csv):
     """A view flag, the statistics, a weight, and a file of the data."""
     train = common.load_data(str(captions_csv), "train")
