@@ -1,6 +1,7 @@
 """The claims of the papers with frozen published encoders, on real pictures and titles.
 
     python -m benchmarks.frozen --claims ncl-training temo --seeds 10 --jobs 2
+    python -m benchmarks.frozen --claims temo --further --seeds 5  # other conditions, no verdict
     python -m benchmarks.frozen --report                 # the table of the finished runs; no run
 
 Needs the data set openclipart (contrastive/data/openclipart.py says how to get it) in the folder
@@ -35,8 +36,13 @@ from benchmarks.compare import (
 import numpy as np
 from scipy import stats
 
-CONDITION = ("--recipe frozen --dataset openclipart --data-dir openclipart --max-steps 1000 "
-             "--eval-every 0")
+OPENCLIPART = "--recipe frozen --dataset openclipart --data-dir openclipart --eval-every 0"
+CONDITION = f"{OPENCLIPART} --max-steps 1000"  # in which methods are tuned and claims decided
+FURTHER_CONDITIONS = {
+    "5,000 steps": f"{OPENCLIPART} --max-steps 5000",
+    "two layers": f"{CONDITION} --projection mlp",
+    "emoji": "--recipe frozen --dataset emoji --eval-every 0 --max-steps 1000",
+}
 TAUS = (0.03, 0.05, 0.07, 0.1, 0.14, 0.2)
 TUNING_SEEDS = range(TUNING_SEED, TUNING_SEED + 3)
 PAIRS = range(20)  # all seeds that may have been run
@@ -244,10 +250,10 @@ CLAIMS = {
 
 
 # ===================================================== tuning =====================================
-def command_words(trial):
-    """The words of a trial with the condition."""
+def command_words(trial, condition=CONDITION):
+    """The words of a trial in a condition."""
     script, *flags = trial.split()
-    return [script, *CONDITION.split(), *flags]
+    return [script, *condition.split(), *flags]
 
 
 def val_values(runs, method):
@@ -276,9 +282,20 @@ def best_trials(runs, method):
     return [first]
 
 
-def missing_runs(runs, claims, pairs):
-    """Commands of these claims that can run now: the pairs follow once a method is tuned."""
+def missing_runs(runs, claims, pairs, further=False):
+    """Commands of these claims that can run now: the pairs follow once a method is tuned.
+
+    Args:
+        further: in the further conditions, which have no tuning of their own.
+    """
     commands = []
+    if further:
+        for name in claims:
+            for trial in first_trials(runs, CLAIMS[name]):
+                for condition in FURTHER_CONDITIONS.values():
+                    words = command_words(trial, condition)
+                    commands += [runs.words(words, seed) for seed in pairs]
+        return without_finished(runs, commands)
     for name in claims:
         for method in (CLAIMS[name].method, *CLAIMS[name].baselines):
             if len(method.trials) > 1:
@@ -286,7 +303,23 @@ def missing_runs(runs, claims, pairs):
                     commands += [runs.words(command_words(trial), seed) for trial in method.trials]
             for trial in best_trials(runs, method):
                 commands += [runs.words(command_words(trial), seed) for seed in pairs]
-    files = {runs.file(words): words for words in commands}  # claims share methods
+    return without_finished(runs, commands)
+
+
+def first_trials(runs, claim):
+    """The best trial of a claim's method and that of its first baseline; [] before both are
+    tuned."""
+    trials = []
+    for method in (claim.method, claim.baselines[0]):
+        trials += best_trials(runs, method)[:1]
+    if len(trials) < 2:
+        return []
+    return trials
+
+
+def without_finished(runs, commands):
+    """The commands that have no file, each once: claims share methods."""
+    files = {runs.file(words): words for words in commands}
     return [words for file, words in files.items() if not file.exists()]
 
 
@@ -356,20 +389,21 @@ class Result:
         return "not decidable"
 
 
-def records_of(runs, trial):
+def records_of(runs, trial, condition=CONDITION):
     """{seed: record} of the finished pairs of a trial."""
-    records = {seed: runs.record(command_words(trial), seed) for seed in PAIRS}
+    words = command_words(trial, condition)
+    records = {seed: runs.record(words, seed) for seed in PAIRS}
     return {seed: record for seed, record in records.items() if record}
 
 
-def picture_hits(records, seeds):
+def picture_hits(records):
     """(Q,) how often each test picture and its caption are found first, mean over seeds, percent.
 
     The data set has one caption a picture, so that the directions have the same pictures.
     """
     hits = []
-    for seed in seeds:
-        for digits in records[seed]["hits"].values():
+    for record in records.values():
+        for digits in record["hits"].values():
             hits.append([100 * int(digit) for digit in digits])
     return np.mean(hits, axis=0)
 
@@ -385,23 +419,35 @@ def bootstrap(differences):
     return tuple(result.confidence_interval), p
 
 
-def compare_trials(runs, claim, baseline, trial, baseline_trial):
-    """The Line of two trials of a claim's method and a baseline; None before two pairs have run."""
-    records, others = records_of(runs, trial), records_of(runs, baseline_trial)
+def test_values(claim, method, records):
+    """{seed: what a claim compares} of the records of one of its methods."""
+    metric = claim.test_metric or method.metric
+    values = {}
+    for seed, record in records.items():
+        values[seed] = claim.scale * metric_of(record, "test", metric)
+    return values
+
+
+def compare_trials(runs, claim, baseline, trials, condition=CONDITION):
+    """The Line of two trials, of a claim's method and of a baseline.
+
+    Returns: None before two pairs have run.
+    """
+    records = records_of(runs, trials[0], condition)
+    others = records_of(runs, trials[1], condition)
     seeds = sorted(records.keys() & others.keys())
     if len(seeds) < 2:
         return None
-    metric = claim.test_metric or claim.method.metric
-    baseline_metric = claim.test_metric or baseline.metric
-    values, baseline_values = {}, {}
-    for seed in seeds:
-        values[seed] = claim.scale * metric_of(records[seed], "test", metric)
-        baseline_values[seed] = claim.scale * metric_of(others[seed], "test", baseline_metric)
+    records = {seed: records[seed] for seed in seeds}
+    others = {seed: others[seed] for seed in seeds}
+    values = test_values(claim, claim.method, records)
+    baseline_values = test_values(claim, baseline, others)
     comparison = compare_pairs(values, baseline_values)
-    line = Line(trial, baseline_trial, mean(values.values()), mean(baseline_values.values()),
-                comparison, None, comparison.p)
-    if metric in WITH_HITS and baseline_metric in WITH_HITS:
-        differences = picture_hits(records, seeds) - picture_hits(others, seeds)      # (Q,)
+    line = Line(*trials, mean(values.values()), mean(baseline_values.values()), comparison, None,
+                comparison.p)
+    metrics = {claim.test_metric or method.metric for method in (claim.method, baseline)}
+    if condition == CONDITION and metrics <= set(WITH_HITS):
+        differences = picture_hits(records) - picture_hits(others)          # (Q,)
         line.pictures, p = bootstrap(differences)
         line.p = max(p, comparison.p)
     return line
@@ -429,7 +475,8 @@ def results_of(runs):
             lines = []
             for trial in best_trials(runs, claim.method):
                 for baseline_trial in best_trials(runs, baseline):
-                    lines.append(compare_trials(runs, claim, baseline, trial, baseline_trial))
+                    trials = trial, baseline_trial
+                    lines.append(compare_trials(runs, claim, baseline, trials))
             if not lines or None in lines:  # it is whole, or not run
                 lines = []
             result = Result(name, claim, baseline, lines)
@@ -462,6 +509,7 @@ def write_report(runs):
     table = markdown(["claim", "method", "against", "pairs", "difference, 95 % over seeds",
                       "95 % over pictures", "verdict"], rows)
     text = [*table, "", f"{CONDITION}; R@1 is the mean of both directions.", ""]
+    text += further_table(runs)
     if not_run:
         text += ["Not run:", "", *not_run, ""]
     RESULTS.joinpath("frozen.md").write_text("\n".join(text), encoding="utf8")
@@ -484,6 +532,29 @@ def row_of(result, line, verdict):
         f"{line.seeds.mean:+.2f} ± {line.seeds.half:.2f}",
         pictures,
         verdict]
+
+
+def further_table(runs):
+    """The lines of a table of the further conditions, without verdicts; [] before any has run."""
+    rows = []
+    for claim in CLAIMS.values():
+        trials = first_trials(runs, claim)
+        baseline = claim.baselines[0]
+        for title, condition in FURTHER_CONDITIONS.items():
+            line = None
+            if trials:
+                line = compare_trials(runs, claim, baseline, trials, condition)
+            if line is not None:
+                rows.append([
+                    title, f"{claim.paper}: {claim.says}",
+                    f"{claim.method.name} {line.method_mean:.1f}",
+                    f"{baseline.name} {line.baseline_mean:.1f}",
+                    str(len(line.seeds.seeds)), f"{line.seeds.mean:+.2f} ± {line.seeds.half:.2f}"])
+    if not rows:
+        return []
+    titles = ["condition", "claim", "method", "against", "pairs", "difference, 95 % over seeds"]
+    return ["Other conditions at the same temperatures, without a verdict:", "",
+            *markdown(titles, rows), ""]
 
 
 def to_json(result):
@@ -529,14 +600,20 @@ def main(argv=None):
     p.add_argument("--jobs", type=count, default=os.cpu_count(),
                    help="runs side by side, one thread each")
     p.add_argument("--report", action="store_true", help="run nothing, write the table")
+    p.add_argument("--further", action="store_true",
+                   help="run the further conditions: 5,000 steps, two layers, emoji")
     args = p.parse_args(argv)
     runs = Runs(RESULTS / "frozen", jobs=args.jobs)
+
+    def missing():
+        return missing_runs(runs, args.claims, range(args.seeds), args.further)
+
     failed = set()
     if not args.report:
-        failed = runs.run_all(lambda: missing_runs(runs, args.claims, range(args.seeds)))
+        failed = runs.run_all(missing)
     print(*write_report(runs), sep="\n")
-    print(f"{len(missing_runs(runs, args.claims, range(args.seeds)))} runs left of "
-          f"{', '.join(args.claims)}, more where methods are not tuned")
+    print(f"{len(missing())} runs left of {', '.join(args.claims)}, more where methods are not "
+          "tuned")
     if failed:
         raise SystemExit(f"{len(failed)} runs failed; see above")
 

@@ -178,6 +178,23 @@ def test_knn_decides_only_above_the_frozen_features(claim, monkeypatch, frozen_k
     assert result.lines[0].pictures is None  # hits are those of retrieval
 
 
+def test_further_conditions_run_at_the_chosen_temperature_and_have_no_verdict(claim):
+    runs, method, baseline = claim
+    assert frozen.missing_runs(runs, ["claim"], range(2), further=True) == []  # not tuned
+    write_method(runs, method, 0.1)
+    write_method(runs, baseline, 0.0)
+    missing = frozen.missing_runs(runs, ["claim"], range(2), further=True)
+    assert len(missing) == 2 * 2 * len(frozen.FURTHER_CONDITIONS)
+    assert {words[-1] for words in missing} == {"0.07"}
+    assert frozen.further_table(runs) == []
+    for words in missing:
+        test = 30.0 + int(words[2]) + 2 * (words[0] == "ncl.py") * (1 + int(words[2]))
+        write_json(runs.file(words), {"test": {"any": {"R@1-Mean": test}}, "chance": {}})
+    rows = [line for line in frozen.further_table(runs) if "it is better" in line]
+    assert len(rows) == 3 and all("| method 33.5 | baseline 30.5 | 2 | +3.00" in row for row in rows)
+    assert frozen.missing_runs(runs, ["claim"], range(2), further=True) == []
+
+
 def test_every_claim_names_flags_that_its_script_has(frozen_packages):
     for name, claim in frozen.CLAIMS.items():
         for method in (claim.method, *claim.baselines):
