@@ -29,6 +29,7 @@ from contrastive.core.files import write_json
 from contrastive.core.number_types import count
 from contrastive.figures.base import figure, save_figure
 
+from benchmarks.claims import Claim, Method
 from benchmarks.compare import (
     RESULTS, TUNING_SEED, Runs, compare_pairs, correct, interval, markdown, metric_of,
     trivial_values)
@@ -56,200 +57,231 @@ KNN = "knn@1/mean_per_class"
 META_SET = "benchmarks/meta_openclipart.txt"  # 100 training pictures, read by eye
 
 
-# ===================================================== methods ====================================
-@dataclass
-class Method:
-    """Commands ("script flags"), of which val chooses, and the metric that chooses and decides."""
-
-    name: str
-    trials: list
-    metric: str = R1
-
-
-def tuned(name, command, metric=R1):
-    """The Method of a function tau -> command."""
-    return Method(name, [command(tau) for tau in TAUS], metric)
+# ===================================================== the claims =================================
+def over_taus(**factors):
+    """The trials of a method: each flag is this factor times each of TAUS."""
+    trials = []
+    for tau in TAUS:
+        words = []
+        for name, factor in factors.items():
+            words.append(f"--{name.replace('_', '-')} {factor * tau:.4g}")
+        trials.append(" ".join(words))
+    return tuple(trials)
 
 
-def infonce(tau):
-    """The command of InfoNCE at a fixed temperature; all scripts have the same run of it."""
-    return f"ncl.py --loss infonce --tau {tau:g}"
+# In the proportions of the papers: TeMo's 0.01 to 0.05; MM-TS's alpha and shifts on CC3M.
+TAU = over_taus(tau=1)
+RANGE = over_taus(tau_min=1, tau_alpha=4)
+TEMO_RANGE = over_taus(tau=1, tau_min=1, tau_alpha=4)
+SCHEDULE_AND_SHIFTS = over_taus(alpha=4 / 7, shift_min=5 / 7, shift_max=10 / 7)
 
-
-def ncl(tau):
-    """The command of NCL's training."""
-    return f"ncl.py --tau {tau:g}"
-
-
-def mmts(tau, flags=""):
-    """The paper's range on CC3M, scaled: alpha 4/7, shifts 5/7 and 10/7 of tau."""
-    return (f"mmts.py --alpha {4 * tau / 7:.4g} --shift-min {5 * tau / 7:.4g} "
-            f"--shift-max {10 * tau / 7:.4g}{flags}")
-
-
-def mmts_schedule(tau):
-    """The command of MM-TS without shifts."""
-    return f"mmts.py --no-shifts --tau {tau:g} --alpha {4 * tau / 7:.4g}"
-
-
-def mmts_shifts(tau):
-    """The command of MM-TS without its schedule."""
-    return f"mmts.py --no-schedule --shift-min {5 * tau / 7:.4g} --shift-max {10 * tau / 7:.4g}"
-
-
-def mmts_fixed(tau):
-    """The command of InfoNCE with the results by cluster size."""
-    return f"mmts.py --no-schedule --no-shifts --tau {tau:g}"
-
-
-def mmts_margin(tau):
-    """MM-TS as a margin, in the proportions of its temperature."""
-    return mmts(tau, " --loss max-margin")
-
-
-def fixed_margin(tau):
-    """The command of a fixed margin."""
-    return f"mmts.py --loss max-margin --no-schedule --no-shifts --margin {tau:g}"
-
-
-def temo(tau, flags="--row g"):
-    """The command of TeMo, in the paper's proportions."""
-    return f"temo.py {flags} --tau {tau:g} --tau-min {tau:g} --tau-alpha {4 * tau:g}"
-
-
-def tuned_temo(name, flags):
-    """The Method of TeMo with these flags."""
-    return Method(name, [temo(tau, flags) for tau in TAUS])
-
-
-def between_taus(loss):
-    """A function tau -> command of a loss of temo.py with temperatures of tau to 5 tau."""
-    return lambda tau: f"temo.py --loss {loss} --tau-min {tau:g} --tau-alpha {4 * tau:g}"
-
-
-def cwcl(tau):
-    """The command of CWCL."""
-    return f"temo.py --loss cwcl --tau {tau:g}"
-
-
-def mama(tau, flags):
-    """The command of MAMA's loss. It is the sum of both directions, hence the clipping."""
-    return f"mama.py --grad-clip 2 --caption-noise {flags} --tau {tau:g}"
-
-
-def tuned_mama(name, flags):
-    """The Method of MAMA with these flags, which begin with the share of exchanged captions."""
-    return Method(name, [mama(tau, flags) for tau in TAUS])
-
-
-INFONCE = tuned("InfoNCE", infonce, NCL_R1)
-LEARNT_TAU = Method("learnt tau", ["ncl.py --loss infonce --learnable-tau --tau 0.07"], NCL_R1)
+# InfoNCE is the same run in all scripts; ncl.py measures biases and the normalisation error, too.
+INFONCE = Method("InfoNCE", "ncl.py --loss infonce", TAU, NCL_R1)
+LEARNT_TAU = Method(
+    "learnt tau", "ncl.py --loss infonce --learnable-tau --tau 0.07", metric=NCL_R1)
 BASELINES = [INFONCE, LEARNT_TAU]
-NCL = tuned("NCL", ncl, NCL_R1)
-NCL_AND_QUEUE = tuned("NCL and queue", ncl, QUEUE_R1)
-MMTS = tuned("MM-TS", mmts)
-TEMO = tuned_temo("TeMo", "--row g")
-ROW_F = tuned_temo("row f", "--row f")
+NCL = Method("NCL", "ncl.py", TAU, NCL_R1)
+NCL_AND_QUEUE = Method("NCL and queue", "ncl.py", TAU, QUEUE_R1)
+MMTS = Method("MM-TS", "mmts.py", SCHEDULE_AND_SHIFTS, R1)
+FIXED_MMTS = Method("fixed", "mmts.py --no-schedule --no-shifts", TAU, R1)
+
+
+def temo_method(name, flags):
+    """TeMo with these flags."""
+    return Method(name, f"temo.py {flags}", TEMO_RANGE, R1)
+
+
+def mama_method(name, flags):
+    """MAMA with these flags, of which the first is the share of captions that are exchanged.
+
+    Its loss is the sum of both directions, twice that of the others; hence the clipping.
+    """
+    return Method(name, f"mama.py --grad-clip 2 --caption-noise {flags}", TAU, R1)
+
+
+TEMO = temo_method("TeMo", "--row g")
+ROW_F = temo_method("row f", "--row f")
 PRINTED = "--row g --similarity cosine --grad-augmented --image-aug simclr"
 META = f"--weighting meta --a0 2 --meta-set {META_SET}"
 NO_WEIGHTS = "--weighting none --a0 2"
+NOISY_META = mama_method("meta", f"0.3 {META}")
 
-
-@dataclass
-class Claim:
-    """A claim of a paper: a method against its baselines.
-
-    Attributes:
-        test_metric: what is compared on test; empty: what chose the trials.
-        scale: factor of it, so that more is better.
-    """
-
-    paper: str
-    says: str
-    method: Method
-    baselines: list
-    test_metric: str = ""
-    scale: float = 1
-
-
+# All in CONDITION, and tuned by the metric of each method: their fields flags, metric and tuning
+# are not read.
 CLAIMS = {
     "ncl-training": Claim(
-        "NCL", "training with Sinkhorn's biases beats InfoNCE (Tables 1 to 4)", NCL, BASELINES),
+        paper="NCL",
+        says="training with Sinkhorn's biases beats InfoNCE",
+        source="Tables 1 to 4",
+        methods=[NCL, *BASELINES]),
     "ncl-paper": Claim(
-        "NCL", "NCL with its queue beats InfoNCE as it is (Tables 1 to 3)", NCL_AND_QUEUE,
-        BASELINES),
+        paper="NCL",
+        says="NCL with its queue beats InfoNCE as it is",
+        source="Tables 1 to 3",
+        methods=[NCL_AND_QUEUE, *BASELINES]),
     "ncl-queue": Claim(
-        "NCL", "the queue's biases at test time raise R@1 (Table 5)", NCL_AND_QUEUE, [NCL]),
+        paper="NCL",
+        says="the queue's biases at test time raise R@1",
+        source="Table 5",
+        methods=[NCL_AND_QUEUE, NCL]),
     "ncl-error": Claim(
-        "NCL", "training with Sinkhorn's biases lowers the normalisation error, text to image, "
-        "hundredths (Fig. 2)", NCL, [INFONCE], "normalize/none/error/text_to_image", -100),
+        paper="NCL",
+        says="training with Sinkhorn's biases lowers the normalisation error (text to image, "
+             "hundredths below 0)",
+        source="Fig. 2",
+        methods=[NCL, INFONCE],
+        test_metric="normalize/none/error/text_to_image",
+        scale=-100),
     "mmts": Claim(
-        "MM-TS", "temperatures by schedule and cluster size beat a fixed one (Table 4)", MMTS,
-        BASELINES),
+        paper="MM-TS",
+        says="temperatures by schedule and cluster size beat a fixed one",
+        source="Table 4",
+        methods=[MMTS, *BASELINES]),
     "mmts-rare": Claim(
-        "MM-TS", "the gain is in rare captions: R@1 of the third of the smallest clusters", MMTS,
-        [tuned("fixed", mmts_fixed)], "by_cluster_size/tail/R@1"),
+        paper="MM-TS",
+        says="the gain is in rare captions (R@1 of the third of the smallest clusters)",
+        source="Section 3",
+        methods=[MMTS, FIXED_MMTS],
+        test_metric="by_cluster_size/tail/R@1"),
     "mmts-frequent": Claim(
-        "MM-TS", "R@1 of the third of the largest clusters", MMTS, [tuned("fixed", mmts_fixed)],
-        "by_cluster_size/head/R@1"),
+        paper="MM-TS",
+        says="MM-TS beats a fixed temperature on frequent captions (R@1 of the third of the "
+             "largest clusters)",
+        source="Section 3",
+        methods=[MMTS, FIXED_MMTS],
+        test_metric="by_cluster_size/head/R@1"),
     "mmts-schedule": Claim(
-        "MM-TS", "the schedule alone beats a fixed temperature (Table 4)",
-        tuned("TS", mmts_schedule), [INFONCE]),
+        paper="MM-TS",
+        says="the schedule alone beats a fixed temperature",
+        source="Table 4",
+        methods=[
+            Method("TS", "mmts.py --no-shifts", over_taus(tau=1, alpha=4 / 7), R1),
+            INFONCE,
+        ]),
     "mmts-shifts": Claim(
-        "MM-TS", "shifts by cluster size alone beat a fixed temperature (Table 4)",
-        tuned("ICS", mmts_shifts), [INFONCE]),
+        paper="MM-TS",
+        says="shifts by cluster size alone beat a fixed temperature",
+        source="Table 4",
+        methods=[
+            Method(
+                "ICS", "mmts.py --no-schedule", over_taus(shift_min=5 / 7, shift_max=10 / 7), R1),
+            INFONCE,
+        ]),
     "mmts-margin": Claim(
-        "MM-TS", "margins by schedule and cluster size beat a fixed one (Table 9)",
-        tuned("MM-TS, margin", mmts_margin), [tuned("fixed margin", fixed_margin), INFONCE]),
+        paper="MM-TS",
+        says="margins by schedule and cluster size beat a fixed one",
+        source="Table 9",
+        methods=[
+            Method("MM-TS, margin", "mmts.py --loss max-margin", SCHEDULE_AND_SHIFTS, R1),
+            Method(
+                "fixed margin",
+                "mmts.py --loss max-margin --no-schedule --no-shifts",
+                over_taus(margin=1),
+                R1),
+            INFONCE,
+        ]),
     "temo": Claim(
-        "TeMo", "temperatures by pair and unimodal terms beat InfoNCE and TS (Table 1)", TEMO,
-        [*BASELINES, tuned("TS", between_taus("ts"))]),
+        paper="TeMo",
+        says="temperatures by pair and unimodal terms beat InfoNCE and TS",
+        source="Table 1",
+        methods=[TEMO, *BASELINES, Method("TS", "temo.py --loss ts", RANGE, R1)]),
     "temo-others": Claim(
-        "TeMo", "TeMo beats other temperatures and weights by pair (Table 1)", TEMO,
-        [tuned("DySTReSS", between_taus("dystress")), tuned("CWCL", cwcl)]),
+        paper="TeMo",
+        says="TeMo beats other temperatures and weights by pair",
+        source="Table 1",
+        methods=[
+            TEMO,
+            Method("DySTReSS", "temo.py --loss dystress", RANGE, R1),
+            Method("CWCL", "temo.py --loss cwcl", TAU, R1),
+        ]),
     "temo-knn": Claim(
-        "TeMo", "TeMo classifies better: kNN@1 over sub-categories (Table 7)", TEMO, BASELINES,
-        KNN),
+        paper="TeMo",
+        says="TeMo classifies better (kNN@1 over sub-categories)",
+        source="Table 7",
+        methods=[TEMO, *BASELINES],
+        test_metric=KNN),
     "temo-gap": Claim(
-        "TeMo", "TeMo has a smaller modality gap, hundredths (Fig. 3)", TEMO, BASELINES,
-        "modality_gap", -100),
+        paper="TeMo",
+        says="TeMo has a smaller modality gap (hundredths below 0)",
+        source="Fig. 3",
+        methods=[TEMO, *BASELINES],
+        test_metric="modality_gap",
+        scale=-100),
     "temo-weights": Claim(
-        "TeMo", "the quadratic weights of Eq. 8 beat fixed ones (Table 3, row g against f)", TEMO,
-        [ROW_F]),
+        paper="TeMo",
+        says="the quadratic weights of Eq. 8 beat fixed ones",
+        source="Table 3, rows g and f",
+        methods=[TEMO, ROW_F]),
     "temo-temperature": Claim(
-        "TeMo", "temperatures by pair beat plain unimodal terms (Table 3, row f against c)",
-        ROW_F, [tuned_temo("row c", "--row c")]),
+        paper="TeMo",
+        says="temperatures by pair beat plain unimodal terms",
+        source="Table 3, rows f and c",
+        methods=[ROW_F, temo_method("row c", "--row c")]),
     "temo-rows": Claim(
-        "TeMo", "the whole of TeMo beats its parts (Table 3)", TEMO,
-        [tuned_temo(f"row {row}", f"--row {row}") for row in "ebd"]),
+        paper="TeMo",
+        says="the whole of TeMo beats its parts",
+        source="Table 3",
+        methods=[TEMO, *(temo_method(f"row {row}", f"--row {row}") for row in "ebd")]),
     "temo-printed": Claim(
-        "TeMo", "TeMo as its authors' code has it beats TeMo as printed", TEMO,
-        [tuned_temo("printed", PRINTED),
-         tuned_temo("printed, tau detached", f"{PRINTED} --detach-tau")]),
+        paper="TeMo",
+        says="TeMo as its authors' code has it beats TeMo as printed",
+        source="Eq. 4",
+        methods=[
+            TEMO,
+            temo_method("printed", PRINTED),
+            temo_method("printed, tau detached", f"{PRINTED} --detach-tau"),
+        ]),
     "temo-views": Claim(
-        "TeMo", "a second draw of I's view is the best second view", TEMO,
-        [tuned_temo("SimCLR's", "--row g --image-aug simclr"),
-         tuned_temo("crop", "--row g --image-aug crop")]),
+        paper="TeMo",
+        says="a second draw of I's view is the best second view",
+        source="none",
+        methods=[
+            TEMO,
+            temo_method("SimCLR's", "--row g --image-aug simclr"),
+            temo_method("crop", "--row g --image-aug crop"),
+        ]),
     "mama-margin": Claim(
-        "MAMA", "a subtractive margin of 0.2 rad, the paper's, beats none (Fig. 4)",
-        tuned_mama("0.2 rad", f"0 {NO_WEIGHTS}"), BASELINES),
+        paper="MAMA",
+        says="a subtractive margin of 0.2 rad, the paper's, beats none",
+        source="Fig. 4",
+        methods=[mama_method("0.2 rad", f"0 {NO_WEIGHTS}"), *BASELINES]),
     "mama-small-margin": Claim(
-        "MAMA", "a subtractive margin of 0.01 rad, our default, beats none (Fig. 4)",
-        tuned_mama("0.01 rad", "0 --weighting none --a0 0.1"), [INFONCE]),
+        paper="MAMA",
+        says="a subtractive margin of 0.01 rad, our default, beats none",
+        source="Fig. 4",
+        methods=[mama_method("0.01 rad", "0 --weighting none --a0 0.1"), INFONCE]),
     "mama-weights": Claim(
-        "MAMA", "weights learnt by looking ahead beat none, 30 % of the captions exchanged",
-        tuned_mama("meta", f"0.3 {META}"), [tuned_mama("none", f"0.3 {NO_WEIGHTS}")]),
+        paper="MAMA",
+        says="weights learnt by looking ahead beat none, 30 % of the captions exchanged",
+        source="none; see Table 8",
+        methods=[NOISY_META, mama_method("no weights", f"0.3 {NO_WEIGHTS}")]),
     "mama-weights-clean": Claim(
-        "MAMA", "weights learnt by looking ahead beat none, captions as they are (Table 5)",
-        tuned_mama("meta", f"0 {META}"), [tuned_mama("none", f"0 {NO_WEIGHTS}")]),
+        paper="MAMA",
+        says="weights learnt by looking ahead beat none, captions as they are",
+        source="Table 5",
+        methods=[
+            mama_method("meta", f"0 {META}"),
+            mama_method("no weights", f"0 {NO_WEIGHTS}"),
+        ]),
     "mama-others": Claim(
-        "MAMA", "weights learnt by looking ahead beat other weights, 30 % exchanged (Tables 6, 8)",
-        tuned_mama("meta", f"0.3 {META}"),
-        [tuned_mama(name, f"0.3 --weighting {name} --a0 2") for name in ("focal", "spl", "joint")]),
+        paper="MAMA",
+        says="weights learnt by looking ahead beat other weights, 30 % of the captions exchanged",
+        source="Tables 6 and 8",
+        methods=[
+            NOISY_META,
+            mama_method("focal", "0.3 --weighting focal --a0 2"),
+            mama_method("SPL", "0.3 --weighting spl --a0 2"),
+            mama_method("joint", "0.3 --weighting joint --a0 2"),
+        ]),
 }
 
 
 # ===================================================== tuning =====================================
+def trials_of(method):
+    """The commands ("script flags") of a method."""
+    return [f"{method.command} {trial}".strip() for trial in method.trials]
+
+
 def command_words(trial, condition=CONDITION):
     """The words of a trial in a condition."""
     script, *flags = trial.split()
@@ -259,7 +291,7 @@ def command_words(trial, condition=CONDITION):
 def val_values(runs, method):
     """{trial: its metric on val for each tuning seed}; {} before all trials have run."""
     values = {}
-    for trial in method.trials:
+    for trial in trials_of(method):
         records = [runs.record(command_words(trial), seed) for seed in TUNING_SEEDS]
         if not all(records):
             return {}
@@ -270,7 +302,7 @@ def val_values(runs, method):
 def best_trials(runs, method):
     """The best trial on val, and the second best if both lie within their noise."""
     if len(method.trials) == 1:
-        return method.trials
+        return trials_of(method)
     values = val_values(runs, method)
     if not values:
         return []
@@ -297,11 +329,12 @@ def missing_runs(runs, claims, pairs, further=False):
                     commands += [runs.words(words, seed) for seed in pairs]
         return without_finished(runs, commands)
     for name in claims:
-        for method in (CLAIMS[name].method, *CLAIMS[name].baselines):
+        for method in CLAIMS[name].methods:
+            best = best_trials(runs, method)
             if len(method.trials) > 1:
-                for seed in TUNING_SEEDS:
-                    commands += [runs.words(command_words(trial), seed) for trial in method.trials]
-            for trial in best_trials(runs, method):
+                for trial in trials_of(method):
+                    commands += [runs.words(command_words(trial), seed) for seed in TUNING_SEEDS]
+            for trial in best:
                 commands += [runs.words(command_words(trial), seed) for seed in pairs]
     return without_finished(runs, commands)
 
@@ -310,7 +343,7 @@ def first_trials(runs, claim):
     """The best trial of a claim's method and that of its first baseline; [] before both are
     tuned."""
     trials = []
-    for method in (claim.method, claim.baselines[0]):
+    for method in claim.methods[:2]:
         trials += best_trials(runs, method)[:1]
     if len(trials) < 2:
         return []
@@ -440,12 +473,12 @@ def compare_trials(runs, claim, baseline, trials, condition=CONDITION):
         return None
     records = {seed: records[seed] for seed in seeds}
     others = {seed: others[seed] for seed in seeds}
-    values = test_values(claim, claim.method, records)
+    values = test_values(claim, claim.methods[0], records)
     baseline_values = test_values(claim, baseline, others)
     comparison = compare_pairs(values, baseline_values)
     line = Line(*trials, mean(values.values()), mean(baseline_values.values()), comparison, None,
                 comparison.p)
-    metrics = {claim.test_metric or method.metric for method in (claim.method, baseline)}
+    metrics = {claim.test_metric or method.metric for method in (claim.methods[0], baseline)}
     if condition == CONDITION and metrics <= set(WITH_HITS):
         differences = picture_hits(records) - picture_hits(others)          # (Q,)
         line.pictures, p = bootstrap(differences)
@@ -471,9 +504,9 @@ def results_of(runs):
     """The Results of all claims, with Holm's correction within a paper."""
     results = []
     for name, claim in CLAIMS.items():
-        for baseline in claim.baselines:
+        for baseline in claim.methods[1:]:
             lines = []
-            for trial in best_trials(runs, claim.method):
+            for trial in best_trials(runs, claim.methods[0]):
                 for baseline_trial in best_trials(runs, baseline):
                     trials = trial, baseline_trial
                     lines.append(compare_trials(runs, claim, baseline, trials))
@@ -505,7 +538,7 @@ def write_report(runs):
             verdict = ""
         if not result.lines:
             not_run.append(f"- {result.claim.paper}: {result.claim.says}: "
-                           f"{result.claim.method.name} against {result.baseline.name}")
+                           f"{result.claim.methods[0].name} against {result.baseline.name}")
     table = markdown(["claim", "method", "against", "pairs", "difference, 95 % over seeds",
                       "95 % over pictures", "verdict"], rows)
     text = [*table, "", f"{CONDITION}; R@1 is the mean of both directions.", ""]
@@ -525,8 +558,8 @@ def row_of(result, line, verdict):
         low, high = line.pictures
         pictures = f"{low:+.2f} to {high:+.2f}"
     return [
-        f"{result.claim.paper}: {result.claim.says}",
-        f"{result.claim.method.name} `{line.method}` {line.method_mean:.1f}",
+        f"{result.claim.paper}: {result.claim.says} ({result.claim.source})",
+        f"{result.claim.methods[0].name} `{line.method}` {line.method_mean:.1f}",
         f"{result.baseline.name} `{line.baseline}` {line.baseline_mean:.1f}",
         str(len(line.seeds.seeds)),
         f"{line.seeds.mean:+.2f} ± {line.seeds.half:.2f}",
@@ -539,7 +572,7 @@ def further_table(runs):
     rows = []
     for claim in CLAIMS.values():
         trials = first_trials(runs, claim)
-        baseline = claim.baselines[0]
+        baseline = claim.methods[1]
         for title, condition in FURTHER_CONDITIONS.items():
             line = None
             if trials:
@@ -547,7 +580,7 @@ def further_table(runs):
             if line is not None:
                 rows.append([
                     title, f"{claim.paper}: {claim.says}",
-                    f"{claim.method.name} {line.method_mean:.1f}",
+                    f"{claim.methods[0].name} {line.method_mean:.1f}",
                     f"{baseline.name} {line.baseline_mean:.1f}",
                     str(len(line.seeds.seeds)), f"{line.seeds.mean:+.2f} ± {line.seeds.half:.2f}"])
     if not rows:
@@ -574,7 +607,7 @@ def draw_tuning(runs, path):
     """Draws R@1 on val over the temperature, a panel for each paper."""
     panels = {}  # {paper: {name of a method: its values on val}}
     for claim in CLAIMS.values():
-        for method in (claim.method, *claim.baselines):
+        for method in claim.methods:
             values = val_values(runs, method)
             if values and len(method.trials) > 1:
                 panels.setdefault(claim.paper, {})[method.name] = values

@@ -32,7 +32,7 @@ def write_run(runs, trial, seed, hits, val):
 def write_method(runs, method, gain, best=(0.07,), spread=0.005):
     """All runs of a method: its share of hits is 0.3 + gain; val prefers the temperatures `best`,
     among which seeds disagree."""
-    for k, trial in enumerate(method.trials):
+    for k, trial in enumerate(frozen.trials_of(method)):
         tau = frozen.TAUS[k]
         for seed in frozen.TUNING_SEEDS:
             val = 20.0 + 10.0 * (tau in best) + (seed % 3) * (k % 2) - (seed % 3) * 0.5
@@ -47,9 +47,9 @@ def write_method(runs, method, gain, best=(0.07,), spread=0.005):
 @pytest.fixture
 def claim(tmp_path, monkeypatch):
     """Runs, and one claim of a method against a baseline."""
-    method = frozen.tuned("method", lambda tau: f"ncl.py --tau {tau:g}")
-    baseline = frozen.tuned("baseline", lambda tau: f"temo.py --tau {tau:g}")
-    claims = {"claim": frozen.Claim("paper", "it is better", method, [baseline])}
+    method = frozen.Method("method", "ncl.py", frozen.TAU, frozen.R1)
+    baseline = frozen.Method("baseline", "temo.py", frozen.TAU, frozen.R1)
+    claims = {"claim": frozen.Claim("paper", "it is better", "Table 1", [method, baseline])}
     monkeypatch.setattr(frozen, "CLAIMS", claims)
     return Runs(tmp_path / "runs"), method, baseline
 
@@ -75,14 +75,14 @@ def test_seeds_alone_do_not_decide(claim):
         for seed in range(5):
             hits = np.zeros(QUERIES)
             hits[:num_hits + seed % 2 * (of is method)] = 1
-            write_run(runs, of.trials[2], seed, hits, 0.0)
+            write_run(runs, frozen.trials_of(of)[2], seed, hits, 0.0)
     result, = frozen.results_of(runs)
     line, = result.lines
     assert line.seeds.p < 0.01 < line.p
     swapped = np.zeros(QUERIES)
     swapped[50:153] = 1  # other pictures than the baseline's
     for seed in range(5):
-        write_run(runs, method.trials[2], seed, np.roll(swapped, seed % 2), 0.0)
+        write_run(runs, frozen.trials_of(method)[2], seed, np.roll(swapped, seed % 2), 0.0)
     result, = frozen.results_of(runs)
     assert result.verdict == "not decidable"
 
@@ -110,7 +110,7 @@ def test_equal_methods_are_level(claim, monkeypatch):
         for seed in range(5):
             hits = np.random.default_rng(7).random(QUERIES) < 0.3
             hits[seed] ^= of is method  # one picture of 400 changes
-            write_run(runs, of.trials[2], seed, hits, 0.0)
+            write_run(runs, frozen.trials_of(of)[2], seed, hits, 0.0)
     monkeypatch.setattr(frozen, "LEVEL", 1.0)
     result, = frozen.results_of(runs)
     assert result.verdict == "level"
@@ -167,8 +167,7 @@ def write_knn(runs, method, first, step, frozen_knn):
 @pytest.mark.parametrize("frozen_knn, verdict", [(29.0, "held"), (31.0, "no ground")])
 def test_knn_decides_only_above_the_frozen_features(claim, monkeypatch, frozen_knn, verdict):
     runs, method, baseline = claim
-    monkeypatch.setitem(frozen.CLAIMS, "claim", frozen.Claim(
-        "paper", "it classifies better", method, [baseline], frozen.KNN))
+    monkeypatch.setattr(frozen.CLAIMS["claim"], "test_metric", frozen.KNN)
     write_method(runs, method, 0.0)
     write_method(runs, baseline, 0.0)
     write_knn(runs, method, 40, 0.1, frozen_knn)
@@ -198,8 +197,8 @@ def test_further_conditions_run_at_the_chosen_temperature_and_have_no_verdict(cl
 
 def test_every_claim_names_flags_that_its_script_has(frozen_packages):
     for name, claim in frozen.CLAIMS.items():
-        for method in (claim.method, *claim.baselines):
-            for trial in method.trials:
+        for method in claim.methods:
+            for trial in frozen.trials_of(method):
                 script, *flags = frozen.command_words(trial)
                 args = importlib.import_module(script.removesuffix(".py")).parse_args(flags)
                 assert args.freeze == "both", name
