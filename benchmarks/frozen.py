@@ -541,10 +541,10 @@ def write_report(runs):
                            f"{result.claim.methods[0].name} against {result.baseline.name}")
     table = markdown(["claim", "method", "against", "pairs", "difference, 95 % over seeds",
                       "95 % over pictures", "verdict"], rows)
-    text = [*table, "", f"{CONDITION}; R@1 is the mean of both directions.", ""]
-    text += further_table(runs)
+    text = [*table, ""]
     if not_run:
         text += ["Not run:", "", *not_run, ""]
+    text += [f"{CONDITION}; R@1 is the mean of both directions.", "", *further_table(runs)]
     RESULTS.joinpath("frozen.md").write_text("\n".join(text), encoding="utf8")
     write_json(RESULTS / "frozen.json", [to_json(result) for result in results if result.lines])
     draw_tuning(runs, RESULTS / "frozen.png")
