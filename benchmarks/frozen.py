@@ -37,12 +37,12 @@ from benchmarks.compare import (
 import numpy as np
 from scipy import stats
 
-OPENCLIPART = "--recipe frozen --dataset openclipart --data-dir openclipart --eval-every 0"
-CONDITION = f"{OPENCLIPART} --max-steps 1000"  # in which methods are tuned and claims decided
+OPENCLIPART = "--recipe frozen --dataset openclipart --data-dir openclipart"
+CONDITION = f"{OPENCLIPART} --max-steps 1000 --eval-every 0"  # of tuning and verdicts
 FURTHER_CONDITIONS = {
-    "5,000 steps": f"{OPENCLIPART} --max-steps 5000",
+    "5,000 steps": f"{OPENCLIPART} --max-steps 5000 --eval-every 0",
     "two layers": f"{CONDITION} --projection mlp",
-    "emoji": "--recipe frozen --dataset emoji --eval-every 0 --max-steps 1000",
+    "emoji": "--recipe frozen --dataset emoji --max-steps 1000 --eval-every 0",
 }
 TAUS = (0.03, 0.05, 0.07, 0.1, 0.14, 0.2)
 TUNING_SEEDS = range(TUNING_SEED, TUNING_SEED + 3)
