@@ -105,7 +105,7 @@ def find_clips(args):
     root = Path(args.video_dir or args.data_dir or root).expanduser().resolve()
     clips = {}
     for source in find_sources(args, path):
-        if not source["path"] or source.get("size") is not None:  # inside a tar
+        if not source or not source["path"] or source.get("size") is not None:  # inside a tar
             continue
         file = Path(source["path"]).resolve()
         if file.is_file():
@@ -121,15 +121,18 @@ def find_clips(args):
 
 def find_sources(args, path):
     """The cells of the column source of --dataset: {path[, start, end, size]} of each clip."""
+    sources = []
     if path.is_dir() and not sort_files(path).metadata:  # videos alone
-        suffixes = tuple(f".{kind}" for kind in (*VIDEO_TYPES, "gif"))
-        files = sorted(files_below(path))
-        return [{"path": file} for file in files if file.lower().endswith(suffixes)]
+        for file in sorted(files_below(path)):
+            ending = Path(file).suffix.lower()[1:]
+            if ending in (*VIDEO_TYPES, "gif"):
+                sources.append({"path": file})
+        return sources
     data = common.load_data(args.dataset, "train", data_options(args))
-    if not frames_of(data):  # images
-        return []
-    sources = [row["source"] for row in data.sources or ()]
-    return [source for source in sources if source]
+    if frames_of(data):  # no images
+        for row in data.sources or ():
+            sources.append(row["source"])
+    return sources
 
 
 def read_rows(out):
@@ -173,8 +176,9 @@ def write_results(args, clips, report):
 def draw_captions(args, clips, rows_of_clips):
     """Draws six clips with their captions (Fig. 6)."""
     captioned = [clip for clip in clips if rows_of_clips[clip]["caption"]]
+    step = max(1, len(captioned) // 6)
     pictures = []
-    for clip in captioned[::max(1, len(captioned) // 6)][:6]:
+    for clip in captioned[::step][:6]:
         _, start, end = clip
         frames = read_frames(clips[clip], 4, start, end, short=96, long=384)         # (4, H, W, 3)
         caption = wrap(rows_of_clips[clip]["caption"], 50)

@@ -131,8 +131,10 @@ class State(NamedTuple):
 
 def read_state(folder, step=NUM_STEPS):
     """The State of a run after a step."""
-    rows = logged_rows(folder / "metrics.jsonl")
-    losses = [row["loss"] for row in rows if "loss" in row]
+    losses = []
+    for row in logged_rows(folder / "metrics.jsonl"):
+        if "loss" in row:
+            losses.append(row["loss"])
     saved = torch.load(folder / "checkpoints" / f"step_{step}.pt", weights_only=True)
     saved["processes"] = dict(enumerate(saved["processes"]))  # random states
     tensors = {path: x for path, x in flatten(saved).items() if torch.is_tensor(x)}

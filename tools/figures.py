@@ -82,11 +82,14 @@ def read_flags(folders, varied):
     Raises: UserError if the runs differ in others.
     """
     runs = [read_json(Path(folder) / "args.json") for folder in folders]
+    first = runs[0]
     for folder, args in zip(folders, runs):
-        for name in sorted({*runs[0], *args} - varied - IGNORED_FLAGS):
-            if runs[0].get(name) != args.get(name):
-                raise UserError(f"{folder} and {folders[0]} differ in --{name.replace('_', '-')} "
-                                f"({args.get(name)}, {runs[0].get(name)}): they cannot be compared")
+        names = {*first, *args} - varied - IGNORED_FLAGS
+        for name in sorted(names):
+            if first.get(name) != args.get(name):
+                flag = name.replace("_", "-")
+                raise UserError(f"{folder} and {folders[0]} differ in --{flag} ({args.get(name)}, "
+                                f"{first.get(name)}): they cannot be compared")
     return runs
 
 
@@ -115,19 +118,23 @@ def last_period(folder):
     with opening(folder):
         args = read_json(Path(folder) / "args.json")
         summary = read_json(Path(folder) / "summary.json")
-    column, period = f"eval/{args['dataset']}/few-shot/top1", args["period"]
-    rows = [flatten(row) for row in read_log(folder)]
-    rows = [row for row in rows if column in row and row["step"]]
-    steps = np.array([row["step"] for row in rows])                        # (n,)
-    values = np.array([row[column] for row in rows])                       # (n,)
-    steps_per_epoch = summary["steps"] / summary["epochs"]
-    end = int(summary["epochs"] / period + 1e-6) * period                  # epoch
-    phases = 1 - (end - steps / steps_per_epoch) / period
+    column = f"eval/{args['dataset']}/few-shot/top1"
+    period = args["period"]
+    num_epochs = summary["epochs"]
+    end = int(num_epochs / period + 1e-6) * period                         # epoch
+    phases = []
+    values = []
+    for row in map(flatten, read_log(folder)):
+        if column in row and row["step"]:
+            epoch = row["step"] * num_epochs / summary["steps"]
+            phases.append(1 - (end - epoch) / period)
+            values.append(row[column])
+    phases = np.array(phases)                                              # (n,)
     is_last = (phases >= -1e-6) & (phases <= 1 + 1e-6)
     if not end or is_last.sum() < 2:
         raise UserError(f"{folder}: {is_last.sum()} evaluations on val in its last full period of "
                         f"{period:g} epochs; at least two are needed (--eval-every)")
-    return phases[is_last].clip(0, 1), values[is_last]
+    return phases[is_last].clip(0, 1), np.array(values)[is_last]
 
 
 def draw_phase(folders, path):
@@ -146,8 +153,9 @@ def draw_phase(folders, path):
     fig, (ax,) = figure(1)
     ax.fill_between(phases, mean - deviation, mean + deviation, color="tab:blue", alpha=0.25)
     ax.plot(phases, mean, color="tab:blue")
-    ax.set(title=f"last period of {len(values)} runs (Fig. 4)", xlabel="phase of the period",
-           ylabel="val few-shot/top1, %")
+    ax.set_title(f"last period of {len(values)} runs (Fig. 4)")
+    ax.set_xlabel("phase of the period")
+    ax.set_ylabel("val few-shot/top1, %")
     if args["schedule"] == "cos" and not args["tau_head"]:
         right_ax = ax.twinx()
         right_ax.plot(grid, (1 + np.cos(2 * np.pi * grid)) / 2, color="tab:orange")
@@ -157,7 +165,8 @@ def draw_phase(folders, path):
     lines = [" phase     mean      std"]
     for row in zip(phases, mean, deviation):
         lines.append("{:6.3f} {:8.2f} {:8.2f}".format(*row))
-    lines.append(f"best at phase {phases[mean.argmax()]:.3f}")
+    best = phases[mean.argmax()]
+    lines.append(f"best at phase {best:.3f}")
     return lines
 
 
@@ -224,13 +233,15 @@ def draw_margins(folders, path):
     lines = []
     for ax, (title, xlabel, curves) in zip(axes, panels):
         for k, (label, curve) in enumerate(curves.items()):
-            xs = sorted(curve)
-            ax.plot(xs, [np.mean(curve[x]) for x in xs], label=label)
-            for x in xs:
-                ax.scatter([x] * len(curve[x]), curve[x], s=18, color=f"C{k}")
-                lines.append(f"{title}, {label}: {x:g}: {np.mean(curve[x]):.2f} "
-                             f"({len(curve[x])} runs)")
-        ax.set(title=title, xlabel=xlabel, ylabel=f"val {metric}, %")
+            means = {}
+            for x, values in sorted(curve.items()):
+                means[x] = np.mean(values)
+                ax.scatter([x] * len(values), values, s=18, color=f"C{k}")
+                lines.append(f"{title}, {label}: {x:g}: {means[x]:.2f} ({len(values)} runs)")
+            ax.plot(list(means), list(means.values()), color=f"C{k}", label=label)
+        ax.set_title(title)
+        ax.set_xlabel(xlabel)
+        ax.set_ylabel(f"val {metric}, %")
         legend_above(ax)
     save_figure(fig, path)
     return lines
@@ -313,19 +324,26 @@ def read_hits(folder, num_topics=0):
         test_values = test.column(column)
         values = [test_values[i] for i in rows]                            # (Q,)
 
-    has_concept = np.array([names is None or value >= 0 for value in values])        # (Q,)
-    if not has_concept.any():
-        raise UserError(f"{folder}: none of its {len(has_concept):,} queries has a {column}")
-    if not has_concept.all():
-        say(f"{folder}: {(~has_concept).sum():,} of {len(has_concept):,} queries have no {column} "
+    chosen = []  # queries that have a concept
+    concepts = []
+    keys = []
+    for query, value in enumerate(values):
+        concept = concept_name(value, names)
+        if concept is not None:
+            chosen.append(query)
+            concepts.append(concept)
+            keys.append(test.key(rows[query]))
+    if not chosen:
+        raise UserError(f"{folder}: none of its {len(values):,} queries has a {column}")
+    if len(chosen) < len(values):
+        say(f"{folder}: {len(values) - len(chosen):,} of {len(values):,} queries have no {column} "
             "and are left out")
     shares = {}
     for value, number in Counter(train_values).items():
-        if names is None or value >= 0:
-            shares[concept_name(value, names)] = number / len(train_values)
-    concepts = [concept_name(values[i], names) for i in np.flatnonzero(has_concept)]
-    keys = [test.key(i) for i in rows[has_concept]]
-    return Hits(np.array(concepts), hits[has_concept].astype(float), shares, keys)
+        concept = concept_name(value, names)
+        if concept is not None:
+            shares[concept] = number / len(train_values)
+    return Hits(np.array(concepts), hits[chosen].astype(float), shares, keys)
 
 
 def concept_column(folder, args, train):
@@ -339,9 +357,11 @@ def concept_column(folder, args, train):
 
 
 def concept_name(value, names):
-    """The name of a class number, or the value of a column without class names."""
+    """The name of a class number, None of -1; the value itself of a column without class names."""
     if names is None:
         return str(value)
+    if value < 0:
+        return None
     return names[value]
 
 
@@ -354,18 +374,25 @@ class Gain(NamedTuple):
     queries: int
     concept: str
 
+    @property
+    def percent(self):
+        """Of the hits of the first run; nan if it has none."""
+        return relative_gain(self.first_hits, self.second_hits)
+
 
 def gains(concepts, first_hits, second_hits, shares):
     """A Gain of each concept, the most frequent first, from hits (Q,) of two runs."""
-    of_concepts = []
+    concept_gains = []
     for concept in np.unique(concepts):
         mask = concepts == concept                                         # (Q,)
-        of_concepts.append(Gain(shares.get(concept, 0.0), int(first_hits[mask].sum()),
-                                int(second_hits[mask].sum()), int(mask.sum()), concept))
-    return sorted(of_concepts, key=lambda gain: (-gain.share, gain.concept))
+        first = int(first_hits[mask].sum())
+        second = int(second_hits[mask].sum())
+        share = shares.get(concept, 0.0)
+        concept_gains.append(Gain(share, first, second, int(mask.sum()), concept))
+    return sorted(concept_gains, key=lambda gain: (-gain.share, gain.concept))
 
 
-def relative(first_hits, second_hits):
+def relative_gain(first_hits, second_hits):
     """Gain in percent of the hits of the first run (Fig. 5); nan if it has none."""
     if not first_hits:
         return np.nan
@@ -381,21 +408,27 @@ class Third(NamedTuple):
     gain: float  # percent, nan if the first run has no hit
 
 
-def thirds(of_concepts):
+def thirds(concept_gains):
     """The Thirds of a list of Gain, the most frequent first.
 
     A concept is not divided: it belongs to the third in which its middle query falls.
     """
-    queries = np.array([gain.queries for gain in of_concepts])
-    numbers = np.minimum(3 * (queries.cumsum() - queries / 2) // queries.sum(), 2)
+    num_queries = sum(gain.queries for gain in concept_gains)
+    gains_of_third = {"frequent": [], "middle": [], "rare": []}
+    names = list(gains_of_third)
+    num_before = 0
+    for gain in concept_gains:
+        middle = num_before + gain.queries / 2
+        name = names[int(3 * middle / num_queries)]
+        gains_of_third[name].append(gain)
+        num_before += gain.queries
     parts = []
-    for k, name in enumerate(("frequent", "middle", "rare")):
-        inside = [gain for gain, number in zip(of_concepts, numbers) if number == k]
+    for name, inside in gains_of_third.items():
         if inside:
             first_hits = sum(gain.first_hits for gain in inside)
             second_hits = sum(gain.second_hits for gain in inside)
-            gain = relative(first_hits, second_hits)
-            parts.append(Third(name, inside[0].share, inside[-1].share, gain))
+            percent = relative_gain(first_hits, second_hits)
+            parts.append(Third(name, inside[0].share, inside[-1].share, percent))
     return parts
 
 
@@ -405,28 +438,34 @@ def draw_concepts(folders, path, num_topics=0):
     if first.keys != second.keys or first.concepts.tolist() != second.concepts.tolist():
         raise UserError(f"{folders[1]}: its test queries and their concepts are not those of "
                         f"{folders[0]}")
-    of_concepts = gains(first.concepts, first.hits, second.hits, first.shares)
-    parts = thirds(of_concepts)
-    fig, axes = figure(3 if num_topics else 2)
-    draw_gains(axes[0], of_concepts)
-    draw_thirds(axes[1], parts)
+    concept_gains = gains(first.concepts, first.hits, second.hits, first.shares)
+    parts = thirds(concept_gains)
+    num_panels = 2
     if num_topics:
-        shares = list(first.shares.items())[::-1]
-        axes[2].barh([topic for topic, _ in shares], [100 * share for _, share in shares])
-        axes[2].set(title="topics (Fig. 2)", xlabel="part of the training clips, %")
+        num_panels = 3
+    fig, (left, middle, *right) = figure(num_panels)
+    draw_gains(left, concept_gains)
+    draw_thirds(middle, parts)
+    for ax in right:
+        topics = list(first.shares)
+        percent = 100 * np.array(list(first.shares.values()))
+        ax.barh(topics[::-1], percent[::-1])
+        ax.set_title("topics (Fig. 2)")
+        ax.set_xlabel("part of the training clips, %")
     fig.suptitle(f"test hits: {100 * first.hits.mean():.1f} -> {100 * second.hits.mean():.1f} %")
     save_figure(fig, path)
-    return gain_lines(of_concepts, parts)
+    return gain_lines(concept_gains, parts)
 
 
-def draw_gains(ax, of_concepts):
+def draw_gains(ax, concept_gains):
     """Fig. 5: the gain of each concept by its share of the training rows."""
-    x = np.array([gain.share for gain in of_concepts])
-    y = np.array([relative(gain.first_hits, gain.second_hits) for gain in of_concepts])
-    size = np.array([gain.queries for gain in of_concepts])
+    x = np.array([gain.share for gain in concept_gains])
+    y = np.array([gain.percent for gain in concept_gains])
+    size = np.array([gain.queries for gain in concept_gains])
     ax.scatter(100 * x, y, s=8 + 60 * size / size.max(), alpha=0.6)
-    ax.set(title="gain by concept (Fig. 5)", xlabel="part of the training rows, %; size: queries",
-           ylabel="gain, % of the first run's")
+    ax.set_title("gain by concept (Fig. 5)")
+    ax.set_xlabel("part of the training rows, %; size: queries")
+    ax.set_ylabel("gain, % of the first run's")
     if x.min() > 0:
         ax.set_xscale("log")
         ax.xaxis.set(major_formatter="{x:g}", minor_formatter="")
@@ -436,24 +475,25 @@ def draw_gains(ax, of_concepts):
 def draw_thirds(ax, parts):
     """The gain of each Third."""
     names = []
-    for part in parts:
+    for place, part in enumerate(parts):
+        ax.bar(place, part.gain, color="C0")
         if np.isnan(part.gain):
             names.append(f"{part.name}:\nfirst has 0")
         else:
             names.append(part.name)
-    ax.bar(range(len(parts)), [part.gain for part in parts])
-    ax.set(title="by thirds of the queries", xlabel="how frequent in training",
-           ylabel="gain, % of the first run's", xlim=(-0.6, len(parts) - 0.4))
+    ax.set_title("by thirds of the queries")
+    ax.set_xlabel("how frequent in training")
+    ax.set_ylabel("gain, % of the first run's")
+    ax.set_xlim(-0.6, len(parts) - 0.4)
     ax.set_xticks(range(len(parts)), names)
     ax.axhline(0, color="grey", lw=0.8)
 
 
-def gain_lines(of_concepts, parts):
+def gain_lines(concept_gains, parts):
     """The numbers of draw_concepts as lines."""
     lines = ["   share   gain, %   points queries  concept"]
-    for gain in of_concepts:
-        percent = f"{relative(gain.first_hits, gain.second_hits):+8.1f} %"
-        percent = percent.replace("+nan %", "   - %")
+    for gain in concept_gains:
+        percent = f"{gain.percent:+8.1f} %".replace("+nan %", "   - %")
         points = 100 * (gain.second_hits - gain.first_hits) / gain.queries
         lines.append(f"{100 * gain.share:8.2f} % {percent} {points:+8.1f} {gain.queries:6d}  "
                      + gain.concept)

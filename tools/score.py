@@ -64,11 +64,10 @@ def caption_pairs(data, short_captions):
     return pairs
 
 
-def open_split(folder, split):
-    """The split as a run reads it, each clip once and with its own captions. Raises: UserError."""
+def open_test(folder):
+    """The test split as a run reads it, with the clips' own captions. Raises: UserError."""
     args = argparse.Namespace(**read_json(Path(folder) / "args.json"))
-    options = data_options(args).replace(caption_noise=0.0, unfold_captions=False)
-    return common.load_data(args.dataset, split, options)
+    return common.load_data(args.dataset, "test", data_options(args))
 
 
 def score_captions(folder, data, pairs, device):
@@ -96,15 +95,15 @@ def score_runs(folders, short_captions, device):
 
     Raises: UserError if the runs have other videos.
     """
-    data = open_split(folders[0], "test")
+    data = open_test(folders[0])
     pairs = caption_pairs(data, short_captions)
     scores_of_runs = []
     for folder in folders:
-        of_run = open_split(folder, "test")
-        if of_run.name != data.name or list(of_run.keys()) != list(data.keys()):
-            raise UserError(f"{folder}: a run on other videos than {folders[0]} ({of_run.name}, "
+        run_data = open_test(folder)
+        if run_data.name != data.name or list(run_data.keys()) != list(data.keys()):
+            raise UserError(f"{folder}: a run on other videos than {folders[0]} ({run_data.name}, "
                             f"{data.name})")
-        scores_of_runs.append(score_captions(folder, of_run, pairs, device))
+        scores_of_runs.append(score_captions(folder, run_data, pairs, device))
     return data, pairs, scores_of_runs
 
 
@@ -120,27 +119,27 @@ def write_scores(path, names, keys, pairs, scores):
     with opening(path), open(path, "w", newline="", encoding="utf8") as file:
         table = csv.writer(file)
         table.writerow(["video", "detail", "caption", *names])
-        for m, (key, captions) in enumerate(zip(keys, pairs)):
+        for m, key in enumerate(keys):
             for k, detail in enumerate(("short", "detailed")):
                 numbers = [f"{score:.4f}" for score in scores[:, m, k]]
-                table.writerow([key, detail, captions[k], *numbers])
+                table.writerow([key, detail, pairs[m][k], *numbers])
 
 
 def print_means(names, scores):
     """Prints the mean scores (R, M, 2) of each run."""
     say(f"{'run':<34}{'short':>9}{'detailed':>10}{'detailed higher':>17}")
-    for name, of_run in zip(names, scores):
-        short, detailed = of_run.T                                         # (M,), (M,)
-        higher = 100 * (detailed > short).mean()
-        say(f"{name[-32:]:<34}{short.mean():9.4f}{detailed.mean():10.4f}{higher:15.1f} %")
+    for name, run_scores in zip(names, scores):
+        short, detailed = run_scores.mean(0)
+        higher = 100 * (run_scores[:, 1] > run_scores[:, 0]).mean()
+        say(f"{name[-32:]:<34}{short:9.4f}{detailed:10.4f}{higher:15.1f} %")
     say(f"(mean cosine over {scores.shape[1]:,} videos; share with the detailed one higher)")
 
 
-def caption_scores(captions, scores):
+def describe_captions(captions, scores):
     """The two captions of a video, each above its scores by the runs, (R, 2)."""
     paragraphs = []
-    for caption, of_runs in zip(captions, scores.T):
-        numbers = " | ".join(f"{score:.3f}" for score in of_runs)
+    for caption, caption_scores in zip(captions, scores.T):
+        numbers = " | ".join(f"{score:.3f}" for score in caption_scores)
         paragraphs.append(f"{wrap(caption, 36, max_lines=5)}\n{numbers}")
     return "\n\n".join(paragraphs)
 
@@ -166,19 +165,22 @@ def main(argv=None):
         device = torch.device("cuda")
     data, pairs, scores_of_runs = score_runs(args.runs, args.short, device)
     rows = []  # that all runs could read
+    scores = []
     for i in pairs:
-        if all(i in scores for scores in scores_of_runs):
+        if all(i in run_scores for run_scores in scores_of_runs):
             rows.append(i)
-    scores = [[of_run[i] for i in rows] for of_run in scores_of_runs]
-    scores = np.array(scores)                                              # (R, M, 2)
+            scores.append([run_scores[i] for run_scores in scores_of_runs])
+    scores = np.array(scores).swapaxes(0, 1)                               # (R, M, 2)
 
     names = [Path(folder).resolve().name for folder in args.runs]
     keys = [data.key(i) for i in rows]
-    write_scores(f"{args.out}.csv", names, keys, [pairs[i] for i in rows], scores)
+    pairs = [pairs[i] for i in rows]
+    write_scores(f"{args.out}.csv", names, keys, pairs, scores)
     print_means(names, scores)
     examples = []
-    for m in np.sort(np.random.default_rng(0).permutation(len(rows))[:4]):
-        words = caption_scores(pairs[rows[m]], scores[:, m])
+    chosen = np.random.default_rng(0).permutation(len(rows))[:4]
+    for m in np.sort(chosen):
+        words = describe_captions(pairs[m], scores[:, m])
         examples.append((picture(data, rows[m]), words))
     title = (f"{data.full_name}: cosine with a short and a detailed caption (Tables 9, "
              f"10)\nscores by {' | '.join(names)}")

@@ -109,11 +109,14 @@ def legend_above(ax):
     ax.legend(loc="upper center", ncols=columns)
     # height of a row as a part of the panel, which the layout makes lower
     row_height = 1.7 * LETTERS / 72 * ax.figure.dpi / ax.bbox.height
-    legend_height = min(0.6, row_height * math.ceil(len(names) / columns))
+    rows = math.ceil(len(names) / columns)
+    legend_height = min(0.6, row_height * rows)
     low, high = ax.get_ylim()
     # no ticks beside the legend, such as 150 %
-    ax.set_yticks([tick for tick in ax.get_yticks() if low <= tick <= high])
-    ax.set_ylim(low, low + (high - low) / (1 - legend_height))
+    ticks = ax.get_yticks()
+    ax.set_yticks(ticks[(ticks >= low) & (ticks <= high)])
+    height = (high - low) / (1 - legend_height)
+    ax.set_ylim(low, low + height)
 
 
 def whole_ticks(ax):
@@ -190,9 +193,12 @@ def draw_curves(run, panels, path, x="step", low_panels=()):
     fig, axes = figure(len(panels), columns=2, low_panels=len(low_panels))
     for ax, (title, label, lines) in zip(axes, panels + low_panels):
         draw_lines(ax, run, lines, x)
-        ax.set(title=title, xlabel=x.replace("_", " "), ylabel=label)
+        ax.set_title(title)
+        ax.set_xlabel(x.replace("_", " "))
+        ax.set_ylabel(label)
         whole_ticks(ax)
-        if len(ax.get_legend_handles_labels()[1]) > 1:
+        names = ax.get_legend_handles_labels()[1]
+        if len(names) > 1:
             legend_above(ax)
     save_figure(fig, path)
 
@@ -223,11 +229,14 @@ def draw_lines(ax, run, lines, x):
     for legend, name in lines.items():
         steps, values = run.log.column(name, x)
         if steps:
-            marker = "." if len(steps) < 12 else ""
+            marker = ""
+            if len(steps) < 12:
+                marker = "."
             ax.plot(steps, values, label=legend, marker=marker)
     levels = {chance[name] for name in lines.values() if name in chance}
     if levels:
-        ax.hlines([*levels], *ax.get_xlim(), color="grey", ls=":", lw=1, label="chance")
+        left, right = ax.get_xlim()
+        ax.hlines([*levels], left, right, color="grey", ls=":", lw=1, label="chance")
 
 
 # ======================================================= examples =================================
@@ -237,7 +246,7 @@ class Example(NamedTuple):
     pixels: np.ndarray  # (H, W, 3)
     above: str
     below: str
-    framed: bool  # in green
+    framed: bool = False  # in green
 
 
 class QueryHits(NamedTuple):
@@ -249,8 +258,8 @@ class QueryHits(NamedTuple):
     below: list  # words below each item
 
 
-def picture(data, i, frames=4):
-    """Example i as a picture (H, W, 3) uint8: the image, or up to `frames` frames side by side.
+def picture(data, i):
+    """Example i as a picture (H, W, 3) uint8: the image, or up to four frames side by side.
 
     It is white if it cannot be read, as a few of a training set, or has features for pixels.
     """
@@ -261,9 +270,26 @@ def picture(data, i, frames=4):
     if x.ndim == 2:
         return np.full((32, 32, 3), 255, np.uint8)
     if x.ndim == 4:
-        times = np.linspace(0, len(x) - 1, min(frames, len(x))).round().astype(int)
-        x = torch.cat([x[time] for time in times], -1)                     # (3, H, frames * W)
+        num_frames = min(4, len(x))
+        times = np.linspace(0, len(x) - 1, num_frames).round().astype(int)
+        x = torch.cat(list(x[times]), -1)                                  # (3, H, frames * W)
     return x.permute(1, 2, 0).numpy()
+
+
+def picture_of(pieces, item):
+    """The picture of image or clip `item` of an evaluation."""
+    return picture(pieces.data, int(pieces.index[item]))
+
+
+def cosines(pieces):
+    """The cosines (C, M) of all captions and images of an evaluation."""
+    return normalize(pieces.text) @ normalize(pieces.image).T
+
+
+def cosines_of_pairs(pieces):
+    """The cosine (C,) of each caption and its own image."""
+    image = normalize(pieces.image[pieces.owner])                          # (C, D)
+    return (normalize(pieces.text) * image).sum(1)
 
 
 def draw_examples(table, path, title, width, words):
@@ -275,23 +301,32 @@ def draw_examples(table, path, title, width, words):
         words: height of those above and below a picture, in inches.
     """
     columns = max(len(examples) for _, examples in table)
-    first_pixels, *_ = table[0][1][0]
-    aspect = first_pixels.shape[0] / first_pixels.shape[1]
-    fig, axes = figure(columns * len(table), columns, width, width * aspect + words)
+    _, examples = table[0]
+    height, original_width, _ = examples[0].pixels.shape
+    height = width * height / original_width + words
+    fig, axes = figure(columns * len(table), columns, width, height)
     fig.set_figwidth(columns * width + 1.9)                                # for words on the left
-    for row, (label, examples) in zip(axes.reshape(len(table), columns), table):
+    rows = axes.reshape(len(table), columns)
+    for row, (label, examples) in zip(rows, table):
         label = wrap(label, 18, max_lines=4)
         row[0].set_ylabel(label, rotation=0, ha="right", va="center", labelpad=8)
-        for ax, (pixels, above, below, framed) in zip(row, examples):
-            ax.imshow(pixels)
-            ax.set(xticks=[], yticks=[], title=above, xlabel=below)
-            colour, line_width = ("tab:green", 3) if framed else ("lightgrey", 1)
-            for spine in ax.spines.values():
-                spine.set(visible=True, color=colour, linewidth=line_width)
+        for ax, example in zip(row, examples):
+            draw_example(ax, example)
         for ax in row[len(examples):]:
             ax.set_axis_off()
     fig.suptitle(title)
     save_figure(fig, path)
+
+
+def draw_example(ax, example):
+    """Draws an Example."""
+    ax.imshow(example.pixels)
+    ax.set(xticks=[], yticks=[], title=example.above, xlabel=example.below)
+    colour, line_width = "lightgrey", 1
+    if example.framed:
+        colour, line_width = "tab:green", 3
+    for spine in ax.spines.values():
+        spine.set(visible=True, color=colour, linewidth=line_width)
 
 
 def title_of(data):
@@ -321,16 +356,17 @@ def queries_by_rank(pieces, queries, bias=None):
     order = np.argsort(ranks, kind="stable")                               # (C,)
     queries = min(queries, len(order))
     quantiles = (np.arange(queries) + 0.5) / queries                       # the middles of parts
-    return order[(quantiles * len(order)).astype(int)].tolist()
+    places = (quantiles * len(order)).astype(int)
+    return order[places].tolist()
 
 
-def draw_retrieval(pieces, path, queries=6, bias=None):
-    """Draws queries from the best to the worst, with their first images or strips of frames.
+def draw_retrieval(pieces, path, bias=None):
+    """Draws six queries from the best to the worst, with their first images or strips of frames.
 
     Args: bias: (M,) as in common.retrieval_metrics.
     """
-    rows = queries_by_rank(pieces, queries, bias)
-    sim = normalize(pieces.text[rows]) @ normalize(pieces.image).T   # (q, M)
+    rows = queries_by_rank(pieces, 6, bias)
+    sim = normalize(pieces.text[rows]) @ normalize(pieces.image).T         # (q, M)
     title = "cosine below"
     if bias is not None:
         sim = sim + bias
@@ -350,15 +386,13 @@ def draw_hits(pieces, hits, path, title):
 
     Args: hits: [QueryHits].
     """
-    data = pieces.data
     kind = kind_of(pieces)
+    num_items, width = 5, 1.4
     if kind == "video":
         num_items, width = 3, 2.4
-    else:
-        num_items, width = 5, 1.4
     table = []
     for text, right, sim, below in hits:
-        right_items = sorted(item for item in right if item >= 0)
+        right_items = sorted(right - {-1})
         best = right_items[int(sim[right_items].argmax())]
         rank_of_best = int((sim >= sim[best]).sum())
         places = [(best, f"correct: rank {rank_of_best}")]
@@ -367,30 +401,29 @@ def draw_hits(pieces, hits, path, title):
             places.append((item, f"rank {rank}"))
         examples = []
         for item, above in places:
-            pixels = picture(data, int(pieces.index[item]))
+            pixels = picture_of(pieces, item)
             examples.append(Example(pixels, above, below[item], item in right))
         table.append((text, examples))
-    title = (f"{title_of(data)}: text -> {kind}: the correct one with its rank, then the first of "
-             f"{len(pieces.image)}; green = correct, {title}")
+    title = (f"{title_of(pieces.data)}: text -> {kind}: the correct one with its rank, then the "
+             f"first of {len(pieces.image)}; green = correct, {title}")
     draw_examples(table, path, title, width, words=0.5)
 
 
 def draw_pairs(pieces, path):
     """Draws the pairs with the lowest and the highest cosine, as pictures with their captions."""
-    data = pieces.data
-    image = pieces.image[pieces.owner]                               # (C, D)
-    sim = (normalize(pieces.text) * normalize(image)).sum(1)            # (C,)
+    sim = cosines_of_pairs(pieces)                                         # (C,)
     order = sim.argsort().tolist()                                         # lowest first
     count = max(1, min(6, len(order) // 2))
+    rows_of_label = {"lowest": order[:count], "highest": order[::-1][:count]}
     table = []
-    for label, rows in (("lowest", order[:count]), ("highest", order[::-1][:count])):
+    for label, rows in rows_of_label.items():
         examples = []
         for row in rows:
-            pixels = picture(data, int(pieces.index[pieces.owner[row]]))
+            pixels = picture_of(pieces, pieces.owner[row])
             caption = wrap(pieces.texts[row], 20)
-            examples.append(Example(pixels, f"cos {sim[row]:.2f}", caption, False))
+            examples.append(Example(pixels, f"cos {sim[row]:.2f}", caption))
         table.append((label, examples))
-    title = (f"{title_of(data)}: positive pairs with the lowest (top) and highest "
+    title = (f"{title_of(pieces.data)}: positive pairs with the lowest (top) and highest "
              "(bottom) cosine")
     draw_examples(table, path, title, width=1.7, words=1.1)
 
@@ -401,27 +434,28 @@ def draw_answers(pieces, path):
     pieces: of evaluation/answers.py.
     """
     data = pieces.data
-    hits = np.asarray(pieces.hits)                                      # (M,)
-    questions, answers = data.column("question"), data.column("answer")
+    hits = np.asarray(pieces.hits) > 0                                     # (M,)
     order = np.random.default_rng(0).permutation(len(hits))                # (M,)
     table = []
-    for label, rows in (("right", order[hits[order] > 0]), ("wrong", order[hits[order] == 0])):
+    for label, is_right in (("right", True), ("wrong", False)):
+        rows = order[hits[order] == is_right]
         examples = []
         for row in rows[:4]:
             i = int(pieces.index[row])
             below = f"given: {wrap(pieces.predicted[row], 27)}"
-            if label == "wrong":
-                below += f"\nright: {wrap(answers[i], 27)}"
-            question = wrap(questions[i], 34)
-            examples.append(Example(picture(data, i), question, below, label == "right"))
+            if not is_right:
+                answer = wrap(data.cell("answer", i), 27)
+                below += f"\nright: {answer}"
+            question = wrap(data.cell("question", i), 34)
+            examples.append(Example(picture(data, i), question, below, is_right))
         if examples:
             table.append((label, examples))
-    title = (f"{title_of(data)}: answers, {100 * hits.mean():.1f} % of {len(hits)} right")
+    title = f"{title_of(data)}: answers, {100 * hits.mean():.1f} % of {len(hits)} right"
     draw_examples(table, path, title, width=2.6, words=0.7)
 
 
 # ======================================================= histograms ===============================
-def similarity_histograms(pieces, bins=100):
+def similarity_histograms(pieces):
     """Histograms of the cosines of positive and of negative pairs over -1..1.
 
     Of at most 2,000 images and their captions. The threshold is that of TeMo's Figs. 4 and 5: the
@@ -430,19 +464,20 @@ def similarity_histograms(pieces, bins=100):
     Returns: {edges, positive, negative: lists, the last two densities; threshold: None if positives
         are nowhere denser}, which can be written as JSON.
     """
-    image = normalize(pieces.image[:2000])                              # (m, D)
-    rows = np.flatnonzero(pieces.owner < len(image))                    # captions of these
-    text = normalize(pieces.text)[rows]                                 # (c, D)
+    image = normalize(pieces.image[:2000])                                 # (m, D)
+    rows = np.flatnonzero(pieces.owner < len(image))                       # captions of these
+    text = normalize(pieces.text)[rows]                                    # (c, D)
     sim = text @ image.T                                                   # (c, m)
     is_positive = torch.zeros(sim.shape, dtype=torch.bool)                 # (c, m)
     for row, caption in enumerate(rows):
-        items = pieces.positives[caption]                               # (P,)
-        is_positive[row, items[(items >= 0) & (items < len(image))]] = True
-    edges = np.linspace(-1, 1, bins + 1)
-    positive = density(sim[is_positive], edges)                            # (bins,)
-    negative = density(sim[~is_positive], edges)                           # (bins,)
+        items = pieces.positives[caption]                                  # (P,)
+        items = items[(items >= 0) & (items < len(image))]
+        is_positive[row, items] = True
+    edges = np.linspace(-1, 1, 101)
+    positive = density(sim[is_positive], edges)                            # (100,)
+    negative = density(sim[~is_positive], edges)                           # (100,)
     threshold = None
-    for k in range(int(np.argmax(negative)), bins):
+    for k in range(int(np.argmax(negative)), len(negative)):
         if positive[k] > negative[k]:
             threshold = edges[k].item()
             break
@@ -467,13 +502,17 @@ def draw_histograms(stages, path, title):
         edges = np.array(histogram["edges"])                               # (bins + 1,), of all
         densities += [histogram["negative"], histogram["positive"]]
     filled = np.flatnonzero(np.any(densities, axis=0))                     # bins with a pair
-    limits = edges[filled[0]] - 0.04, edges[filled[-1] + 1] + 0.04
+    low, high = edges[filled[0]], edges[filled[-1] + 1]
     for ax, kind in zip(axes, ("negative", "positive")):
         for k, (name, histogram) in enumerate(stages.items()):
-            ax.stairs(histogram[kind], edges, label=name, fill=True, color=f"C{k}", alpha=0.5)
+            colour = f"C{k}"
+            ax.stairs(histogram[kind], edges, label=name, fill=True, color=colour, alpha=0.5)
             if histogram["threshold"] is not None:
-                ax.axvline(histogram["threshold"], ymax=0.6, color=f"C{k}", ls=":")
-        ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density", xlim=limits)
+                ax.axvline(histogram["threshold"], ymax=0.6, color=colour, ls=":")
+        ax.set_title(f"{kind} pairs")
+        ax.set_xlabel("cosine")
+        ax.set_ylabel("density")
+        ax.set_xlim(low - 0.04, high + 0.04)
         ax.locator_params(axis="x", nbins=5)  # more numbers would run into each other
         if len(stages) > 1:
             legend_above(ax)

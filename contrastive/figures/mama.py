@@ -18,11 +18,11 @@ def draw_weights(tensors, weighting, path):
             mismatched; of a network loss_grid (64,) and curves (K, 1 + 64), a step and its weights.
         weighting: its name, for the title.
     """
-    has_curves = "curves" in tensors
-    fig, axes = figure(2 if has_curves else 1)
-    if has_curves:
-        draw_weight_curves(axes[0], tensors["loss_grid"], tensors["curves"])
-    right = axes[-1]
+    if "curves" in tensors:
+        fig, (left, right) = figure(2)
+        draw_weight_curves(left, tensors["loss_grid"], tensors["curves"])
+    else:
+        fig, (right,) = figure(1)
     sample, weight, mismatched = tensors["last_batch"].unbind(1)           # (N,) each
     right.set(title="the pairs of the last batch", xlabel="L_i, nats", ylabel="w_i")
     if mismatched.any():
@@ -41,7 +41,8 @@ def draw_weight_curves(ax, grid, curves):
     """Draws the weights (K, 1 + 64) of the losses grid (64,) at up to five of K steps."""
     chosen = np.linspace(0, len(curves) - 1, NUM_CURVES).round().astype(int)
     for k in np.unique(chosen):
-        ax.plot(grid, curves[k, 1:], label=f"step {curves[k, 0]:.0f}")
+        step = curves[k, 0]
+        ax.plot(grid, curves[k, 1:], label=f"step {step:.0f}")
     ax.set(title="weight over loss along the run (Fig. 4)", xlabel="L_i, nats", ylabel="w_i")
     base.legend_above(ax)
 
@@ -54,8 +55,10 @@ def draw_clips(clips, path, title, width, words):
         width: of a picture, in inches.
         words: height of the words, in inches.
     """
-    cells = [(pixels, "", below, False) for pixels, below in clips]
-    rows = [("", cells[k:k + 2]) for k in range(0, len(cells), 2)]
+    examples = [base.Example(pixels, "", below) for pixels, below in clips]
+    rows = []
+    for k in range(0, len(examples), 2):
+        rows.append(("", examples[k:k + 2]))
     base.draw_examples(rows, path, title, width=width, words=words)
 
 

@@ -9,8 +9,8 @@ from contrastive.figures.base import draw_curves, figure, save_figure, whole_tic
 import numpy as np
 
 
-def draw_cluster_curves(steps, values, sizes, path, *, title, label, num_lines=5):
-    """Draws the temperatures or margins of a few clusters over a run, from largest to smallest.
+def draw_cluster_curves(steps, values, sizes, path, *, title, label):
+    """Draws the temperatures or margins of five clusters over a run, from largest to smallest.
 
     Args:
         steps: (S,).
@@ -19,11 +19,13 @@ def draw_cluster_curves(steps, values, sizes, path, *, title, label, num_lines=5
         label: what the values are.
     """
     fig, (ax,) = figure(1, width=6.4, height=3.6)
-    targets = np.linspace(sizes[0], sizes[-1], num_lines)                  # evenly in size
-    clusters = [np.abs(sizes - target).argmin() for target in targets]
+    targets = np.linspace(sizes[0], sizes[-1], 5)                          # evenly in size
+    clusters = np.abs(sizes - targets[:, None]).argmin(1)                  # (5,)
     for cluster in np.unique(clusters):
         ax.plot(steps, values[:, cluster], label=f"{sizes[cluster]:,}")
-    ax.set(title=title, xlabel="step", ylabel=label)
+    ax.set_title(title)
+    ax.set_xlabel("step")
+    ax.set_ylabel(label)
     ax.set_ylim(bottom=min(0, values.min()))
     whole_ticks(ax)
     ax.legend(title="cluster size", loc="center left", bbox_to_anchor=(1, 0.5))
@@ -41,12 +43,15 @@ def draw_distribution(sizes, values, path, *, title, label):
     fig, (left, right) = figure(2)
     place = np.arange(1, len(sizes) + 1)                                   # (K,)
     left.bar(place, sizes, width=1.0)
-    left.set(title="how many captions or examples", ylabel="size")
-    low, high = values.min(0), values.max(0)                               # (K,)
+    left.set_title("how many captions or examples")
+    left.set_ylabel("size")
+    low = values.min(0)                                                    # (K,)
+    high = values.max(0)                                                   # (K,)
     right.fill_between(place, low, high, step="mid", color="C1", alpha=0.3, lw=0,
                        label="range over the run")
     right.step(place, (low + high) / 2, where="mid", color="C1", label="middle")
-    right.set(title=f"{label} of each", ylabel=label)
+    right.set_title(f"{label} of each")
+    right.set_ylabel(label)
     right.set_ylim(bottom=min(0, values.min()))
     base.legend_above(right)
     for ax in (left, right):
@@ -66,12 +71,13 @@ def draw_map(embeddings, labels, path, title):
     plane = model.fit_transform(embeddings.astype(np.float64))             # (n, 2)
     ax.scatter(plane[:, 0], plane[:, 1], c=labels * 7 % 20, cmap="tab20", s=8)
     num_clusters = len(np.unique(labels))
-    ax.set(title=title, xticks=[], yticks=[],
-           xlabel=f"{len(plane):,} points of {num_clusters} clusters; a colour serves several")
+    ax.set(xticks=[], yticks=[])
+    ax.set_title(title)
+    ax.set_xlabel(f"{len(plane):,} points of {num_clusters} clusters; a colour serves several")
     save_figure(fig, path)
 
 
-def draw_clusters(data, examples, path, title, unit="captions"):
+def draw_clusters(data, examples, path, title, unit):
     """Draws three pictures and captions of the largest, a middle and the smallest cluster.
 
     Args:
@@ -79,12 +85,14 @@ def draw_clusters(data, examples, path, title, unit="captions"):
         unit: what a size counts.
     """
     table = []
-    for number in sorted({0, len(examples) // 2, len(examples) - 1}):
-        example = examples[number]
+    numbers = {0, len(examples) // 2, len(examples) - 1}
+    for number in sorted(numbers):
+        cluster = examples[number]
         pictures = []
-        for row, caption in zip(example["rows"][:3], example["captions"]):
-            pictures.append((base.picture(data, row), "", base.wrap(caption, 22), False))
-        table.append((f"{example['size']:,} {unit}", pictures))
+        for row, caption in zip(cluster["rows"][:3], cluster["captions"]):
+            pixels = base.picture(data, row)
+            pictures.append(base.Example(pixels, "", base.wrap(caption, 22)))
+        table.append((f"{cluster['size']:,} {unit}", pictures))
     base.draw_examples(table, path, f"{title}: clusters by size", width=2.2, words=0.7)
 
 
@@ -104,15 +112,14 @@ def draw(run, clusters, shifts, period, curve):
 def draw_training(run):
     """Draws what is logged in training."""
     word, long_word = quantity(run.args)
+    losses = {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}
+    values = {"max": f"{word}_max", "mean": f"{word}_mean", "min": f"{word}_min"}
     panels = [
-        ("loss, which moves with its schedule", "loss",
-         {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
+        ("loss, which moves with its schedule", "loss", losses),
         ("retrieval, val", "%", base.recalls(run)),
-        (f"{long_word} of the batch", f"{word}, logged steps",
-         {name: f"{word}_{name}" for name in ("max", "mean", "min")}),
+        (f"{long_word} of the batch", f"{word}, logged steps", values),
         *base.BATCH,
-        ("captions that are in no cluster", "of the batch",
-         {"captions": "not_in_clusters"})]
+        ("captions that are in no cluster", "of the batch", {"captions": "not_in_clusters"})]
     base.draw_training_curves(run, panels)
 
 
@@ -123,16 +130,16 @@ def draw_evaluation(run, name, kind, path):
         name: of the set.
         kind: image or video.
     """
-    column = f"eval/{name}"
-    thirds = f"{column}/by_cluster_size"
+    multi_instance = {"mAP": f"eval/{name}/mir/mAP", "nDCG": f"eval/{name}/mir/nDCG"}
+    thirds = {}
+    for third in ("head", "mid", "tail"):
+        thirds[third] = f"eval/{name}/by_cluster_size/{third}/R@1"
+    gap = {"gap": f"eval/{name}/modality_gap"}
     panels = [
         ("retrieval, val", "%", base.recalls(run, name)),
-        ("multi-instance retrieval, val", "%",
-         {metric: f"{column}/mir/{metric}" for metric in ("mAP", "nDCG")}),
-        ("by the size of the query's cluster, val", f"R@1, text -> {kind}, %",
-         {third: f"{thirds}/{third}/R@1" for third in ("head", "mid", "tail")}),
-        ("modality gap, val", "distance of the means",
-         {"gap": f"{column}/modality_gap"})]
+        ("multi-instance retrieval, val", "%", multi_instance),
+        ("by the size of the query's cluster, val", f"R@1, text -> {kind}, %", thirds),
+        ("modality gap, val", "distance of the means", gap)]
     draw_curves(run, panels, path)
 
 
@@ -150,8 +157,8 @@ def draw_figures(folder, args, train, clusters, *, total, shifts, period, curve)
     if not args.learnable_tau:                                             # that has no clusters
         word, long_word = quantity(args)
         num_points = max(1000, round(20 * total / period))                 # 20 in a period
-        steps = np.linspace(0, total, min(total, num_points) + 1).round()
-        steps = np.unique(steps)                                           # (S,)
+        num_points = min(total, num_points)
+        steps = np.unique(np.linspace(0, total, num_points + 1).round())   # (S,)
         values = np.array([curve(step, shifts).numpy() for step in steps])
         sizes = clusters.sizes.numpy()                                     # (K,)
         if args.shifts:
@@ -165,10 +172,14 @@ def draw_figures(folder, args, train, clusters, *, total, shifts, period, curve)
             sizes, values, folder / "distribution.png", label=word,
             title=f"{source}: {len(sizes)} clusters (Figs. 5, 8 to 11)")
     if "sample" in clusters.tensors:
-        draw_map(clusters.tensors["sample"].numpy(), clusters.tensors["sample_labels"].numpy(),
-                 folder / "tsne.png", f"{source}: embeddings by t-SNE (Figs. 4, 7)")
+        sample = clusters.tensors["sample"].numpy()                        # (n, D)
+        labels = clusters.tensors["sample_labels"].numpy()                 # (n,)
+        title = f"{source}: embeddings by t-SNE (Figs. 4, 7)"
+        draw_map(sample, labels, folder / "tsne.png", title)
     if not train.streamed:
-        unit = "captions" if clusters.kind == "caption" else "examples"
+        unit = "examples"
+        if clusters.kind == "caption":
+            unit = "captions"
         draw_clusters(train, clusters.meta["examples"], folder / "clusters.png",
                       f"{source} (Fig. 6)", unit)
 

@@ -27,11 +27,14 @@ def draw_normalization(  # noqa: PLR0917
         retrieval_biases: ncl.py's function.
         path: of the picture.
     """
-    image, text = normalize(pieces.image), normalize(pieces.text)    # (M, D), (C, D)
-    sim = text @ image.T                                                   # (C, M)
+    sim = base.cosines(pieces)                                             # (C, M)
+    num_texts, num_items = sim.shape
     kind = base.kind_of(pieces)
+    num_panels = 4
     has_queue = len(queues["texts"]) > 0
-    fig, axes = figure(5 if has_queue else 4, columns=2)
+    if has_queue:
+        num_panels = 5
+    fig, axes = figure(num_panels, columns=2)
     draw_errors(axes[0], sim, pieces.biases, gamma, kind)
     draw_shares(axes[1:4], sim, pieces, gamma, kind)
     if has_queue:
@@ -41,9 +44,8 @@ def draw_normalization(  # noqa: PLR0917
             ax.legend()
         else:
             base.legend_above(ax)
-    data = pieces.data
     fig.suptitle(
-        f"{base.title_of(data)}: {len(image)} items, {len(text)} texts, gamma {gamma:.3g}. "
+        f"{base.title_of(pieces.data)}: {num_items} items, {num_texts} texts, gamma {gamma:.3g}. "
         "Biases from: queue = training queries, which help if test is like training; oracle = the "
         "test queries, a bound")
     save_figure(fig, path)
@@ -52,14 +54,16 @@ def draw_normalization(  # noqa: PLR0917
 def draw_errors(ax, sim, biases, gamma, kind):
     """Draws the normalisation errors of both directions as bars (Fig. 2). sim: (C, M)."""
     positions = np.arange(len(biases))
-    text_errors, image_errors = [], []
+    text_errors = []
+    image_errors = []
     for image_bias, text_bias in biases.values():
         text_errors.append(normalization_error(sim + image_bias, gamma))
         image_errors.append(normalization_error(sim.T + text_bias, gamma))
     ax.bar(positions - 0.2, text_errors, 0.4, label=f"text -> {kind}")
     ax.bar(positions + 0.2, image_errors, 0.4, label=f"{kind} -> text")
-    ax.set(title="normalisation error (Fig. 2)", ylabel="mean |1 - sum P|", xticks=positions,
-           xticklabels=list(biases))
+    ax.set_title("normalisation error (Fig. 2)")
+    ax.set_ylabel("mean |1 - sum P|")
+    ax.set_xticks(positions, list(biases))
 
 
 def draw_shares(axes, sim, pieces, gamma, kind):
@@ -69,23 +73,27 @@ def draw_shares(axes, sim, pieces, gamma, kind):
         axes: three panels.
         sim: (C, M) cosines.
     """
+    *rate_axes, sum_axes = axes
     for mode, (image_bias, _) in pieces.biases.items():
         biased = sim + image_bias                                          # (C, M)
         share = summed_probability(biased, gamma).numpy()                  # (M,)
         bins = np.digitize(share, SHARE_EDGES)                             # (M,) 0..7
         filled = np.unique(bins)
-        for ax, rates in zip(axes[:2], mistakes(biased, pieces.positives)):
+        for ax, rates in zip(rate_axes, mistakes(biased, pieces.positives)):
             percent = [100 * rates[bins == k].mean() for k in filled]
             ax.plot(filled, percent, label=mode, marker=".")
-        axes[2].plot(np.sort(share)[::-1], label=mode)
-    for ax, title in zip(axes[:2], ("false negatives (Fig. 3)", "false positives (Fig. 3)")):
-        ax.set(title=title, xlabel=f"summed probability of one {kind}", ylabel="% of the queries",
-               xticks=range(8))
-        ax.set_xticklabels(SHARE_LABELS, rotation=45)
-    axes[2].set_yscale("log", base=2)
-    axes[2].set(title=f"what each {kind} collects", xlabel=f"{kind}, most first",
-                ylabel="sum of probabilities, 1 = fair")
-    axes[2].yaxis.set(major_formatter="{x:g}", minor_formatter="")
+        sum_axes.plot(np.sort(share)[::-1], label=mode)
+    rate_axes[0].set_title("false negatives (Fig. 3)")
+    rate_axes[1].set_title("false positives (Fig. 3)")
+    for ax in rate_axes:
+        ax.set_xlabel(f"summed probability of one {kind}")
+        ax.set_ylabel("% of the queries")
+        ax.set_xticks(range(8), SHARE_LABELS, rotation=45)
+    sum_axes.set_yscale("log", base=2)
+    sum_axes.set_title(f"what each {kind} collects")
+    sum_axes.set_xlabel(f"{kind}, most first")
+    sum_axes.set_ylabel("sum of probabilities, 1 = fair")
+    sum_axes.yaxis.set(major_formatter="{x:g}", minor_formatter="")
 
 
 def summed_probability(sim, gamma):
@@ -103,46 +111,52 @@ def mistakes(sim, positives):
     Returns: (M,) share of an item's own queries that rank no right item first; (M,) share of the
         other queries that rank this item first.
     """
-    is_right = torch.zeros(sim.shape, dtype=torch.bool)                    # (C, M)
-    query, column = (positives >= 0).nonzero(as_tuple=True)
-    is_right[query, positives[query, column]] = True
-    is_first = F.one_hot(sim.argmax(1), sim.shape[1]).bool()               # (C, M)
+    C, M = sim.shape
+    is_right = torch.zeros(C, M + 1, dtype=torch.bool)
+    is_right.scatter_(1, positives % (M + 1), True)                        # -1 is column M
+    is_right = is_right[:, :M]                                             # (C, M)
+    is_first = F.one_hot(sim.argmax(1), M).bool()                          # (C, M)
     query_fails = ~(is_first & is_right).any(1, keepdim=True)              # (C, 1)
     num_missed = (is_right & query_fails).sum(0)                           # (M,)
     num_false = (is_first & ~is_right).sum(0)                              # (M,)
-    missed_rate = num_missed / is_right.sum(0).clamp(min=1)                # (M,)
-    false_rate = num_false / (~is_right).sum(0).clamp(min=1)               # (M,)
+    num_right = is_right.sum(0)                                            # (M,)
+    num_others = C - num_right                                             # (M,)
+    missed_rate = num_missed / num_right.clamp(min=1)                      # (M,)
+    false_rate = num_false / num_others.clamp(min=1)                       # (M,)
     return missed_rate.numpy(), false_rate.numpy()
 
 
 def draw_queue_sizes(ax, pieces, gamma, iterations, queues, retrieval_biases):  # noqa: PLR0917
     """Draws R@1 with the last 16, 32, ... queries of the queues (Fig. 5); dotted: without one."""
-    num_queries = len(queues["texts"])
+    texts = queues["texts"]
+    videos = queues["videos"]
     kind = base.kind_of(pieces)
-    sizes = sorted({min(num_queries, 2**k) for k in range(4, 20)})
+    sizes = sorted({min(len(texts), 2**k) for k in range(4, 20)})
     results = []
     for size in sizes:
         image_bias = retrieval_biases(
-            pieces.image, queues["texts"][-size:], gamma, iterations)   # (M,)
+            pieces.image, texts[-size:], gamma, iterations)                # (M,)
         text_bias = retrieval_biases(
-            pieces.text, queues["videos"][-size:], gamma, iterations)   # (C,)
+            pieces.text, videos[-size:], gamma, iterations)                # (C,)
         result, _ = retrieval_both_ways(pieces, image_bias, text_bias)
         results.append(result)
     unbiased, _ = retrieval_both_ways(pieces)
     labels = {"text_to_image": f"text -> {kind}", "image_to_text": f"{kind} -> text"}
-    for color, (direction, label) in zip(("C0", "C1"), labels.items()):
+    for k, (direction, label) in enumerate(labels.items()):
+        colour = f"C{k}"
         recalls = [result[direction]["R@1"] for result in results]
-        ax.plot(sizes, recalls, marker="o", ms=3, label=label, color=color)
-        ax.axhline(unbiased[direction]["R@1"], ls=":", color=color, label=f"{label}, no queue")
+        ax.plot(sizes, recalls, marker="o", ms=3, label=label, color=colour)
+        ax.axhline(unbiased[direction]["R@1"], ls=":", color=colour, label=f"{label}, no queue")
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:g}")
-    ax.set(title="R@1 by queue size (Fig. 5)", xlabel="training queries in the queue",
-           ylabel="R@1, %")
+    ax.set_title("R@1 by queue size (Fig. 5)")
+    ax.set_xlabel("training queries in the queue")
+    ax.set_ylabel("R@1, %")
 
 
 # ===================================================== queries ====================================
-def draw_queries(sims, gamma, pieces, path, queries=3):
-    """Draws the answers of a few queries in each stage or run (Fig. 6).
+def draw_queries(sims, gamma, pieces, path):
+    """Draws the answers of three queries in each stage or run (Fig. 6).
 
     Below each answer stands its probability summed over all queries. Queries whose first answer
     changes from the first stage to the last come first.
@@ -152,22 +166,26 @@ def draw_queries(sims, gamma, pieces, path, queries=3):
         gamma: {stage: number}.
         pieces: of an evaluation.
         path: of the picture.
-        queries: how many.
     Returns: {stage: (M,) summed probability of each item}.
     """
-    shares = {stage: summed_probability(sim, gamma[stage]) for stage, sim in sims.items()}
+    shares = {}
+    first_answers = []                                                     # (q,) each
     candidates = base.some_queries(pieces, 200)
-    first_answers = [sim[candidates].argmax(1) for sim in sims.values()]   # (q,) each
+    for stage, sim in sims.items():
+        shares[stage] = summed_probability(sim, gamma[stage])
+        first_answers.append(sim[candidates].argmax(1))
     is_same = first_answers[0] == first_answers[-1]                        # (q,)
-    order = is_same.int().sort(stable=True).indices[:queries]
+    order = is_same.int().sort(stable=True).indices
     hits = []
-    for row in [candidates[k] for k in order]:
+    for k in order[:3]:
+        row = candidates[k]
         right = set(pieces.positives[row].tolist())
         for stage, sim in sims.items():
-            texts_below = []
+            text = f"{stage}: {pieces.texts[row]}"
+            below = []
             for similarity, share in zip(sim[row], shares[stage]):
-                texts_below.append(f"{similarity:.2f}, sum {share:.2f}")
-            hits.append((f"{stage}: {pieces.texts[row]}", right, sim[row], texts_below))
+                below.append(f"{similarity:.2f}, sum {share:.2f}")
+            hits.append(base.QueryHits(text, right, sim[row], below))
     title = "below: similarity, and what each collects of all queries (1 = fair; Fig. 6)"
     base.draw_hits(pieces, hits, path, title)
     return shares
@@ -176,8 +194,10 @@ def draw_queries(sims, gamma, pieces, path, queries=3):
 # ===================================================== modalities =================================
 def first_captions(pieces):
     """{text, image}: (n, D) each, of the first 500 clips and the first caption of each."""
-    clips, captions = np.unique(pieces.owner, return_index=True)        # (M,) each
-    return {"text": pieces.text[captions[:500]], "image": pieces.image[clips[:500]]}
+    clips, captions = np.unique(pieces.owner, return_index=True)           # (M,) each
+    text = pieces.text[captions[:500]]
+    image = pieces.image[clips[:500]]
+    return {"text": text, "image": image}
 
 
 def draw_modalities(stages, kind, title, path):
@@ -190,20 +210,26 @@ def draw_modalities(stages, kind, title, path):
     Returns: the mean cosines as lines.
     """
     fig, axes = figure(len(stages) + 1)
+    *planes, bars = axes
     pair_names = ["text-text", f"{kind}-{kind}", f"text-{kind}"]
     bar_width = 0.8 / len(stages)
+    first_bar = -(len(stages) - 1) / 2 * bar_width
     lines = []
     for k, (stage, embeddings) in enumerate(stages.items()):
-        text, image = normalize(embeddings["text"]), normalize(embeddings["image"])
-        draw_plane(axes[k], text, image, kind)
-        axes[k].set(title=f"{stage} (Fig. 7, PCA)")
-        cosines = [pair_cosines(text @ text.T)["neg_cos"], pair_cosines(image @ image.T)["neg_cos"],
-                   (text @ image.T).mean().item()]
-        shift = (k - (len(stages) - 1) / 2) * bar_width
-        axes[-1].bar(np.arange(3) + shift, cosines, bar_width, label=stage)
+        text = normalize(embeddings["text"])                               # (n, D)
+        image = normalize(embeddings["image"])                             # (k, D)
+        draw_plane(planes[k], text, image, kind)
+        planes[k].set_title(f"{stage} (Fig. 7, PCA)")
+        in_text = pair_cosines(text @ text.T)["neg_cos"]
+        in_image = pair_cosines(image @ image.T)["neg_cos"]
+        between = (text @ image.T).mean().item()
+        cosines = [in_text, in_image, between]
+        places = np.arange(3) + first_bar + k * bar_width
+        bars.bar(places, cosines, bar_width, label=stage)
         words = [f"{name} {cosine:.3f}" for name, cosine in zip(pair_names, cosines)]
         lines.append(f"{stage}: {', '.join(words)}")
-    axes[-1].set(title="mean cosine (Fig. 8)", xticks=range(3), xticklabels=pair_names)
+    bars.set_title("mean cosine (Fig. 8)")
+    bars.set_xticks(range(3), pair_names)
     for ax in axes:
         base.legend_above(ax)
     fig.suptitle(title)
@@ -216,11 +242,12 @@ def draw_plane(ax, text, image, kind):
     from sklearn.decomposition import PCA
 
     both = torch.cat([text, image])                                        # (n + k, D)
-    x, y = PCA(2).fit_transform(both).T                                    # (n + k,) each
+    points = PCA(2).fit_transform(both)                                    # (n + k, 2)
     n = len(text)
-    ax.scatter(x[:n], y[:n], s=5, label="texts")
-    ax.scatter(x[n:], y[n:], s=5, label=f"{kind}s")
-    ax.set(xlabel="first direction", ylabel="second")
+    ax.scatter(*points[:n].T, s=5, label="texts")
+    ax.scatter(*points[n:].T, s=5, label=f"{kind}s")
+    ax.set_xlabel("first direction")
+    ax.set_ylabel("second")
 
 
 # ===================================================== a run ======================================
@@ -238,7 +265,9 @@ def draw(run, retrieval_biases):
     start = load_file(run.folder / "embeddings_before.safetensors")
     draw_training(run, next(iter(val), ""))
     for name, suffix, pieces in base.by_set(run.test_pieces):
-        set_queues = queues if name == args.dataset else NO_QUEUES
+        set_queues = NO_QUEUES
+        if name == args.dataset:
+            set_queues = queues
         draw_normalization(pieces, gamma, args.iterations, set_queues, retrieval_biases,
                            run.folder / f"normalization{suffix}.png")
 
@@ -246,20 +275,21 @@ def draw(run, retrieval_biases):
         stages = {}
         if f"{name}/text" in start:
             stages["before training"] = {
-                "text": start[f"{name}/text"], "image": start[f"{name}/image"]}
+                "text": start[f"{name}/text"],
+                "image": start[f"{name}/image"]}
         stages["after training"] = first_captions(pieces_after)
-        data = pieces_after.data
-        draw_modalities(stages, base.kind_of(pieces_after), base.title_of(data),
-                        run.folder / f"modalities{suffix}.png")
+        kind = base.kind_of(pieces_after)
+        title = base.title_of(pieces_after.data)
+        draw_modalities(stages, kind, title, run.folder / f"modalities{suffix}.png")
 
         mode = args.normalize
         if mode == "none" or mode not in pieces.biases:
             mode = "oracle"
-        image_bias, _ = pieces.biases[mode]                             # (M,)
-        sim = normalize(pieces.text) @ normalize(pieces.image).T     # (C, M)
+        image_bias, _ = pieces.biases[mode]                                # (M,)
+        sim = base.cosines(pieces)                                         # (C, M)
         sims = {"cosine": sim, f"with biases ({mode})": sim + image_bias}
-        draw_queries(sims, dict.fromkeys(sims, gamma), pieces,
-                     run.folder / f"retrieval{suffix}.png")
+        gammas = dict.fromkeys(sims, gamma)
+        draw_queries(sims, gammas, pieces, run.folder / f"retrieval{suffix}.png")
 
 
 def draw_training(run, name):

@@ -5,7 +5,6 @@ command line. Each draws a picture and returns its numbers as lines of text.
 """
 
 from contrastive.core.processes import UserError
-from contrastive.core.metrics import normalize
 from contrastive.figures import base, ncl
 from contrastive.figures.base import figure, legend_above, save_figure, whole_ticks
 from contrastive.figures.ts import draw_space
@@ -22,15 +21,20 @@ def draw_temperatures(logs, path):
     """
     fig, axes = figure(2)
     lines = []
-    panels = (("tau_pos", "positive pairs (Fig. 2)"), ("tau_neg", "negative pairs (Fig. 2)"))
-    for ax, (column, title) in zip(axes, panels):
+    titles = {"tau_pos": "positive pairs (Fig. 2)", "tau_neg": "negative pairs (Fig. 2)"}
+    for ax, (column, title) in zip(axes, titles.items()):
         for run, rows in logs.items():
-            rows = [row for row in rows if "loss" in row]
-            steps = [row["step"] for row in rows]
-            values = [row.get(column, row["tau"]) for row in rows]
+            steps = []
+            values = []
+            for row in rows:
+                if "loss" in row:
+                    steps.append(row["step"])
+                    values.append(row.get(column, row["tau"]))
             ax.plot(steps, values, label=run)
             lines.append(f"{title}, {run}: {values[0]:.4f} first, {values[-1]:.4f} last")
-        ax.set(title=title, xlabel="step", ylabel="mean temperature of the batch")
+        ax.set_title(title)
+        ax.set_xlabel("step")
+        ax.set_ylabel("mean temperature of the batch")
         whole_ticks(ax)
         legend_above(ax)
     save_figure(fig, path)
@@ -43,26 +47,26 @@ def draw_bars(panels, path):
     Args:
         panels: {title: {run: {label: value}}}.
     """
-    labels_of = {}
+    labels = {}  # {title: labels of all runs}
     for title, runs in panels.items():
-        labels = dict.fromkeys(label for values in runs.values() for label in values)
-        if not labels:
+        labels[title] = list({label: 0 for values in runs.values() for label in values})
+        if not labels[title]:
             raise UserError(f"{title}: no run has these results; give runs that were evaluated so")
-        labels_of[title] = list(labels)
-    most_labels = max(len(labels) for labels in labels_of.values())
+    most_labels = max(map(len, labels.values()))
     fig, axes = figure(len(panels), width=max(5, 1.4 * most_labels))  # for the labels' words
     lines = []
     for ax, (title, runs) in zip(axes, panels.items()):
-        labels = labels_of[title]
+        places = np.arange(len(labels[title]))
         width = 0.8 / len(runs)
         for k, (run, values) in enumerate(runs.items()):
-            x = np.arange(len(labels)) + width * (k + 0.5) - 0.4
-            heights = [values.get(label, np.nan) for label in labels]
-            ax.bar(x, heights, width, label=run)
+            shift = width * (k + 0.5) - 0.4
+            heights = [values.get(label, np.nan) for label in labels[title]]
+            ax.bar(places + shift, heights, width, label=run)
             for label, value in values.items():
-                lines.append(f"{title}, {' '.join(label.split())}, {run}: {value:.3f}")
-        ax.set(title=title)
-        ax.set_xticks(range(len(labels)), [label.replace(", ", ",\n") for label in labels])
+                label = " ".join(label.split())
+                lines.append(f"{title}, {label}, {run}: {value:.3f}")
+        ax.set_title(title)
+        ax.set_xticks(places, [label.replace(", ", ",\n") for label in labels[title]])
         legend_above(ax)
     save_figure(fig, path)
     return lines
@@ -78,12 +82,13 @@ def draw_errors(results, path):
     for run, sets in results.items():
         panel[run] = {}
         for name, metrics in sets.items():
-            for mode, result in metrics.get("normalize", {}).items():
-                if mode not in ("none", "queue"):
+            modes = metrics.get("normalize", {})
+            for mode in ("none", "queue"):
+                if mode not in modes:
                     continue
-                for direction, error in result["error"].items():
-                    label = f"{name}\n{direction.replace('_to_', ' to ')}, {mode}"
-                    panel[run][label] = error
+                for direction, error in modes[mode]["error"].items():
+                    direction = direction.replace("_to_", " to ")
+                    panel[run][f"{name}\n{direction}, {mode}"] = error
     return draw_bars({"normalisation error (Fig. 2)": panel}, path)
 
 
@@ -93,15 +98,18 @@ def draw_gap(results, path):
     Args:
         results: as in draw_errors.
     """
-    gap, knn = {}, {}
+    gap = {}
+    knn = {}
     for run, sets in results.items():
-        gap[run], knn[run] = {}, {}
+        gap[run] = {}
+        knn[run] = {}
         for name, metrics in sets.items():
             if "modality_gap" in metrics:
                 gap[run][name] = metrics["modality_gap"]
             for k in (1, 10):
-                if f"knn@{k}" in metrics:
-                    knn[run][f"{name}\nkNN@{k}"] = metrics[f"knn@{k}"]["mean_per_class"]
+                accuracies = metrics.get(f"knn@{k}")
+                if accuracies:
+                    knn[run][f"{name}\nkNN@{k}"] = accuracies["mean_per_class"]
     panels = {"modality gap (Fig. 3)": gap}
     if any(knn.values()):
         panels["mean per class, % (Fig. 3)"] = knn
@@ -118,9 +126,9 @@ def first_pieces(pieces):
     """
     first_run = next(iter(pieces))
     first = pieces[first_run]
-    for run, of_run in pieces.items():
-        same_texts = of_run.texts == first.texts
-        if not same_texts or of_run.index.tolist() != first.index.tolist():
+    for run, run_pieces in pieces.items():
+        has_same_texts = run_pieces.texts == first.texts
+        if not has_same_texts or not np.array_equal(run_pieces.index, first.index):
             raise UserError(f"{run}: its test captions are not those of {first_run}; compare runs "
                             "on the same data")
     return first
@@ -128,38 +136,37 @@ def first_pieces(pieces):
 
 def draw_similarities(pieces, path):
     """TeMo, Figs. 4 and 5: densities of the cosines of positive and negative pairs."""
-    histograms = {}
-    for run, of_run in pieces.items():
-        histograms[run] = base.similarity_histograms(of_run)
     name = first_pieces(pieces).data.name
-    base.draw_histograms(histograms, path, f"{name}: image-text cosines (Figs. 4, 5)")
+    histograms = {}
     lines = []
-    for run, histogram in histograms.items():
-        threshold = histogram["threshold"]
+    for run, run_pieces in pieces.items():
+        histograms[run] = base.similarity_histograms(run_pieces)
+        threshold = histograms[run]["threshold"]
         if threshold is not None:
             threshold = round(threshold, 3)
         lines.append(f"{run}: threshold {threshold}")
+    base.draw_histograms(histograms, path, f"{name}: image-text cosines (Figs. 4, 5)")
     return lines
 
 
-def draw_false_positives(pieces, path, num_pairs=5):
-    """TeMo, Fig. 6: the pairs whose cosine falls most from the first to the last run."""
+def draw_false_positives(pieces, path):
+    """TeMo, Fig. 6: the five pairs whose cosine falls most from the first to the last run."""
     first = first_pieces(pieces)
     cosines = {}                                                           # {run: (C,)}
-    for run, of_run in pieces.items():
-        image = normalize(of_run.image[of_run.owner])                # (C, D)
-        cosines[run] = (normalize(of_run.text) * image).sum(1)
-    runs = list(cosines)
+    for run, run_pieces in pieces.items():
+        cosines[run] = base.cosines_of_pairs(run_pieces)
+    runs = list(pieces)
     fall = cosines[runs[0]] - cosines[runs[-1]]                            # (C,)
-    cells, lines = [], []
-    for row in fall.argsort(descending=True)[:num_pairs].tolist():
+    examples = []
+    lines = []
+    for row in fall.argsort(descending=True)[:5].tolist():
         text = first.texts[row]
         values = ", ".join(f"{run} {cosine[row]:.2f}" for run, cosine in cosines.items())
-        picture = base.picture(first.data, int(first.index[first.owner[row]]))
-        cells.append((picture, values, base.wrap(text, 20), False))
+        pixels = base.picture_of(first, first.owner[row])
+        examples.append(base.Example(pixels, values, base.wrap(text, 20)))
         lines.append(f"{values}: {text}")
     title = f"{first.data.name}: pairs whose cosine falls most (Fig. 6)"
-    base.draw_examples([("", cells)], path, title, width=2.4, words=1.0)
+    base.draw_examples([("", examples)], path, title, width=2.4, words=1.0)
     return lines
 
 
@@ -170,13 +177,14 @@ def draw_queries(pieces, path):
         pieces: have bias, (M,) or 0.0, and gamma, too.
     """
     first = first_pieces(pieces)
-    sims, gammas = {}, {}                                                  # {run: (C, M)}
-    for run, of_run in pieces.items():
-        cosine = normalize(of_run.text) @ normalize(of_run.image).T  # (C, M)
-        sims[run] = cosine + of_run.bias
-        gammas[run] = of_run.gamma
+    sims = {}                                                              # {run: (C, M)}
+    gammas = {}
+    for run, run_pieces in pieces.items():
+        sims[run] = base.cosines(run_pieces) + run_pieces.bias
+        gammas[run] = run_pieces.gamma
+    totals = ncl.draw_queries(sims, gammas, first, path)
     lines = []
-    for run, total in ncl.draw_queries(sims, gammas, first, path).items():
+    for run, total in totals.items():
         fair = 100 * (abs(total - 1) < 0.5).float().mean()
         lines.append(f"{run}: {fair:.1f} % of the items collect 0.5 to 1.5")
     return lines
@@ -185,7 +193,9 @@ def draw_queries(pieces, path):
 def draw_modalities(pieces, path):
     """NCL, Figs. 7 and 8: both modalities in the plane, and mean cosines in and between them."""
     first = first_pieces(pieces)
-    stages = {run: ncl.first_captions(of_run) for run, of_run in pieces.items()}
+    stages = {}
+    for run, run_pieces in pieces.items():
+        stages[run] = ncl.first_captions(run_pieces)
     return ncl.draw_modalities(stages, base.kind_of(first), first.data.name, path)
 
 
@@ -198,19 +208,25 @@ def draw_tails(pieces, path):
     fig, axes = figure(len(pieces) + 1)
     *spaces, below = axes
     lines = []
-    for (run, of_run), ax in zip(pieces.items(), spaces):
-        sizes, per_class = of_run.sizes, of_run.per_class
-        mean = np.mean(list(per_class.values()))
+    for ax, (run, run_pieces) in zip(spaces, pieces.items()):
+        sizes = run_pieces.sizes
+        accuracies = run_pieces.per_class                                  # {class: kNN@1}
+        mean = np.mean(list(accuracies.values()))
         title = f"{run}: mean of classes {mean:.1f} %"
-        draw_space(ax, of_run.train_features, of_run.train_labels, sizes=sizes,
-                   names=of_run.class_names, accuracies=per_class, title=f"{title} (Fig. 3)")
+        draw_space(
+            ax, run_pieces.train_features, run_pieces.train_labels,
+            sizes=sizes,
+            names=run_pieces.class_names,
+            accuracies=accuracies,
+            title=f"{title} (Fig. 3)")
         largest_first = np.argsort(-sizes, kind="stable")                  # (classes,)
-        values = [per_class.get(int(c), 0) for c in largest_first]
+        values = [accuracies.get(int(label), 0) for label in largest_first]
         below.plot(values, label=title, marker=".")
         numbers = " ".join(f"{value:.1f}" for value in values)
         lines.append(f"{title}; by class, largest first: {numbers}")
-    below.set(title="kNN@1 per class (Fig. 5)", xlabel="class, largest first",
-              ylabel="test accuracy, %")
+    below.set_title("kNN@1 per class (Fig. 5)")
+    below.set_xlabel("class, largest first")
+    below.set_ylabel("test accuracy, %")
     legend_above(below)
     save_figure(fig, path)
     return lines

@@ -35,11 +35,12 @@ def draw(run, sizes, taus, project):
 def draw_classes(run, sizes, path):
     """Draws the class sizes, and beside them the temperature and the coverage of the sphere."""
     fig, (left, right) = figure(2)
-    left.bar(range(len(sizes)), np.sort(sizes)[::-1], width=1.0)
+    largest_first = np.argsort(-sizes, kind="stable")                      # (classes,)
+    left.bar(range(len(sizes)), sizes[largest_first], width=1.0)
     left.set(
         title="training images of each class",
         ylabel="images")
-    name_classes(left, np.argsort(-sizes, kind="stable"), run.train.label_names)
+    name_classes(left, largest_first, run.train.label_names)
     coverage_axis = right.twinx()
     draw_column(right, run, "tau", "tab:orange", "mean tau of the batch")
     draw_column(coverage_axis, run, "coverage", "o-", "effective part of 500 directions")
@@ -52,7 +53,8 @@ def draw_classes(run, sizes, path):
 def draw_column(ax, run, name, style, label):
     """Draws a column of the log over epochs; the label of its axis has its colour."""
     steps, values = run.log.column(name)
-    line, = ax.plot(np.array(steps) / run.steps.per_epoch, values, style, ms=3)
+    epochs = np.array(steps) / run.steps.per_epoch
+    line, = ax.plot(epochs, values, style, ms=3)
     ax.set_ylabel(label, color=line.get_color())
 
 
@@ -157,7 +159,8 @@ def draw_space(place, features, labels, *, sizes, names, accuracies, title):
     """
     from sklearn.decomposition import PCA
 
-    present = [label for label in np.argsort(-sizes, kind="stable") if (labels == label).any()]
+    largest_first = np.argsort(-sizes, kind="stable")                      # (classes,)
+    present = largest_first[np.isin(largest_first, labels)]
     space = PCA(3).fit_transform(normalize(features))                      # (M, 3)
     solid = place.figure.add_subplot(place.get_subplotspec(), projection="3d")
     place.remove()
