@@ -28,7 +28,7 @@ from contrastive.core.number_types import count, nonnegative, whole
 from contrastive.core.processes import (
     UserError, clean_exit, join, opening, rank, say, world)
 from contrastive.data.images import TEMO_17
-from contrastive.data.registry import flags_of, split_word
+from contrastive.data.registry import flags_of, partition_name
 from contrastive.data.table import Data, EmptySplit
 from contrastive.engine.flags import OneLine
 from contrastive.engine.log import versions
@@ -36,7 +36,7 @@ from contrastive.core.files import read_json, slug, write_json, write_tensors
 from contrastive.evaluation.by_class import view_of
 from contrastive.evaluation.clusters import head_mid_tail
 from contrastive.evaluation.evaluated_model import (
-    EvaluatedData, EvaluatedModel, resolve_name, training_queries)
+    EvaluatedModel, EvaluatedSplits, resolve_name, training_queries)
 from contrastive.evaluation.facts import read_facts
 from contrastive.evaluation.measure import (
     TASKS, WITH_TRAINING, ClassOptions, measure, unsupported_tasks, usual_tasks)
@@ -176,7 +176,7 @@ def sets_to_evaluate(args, trained_on, evaluated_in_training):
     words = args.datasets or evaluated_in_training or [trained_on or ""]
     folders = {}
     for word in words:
-        name, folder = split_word(word, "=")
+        name, folder = partition_name(word, "=")
         if trained_on and resolve_name(name) == resolve_name(trained_on):
             name = trained_on
         if name != SEVENTEEN:
@@ -198,8 +198,8 @@ class OpenedSet:
     """A data set that is open for evaluation."""
 
     name: str
-    data: EvaluatedData
-    split: Data  # that is evaluated
+    splits: EvaluatedSplits
+    data: Data  # of the split that is evaluated
     train: Data | None  # for knn and probe
     tasks: list
     left_out: dict  # {task: the reason}
@@ -215,26 +215,26 @@ def open_set(model, name, folder, tasks):
     Returns: OpenedSet.
     """
     args, towers = model.args, model.towers
-    data = EvaluatedData(model, name, folder)
-    split = data.split(args.split)
-    if split.streamed:
+    splits = EvaluatedSplits(model, name, folder)
+    data = splits.open(args.split)
+    if data.streamed:
         raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val "
                         "or test")
     if args.max_captions:
-        split = dataclasses.replace(split, max_captions=args.max_captions)
+        data = dataclasses.replace(data, max_captions=args.max_captions)
     as_in_training = not tasks
     if as_in_training:
-        tasks = usual_tasks(towers.model, towers.tokenizer, split)
+        tasks = usual_tasks(towers.model, towers.tokenizer, data)
     train = None
-    learns = split.labels is not None and bool(WITH_TRAINING.intersection(tasks))
+    learns = data.labels is not None and bool(WITH_TRAINING.intersection(tasks))
     if learns and args.split != "train":  # there each image would find itself
         with contextlib.suppress(EmptySplit):
-            train = data.split("train")
+            train = splits.open("train")
     left_out = unsupported_tasks(
-        tasks, split, towers, train, class_names_as_captions=as_in_training,
+        tasks, data, towers, train, class_names_as_captions=as_in_training,
         knn_features=model.knn_features)
     tasks = [task for task in tasks if task not in left_out]
-    return OpenedSet(name, data, split, train, tasks, left_out)
+    return OpenedSet(name, splits, data, train, tasks, left_out)
 
 
 # ======================================================= evaluation ===============================
@@ -246,8 +246,8 @@ def evaluate(model, opened):
     """
     args, name, tasks = model.args, opened.name, opened.tasks
     title = f"{name} ({args.split})"
-    if opened.split.note:
-        say(f"\n{title}: {opened.split.note}")
+    if opened.data.note:
+        say(f"\n{title}: {opened.data.note}")
     if "qa" in tasks and model.facts.shuffled_videos:
         say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its "
             "own video")
@@ -255,12 +255,12 @@ def evaluate(model, opened):
     metrics, chance = {}, {}
     if tasks:
         options = ClassOptions(
-            train=opened.train, few_shot=opened.data.few_shot, knn_features=model.knn_features,
+            train=opened.train, few_shot=opened.splits.few_shot, knn_features=model.knn_features,
             view=view, untrained=model.untrained)
         if name == model.trained_on:
             options.shot_limits = model.facts.shot_limits
         metrics, chance, pieces = measure(
-            model.towers, opened.split, tasks, options, device=model.device, workers=args.workers)
+            model.towers, opened.data, tasks, options, device=model.device, workers=args.workers)
         if "retrieval" in tasks:
             if args.normalize != "none" or args.as_trained and model.queues:
                 metrics.update(normalized_metrics(model, opened, metrics, pieces))
@@ -289,7 +289,7 @@ def normalized_metrics(model, opened, metrics, pieces):
         normalized_by: the mode, 'none' if the set has no queue.
     """
     args, gamma, iterations = model.args, model.gamma, model.facts.iterations
-    texts, videos = training_queries(model, opened.data)
+    texts, videos = training_queries(model, opened.splits)
     if args.normalize == "dsl":
         by_softmax, _ = retrieval_both_ways(pieces, dsl=gamma)
         plain = {key: metrics[key] for key in by_softmax}
@@ -353,7 +353,7 @@ def main(args):
         importlib.import_module(module)
     model = EvaluatedModel(args, join(args.cpu))
     tasks = args.tasks
-    has_seventeen = any(split_word(word, "=")[0] == SEVENTEEN for word in args.datasets)
+    has_seventeen = any(partition_name(word, "=")[0] == SEVENTEEN for word in args.datasets)
     if has_seventeen and not tasks:
         tasks = ["zero-shot"]
     folders = sets_to_evaluate(args, model.trained_on, model.flags.get("eval_datasets"))

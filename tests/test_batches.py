@@ -26,6 +26,7 @@ from helpers import (
     CPU,
     TEXT,
     TRUNCATED,
+    all_rows,
     batches_of,
     caption,
     complains,
@@ -67,11 +68,9 @@ def sets(tmp_path_factory):
         root / "clips" / "a.csv", ["video", "caption"], [(x, caption(k)) for k, x in clips.items()]
     )
     return {
-        "pictures": common.load_data(str(pictures), "train", test_fraction=0),
+        "pictures": all_rows(pictures),
         "memory": common.load_data("emoji", "val"),
-        "clips": common.load_data(
-            str(table), "train", frames=4, frame_sampling="random", test_fraction=0
-        ),
+        "clips": all_rows(table, frames=4, frame_sampling="random"),
     }
 
 
@@ -224,8 +223,8 @@ def test_two_processes_get_the_batches_of_one(tmp_path):
 
 # ---- bad samples ----
 def test_bad_samples_are_replaced_by_the_next_counted_and_listed(tmp_path):
-    """Rows 3, 4 (in a row) and 35 (the last) of the training split."""
-    data = common.load_data(str(write_captions(tmp_path, 39)), "train", test_fraction=0)
+    """Rows 3, 4 (in a row) and the last of the training split."""
+    data = all_rows(write_captions(tmp_path, 36))
     keys = list(data.keys())
     (tmp_path / keys[3]).write_bytes(TRUNCATED)
     (tmp_path / keys[4]).write_bytes(TEXT)
@@ -309,12 +308,7 @@ def test_all_frames_of_a_clip_get_the_same_view(tmp_path):
     for k in range(10):
         write_video(tmp_path / f"{k:03}.mkv", [k + 1] * 4, "ffv1", pixels="bgr0")
     rows = [(f"{k:03}.mkv", f"{k}") for k in range(10)]
-    data = common.load_data(
-        str(write_rows(tmp_path / "a.csv", ["video", "caption"], rows)),
-        "train",
-        frames=4,
-        test_fraction=0,
-    )
+    data = all_rows(write_rows(tmp_path / "a.csv", ["video", "caption"], rows), frames=4)
     views = defaultdict(list)
     for batch in batches_of(data, VIEWS, 5, last=4):
         for v, x in enumerate(batch["views"]):
@@ -448,7 +442,8 @@ def test_samples_without_caption_are_left_out_of_an_index_and_bad_in_a_stream(tm
     samples["000007"]["txt"] = b" "
     write_tar(tmp_path / "train-0.tar", samples)
     write_tar(tmp_path / "val-0.tar", tar_samples(range(24, 30), "jpg", "txt"))
-    data = common.load_data(str(tmp_path), "train", test_fraction=0)
+    write_tar(tmp_path / "test-0.tar", tar_samples(range(30, 32), "jpg", "txt"))
+    data = common.load_data(str(tmp_path), "train")
     assert len(data) == 10 and "2 samples left out, first 000005" in data.note
     batches = batches_of(stream(tmp_path), VIEWS, 4, last=3)
     keys = [k for b in counted(batches) for k in b["keys"]]

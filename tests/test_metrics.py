@@ -10,7 +10,6 @@ import common
 from contrastive import core, encoders, evaluation
 from contrastive.core.processes import UserError
 from contrastive.evaluation.pieces import EvaluationPieces
-from contrastive.evaluation import facts
 from contrastive.evaluation.evaluated_model import temperature_of_run
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.svm import LinearSVC
 
+import mmts
 import temo
 from helpers import unit
 
@@ -383,13 +383,17 @@ def test_zero_shot_by_prompts_which_are_not_cleaned_and_by_names(prompts, monkey
 
 # ---------------------------------------- what a run sees ----------------------------------------
 def test_a_temperature_that_a_run_does_not_have_is_not_made_up(tmp_path):
-    """Of a run that has written no facts; those of today's runs are tested with eval.py."""
-    row_b = {"loss": "temo", **temo.ROWS["b"]}  # no term at --tau
-    swings = {"loss": "infonce", "shifts": False, "schedule": True}
-    for flags in ({"loss": "max-margin"}, {"loss": "ts"}, {"loss": "dystress"}, swings, row_b):
-        old_run = facts.facts_of_flags(flags | {"tau": 0.07})
+    """Row b of TeMo's Table 3 has no term at --tau."""
+    for script, flags in (
+        (mmts, "--loss max-margin"),
+        (mmts, "--no-shifts"),
+        (temo, "--loss ts"),
+        (temo, "--loss dystress"),
+        (temo, "--row b"),
+    ):
+        facts = script.evaluation_facts(script.parse_args(flags.split()))
         with pytest.raises(UserError, match="no single temperature"):
-            temperature_of_run(old_run, tmp_path)
-    for flags in ({"loss": "infonce"}, {"loss": "temo", "base": False, "unimodal": "plain"}):
-        old_run = facts.facts_of_flags(flags | {"tau": 0.07})
-        assert temperature_of_run(old_run, tmp_path) == 0.07
+            temperature_of_run(facts, tmp_path)
+    for flags in ("--loss infonce", "--no-base --unimodal plain"):
+        args = temo.parse_args([*flags.split(), "--tau", "0.07"])
+        assert temperature_of_run(temo.evaluation_facts(args), tmp_path) == 0.07

@@ -7,7 +7,7 @@ import tarfile
 
 from contrastive.core.processes import UserError
 from contrastive.data import folders, open_unnamed, user_data
-from contrastive.data.folders import split_word, splits_of_paths
+from contrastive.data.folders import split_of_name, splits_of_paths
 
 import datasets
 import numpy as np
@@ -129,7 +129,7 @@ def test_words_of_the_column_split(names, tmp_path):
 
 def test_names_with_words_of_no_split_or_of_two():
     for name in ("bus", "tested", "attest", "train_test_split", "protest", "2014", ""):
-        assert split_word(name) is None, name
+        assert split_of_name(name) is None, name
     for path in ("train/test", "Training/my-test-set/cat"):
         with pytest.raises(UserError, match="is it test or train"):
             splits_of_paths([path, "val"])

@@ -1,9 +1,8 @@
 """Splits of the user's own data: files that are test alone, small data, names that are held out."""
 
-import json
-
 from contrastive.core.processes import UserError
 from contrastive.data import load_data, open_data
+from contrastive.data.options import DataOptions
 from contrastive.data.splits import choose_rows, hash_fraction
 from contrastive.data.table import EmptySplit
 from contrastive.evaluation.meta import named_rows
@@ -87,7 +86,7 @@ def test_eval_py_reads_a_test_file_as_a_whole(root, run, tmp_path, capsys):
 def test_small_data_hold_out_twenty_images_or_a_sixth(images, least):
     fractions = np.random.default_rng(images).random(images)
     rows = np.concatenate([fractions, fractions[: images // 2]])           # windows of some videos
-    masks = choose_rows(rows, ["val", "test"], 0.05, 0.05)
+    masks = choose_rows(rows, ["val", "test"], DataOptions())
     for split, low in (("val", 0.0), ("test", 0.05)):
         in_band = ((fractions >= low) & (fractions < low + 0.05)).sum()
         assert len(np.unique(rows[masks[split]])) == max(least, in_band) or split == "val"
@@ -96,7 +95,7 @@ def test_small_data_hold_out_twenty_images_or_a_sixth(images, least):
             assert masks[split][rows == fraction].all()
     assert not (masks["val"] & masks["test"]).any()
     for val_fraction in (0.01, 0.4):
-        others = choose_rows(rows, ["val", "test"], val_fraction, 0.05)
+        others = choose_rows(rows, ["val", "test"], DataOptions(val_fraction=val_fraction))
         assert (others["test"] == masks["test"]).all()
 
 
@@ -121,25 +120,6 @@ def test_test_fraction(tmp_path):
     assert set(small["test"].keys()) < set(large["test"].keys())
     assert set(small["val"].keys()) == set(large["val"].keys())
     assert sum(map(len, large.values())) == 2000
-
-
-def test_a_run_that_is_older_than_the_flag_keeps_its_splits(run, root):
-    """Else eval.py would test what the run has trained on."""
-    file = run / "args.json"
-    text = file.read_text()
-    flags = json.loads(text)
-    assert flags.pop("test_fraction") == 0.05
-    file.write_text(json.dumps(flags))
-    args = temo.parse_args(["--resume", str(run)])
-    train, _ = open_data(args)
-    names = sorted(path.name for path in root.glob("*.png"))[:40]
-    assert args.test_fraction == 0 and len(train) > 28
-    assert set(train.keys()) == {name for name in names if hash_fraction(name) >= 0.1}
-    model = eval_py.EvaluatedModel(
-        eval_py.parse_args(["--checkpoint", str(run), "--cpu"]), "cpu")
-    data = eval_py.EvaluatedData(model, str(root / "train.csv"), "")
-    assert data.options.test_fraction == 0
-    file.write_text(text)
 
 
 # ---------------------------------------- names, columns, classes --------------------------------

@@ -24,7 +24,7 @@ from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as V
 
-from helpers import CLASSES, TEXT, TRUNCATED, caption, encode, picture, write_captions
+from helpers import CLASSES, TEXT, TRUNCATED, all_rows, caption, encode, picture, write_captions
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_unfold_has_a_row_for_each_caption(ten):
 
 
 def test_small_images_of_one_size_go_into_memory(tmp_path):
-    data = common.load_data(str(write_captions(tmp_path / "a", 8)), "train", test_fraction=0)
+    data = all_rows(write_captions(tmp_path / "a", 7))
     inside = data.in_memory()
     assert (
         data.pixels is None

@@ -312,7 +312,7 @@ def draw_few_shot(labels, few_shot, seed):
     return np.concatenate(rows)
 
 
-def head_mid_tail(train_labels, per_class, limits=None):
+def accuracy_by_class_size(train_labels, per_class, limits=None):
     """Mean accuracy over classes with many, some and few training images (Kukleva et al. 2023).
 
     Args:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from contrastive.core.processes import UserError
 from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOptions
-from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, split_word
+from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, partition_name
 from contrastive.data.splits import (
     add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, without_trained)
 from contrastive.data.table import EmptySplit, join_captions, with_note
@@ -50,7 +50,7 @@ def load_data(name, split, options=None, **flags):
     """
     if options is None:
         options = DataOptions(**flags)
-    name, revision = split_word(name, "@")
+    name, revision = partition_name(name, "@")
     if revision:
         options = options.replace(revision=revision)
     check_revision(name, options)
@@ -71,21 +71,18 @@ def load_data(name, split, options=None, **flags):
 def open_split(name, split, options):
     """The split as its files have it. Raises EmptySplit if it does not exist or has no row."""
     data_set = find_data_set(name)
-    hint = ""
     if data_set is None:
         splits = open_unnamed(name, options)
         data = splits.get(split)
-        existing = [word for word in splits if splits[word]]
     else:
+        splits = data_set.splits
         data = open_named(name, split, options)
-        existing = data_set.splits
-        if split == "val":
-            hint = "; --hold-out-val takes one out of train"
     if data:
         return data
-    if data_set is not None and data_set.function:
-        raise EmptySplit(f"{name} has no {split} split")
-    raise EmptySplit(f"{name} has no {split} split; it has: {', '.join(existing)}{hint}")
+    message = f"{name} has no {split} split; it has: {', '.join(splits)}"
+    if split == "val" and data_set is not None and data_set.lacks_only_val():
+        message += "; --hold-out-val takes one out of train"
+    raise EmptySplit(message)
 
 
 @functools.lru_cache(maxsize=32)
@@ -93,11 +90,9 @@ def open_named(name, split, options):
     """One split of a data set by name, None if it has no such split. With --hold-out-val a part of
     train becomes val where val alone is missing."""
     data_set = find_data_set(name)
-    holds_out = options.hold_out_val and data_set.lacks_only_val()
-    if holds_out and split in ("train", "val"):
+    if split != "test" and options.hold_out_val and data_set.lacks_only_val():
         train = check_count(data_set, data_set.load(name, "train", options))
-        splits = {"train": train, "test": None}  # its own test split stays
-        return hold_out(splits, options.val_fraction, test_fraction=0)[split]
+        return hold_out({"train": train}, ["val"], options).get(split)
     if split not in data_set.splits:
         return None
     data = data_set.load(name, split, options)
@@ -132,7 +127,8 @@ def open_unnamed(name, options):
     if options.test_as_whole and list(splits) == ["train"]:
         train = splits["train"]
         return {"test": train.select(range(len(train)), "test")}
-    return hold_out(splits, options.val_fraction, options.test_fraction)
+    missing = [split for split in ("val", "test") if split not in splits]
+    return hold_out(splits, missing, options)
 
 
 # ---- what the options change ----
@@ -218,33 +214,36 @@ def data_options(args, name=None, folder=""):
     """
     if name is None:
         name = getattr(args, "dataset", "")
-    options = DataOptions.from_args(args, names_of_options(args, name))
+    options = DataOptions.from_args(args, effective_options(args, name))
     if folder:
         options = options.replace(data_dir=folder, video_dir=folder, revision="")
     return options
 
 
-def names_of_options(args, name):
+def effective_options(args, name):
     """Names of the DataOptions that have an effect on a data set. No other flag of a run is read,
     so that the run can warn of flags without effect."""
-    data_set = find_data_set(name)
-    names = {field.name for field in dataclasses.fields(DataOptions)}
+    without_effect = set()
     for other_set in SETS.values():
         if isinstance(other_set, DataSet):
-            names -= {flag_name(flag) for flag in other_set.flags}
-    names |= {flag_name(flag) for flag in flags_of(name)}
-    if name != getattr(args, "dataset", ""):
-        names -= set(TRAINING_SET_ONLY)
-        if data_set is not None:  # whose columns are known
-            names -= set(COLUMN_NAMES)
-    if data_set is None or not data_set.lacks_only_val():
-        names.discard("hold_out_val")  # it has a val split, or one is held out without this flag
-    if data_set is not None:
-        names.discard("test_fraction")
-        holds_out = "hold_out_val" in names and getattr(args, "hold_out_val", False)
-        if not holds_out:
-            names.discard("val_fraction")
-    return names
+            without_effect.update(map(flag_name, other_set.flags))
+    without_effect.difference_update(map(flag_name, flags_of(name)))
+
+    data_set = find_data_set(name)
+    is_training_set = name == getattr(args, "dataset", "")
+    if not is_training_set:
+        without_effect.update(TRAINING_SET_ONLY)
+    if data_set is None:  # val and test are held out without a flag
+        without_effect.add("hold_out_val")
+    else:
+        without_effect.add("test_fraction")
+        if not is_training_set:  # its columns are known
+            without_effect.update(COLUMN_NAMES)
+        if not data_set.lacks_only_val():
+            without_effect.update({"hold_out_val", "val_fraction"})
+        elif not getattr(args, "hold_out_val", False):
+            without_effect.add("val_fraction")
+    return {field.name for field in dataclasses.fields(DataOptions)} - without_effect
 
 
 def flag_name(flag):
@@ -264,7 +263,7 @@ def open_data(args):
     train = load_data(args.dataset, "train", data_options(args))
     evaluation_sets = {}
     for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
-        name, folder = split_word(word, "=")
+        name, folder = partition_name(word, "=")
         if name in evaluation_sets:
             raise UserError(f"--eval-datasets {name}: named with two folders")
         splits = open_evaluation_splits(name, evaluation_options(args, name, folder))
@@ -305,7 +304,7 @@ def open_evaluation_splits(name, options):
 
 def open_pairs(word, args):
     """The train split of another data set, NAME or NAME=DIR of --extra-pairs."""
-    name, folder = split_word(word, "=")
+    name, folder = partition_name(word, "=")
     options = data_options(args, name, folder)
     options = options.replace(
         image_column="", caption_column="", label_column="",  # the flags name the training set's

@@ -38,8 +38,8 @@ def load(name, split, options):
     with opening(files):
         rows = read_clips(files, split)
         sentences = Sentences(files, split, rows)
-        classes = {"verb": class_names(files, "verb", NUM_VERBS),
-                   "noun": class_names(files, "noun", NUM_NOUNS)}
+        classes = {"verb": read_class_names(files, "verb", NUM_VERBS),
+                   "noun": read_class_names(files, "noun", NUM_NOUNS)}
         clip = clip_options(options, at_rest="middle", read=read_chunks)
         data = clips_of(
             name, split, rows, options, classes=classes, clip=clip,
@@ -76,7 +76,7 @@ def seconds_of(timestamp):
     return float(hours) * 3600 + float(minutes) * 60 + float(seconds)
 
 
-def class_names(files, kind, num_classes):
+def read_class_names(files, kind, num_classes):
     """The names of EPIC_100_verb_classes.csv (or noun), wherever it is below the folder; else their
     numbers."""
     names = [str(number) for number in range(num_classes)]

@@ -131,7 +131,7 @@ def words_of(name):
     return words
 
 
-def split_word(name):
+def split_of_name(name):
     """train, val, test or eval, if a name has words of one of them alone; else None."""
     splits = {SPLIT_WORDS[word] for word in words_of(name) if word in SPLIT_WORDS}
     if len(splits) == 1:
@@ -153,8 +153,8 @@ def settle_eval(splits):
 
 
 def split_of_parts(path, parts):
-    """The split_word of the parts of a path. Raises: UserError if they name two splits."""
-    splits = {split_word(part) for part in parts} - {None}
+    """The split_of_name of the parts of a path. Raises: UserError if they name two splits."""
+    splits = {split_of_name(part) for part in parts} - {None}
     if len(splits) > 1:
         raise UserError(f"{path}: is it {' or '.join(sorted(splits))}? Its parts name both; rename "
                         "one of them")
@@ -328,7 +328,7 @@ def check_class_folders(folder, places, tables):
     for name in names:
         words = [word for word in words_of(name) if word not in (*SPLIT_WORDS, *FILE_WORDS)]
         further_words.add(tuple(words))
-    splits = {split_word(name) for name in names}
+    splits = {split_of_name(name) for name in names}
     if None not in splits and len(splits) > 1 and len(further_words) == 1:
         raise UserError(f"{folder}: {', '.join(names)} are splits, not classes, but there are no "
                         f"class folders in them; {help_text}")

@@ -138,7 +138,7 @@ def from_tars(name, split, folder, options):
     data = index_tars(name, split, tars, options)
     prompts = prompts_of(name, options, folder / "zeroshot_classification_templates.txt")
     data = dataclasses.replace(data, prompts=prompts)
-    names = class_names(name, folder, options)
+    names = published_class_names(name, folder, options)
     if names is None or data.labels is None:
         return data
     return with_class_names(data, names)
@@ -183,7 +183,7 @@ def tars_of_split(name, split, tars, place):
 
 
 # ---- names of classes ----
-def class_names(name, folder, options):
+def published_class_names(name, folder, options):
     """Names of the classes of a set of tars, or None. Those of ImageNet are the first of WordNet's
     synonyms, as in TeMo's code, or with --class-names clip those of CLIP, as in SLIP's."""
     if name != "imagenet1k":

@@ -34,8 +34,7 @@ class DataOptions:
     video_dir: str = ""
     # Whether a part of train becomes val, in a data set by name that has no val.
     hold_out_val: bool = False
-    # Parts of train that become val and test where they are missing. test_fraction 0 = 5 %, without
-    # a least number of rows in either, as runs before there was this option.
+    # Parts of train that become val and test where they are missing.
     val_fraction: float = HELD_OUT_FRACTION
     test_fraction: float = HELD_OUT_FRACTION
     # In evaluation, whether another item's caption with the same words is "positive" or "wrong".

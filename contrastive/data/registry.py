@@ -198,14 +198,14 @@ SETS = {
 
 def find_data_set(name):
     """The DataSet of a name, which may end in @REVISION; None for data without a name."""
-    name, _ = split_word(name, "@")
+    name, _ = partition_name(name, "@")
     entry = SETS.get(name)
     if callable(entry):
         return DataSet("", dict.fromkeys(SPLITS), "your own", function=entry)
     return entry
 
 
-def split_word(word, sign):
+def partition_name(word, sign):
     """(name, value) of NAME=DIR or NAME@COMMIT; (word, "") if it has no sign or is a path."""
     if Path(word).expanduser().exists():
         return word, ""

@@ -30,25 +30,24 @@ def hash_fraction(key):
     return key_hash(f"held out {video}") / 2**63
 
 
-def hold_out(splits, val_fraction=HELD_OUT_FRACTION, test_fraction=HELD_OUT_FRACTION):
-    """Takes val and test out of train where they are missing.
+def hold_out(splits, missing, options):
+    """Takes missing splits out of train.
 
-    They have these parts of train, of which MAX_HELD_OUT rows are evaluated, but of small data each
-    has FEW_ROWS pictures or videos, if that is at most a sixth of them, else a sixth. A hash of
-    each name decides, so that of larger data a row is in the same split whatever the other rows
-    are. Test is the same for any val_fraction.
+    They have the parts of train that the options name, of which MAX_HELD_OUT rows are evaluated,
+    but of small data each has FEW_ROWS pictures or videos, if that is at most a sixth of them, else
+    a sixth. A hash of each name decides, so that of larger data a row is in the same split whatever
+    the other rows are. Test is the same for any val_fraction.
 
     Args:
         splits: {split: Data}.
-        test_fraction: 0 = HELD_OUT_FRACTION, and neither split has a least number of rows.
+        missing: val, test, both or none.
     """
-    missing = [split for split in ("val", "test") if split not in splits]
     train = splits.get("train")
     if train is None or train.streamed or not missing:
         return splits
     names = train.column("video") or train.keys()  # "video" of sets with several rows of a video
     fractions = np.array([hash_fraction(name) for name in names])           # (M,)
-    masks = choose_rows(fractions, missing, val_fraction, test_fraction)
+    masks = choose_rows(fractions, missing, options)
     is_train = ~(masks["val"] | masks["test"])
     result = dict(splits)
     num_held_out = len(train) - is_train.sum()
@@ -63,26 +62,28 @@ def hold_out(splits, val_fraction=HELD_OUT_FRACTION, test_fraction=HELD_OUT_FRAC
     return result
 
 
-def choose_rows(fractions, missing, val_fraction, test_fraction):
+def choose_rows(fractions, missing, options):
     """{"val": (M,) bool, "test": (M,) bool} of the rows that are held out."""
     units = np.unique(fractions)                    # (U,) ascending, one of each picture or video
     least = min(FEW_ROWS, len(units) // 6)
-    if not test_fraction:
-        test_fraction, least = HELD_OUT_FRACTION, 0
 
-    # Val begins at 0. Test stands at HELD_OUT_FRACTION, or at 0 without val, whose other part, if
-    # val_fraction is larger, goes on behind test.
-    start = HELD_OUT_FRACTION if "val" in missing else 0.0
-    val, test = units[:0], units[:0]
+    # Test begins behind the usual part of val, so that it is the same for any val_fraction.
+    test = units[:0]
     if "test" in missing:
-        in_fraction = (units >= start) & (units < start + test_fraction)
-        test = units[units >= start][:max(least, in_fraction.sum())]
+        start = 0.0
+        if "val" in missing:
+            start = HELD_OUT_FRACTION
+        candidates = units[units >= start]
+        num_test = np.sum(candidates < start + options.test_fraction)
+        test = candidates[:max(least, num_test)]
+    # Val begins at 0, and goes on behind test.
+    val = units[:0]
     if "val" in missing:
-        remaining = np.setdiff1d(units, test)
-        without_test = remaining
-        if "test" in missing:
-            without_test = np.where(remaining < start, remaining, remaining - test_fraction)
-        val = remaining[:max(least, np.sum(without_test < val_fraction))]
+        candidates = np.setdiff1d(units, test)
+        width = options.val_fraction
+        if "test" in missing and width > HELD_OUT_FRACTION:
+            width += options.test_fraction
+        val = candidates[:max(least, np.sum(candidates < width))]
     return {"val": np.isin(fractions, val), "test": np.isin(fractions, test)}
 
 

@@ -97,14 +97,15 @@ class Data(TrainingSet):
     note: str = ""  # what was left out or held out
 
     def __post_init__(self):
-        self.texts = self.table  # without the column of files, so that a caption reads no pixels
+        # without the column of files, so that a caption reads no pixels
+        self.annotations = self.table
         self.sources = None
         if "source" in self.table.column_names:
-            self.texts = self.table.remove_columns("source")
+            self.annotations = self.table.remove_columns("source")
             self.sources = self.table.select_columns("source")
         if self.rows is None:
             self.rows = np.arange(len(self.table))
-        self.features = self.texts.features  # a table copies them each time it is asked
+        self.features = self.annotations.features  # a table copies them each time it is asked
         self.label_names = self.names("label")
         self.columns = {}  # {name: column} of those that were read
 
@@ -118,10 +119,10 @@ class Data(TrainingSet):
 
     # ---- columns ----
     def column(self, name):
-        if name not in self.texts.column_names:
+        if name not in self.annotations.column_names:
             return None
         if name not in self.columns:
-            values = self.texts[name][:]
+            values = self.annotations[name][:]
             dtype = getattr(self.features[name], "dtype", "list")
             if dtype not in ("list", "string", "large_string"):
                 values = np.asarray(values, dtype)
@@ -152,7 +153,7 @@ class Data(TrainingSet):
             return self.columns[column][i]
         if len(self) <= MAX_ROWS_AS_LISTS:
             return self.column(column)[i]
-        return self.texts[int(i)][column]
+        return self.annotations[int(i)][column]
 
     def key(self, i):
         """The name of row i: it does not change with the split or with other rows."""
@@ -198,7 +199,7 @@ class Data(TrainingSet):
 
     def __getitem__(self, i):
         item = {"pixels": self.read(i), "captions": self.captions(i), "key": self.key(i)}
-        for name in self.texts.column_names:
+        for name in self.annotations.column_names:
             if name not in ("captions", "key", "group"):
                 item[name] = self.column(name)[i]
         return item
@@ -206,7 +207,7 @@ class Data(TrainingSet):
     # ---- all rows ----
     def batches_of_column(self, name):
         """Yields the values of a column as lists: reading row by row would take minutes."""
-        for batch in self.texts.select_columns(name).iter(ROWS_AT_ONCE):
+        for batch in self.annotations.select_columns(name).iter(ROWS_AT_ONCE):
             yield batch[name]
 
     def keys(self):

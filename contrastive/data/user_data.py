@@ -15,7 +15,7 @@ from contrastive.data.annotations import (
     TEXT_OF_LIST, Videos, parse_list, video_folder, window_key)
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
-    SPLIT_WORDS, holds_tars, media_kind, read_tables, settle_eval, split_word)
+    SPLIT_WORDS, holds_tars, media_kind, read_tables, settle_eval, split_of_name)
 from contrastive.data.hub import WINDOW, generating, pick_column, require_column
 from contrastive.data.table import Data, with_column, with_note
 from contrastive.data.tars import open_tars
@@ -123,7 +123,7 @@ def describe_tables(name, tables, options):
     import datasets
     import pyarrow.compute as pc
 
-    words = settle_eval({word: split_word(word) for word in tables.splits})
+    words = settle_eval({word: split_of_name(word) for word in tables.splits})
     notes = list(tables.notes)
     splits = []
     row_numbers = []
@@ -191,7 +191,7 @@ def read_split_column(name, table):
     """(rows,) the split of each row by the column `split`. Raises: UserError naming an unknown
     word."""
     words = [str(word) for word in table["split"][:]]
-    splits = settle_eval({word: split_word(word) for word in set(words)})
+    splits = settle_eval({word: split_of_name(word) for word in set(words)})
     unknown = sorted(word for word, split in splits.items() if split is None)
     if unknown:
         raise UserError(f"--dataset {name}: '{unknown[0]}' in the column split is none of "

@@ -361,7 +361,7 @@ def initial_model(spec, tokenizer, pretrained, vision_pretrained):
     questions = spec.get("questions") or {}
     is_vgt = questions.get("model") == "vgt"
     embed_dim = 0 if is_vgt else spec["embed_dim"]  # VGT has projections of its own
-    projection = {  # a model of an earlier version lacks the keys
+    projection = {  # the spec of a CLIP by name lacks the keys
         "projection": spec.get("projection", "linear"),
         "projection_bias": spec.get("projection_bias", False)}
     vision = VisionEncoder(

@@ -17,7 +17,7 @@ from contrastive.core.files import read_json
 from contrastive.core.number_types import (
     below_one, between, count, nonnegative, part, positive, rate, whole)
 from contrastive.core.processes import say
-from contrastive.data.registry import flags_of, split_word
+from contrastive.data.registry import flags_of, partition_name
 from contrastive.encoders.weights import packaged_encoders
 from contrastive.engine.checkpoints import folder_of
 
@@ -29,10 +29,6 @@ CHANGEABLE = {
     "--data-dir", "--video-dir", "--frame-cache", "--feature-cache", "--max-bad-fraction",
     "--workers", "--eval-datasets", "--max-steps", "--epochs", "--chunk-size",
     "--grad-checkpointing", "--mixed-precision", "--lr"}
-# what runs did that have no such flag in their args.json, since they are older than it
-BEFORE_THE_FLAG = {
-    "class_names": "wordnet", "expert_inputs": "training", "projection_bias": False,
-    "prompts": "openai", "randaugment_strengths": "torchvision"}
 # those of them that change the steps to come
 CHANGE_STEPS = ("lr", "mixed_precision", "epochs", "max_steps")
 # {flag of other code bases: ours; of several, that of the program}
@@ -271,7 +267,7 @@ class Parser(OneLine):
         Returns: the revision of a hub data set, '' = the newest.
         """
         word = chosen.dataset or saved.get("dataset") or next(iter(recipes))
-        chosen.dataset, revision = split_word(word, "@")
+        chosen.dataset, revision = partition_name(word, "@")
         saved_recipe = saved.pop("recipe", "")
         chosen.recipe = chosen.recipe or saved_recipe
         if not chosen.recipe:
@@ -304,11 +300,10 @@ class Parser(OneLine):
         """{flag: value} of the run that --resume names, {} without it."""
         if not chosen.resume:
             return {}
-        saved = BEFORE_THE_FLAG | read_json(folder_of(chosen.resume) / "args.json")
+        saved = read_json(folder_of(chosen.resume) / "args.json")
         script = saved.pop("script")
         if script != Path(self.prog).stem:
             self.error(f"--resume {chosen.resume}: a run of {script}.py, not of {self.prog}")
-        saved.setdefault("test_fraction", 0.0)  # of a run that is older than this flag
         return saved
 
     def recipe_defaults(self, recipe, chosen):
@@ -376,6 +371,9 @@ class Parser(OneLine):
             flag, value = flag_of(name), vars(args).get(name)
             if name in saved and flag in self.command_line_flags and value != saved[name]:
                 say(f"resumed with {flag} {saved[name]} -> {value}")
+        for name, value in vars(args).items():
+            if saved and name not in saved:
+                say(f"WARNING: the run is older than {flag_of(name)}, which is now {value}")
 
     def group_actions(self, title):
         """The flags of a group."""

@@ -120,7 +120,7 @@ def rows_with_questions(data):
 
 def choices_of_row(data, i):
     """The choices of row i; [] of an open question, and of a row without a question."""
-    if "choices" not in data.texts.column_names:
+    if "choices" not in data.annotations.column_names:
         return []
     return data.cell("choices", i) or []
 
@@ -154,7 +154,7 @@ def shuffle_videos(data, seed=0):
     import datasets
 
     sources = data.sources.select(rows)
-    table = datasets.concatenate_datasets([data.texts, sources], axis=1)
+    table = datasets.concatenate_datasets([data.annotations, sources], axis=1)
     return dataclasses.replace(data, table=table)
 
 
@@ -179,7 +179,7 @@ def question_inputs(data, rows, tokenizer, vocabulary, device, *, model="fusion"
         question = data.cell("question", i)
         questions.append(data.captions(i)[0] if question is None else question)
     tokens = dict(tokenizer(questions))                                    # (B, L) each
-    if "boxes" in data.texts.column_names:
+    if "boxes" in data.annotations.column_names:
         tokens["boxes"] = torch.tensor([data.cell("boxes", i) for i in rows])        # (B, T, R, 4)
     inputs = {
         "question": tensors_to_device(tokens, device),

@@ -4,7 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from contrastive.core.metrics import (
-    head_mid_tail, knn_accuracy, linear_probe, normalize, recalls, zero_shot_accuracy)
+    accuracy_by_class_size, knn_accuracy, linear_probe, normalize, recalls, zero_shot_accuracy)
 from contrastive.core.processes import UserError
 from contrastive.data.images import CIFAR_STATS
 from contrastive.data.views import uniforms
@@ -139,7 +139,7 @@ def class_metrics(tasks, train, test, few=None, limits=None, *, device=None):
         train, test: LabelledFeatures.
         few: those from which the few-shot probe learns; None = as many training images of each
             class as the smallest has.
-        limits: as in head_mid_tail.
+        limits: as in accuracy_by_class_size.
         device: where neighbours are computed.
     Returns: {knn@1, knn@10, few-shot, all: {top1, mean_per_class, head, mid, tail}} in percent; the
         same for chance; {name: accuracy of each class}.
@@ -157,7 +157,7 @@ def class_metrics(tasks, train, test, few=None, limits=None, *, device=None):
     per_class = {}
     for name, result in metrics.items():
         per_class[name] = result.pop("per_class")
-        result.update(head_mid_tail(train_labels, per_class[name], limits))
+        result.update(accuracy_by_class_size(train_labels, per_class[name], limits))
     return metrics, chance, per_class
 
 

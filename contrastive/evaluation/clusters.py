@@ -81,7 +81,7 @@ class Clusters:
             return labels
         if self.kind != "class":
             return None
-        class_of_row = class_names(pieces.data, self.meta["source"])
+        class_of_row = classes_of_rows(pieces.data, self.meta["source"])
         if not class_of_row:
             return None
         numbers = {name: number for number, name in enumerate(self.meta["names"])}
@@ -286,7 +286,7 @@ def named_items(source, train):
     """Items of the examples whose cluster is given: a class, or by a file."""
     if source in CLASSES:
         kind = "class"
-        name_of_row = class_names(train, source)
+        name_of_row = classes_of_rows(train, source)
     else:
         kind = "example"
         name_of_row = names_in_file(train, source)
@@ -310,7 +310,7 @@ def names_in_file(data, file):
     return [clusters.get(key) for key in data.keys()]
 
 
-def class_names(data, source):
+def classes_of_rows(data, source):
     """The class of each row, of verb-noun both joined; None for a row without one.
 
     Args:
@@ -322,14 +322,14 @@ def class_names(data, source):
         values, names = data.column(column), data.names(column)
         if values is None:
             return None
-        columns.append([class_name(value, names) for value in values])
+        columns.append([name_of_class(value, names) for value in values])
     joined = []
     for parts in zip(*columns):
         joined.append(" ".join(parts) if all(parts) else None)
     return joined
 
 
-def class_name(value, names):
+def name_of_class(value, names):
     """The name of a class; None for None, NaN and -1.
 
     Args:

@@ -26,8 +26,6 @@ from safetensors.torch import load_file
 
 # options of the training set that its evaluation is without
 TRAINING_ONLY = {"unfold_captions": False, "caption_noise": 0.0, "extra_captions": ""}
-# flags that a run may be older than, as it was without them
-WITHOUT_FLAG = {"test_fraction": 0.0}
 NUM_QUERIES = 16_384  # training queries that are drawn where there is no queue; NCL's queue
 DSL_TAU = 0.01  # temperature of the dual softmax of CLIP-ViP
 # flags of eval.py that are compared with those of the run
@@ -123,9 +121,9 @@ class EvaluatedModel:
         return self.folder / f"{kind}_{slug(name)}.png"
 
 
-class EvaluatedData:
-    """A data set as the run of a model read it: with its long tail, but without its meta-data and
-    what else only training had.
+class EvaluatedSplits:
+    """The splits of a data set as the run of a model read them: with its long tail, but without its
+    meta-data and what else only training had.
 
     Args:
         model: EvaluatedModel.
@@ -135,10 +133,7 @@ class EvaluatedData:
 
     def __init__(self, model, name, folder):
         self.model, self.name = model, name
-        flags = model.flags
-        if flags:
-            flags = WITHOUT_FLAG | flags
-        options = data_options(argparse.Namespace(**flags), name, folder)
+        options = data_options(argparse.Namespace(**model.flags), name, folder)
         options = options.overridden_by(model.args)
         self.options = options.replace(
             image_size=model.towers.transform.size, test_as_whole=name != model.trained_on,
@@ -155,7 +150,7 @@ class EvaluatedData:
         """The few-shot images of the run; None if it has none."""
         return self.long_tail.get("few-shot")
 
-    def split(self, split):
+    def open(self, split):
         """The Data of a split. Raises: EmptySplit if there is no such split."""
         if not self.long_tail:
             data = self.untrained_rows(load_data(self.name, split, self.options))
@@ -169,7 +164,6 @@ class EvaluatedData:
         # mama.py has learnt its weights from these examples
         return data.select([row for row, key in enumerate(data.keys()) if key not in meta_data])
 
-
     def untrained_rows(self, data):
         """A split of another set of the user's own, without the files that the run trained on."""
         trained_on = self.model.trained_on
@@ -181,7 +175,7 @@ class EvaluatedData:
             say(f"WARNING: {trained_on} is not there, so rows of {self.name} that were trained on "
                 "count, too")
             return data
-        flags = argparse.Namespace(**WITHOUT_FLAG | self.model.flags)
+        flags = argparse.Namespace(**self.model.flags)
         return without_trained(data, load_data(trained_on, "train", data_options(flags)))
 
 
@@ -244,11 +238,11 @@ def resolve_name(name):
 
 
 # ======================================================= training queries =========================
-def training_queries(model, data):
+def training_queries(model, splits):
     """Embeddings of training queries for --normalize: the queues of a run of ncl.py, else
     those of randomly drawn training examples and of their captions.
 
-    Args: model: EvaluatedModel. data: EvaluatedData.
+    Args: model: EvaluatedModel. splits: EvaluatedSplits.
     Returns: texts, videos: (K, D) each; empty if the test queries alone are used (dsl, and oracle
         without a queue).
     """
@@ -256,10 +250,10 @@ def training_queries(model, data):
     script = model.flags.get("script", "ncl")
     if script not in SCRIPTS:
         say(f"WARNING: --normalize: by ncl.py's functions; those of {script}.py may differ")
-    has_queue = bool(model.queues) and data.name == model.trained_on
+    has_queue = bool(model.queues) and splits.name == model.trained_on
     if args.as_trained and not has_queue:
         return (), ()  # training evaluates other sets without biases
-    beginning = f"{data.name}: --normalize {args.normalize}: by"
+    beginning = f"{splits.name}: --normalize {args.normalize}: by"
     if args.normalize == "dsl" or args.normalize == "oracle" and not has_queue:
         say(f"{beginning} all test queries, so no fair result; gamma {model.gamma:.3g}")
         return (), ()
@@ -269,7 +263,7 @@ def training_queries(model, data):
         videos = model.queues["videos"][-args.queue_size:]
     else:
         source = "its train split"
-        train = data.split("train")
+        train = splits.open("train")
         if train.streamed:
             raise UserError(f"{beginning} the checkpoint's queue, which it lacks: its training set "
                             "is a stream")

@@ -51,7 +51,7 @@ class ClassOptions:
 
     train: Data | None = None  # from which kNN and probes learn
     few_shot: Data | None = None  # from which the few-shot probe learns; None = from some of train
-    shot_limits: tuple | None = None  # of core.metrics.head_mid_tail
+    shot_limits: tuple | None = None  # of core.metrics.accuracy_by_class_size
     knn_features: str = "projected"  # embeddings; 'backbone': features before the projection
     view: EvalTransform | None = None  # of these tasks, if it is not that of the towers
     # function () -> the untrained model or None; kNN and probes are measured on it, on raw pixels
@@ -252,7 +252,7 @@ class SplitEvaluation:
         if "probe" in tasks:
             _, self.pieces.train_features, self.pieces.train_labels = train
             self.pieces.features, self.pieces.labels = self.features, self.labels
-            self.pieces.class_names = self.data.label_names
+            self.pieces.label_names = self.data.label_names
         if options.untrained:
             self.chance["trivial"] = self.trivial_chance(tasks, few_shot, feature_options)
 

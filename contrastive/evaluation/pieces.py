@@ -35,7 +35,7 @@ class EvaluationPieces:
     train_labels: np.ndarray | None = None          # (N,)
     features: torch.Tensor | None = None            # (L, width) of the L images that have a class
     labels: np.ndarray | None = None                # (L,)
-    class_names: list | None = None
+    label_names: list | None = None
 
     # ---- of questions ----
     predicted: list | None = None         # M answers of the model

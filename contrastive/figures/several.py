@@ -216,7 +216,7 @@ def draw_tails(pieces, path):
         draw_space(
             ax, run_pieces.train_features, run_pieces.train_labels,
             sizes=sizes,
-            names=run_pieces.class_names,
+            names=run_pieces.label_names,
             accuracies=accuracies,
             title=f"{title} (Fig. 3)")
         largest_first = np.argsort(-sizes, kind="stable")                  # (classes,)

@@ -73,11 +73,11 @@ def draw_figures(run, sizes, taus, project, path):
     draw_space(
         axes[4], features, pieces.train_labels[rows],
         sizes=sizes,
-        names=pieces.class_names,
+        names=pieces.label_names,
         accuracies=accuracies,
         title=f"PCA, a head and a tail class (Fig. 3)\nkNN@1, {mean}")
     draw_phase(axes[5], run, taus)
-    draw_accuracies(axes[6], sizes, pieces.class_names, accuracies, mean)
+    draw_accuracies(axes[6], sizes, pieces.label_names, accuracies, mean)
     save_figure(fig, path)
 
 
