@@ -42,6 +42,8 @@ from helpers import (
     write_tar,
 )
 
+PROMPTS = common.read_json(images.PROMPTS_FILE)
+
 
 def write_table(path, numbers, classes, *, names, image, label, pictures=picture):
     """A parquet file as the hub has them: `image` without paths, and each row's class number."""
@@ -159,7 +161,7 @@ def test_the_rows_of_a_set(name, split, hub):
     if name in ("dtd", "cifar100"):
         assert data.label_names == CLASSES and data.labels.tolist() == [i % 3 for i in numbers]
         assert data.prompts == (
-            ["a {c} texture.", "a {c} pattern."] if name == "dtd" else images.CIFAR_PROMPTS
+            ["a {c} texture.", "a {c} pattern."] if name == "dtd" else PROMPTS["cifar"]
         )
 
 
@@ -208,7 +210,7 @@ def test_classes_of_imagenet_have_the_first_of_their_names(tmp_path):
     data = common.load_data("imagenet", "test", data_dir=str(tmp_path))
     assert [n.strip() for n in data.label_names] == ["tench", "crane", "great white shark", "crane"]
     assert data.captions(2) == ["great white shark"] and data.labels.tolist() == [0, 1, 2, 3] * 2
-    assert data.split == "test" and data.prompts == images.IMAGENET_PROMPTS
+    assert data.split == "test" and data.prompts == PROMPTS["imagenet"]
     flags = {"class_names": "clip", "prompts": "slip"}
     data = common.load_data("imagenet", "test", data_dir=str(tmp_path), **flags)
     assert data.label_names[1] == "goldfish" and len(data.prompts) == 7
@@ -216,7 +218,7 @@ def test_classes_of_imagenet_have_the_first_of_their_names(tmp_path):
 
 def test_imagenet_has_clip_s_prompts_and_the_names_that_are_asked_for(tmp_path):
     """Whatever the tars have; WordNet's first names and CLIP's 80 prompts are the default."""
-    prompts, where = images.IMAGENET_PROMPTS, {"data_dir": str(tmp_path)}
+    prompts, where = PROMPTS["imagenet"], {"data_dir": str(tmp_path)}
     some = [
         "a photo of a {c}.",
         "itap of my {c}.",
@@ -228,8 +230,8 @@ def test_imagenet_has_clip_s_prompts_and_the_names_that_are_asked_for(tmp_path):
         "a photo of many {c}.",
     ]
     assert len(set(prompts)) == 80 == len(prompts) and {*some} < {*prompts}
-    assert all(p.count("{c}") == 1 and "  " not in p for p in (*prompts, *images.CIFAR_PROMPTS))
-    assert len(set(images.CIFAR_PROMPTS)) == 18
+    assert all(p.count("{c}") == 1 and "  " not in p for p in (*prompts, *PROMPTS["cifar"]))
+    assert len(set(PROMPTS["cifar"])) == 18
     write_classes(tmp_path / "test" / "0.tar", {i: i for i in (0, 134, 517)})
     (tmp_path / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n")
     (tmp_path / "classnames.txt").write_text("\n".join(f"name {i}" for i in range(1000)))
@@ -262,7 +264,7 @@ def test_imagenet_has_the_names_and_prompts_of_slip_s_code(tmp_path):
         "art of the {c}.",
         "a photo of the small {c}.",
     }
-    assert set(data.prompts) < set(images.IMAGENET_PROMPTS)
+    assert set(data.prompts) < set(PROMPTS["imagenet"])
 
 
 @pytest.mark.parametrize("streaming", [False, True])

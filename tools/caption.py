@@ -33,6 +33,7 @@ from contrastive.data import data_options
 from contrastive.data.folders import files_below, sort_files
 from contrastive.data.frames import read_frames
 from contrastive.data.pixels import VIDEO_TYPES
+from contrastive.data.splits import own_path
 from contrastive.data.table import frames_of
 from contrastive.encoders.frozen import frame_features, language_model
 from contrastive.engine.flags import OneLine
@@ -105,9 +106,9 @@ def find_clips(args):
     root = Path(args.video_dir or args.data_dir or root).expanduser().resolve()
     clips = {}
     for source in find_sources(args, path):
-        if not source or not source["path"] or source.get("size") is not None:  # inside a tar
+        if not source or not own_path(source):
             continue
-        file = Path(source["path"]).resolve()
+        file = Path(own_path(source)).resolve()
         if file.is_file():
             name = file
             if file.is_relative_to(root):

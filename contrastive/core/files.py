@@ -8,6 +8,8 @@ from pathlib import Path
 
 from contrastive.core.processes import opening
 
+from safetensors.torch import save_file
+
 
 def read_json(path, default=None):
     """The content of a JSON file, or `default`, if one is given, where there is no file."""
@@ -52,7 +54,6 @@ def plain_value(value):
 
 def write_tensors(path, tensors):
     """Writes a safetensors file of {name: tensor}."""
-    from safetensors.torch import save_file
     copies = {}
     for name, tensor in tensors.items():
         # safetensors refuses tensors that share memory

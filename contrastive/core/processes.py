@@ -13,6 +13,7 @@ from contrastive import CORES
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 # whether torchrun or accelerate has started this process
 LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
@@ -93,7 +94,6 @@ def clean_exit():
 
 def print_error(error):
     """Prints a UserError on stderr, above any progress bar."""
-    from tqdm import tqdm
     index = int(os.environ.get("RANK", 0))
     process = ""
     if index > 0:
@@ -115,7 +115,6 @@ def say(*words):
     """Prints on the main process alone, above any progress bar."""
     # before there is a process group only the launcher's variable tells which process is main
     if rank() == 0 and os.environ.get("RANK", "0") == "0":
-        from tqdm import tqdm
         tqdm.write(" ".join(map(str, words)))
         sys.stdout.flush()
 

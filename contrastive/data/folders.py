@@ -270,27 +270,22 @@ def read_class_folders(folder, files, notes):
     import datasets
 
     kind, media = most_frequent(files.media)
-    _, tables = most_frequent(files.tables)
-    num_media = sum(map(len, files.media.values()))
-    if len(media) < num_media:
-        num_others = num_media - len(media)
+    _, table_files = most_frequent(files.tables)
+    num_others = sum(map(len, files.media.values())) - len(media)
+    if num_others:
         notes.append(f"{num_others:,} files are not read, since most are {kind.lower()}s")
-    places = {}  # {folder of a class: its parts below `folder`}
-    for path in media:
-        place = os.path.dirname(path)
-        if place not in places:
-            places[place] = os.path.relpath(place, folder).split(os.sep)
-    check_class_folders(folder, places.values(), tables)
-    splits = splits_of_paths({os.sep.join(parts[:-1]) for parts in places.values()})
+    places = folders_of(media, folder)
+    check_class_folders(folder, [place.split(os.sep) for place in places.values()], table_files)
+    splits = splits_of_paths({os.path.dirname(place) for place in places.values()})
     refuse_without_split(folder, splits)
 
     rows = {}  # {split: (paths, classes)}
     for path in media:
-        *parents, name = places[os.path.dirname(path)]
-        paths, classes = rows.setdefault(splits[os.sep.join(parents)], ([], []))
+        parent, name = os.path.split(places[os.path.dirname(path)])
+        paths, classes = rows.setdefault(splits[parent], ([], []))
         paths.append(path)
         classes.append(name)
-    names = sorted({parts[-1] for parts in places.values()})
+    names = sorted({os.path.basename(place) for place in places.values()})
     features = datasets.Features(
         {kind.lower(): getattr(datasets, kind)(), "label": datasets.ClassLabel(names=names)})
     tables = {}
@@ -300,17 +295,23 @@ def read_class_folders(folder, files, notes):
     return Tables(tables, tuple(notes))
 
 
-def check_class_folders(folder, places, tables):
+def folders_of(paths, folder):
+    """{folder of a file: its path below `folder`} of all files."""
+    places = {os.path.dirname(path) for path in paths}
+    return {place: os.path.relpath(place, folder) for place in sorted(places)}
+
+
+def check_class_folders(folder, places, table_files):
     """Raises UserError unless there are several classes, all in folders at one depth.
 
     Args:
         places: the parts of the folder of each class.
-        tables: csv, json or parquet files below the folder, which are not read.
+        table_files: csv, json or parquet files below the folder, which are not read.
     """
     help_text = ("images or videos are described by a folder for each class, or by a metadata.csv "
                  "with the columns file_name and caption or label")
-    if tables:
-        help_text += f"; --dataset {tables[0]} reads this table"
+    if table_files:
+        help_text += f"; --dataset {table_files[0]} reads this table"
     by_depth = {}
     for parts in places:
         by_depth[len([part for part in parts if part != "."])] = os.sep.join(parts)
@@ -392,11 +393,7 @@ def splits_of_files(folder, paths, has_column):
     Args:
         has_column: whether a column `split` divides the rows where folders do not.
     """
-    places = {}  # {folder of a file: its path below `folder`}
-    for path in paths:
-        place = os.path.dirname(path)
-        if place not in places:
-            places[place] = os.path.relpath(place, folder)
+    places = folders_of(paths, folder)
     splits = splits_of_paths(places.values())
     if has_column and None in splits.values():
         splits = dict.fromkeys(splits, "train")

@@ -1,7 +1,8 @@
 """Image sets by name: from the hub, its cache (HF_HUB_OFFLINE=1), or a local copy in --data-dir. A
 set consists of webdataset tars (tars.py) or of tables that `datasets` reads (user_data.py).
 
-imagenet.json has CLIP's names of ImageNet's classes and the prompts of SLIP's code."""
+imagenet.json has CLIP's names of ImageNet's classes, prompts.json CLIP's prompts for ImageNet and
+CIFAR, and those of SLIP's code."""
 
 import dataclasses
 from pathlib import Path
@@ -25,48 +26,11 @@ CIFAR_STATS = {
     "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))}
 
 
-# ---- CLIP's templates for zero-shot classification ----
-def fill(template, *words):
-    """The template with each of these words in place of its star, for "a" and for "the"."""
-    templates = []
-    for word in words or ("",):
-        for article in ("a", "the"):
-            templates.append(template.replace("*", word).replace("ARTICLE", article))
-    return templates
-
-
-def cifar_prompts():
-    """CLIP's eighteen templates for CIFAR."""
-    kinds = ("", "blurry ", "black and white ", "low contrast ", "high contrast ", "bad ", "good ")
-    prompts = [f"a {kind}photo of a {{c}}." for kind in kinds]
-    prompts += [f"a {kind}photo of the {{c}}." for kind in kinds]
-    prompts += ["a photo of a small {c}.", "a photo of a big {c}."]
-    prompts += ["a photo of the small {c}.", "a photo of the big {c}."]
-    return tuple(prompts)
-
-
-def imagenet_prompts():
-    """CLIP's eighty templates for ImageNet."""
-    prompts = fill("a * of ARTICLE {c}.", "sculpture", "rendering", "tattoo", "drawing", "painting",
-                   "doodle", "sketch", "rendition")
-    prompts += fill("* of ARTICLE {c}.", "graffiti", "art", "itap")
-    prompts += fill("ARTICLE * {c}.", "embroidered", "plastic", "cartoon", "origami", "toy",
-                    "plushie")
-    prompts += fill("a *photo of ARTICLE {c}.", "", "bad ", "good ", "cropped ", "bright ", "dark ",
-                    "blurry ", "close-up ", "pixelated ", "low resolution ", "black and white ",
-                    "jpeg corrupted ")
-    prompts += fill("a photo of ARTICLE * {c}.", "hard to see", "clean", "dirty", "cool", "large",
-                    "small", "nice", "weird")
-    prompts += fill("ARTICLE {c} in a video game.")
-    prompts += ["a photo of many {c}.", "a photo of my {c}.", "a photo of one {c}.",
-                "itap of my {c}."]
-    return tuple(prompts)
-
-
-CIFAR_PROMPTS = cifar_prompts()
-IMAGENET_PROMPTS = imagenet_prompts()
+# ---- prompts for zero-shot classification ----
 IMAGENETS = ("imagenet", "imagenet1k")
+CIFARS = ("cifar10", "cifar100")
 CLIP_NAMES_FILE = Path(__file__).with_name("imagenet.json")
+PROMPTS_FILE = Path(__file__).with_name("prompts.json")
 
 
 def prompts_of(name, options, file=None):
@@ -75,12 +39,13 @@ def prompts_of(name, options, file=None):
     Args:
         file: of its own prompts, for a set that is neither CIFAR nor ImageNet.
     """
-    if name in ("cifar10", "cifar100"):
-        return CIFAR_PROMPTS
+    prompts = read_json(PROMPTS_FILE)
+    if name in CIFARS:
+        return prompts["cifar"]
     if name in IMAGENETS and options.prompts == "slip":
-        return tuple(read_json(CLIP_NAMES_FILE)["slip_prompts"])
+        return prompts["slip"]
     if name in IMAGENETS:
-        return IMAGENET_PROMPTS
+        return prompts["imagenet"]
     if file is None:
         return None
     return read_lines(file)

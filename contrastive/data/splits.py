@@ -130,13 +130,24 @@ def file_of_rows(data):
     """Yields the file of each row; None if it is inside a table or a tar."""
     if data.sources is None:  # a stream, or pixels in memory
         return
+    for source in sources_of(data):
+        path = own_path(source)
+        if path:
+            path = os.path.realpath(path)
+        yield path
+
+
+def sources_of(data):
+    """Yields the cells of the column source: reading row by row would take minutes."""
     for batch in data.sources.iter(10_000):
-        for source in batch["source"]:
-            path = source.get("path")
-            if not path or source.get("bytes") or source.get("size") is not None:
-                yield None
-            else:
-                yield os.path.realpath(path)
+        yield from batch["source"]
+
+
+def own_path(source):
+    """The path of a source that is a file; None if it is inside a table or a tar."""
+    if source.get("bytes") or source.get("size") is not None:
+        return None
+    return source.get("path") or None
 
 
 # ---- clips of several data sets ----
@@ -150,14 +161,9 @@ class Clip(NamedTuple):
 
 def clips_of_data(data):
     """Yields the Clip of each row."""
-    keys = data.keys()
-    for batch in data.sources.iter(10_000):
-        for source in batch["source"]:
-            key = next(keys)
-            path = source.get("path")
-            if source.get("size") is not None or source.get("bytes") or not path:
-                path = key
-            yield Clip(Path(path), source.get("start"), source.get("end"))
+    for key, source in zip(data.keys(), sources_of(data)):
+        path = own_path(source) or key
+        yield Clip(Path(path), source.get("start"), source.get("end"))
 
 
 # ---- further captions ----

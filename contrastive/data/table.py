@@ -92,7 +92,7 @@ class Data(TrainingSet):
     same_text: str = "positive"  # another item's caption with the same words: positive or wrong
     max_captions: int = 0  # captions of an example that are used; 0 = all
     grouped: bool = False  # video -> text ranks videos by their best caption (MSVD)
-    prompts: tuple = None  # templates of zero-shot classification, with {c}
+    prompts: list = None  # templates of zero-shot classification, with {c}
     # ---- for the banner ----
     note: str = ""  # what was left out or held out
 

@@ -21,6 +21,8 @@ from contrastive.data.table import Data, with_column, with_note
 from contrastive.data.tars import open_tars
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "image_path", "path")
 FILE_COLUMNS = ("filepath", "filename", "file", "url")  # of images, if there is no other column
@@ -75,8 +77,6 @@ def data_of_tables(name, tables, options, root, *, joins_rows=True):
         root: folder where relative paths begin.
         joins_rows: whether rows of one picture inside the tables are one example.
     """
-    import pyarrow as pa
-
     user = describe_tables(name, tables, options)
     is_video = shows_videos(user, options)
     if not user.in_table:
@@ -121,7 +121,6 @@ def describe_tables(name, tables, options):
     """The UserTable of Tables: finds its columns. Raises: UserError naming a column that does not
     exist."""
     import datasets
-    import pyarrow.compute as pc
 
     words = settle_eval({word: split_of_name(word) for word in tables.splits})
     notes = list(tables.notes)
@@ -202,8 +201,6 @@ def read_split_column(name, table):
 def add_labels(data, user, examples):
     """The data with a column label of class numbers, -1 = unknown."""
     import datasets
-    import pyarrow as pa
-    import pyarrow.compute as pc
 
     names = getattr(user.table.features[user.label], "names", None)
     if names is None:
@@ -224,9 +221,6 @@ def group_examples(user, files):
     Returns: an arrow table of split, file, row (the first one), start, end, captions, and label,
         the name of the class or None if there are several; in the order of the first rows.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     table = user.table
     columns = {user.caption, user.label, *WINDOW} & set(table.column_names)
     content = table.select_columns(sorted(columns)).with_format("arrow")[:]
@@ -266,9 +260,6 @@ def group_examples(user, files):
 def seconds_of(user, content, column):
     """(rows,) arrow: start or end of each row; null is an open side, as is nan, which is noted.
     Raises: an error of arrow naming a text that is no number."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if column not in content.column_names:
         return pa.nulls(len(content), pa.float64())
     seconds = content[column]
@@ -286,8 +277,6 @@ def seconds_of(user, content, column):
 
 def note_line_breaks(user, rows):
     """Notes how many captions have line breaks, which a stray quotation mark in a csv makes."""
-    import pyarrow.compute as pc
-
     broken = rows.filter(pc.match_substring_regex(rows["caption"], "[\\r\\n]"))
     if len(broken):
         first = user.path[broken["row"][0].as_py()].as_py()
@@ -297,9 +286,6 @@ def note_line_breaks(user, rows):
 
 def label_names_of(user, content):
     """(rows,) arrow: the name of the class of each row; null where there is none."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if user.label is None:
         return pa.nulls(len(content), pa.string())
     words = trimmed(content[user.label])
@@ -313,9 +299,6 @@ def label_names_of(user, content):
 def caption_texts_of(user, content, label):
     """(rows,) arrow: a text or a list of texts; without captions the name of the class. Raises:
     UserError if some cells are the text of a list, and others are not."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if user.caption is None:
         return pc.replace_substring(label, "_", " ")
     column = content[user.caption]
@@ -329,16 +312,11 @@ def caption_texts_of(user, content, label):
 
 def trimmed(column):
     """An arrow column as text, without white space around it."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     return pc.utf8_trim_whitespace(column.cast(pa.string()))
 
 
 def is_not_empty(column):
     """(rows,) arrow: whether a text has a character; null where there is no text."""
-    import pyarrow.compute as pc
-
     return pc.greater(pc.utf8_length(column), 0)
 
 
@@ -349,9 +327,6 @@ def identify_pictures(user):
 
     The hashes stay in the cache of `datasets`.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     names = user.path.to_pylist()
     for row, name in enumerate(names):
         if name:
@@ -374,8 +349,6 @@ def identify_pictures(user):
 
 def hash_cells(cells, column):
     """An arrow table of hash, that of the bytes of each image; "" without bytes."""
-    import pyarrow as pa
-
     hashes = []
     for cell in cells[column].to_pylist():
         digest = ""
@@ -423,9 +396,6 @@ def shows_videos(user, options):
 def find_files(user, options, root, is_video):
     """(rows,) arrow: paths of the files; "" where there is none, null where it is not there, which
     is noted."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     videos = None
     if is_video and not user.media:  # these may be names without a folder or a suffix
         videos = Videos(video_folder(options, root))
@@ -452,7 +422,6 @@ def files_on_disk(user, examples, root, is_video):
     """(a table with the column source, the keys) of examples with files of their own. A key is the
     path as the user wrote it, with the window of a video."""
     import datasets
-    import pyarrow as pa
 
     files = examples["file"].to_pylist()
     if user.media:  # `datasets` has made them absolute

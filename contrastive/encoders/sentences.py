@@ -10,6 +10,7 @@ from contrastive.core.metrics import normalize
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 NUM_WORDS = 1000     # of tf-idf, the most frequent ones
 MAX_LENGTH = 128     # tokens of a text
@@ -58,8 +59,6 @@ class SentenceEncoder:
             batch: number of texts at a time.
             bar: show a progress bar.
         """
-        from tqdm import tqdm
-
         embeddings = []
         title = f"{Path(self.name).name}: {len(texts):,} texts"
         for i in tqdm(range(0, len(texts), batch), desc=title, disable=not bar):

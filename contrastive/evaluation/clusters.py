@@ -323,10 +323,13 @@ def classes_of_rows(data, source):
         if values is None:
             return None
         columns.append([name_of_class(value, names) for value in values])
-    joined = []
+    classes = []
     for parts in zip(*columns):
-        joined.append(" ".join(parts) if all(parts) else None)
-    return joined
+        name = None
+        if None not in parts:
+            name = " ".join(parts)
+        classes.append(name)
+    return classes
 
 
 def name_of_class(value, names):
@@ -387,12 +390,8 @@ def centroids(embeddings, labels, counts=None):
     Args:
         counts: (M,) weights, or None.
     """
-    if counts is None:
-        weights = torch.ones(len(labels))                                  # (M,)
-    else:
-        weights = torch.tensor(counts, dtype=torch.float32)                # (M,)
-    K = int(labels.max()) + 1
-    total = torch.zeros(K, embeddings.shape[1])
+    weights = torch.tensor(counts or [1.0] * len(labels), dtype=torch.float32)           # (M,)
+    size = torch.bincount(labels, weights)                                 # (K,)
+    total = torch.zeros(len(size), embeddings.shape[1])
     total.index_add_(0, labels, embeddings * weights[:, None])             # (K, D)
-    size = torch.zeros(K).index_add_(0, labels, weights)                   # (K,)
     return total / size[:, None]
