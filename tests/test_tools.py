@@ -221,6 +221,17 @@ def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path, draw):
             draw(figure, names)
 
 
+def test_runs_that_cannot_have_a_figure_are_refused(runs, tmp_path, draw, capsys):
+    with pytest.raises(UserError, match="ts: its evaluation has no captions"):
+        draw("similarities", ["ts"])
+    alone = folder_of(tmp_path / "alone")
+    with pytest.raises(UserError, match="no two of the runs differ in --a0"):
+        draw("margins", [alone])
+    with pytest.raises(SystemExit):
+        draw("margins", ["temo"])
+    assert "temo has no --margin-schedule, which the runs of this" in capsys.readouterr().err
+
+
 def test_scores_are_of_a_clip_s_own_captions(tmp_path):
     """Whatever captions of training the run has swapped, or divided into rows."""
     args = vars(mama.parse_args([*MAMA, "--caption-noise", "0.9", "--unfold-captions"]))

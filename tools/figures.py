@@ -229,6 +229,8 @@ def draw_margins(folders, path):
         ("a2 of the margin's growth (Fig. 4, middle)", "a2, per step",
          margin_lines(runs, "a2", "mu"))]
     panels = [panel for panel in panels if panel[2]]  # of runs with two margins, or two a2
+    if not panels:
+        raise UserError("margins: no two of the runs differ in --a0 / --a1 or in --a2 alone")
     fig, axes = figure(len(panels))
     lines = []
     for ax, (title, xlabel, curves) in zip(axes, panels):
@@ -304,17 +306,8 @@ def read_hits(folder, num_topics=0):
         towers = Towers(*common.load_model(folder))
     if args.shuffle_video:  # the control has its own task
         test = answers.shuffle_videos(test)
-    is_retrieval = args.task == "retrieval"
-    task = "retrieval" if is_retrieval else "qa"
-    _, _, pieces = measure(towers, test, [task], device=torch.device("cpu"), workers=args.workers)
-    rows = np.asarray(pieces.index)
-    if is_retrieval:
-        rows = rows[pieces.owner]                                          # (Q,) of each caption
-        ranks = retrieval_ranks(pieces.text, pieces.image, pieces.positives)
-        hits = ranks == 1                                                  # (Q,)
-    else:
-        hits = np.asarray(pieces.hits) > 0                                 # (Q,)
-    if is_retrieval and num_topics:
+    pieces, rows, hits = evaluate_queries(args, towers, test)
+    if args.task == "retrieval" and num_topics:
         column, topics = "topic", Topics(train, num_topics)
         names, train_values = topics.names, topics.of_clips
         values = topics.of_texts(pieces.texts)                             # (Q,)
@@ -344,6 +337,22 @@ def read_hits(folder, num_topics=0):
         if concept is not None:
             shares[concept] = number / len(train_values)
     return Hits(np.array(concepts), hits[chosen].astype(float), shares, keys)
+
+
+def evaluate_queries(args, towers, test):
+    """Evaluates the task of a run of mama.py on its test data.
+
+    Returns: EvaluationPieces; the row of each query, (Q,); whether it is right, (Q,) bool.
+    """
+    task = "qa"
+    if args.task == "retrieval":
+        task = "retrieval"
+    _, _, pieces = measure(towers, test, [task], device=torch.device("cpu"), workers=args.workers)
+    rows = np.asarray(pieces.index)
+    if task == "qa":
+        return pieces, rows, np.asarray(pieces.hits) > 0
+    ranks = retrieval_ranks(pieces.text, pieces.image, pieces.positives)   # (Q,) of each caption
+    return pieces, rows[pieces.owner], ranks == 1
 
 
 def concept_column(folder, args, train):
@@ -588,6 +597,10 @@ def draw_clusters(argv):
 
 # ----------------------------------------------------- command line -------------------------------
 FIGURES = ["phase", "margins", "concepts", *FIGURES_OF_ANY_RUNS]
+# {figure of one script's runs: a flag that only these have}
+OWN_FLAGS = {
+    "phase": "period", "tails": "train_features", "margins": "margin_schedule",
+    "concepts": "shuffle_video"}
 
 
 def main(argv=None):
@@ -606,6 +619,12 @@ def main(argv=None):
                    help="topics of an LDA that are the concepts of retrieval; 0 = its classes")
     args = p.parse_args(argv)
     p.only(args.figure == "concepts", "for concepts", "--topics")
+    if args.figure in OWN_FLAGS:
+        flag = OWN_FLAGS[args.figure]
+        for run in args.runs:
+            p.require(flag in read_json(Path(run) / "args.json"),
+                      f"{args.figure}: {run} has no --{flag.replace('_', '-')}, which the runs of "
+                      "this figure have (docs/)")
     out = args.out or f"{args.figure}.png"
     if args.figure == "phase":
         lines = draw_phase(args.runs, out)

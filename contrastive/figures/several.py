@@ -126,6 +126,8 @@ def first_pieces(pieces):
     """
     first_run = next(iter(pieces))
     first = pieces[first_run]
+    if first.texts is None:
+        raise UserError(f"{first_run}: its evaluation has no captions, which this figure compares")
     for run, run_pieces in pieces.items():
         has_same_texts = run_pieces.texts == first.texts
         if not has_same_texts or not np.array_equal(run_pieces.index, first.index):
