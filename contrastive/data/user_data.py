@@ -5,9 +5,12 @@ A column `split` divides the rows of one split. Several rows of an image, or of 
 video, become one example with all their captions.
 """
 
+import collections
 import dataclasses
 import hashlib
+import math
 import os
+import re
 from pathlib import Path
 
 from contrastive.core.processes import UserError, opening
@@ -17,7 +20,7 @@ from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
     SPLIT_WORDS, holds_tars, media_kind, read_tables, settle_eval, split_of_name)
 from contrastive.data.hub import WINDOW, generating, pick_column, require_column
-from contrastive.data.table import Data, with_column, with_note
+from contrastive.data.table import Data, make_table, with_column, with_note
 from contrastive.data.tars import open_tars
 
 import numpy as np
@@ -59,15 +62,39 @@ class UserTable:
 
     name: str
     table: object  # datasets.Dataset, all splits one after the other
-    splits: np.ndarray  # (rows,) train, val, test or a word of the user's own
-    row_numbers: np.ndarray  # (rows,) of each row in the table of its split
+    splits: list  # of each row: train, val, test or a word of the user's own
+    row_numbers: list  # of each row in the table of its split
     image: str  # column of the image or video
     caption: str | None  # column; None = class names take the place of captions
     label: str | None  # column
     media: str = ""  # "Image" or "Video" if `datasets` has found or holds the files, else ""
-    path: object = None  # (rows,) arrow: path or name of the file; None = no name
+    path: list = ()  # of each row: path or name of the file, "" = none
     in_table: bool = False  # whether the table holds the bytes of the files
     notes: list = dataclasses.field(default_factory=list)  # what the banner says was left out
+
+    def texts(self, column):
+        """The cells of a column as texts without white space around them, "" = none."""
+        return texts_of(self.table.with_format("arrow")[column][:])
+
+
+@dataclasses.dataclass
+class UserExample:
+    """The rows of one split, file and window."""
+
+    split: str
+    file: str
+    start: float | None
+    end: float | None
+    row: int  # the first one
+    captions: list = dataclasses.field(default_factory=list)
+    labels: set = dataclasses.field(default_factory=set)  # names of classes
+
+    @property
+    def label(self):
+        """The name of the class; None if there is none, or several."""
+        if len(self.labels) == 1:
+            return next(iter(self.labels))
+        return None
 
 
 def data_of_tables(name, tables, options, root, *, joins_rows=True):
@@ -84,22 +111,21 @@ def data_of_tables(name, tables, options, root, *, joins_rows=True):
     elif joins_rows:
         files = identify_pictures(user)
     else:
-        files = pa.array(np.arange(len(user.table)).astype(str))
+        files = [str(row) for row in range(len(user.table))]
     examples = group_examples(user, files)
-    if not len(examples):
+    if not examples:
         reasons = "; ".join(user.notes)
         raise UserError(f"--dataset {name}: no row has an image and a caption, or no file is found"
                         f" ({reasons})")
     if user.in_table:
         check_no_windows(user, examples)
-        sources, keys = files_in_table(user, examples)
+        table = table_of_pictures(user, examples)
     else:
-        sources, keys = files_on_disk(user, examples, root, is_video)
+        table = table_of_files(user, examples, root, is_video)
 
     clip = None
     if is_video:
         clip = clip_options(options)
-    table = join_columns(sources, captions=examples["captions"], key=keys)
     data = Data(name, "", table, has_captions=user.caption is not None, clip=clip)
     if user.caption is None:
         user.notes.append("no captions: the class names serve as captions")
@@ -110,7 +136,7 @@ def data_of_tables(name, tables, options, root, *, joins_rows=True):
             user.notes.append(f"{num_unknown:,} without a class")
     data = with_note(data, *user.notes)
 
-    splits = np.array(examples["split"])
+    splits = np.array([example.split for example in examples])
     result = {}
     for split in np.unique(splits).tolist():
         result[split] = data.select(np.flatnonzero(splits == split), split)
@@ -129,9 +155,8 @@ def describe_tables(name, tables, options):
     for word, part in tables.splits.items():
         if words[word] is None:
             notes.append(f"{len(part):,} rows of the split {word} are not read")
-        splits.append(np.full(len(part), words[word] or word))
-        row_numbers.append(np.arange(len(part)))
-    splits = np.concatenate(splits)
+        splits += [words[word] or word] * len(part)
+        row_numbers += range(len(part))
     table = datasets.concatenate_datasets(list(tables.splits.values()))
     names = table.column_names
     if "split" in names and len(set(splits)) == 1:
@@ -150,17 +175,16 @@ def describe_tables(name, tables, options):
     else:
         caption = require_column("--caption-column", options.caption_column, names, CAPTION_COLUMNS)
 
-    row_numbers = np.concatenate(row_numbers)
     user = UserTable(name, table, splits, row_numbers, image, caption, label, notes=notes)
     if image in media:
         user.media = media[image]
         undecoded = getattr(datasets, user.media)(decode=False)  # bytes, or paths of a folder
         user.table = table.cast_column(image, undecoded)
         cells = user.table.with_format("arrow")[image][:]
-        user.path = pc.struct_field(cells, "path")
+        user.path = texts_of(pc.struct_field(cells, "path"))
         user.in_table = pc.struct_field(cells, "bytes").null_count < len(table)
     else:
-        user.path = table.with_format("arrow")[image][:]
+        user.path = user.texts(image)
     return user
 
 
@@ -187,15 +211,14 @@ def find_media_columns(table, options):
 
 
 def read_split_column(name, table):
-    """(rows,) the split of each row by the column `split`. Raises: UserError naming an unknown
-    word."""
+    """The split of each row by the column `split`. Raises: UserError naming an unknown word."""
     words = [str(word) for word in table["split"][:]]
     splits = settle_eval({word: split_of_name(word) for word in set(words)})
     unknown = sorted(word for word, split in splits.items() if split is None)
     if unknown:
         raise UserError(f"--dataset {name}: '{unknown[0]}' in the column split is none of "
                         + ", ".join(SPLIT_WORDS))
-    return np.array([splits[word] for word in words])
+    return [splits[word] for word in words]
 
 
 def add_labels(data, user, examples):
@@ -204,10 +227,10 @@ def add_labels(data, user, examples):
 
     names = getattr(user.table.features[user.label], "names", None)
     if names is None:
-        names = sorted(examples["label"].drop_null().unique().to_pylist())
-    numbers = pc.index_in(examples["label"], pa.array(names, pa.string())).fill_null(-1)
-    numbers = numbers.to_numpy().astype(int)                                # (M,)
-    return with_column(data, "label", numbers, datasets.ClassLabel(names=names))
+        names = sorted({example.label for example in examples} - {None})
+    numbers = {name: number for number, name in enumerate(names)}
+    labels = [numbers.get(example.label, -1) for example in examples]
+    return with_column(data, "label", labels, datasets.ClassLabel(names=names))
 
 
 # ---- rows to examples ----
@@ -216,135 +239,117 @@ def group_examples(user, files):
     notes how many rows are left out.
 
     Args:
-        files: (rows,) arrow, text that rows of one image or video share; "" = the row names none,
-            null = it is not there.
-    Returns: an arrow table of split, file, row (the first one), start, end, captions, and label,
-        the name of the class or None if there are several; in the order of the first rows.
+        files: of each row, a text that rows of one image or video share; "" = the row names none,
+            None = it is not there.
+    Returns: UserExamples, in the order of their first rows.
     """
-    table = user.table
-    columns = {user.caption, user.label, *WINDOW} & set(table.column_names)
-    content = table.select_columns(sorted(columns)).with_format("arrow")[:]
-    label = label_names_of(user, content)
-    text = caption_texts_of(user, content, label)
-    rows = {"file": files, "row": np.arange(len(table)), "split": user.splits, "label": label}
-    for column in WINDOW:
-        rows[column] = seconds_of(user, content, column)
-    rows = pa.table(rows)
-    num_rows = pc.sum(pc.is_valid(files)).as_py() or 0
-    if pa.types.is_list(text.type) or pa.types.is_large_list(text.type):  # a row for each caption
-        rows = rows.take(pc.list_parent_indices(text))
-        text = pc.list_flatten(text)
-    rows = rows.append_column("caption", trimmed(text))
-    rows = rows.filter(pc.and_(is_not_empty(rows["caption"]), is_not_empty(rows["file"])))
-    num_left_out = num_rows - pc.count_distinct(rows["row"]).as_py()
+    labels = labels_of_rows(user)
+    captions = captions_of_rows(user, labels)
+    starts, ends = [seconds_of_rows(user, column) for column in WINDOW]
+    examples = {}  # {(split, file, start, end): UserExample}
+    num_left_out = 0
+    rows_with_breaks = []  # a row for each caption with a line break
+    for row, file in enumerate(files):
+        if file is None:
+            continue
+        texts = [text for text in captions[row] if text]
+        if not file or not texts:
+            num_left_out += 1
+            continue
+        place = (user.splits[row], file, starts[row], ends[row])
+        if place not in examples:
+            examples[place] = UserExample(*place, row)
+        example = examples[place]
+        if labels[row] is not None:
+            example.labels.add(labels[row])
+        for text in texts:
+            if text not in example.captions:
+                example.captions.append(text)
+            if re.search(r"[\r\n]", text):
+                rows_with_breaks.append(row)
     if num_left_out:
         user.notes.append(f"{num_left_out:,} rows without an image or a caption left out")
-    note_line_breaks(user, rows)
-
-    # Grouping keeps no order: `place` is that of the first row of each group.
-    rows = rows.append_column("place", pa.array(np.arange(len(rows))))
-    example = ["split", "file", *WINDOW]
-    captions = rows.group_by([*example, "caption"]).aggregate(  # each caption once
-        [("place", "min"), ("row", "min"), ("label", "min"), ("label", "max")])
-    captions = captions.sort_by("place_min")
-    examples = captions.group_by(example, use_threads=False).aggregate(
-        [("caption", "list"), ("place_min", "min"), ("row_min", "min"), ("label_min", "min"),
-         ("label_max", "max")])
-    examples = examples.rename_columns([*example, "captions", "place", "row", "low", "high"])
-    examples = examples.sort_by("place")
-    has_one_label = pc.equal(examples["low"], examples["high"])
-    label = pc.if_else(has_one_label, examples["low"], None)
-    return examples.append_column("label", label)
+    if rows_with_breaks:
+        first = user.path[rows_with_breaks[0]]
+        user.notes.append(f"{len(rows_with_breaks):,} captions have line breaks, first of {first} "
+                          "(in a csv, a stray quotation mark swallows the rows behind it)")
+    return list(examples.values())
 
 
-def seconds_of(user, content, column):
-    """(rows,) arrow: start or end of each row; null is an open side, as is nan, which is noted.
-    Raises: an error of arrow naming a text that is no number."""
-    if column not in content.column_names:
-        return pa.nulls(len(content), pa.float64())
-    seconds = content[column]
-    if pa.types.is_string(seconds.type):  # of a csv
-        seconds = trimmed(seconds)
-        seconds = pc.if_else(is_not_empty(seconds), seconds, None)
-    seconds = seconds.cast(pa.float64())
-    is_nan = pc.is_nan(seconds).fill_null(False)
-    num_nan = pc.sum(is_nan).as_py()
+def seconds_of_rows(user, column):
+    """The start or end of each row; None is an open side, as is nan, which is noted. Raises:
+    ValueError naming a text that is no number."""
+    if column not in user.table.column_names:
+        return [None] * len(user.table)
+    seconds = [float(text) if text else None for text in user.texts(column)]
+    num_nan = 0
+    for row, second in enumerate(seconds):
+        if second is not None and math.isnan(second):
+            seconds[row] = None
+            num_nan += 1
     if num_nan:
         user.notes.append(f"{num_nan:,} rows have nan in the column {column}, which counts as "
                           f"empty: the video's own {column}")
-    return pc.if_else(is_nan, None, seconds)
+    return seconds
 
 
-def note_line_breaks(user, rows):
-    """Notes how many captions have line breaks, which a stray quotation mark in a csv makes."""
-    broken = rows.filter(pc.match_substring_regex(rows["caption"], "[\\r\\n]"))
-    if len(broken):
-        first = user.path[broken["row"][0].as_py()].as_py()
-        user.notes.append(f"{len(broken):,} captions have line breaks, first of {first} (in a csv, "
-                          "a stray quotation mark swallows the rows behind it)")
-
-
-def label_names_of(user, content):
-    """(rows,) arrow: the name of the class of each row; null where there is none."""
+def labels_of_rows(user):
+    """The name of the class of each row, None where there is none."""
     if user.label is None:
-        return pa.nulls(len(content), pa.string())
-    words = trimmed(content[user.label])
-    words = pc.if_else(pc.is_in(words, pa.array(NO_CLASS)), None, words)
+        return [None] * len(user.table)
     names = getattr(user.table.features[user.label], "names", None)
-    if names is None:
-        return words
-    return pa.array(names).take(words.cast(pa.int64()))
+    labels = []
+    for word in user.texts(user.label):
+        if word in NO_CLASS:
+            labels.append(None)
+        elif names is None:
+            labels.append(word)
+        else:
+            labels.append(names[int(word)])
+    return labels
 
 
-def caption_texts_of(user, content, label):
-    """(rows,) arrow: a text or a list of texts; without captions the name of the class. Raises:
+def captions_of_rows(user, labels):
+    """The captions of each row, a list of texts; without captions the name of the class. Raises:
     UserError if some cells are the text of a list, and others are not."""
     if user.caption is None:
-        return pc.replace_substring(label, "_", " ")
-    column = content[user.caption]
-    is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    if not is_text or not pc.any(pc.match_substring_regex(column, TEXT_OF_LIST)).as_py():
-        return column
+        return [[(label or "").replace("_", " ")] for label in labels]
+    column = user.table.with_format("arrow")[user.caption][:]
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        lists = column.to_pylist()
+        return [[str(text or "").strip() for text in texts or ()] for texts in lists]
+    texts = texts_of(column)
+    if not any(re.match(TEXT_OF_LIST, text) for text in texts):
+        return [[text] for text in texts]
     with opening(f"--dataset {user.name}: some cells of {user.caption} are the text of a list"):
-        lists = [parse_list(text) for text in column.to_pylist()]
-    return pa.array(lists, pa.list_(pa.string()))
+        return [[text.strip() for text in parse_list(cell)] for cell in texts]
 
 
-def trimmed(column):
-    """An arrow column as text, without white space around it."""
-    return pc.utf8_trim_whitespace(column.cast(pa.string()))
-
-
-def is_not_empty(column):
-    """(rows,) arrow: whether a text has a character; null where there is no text."""
-    return pc.greater(pc.utf8_length(column), 0)
+def texts_of(column):
+    """The cells of an arrow column as texts without white space around them, "" = none."""
+    return pc.utf8_trim_whitespace(column.cast(pa.string())).fill_null("").to_pylist()
 
 
 # ---- files inside the table ----
 def identify_pictures(user):
-    """(rows,) arrow, what the rows of one image or video in the table share: its path if no other
-    row has this path, else a hash of its bytes; "" where there are no bytes.
+    """What the rows of one image or video in the table share: its path if no other row has this
+    path, else a hash of its bytes; "" where there are no bytes.
 
     The hashes stay in the cache of `datasets`.
     """
-    names = user.path.to_pylist()
-    for row, name in enumerate(names):
-        if name:
-            names[row] = os.path.normpath(name)
-    numbers = pc.dictionary_encode(pa.array(names, pa.string())).indices
-    numbers = numbers.fill_null(-1).to_numpy() + 1                          # (rows,), 0 = no path
-    is_alone = (np.bincount(numbers)[numbers] == 1) & (numbers > 0)
-    rows = np.flatnonzero(~is_alone)
-    if not len(rows):
-        return pa.array(names, pa.string())
+    names = [name and os.path.normpath(name) for name in user.path]
+    count = collections.Counter(names)
+    rows = [row for row, name in enumerate(names) if not name or count[name] > 1]
+    if not rows:
+        return names
     cells = user.table.select_columns(user.image).select(rows).with_format("arrow")
     with generating():
         hashes = cells.map(
             hash_cells, batched=True, batch_size=HASHED_AT_ONCE, remove_columns=user.image,
             fn_kwargs={"column": user.image}, desc="hashing images")
-    for row, digest in zip(rows.tolist(), hashes.with_format(None)["hash"][:]):
+    for row, digest in zip(rows, hashes.with_format(None)["hash"][:]):
         names[row] = digest
-    return pa.array(names, pa.string())
+    return names
 
 
 def hash_cells(cells, column):
@@ -361,25 +366,29 @@ def hash_cells(cells, column):
 def check_no_windows(user, examples):
     """Raises UserError if files inside the table have windows, which would not be cut."""
     for column in WINDOW:
-        if examples[column].null_count < len(examples):
+        if any(getattr(example, column) is not None for example in examples):
             raise UserError(f"--dataset {user.name}: the column {column} cuts files on the disk, "
                             "not videos inside a table; write them to files, or drop the column")
 
 
-def files_in_table(user, examples):
-    """(a table with the column source, the keys) of examples whose files are in the user's table.
-    A key is the name of the file, or its row number if the names are not unique."""
-    rows = examples["row"].to_pylist()
+def table_of_pictures(user, examples):
+    """The table of examples whose files are in the user's table. A key is the name of the file, or
+    its row number if the names are not unique."""
+    import datasets
+
+    rows = [example.row for example in examples]
+    all_names = user.path
     if "__key__" in user.table.column_names:
         all_names = user.table["__key__"][:]
-    else:
-        all_names = user.path.to_pylist()
     names = [all_names[row] for row in rows]
-    num_unique = len(set(zip(user.splits[rows], names)))
-    if None in names or num_unique < len(names):  # "image.png" in every row is no name
+    num_unique = len({(example.split, name) for example, name in zip(examples, names)})
+    if "" in names or num_unique < len(names):  # "image.png" in every row is no name
         names = [str(user.row_numbers[row]) for row in rows]
     sources = user.table.select(rows).select_columns(user.image)
-    return sources.rename_column(user.image, "source"), names
+    captions = [example.captions for example in examples]
+    others = datasets.Dataset.from_dict({"captions": captions, "key": names})
+    sources = sources.rename_column(user.image, "source")
+    return datasets.concatenate_datasets([sources, others], axis=1)
 
 
 # ---- files on the disk ----
@@ -388,61 +397,49 @@ def shows_videos(user, options):
     is_named_so = user.media == "Video" or user.image in VIDEO_COLUMNS
     if is_named_so or options.feature_dir:
         return True
-    paths = trimmed(user.path)
-    paths = paths.filter(is_not_empty(paths))
-    return any(media_kind(path) == "Video" for path in paths[:1].to_pylist())
+    first = next(filter(None, user.path), "")
+    return media_kind(first) == "Video"
 
 
 def find_files(user, options, root, is_video):
-    """(rows,) arrow: paths of the files; "" where there is none, null where it is not there, which
+    """The path of the file of each row; "" where there is none, None where it is not there, which
     is noted."""
     videos = None
     if is_video and not user.media:  # these may be names without a folder or a suffix
         videos = Videos(video_folder(options, root))
-    paths = pc.dictionary_encode(trimmed(user.path).fill_null("").combine_chunks())
-    files = []  # of each path or name in the table
-    missing = []
-    for path in paths.dictionary.to_pylist():
-        file = ""
-        if videos is None and path:
+    files = {"": ""}  # {path or name in the table: file}
+    for path in user.path:
+        if path in files:
+            continue
+        if videos is None:
             file = os.path.join(root, path)
-        elif path:
+        else:
             file = videos[path]
-            if file is None:
-                missing.append(path)
-        if file:
+        if file is not None:
             file = os.path.normpath(file)  # a.jpg and ./a.jpg are one
-        files.append(file)
+        files[path] = file
+    missing = [path for path, file in files.items() if file is None]
     if missing:
         user.notes.append(f"{len(missing):,} videos are not there, first {missing[0]}")
-    return pa.array(files, pa.string()).take(paths.indices)
+    return [files[path] for path in user.path]
 
 
-def files_on_disk(user, examples, root, is_video):
-    """(a table with the column source, the keys) of examples with files of their own. A key is the
-    path as the user wrote it, with the window of a video."""
-    import datasets
-
-    files = examples["file"].to_pylist()
-    if user.media:  # `datasets` has made them absolute
-        keys = [os.path.relpath(file, root) for file in files]
-    else:
-        keys = trimmed(user.path.take(examples["row"])).to_pylist()
-    fields = {"path": examples["file"].combine_chunks()}
-    if is_video:
-        for column in WINDOW:
-            fields[column] = examples[column].combine_chunks()
-        windows = [examples[column].to_pylist() for column in WINDOW]
-        keys = [window_key(key, start, end) for key, start, end in zip(keys, *windows)]
-    sources = pa.StructArray.from_arrays(list(fields.values()), list(fields))
-    return datasets.Dataset.from_dict({"source": sources}), keys
-
-
-def join_columns(table, **columns):
-    """The table with further columns."""
-    import datasets
-
-    return datasets.concatenate_datasets([table, datasets.Dataset.from_dict(columns)], axis=1)
+def table_of_files(user, examples, root, is_video):
+    """The table of examples with files of their own. A key is the path as the user wrote it, with
+    the window of a video."""
+    sources = []
+    keys = []
+    for example in examples:
+        source = {"path": example.file}
+        key = user.path[example.row]
+        if user.media:  # `datasets` has made it absolute
+            key = os.path.relpath(example.file, root)
+        if is_video:
+            source.update(start=example.start, end=example.end)
+            key = window_key(key, example.start, example.end)
+        sources.append(source)
+        keys.append(key)
+    return make_table([example.captions for example in examples], keys, sources)
 
 
 # ---- further captions ----
@@ -452,9 +449,8 @@ def read_captions(file):
     names = table.column_names
     image = require_column("--image-column", "", names, (*VIDEO_COLUMNS, *IMAGE_COLUMNS))
     caption = require_column("--caption-column", "", names, CAPTION_COLUMNS)
-    one_split = np.full(len(table), "")
-    path = table.with_format("arrow")[image][:]
-    user = UserTable(str(file), table, one_split, np.arange(len(table)), image, caption, None)
-    examples = group_examples(user, trimmed(path).fill_null(""))
-    columns = [examples[column].to_pylist() for column in ("file", *WINDOW, "captions")]
-    return list(zip(*columns))
+    num_rows = len(table)
+    user = UserTable(str(file), table, [""] * num_rows, list(range(num_rows)), image, caption, None)
+    user.path = user.texts(image)
+    examples = group_examples(user, user.path)
+    return [(example.file, example.start, example.end, example.captions) for example in examples]
