@@ -9,6 +9,7 @@ from contrastive.data.pixels import decode, read_part
 from contrastive.data.views import uniforms
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 MAX_ROWS_AS_LISTS = 2**18  # of a table whose captions and keys are kept as Python lists
@@ -301,6 +302,8 @@ def make_table(captions, keys, sources=None, classes=None, **columns):
         columns[name] = list(values)
     inferred = datasets.Dataset.from_dict(columns).features
     features = datasets.Features({**inferred, **features})
+    for name, values in content.items():  # in arrow's own types, else cells are checked one by one
+        content[name] = pa.array(values, features.arrow_schema.field(name).type)
     return datasets.Dataset.from_dict({**content, **columns}, features=features)
 
 

@@ -252,7 +252,7 @@ def group_examples(user, files):
     for row, file in enumerate(files):
         if file is None:
             continue
-        texts = [text for text in captions[row] if text]
+        texts = list(filter(None, captions[row]))
         if not file or not texts:
             num_left_out += 1
             continue
@@ -265,7 +265,7 @@ def group_examples(user, files):
         for text in texts:
             if text not in example.captions:
                 example.captions.append(text)
-            if re.search(r"[\r\n]", text):
+            if "\n" in text or "\r" in text:
                 rows_with_breaks.append(row)
     if num_left_out:
         user.notes.append(f"{num_left_out:,} rows without an image or a caption left out")
