@@ -336,7 +336,9 @@ def title_of(data):
 
 def kind_of(pieces):
     """What the pieces of an evaluation are of, image or video."""
-    return "video" if frames_of(pieces.data) else "image"
+    if frames_of(pieces.data):
+        return "video"
+    return "image"
 
 
 def some_queries(pieces, queries):
