@@ -527,6 +527,9 @@ STOPPED = {
     "--init-from nan.safetensors --eval-datasets test.csv": (  # no val finds them first
         r"the loss is not finite at step 0 \(tau 0.1\); .*norms up to nan.*keys \['\d+.png'"
     ),
+    "--init-from nan.safetensors": (
+        r".*captions.csv \(val\): the model's outputs are not finite for \d+ of \d+.*a lower --lr"
+    ),
     "--lr 1e30 --lr-end 1e30 --grad-clip 0": (
         r"the loss is not finite at step 1 \(tau 0.1\); process 0: norms "
         r"up to .*keys \['\d+.png'.*a lower learning rate"
