@@ -43,7 +43,8 @@ from contrastive.evaluation.measure import (
 from contrastive.evaluation.report import table
 from contrastive.evaluation.retrieval import retrieval_both_ways
 from contrastive.figures.base import (
-    draw_answers, draw_histograms, draw_retrieval, has_few_queries, similarity_histograms)
+    draw_answers, draw_histograms, draw_retrieval, has_few_queries, kind_of, similarity_histograms,
+    title_of)
 from contrastive.figures.ncl import draw_normalization
 
 from ncl import normalized_retrieval, retrieval_biases
@@ -339,7 +340,7 @@ def draw(model, opened, pieces):
     if "gap" in tasks:
         histograms = {model.args.checkpoint: similarity_histograms(pieces)}
         draw_histograms(histograms, model.picture("similarities", name),
-                        title=f"{name} ({model.args.split}): image-text cosines")
+                        title=f"{title_of(pieces.data)}: {kind_of(pieces)}-text cosines")
 
 
 # ======================================================= main =====================================

@@ -8,6 +8,8 @@ from contrastive.figures.base import draw_curves, figure, save_figure, whole_tic
 
 import numpy as np
 
+NUM_COLOURS = 20  # of the map "tab20"
+
 
 def draw_cluster_curves(steps, values, sizes, path, *, title, label, num_lines=5):
     """Draws the temperatures or margins of a few clusters over a run, from largest to smallest.
@@ -64,10 +66,12 @@ def draw_map(embeddings, labels, path, title):
     perplexity = min(30, max(1, len(embeddings) // 4))
     model = TSNE(perplexity=perplexity, init="pca", random_state=0, metric="cosine")
     plane = model.fit_transform(embeddings.astype(np.float64))             # (n, 2)
-    ax.scatter(plane[:, 0], plane[:, 1], c=labels * 7 % 20, cmap="tab20", s=8)
+    ax.scatter(plane[:, 0], plane[:, 1], c=labels * 7 % NUM_COLOURS, cmap="tab20", s=8)
     num_clusters = len(np.unique(labels))
-    ax.set(title=title, xticks=[], yticks=[],
-           xlabel=f"{len(plane):,} points of {num_clusters} clusters; a colour serves several")
+    label = f"{len(plane):,} points of {num_clusters} clusters"
+    if num_clusters > NUM_COLOURS:
+        label += "; a colour serves several"
+    ax.set(title=title, xticks=[], yticks=[], xlabel=label)
     save_figure(fig, path)
 
 
@@ -84,7 +88,9 @@ def draw_clusters(data, examples, path, title, unit="captions"):
         pictures = []
         for row, caption in zip(example["rows"][:3], example["captions"]):
             pictures.append((base.picture(data, row), "", base.wrap(caption, 22), False))
-        table.append((f"{example['size']:,} {unit}", pictures))
+        size = example["size"]
+        words = unit.removesuffix("s") if size == 1 else unit
+        table.append((f"{size:,} {words}", pictures))
     base.draw_examples(table, path, f"{title}: clusters by size", width=2.2, words=0.7)
 
 
@@ -107,10 +113,10 @@ def draw_training(run):
     panels = [
         ("loss, which moves with its schedule", "loss",
          {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
-        ("retrieval, val", "%", base.recalls(run)),
+        base.recall_panel(run),
         (f"{long_word} of the batch", f"{word}, logged steps",
          {name: f"{word}_{name}" for name in ("max", "mean", "min")}),
-        *base.BATCH,
+        *base.batch_panels(),
         ("captions that are in no cluster", "of the batch",
          {"captions": "not_in_clusters"})]
     base.draw_training_curves(run, panels)
@@ -126,7 +132,7 @@ def draw_evaluation(run, name, kind, path):
     column = f"eval/{name}"
     thirds = f"{column}/by_cluster_size"
     panels = [
-        ("retrieval, val", "%", base.recalls(run, name)),
+        base.recall_panel(run, name),
         ("multi-instance retrieval, val", "%",
          {metric: f"{column}/mir/{metric}" for metric in ("mAP", "nDCG")}),
         ("by the size of the query's cluster, val", f"R@1, text -> {kind}, %",

@@ -5,7 +5,7 @@ sizes: (classes,) training images of each class.
 
 from contrastive.core.metrics import normalize
 from contrastive.figures.base import (
-    BATCH, draw_training_curves, figure, legend_above, save_figure, whole_ticks)
+    batch_panels, draw_training_curves, figure, legend_above, save_figure, whole_ticks)
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ def draw(run, sizes, taus, project):
         ("loss, which moves with its temperature", "loss", {"L_c": "loss"}),
         ("kNN@1, val", "%", {"top-1": f"{knn}/top1", "tail": f"{knn}/tail"}),
         ("temperature", "tau", {"tau": "tau"}),
-        *BATCH]
+        *batch_panels("view 1", "view 2")]
     draw_training_curves(run, panels)
     draw_classes(run, sizes, run.folder / "classes.png")
     if run.args.dataset in run.test_pieces:
