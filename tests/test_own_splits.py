@@ -56,12 +56,36 @@ def test_a_test_file_of_ones_own_is_test_as_a_whole(root):
     assert (len(own["val"]), len(own["test"])) == (6, 6)
 
 
+def test_beside_a_test_file_train_gives_val_and_keeps_the_rest(root):
+    args = parse(root, "test.csv")
+    train, sets = open_data(args)
+    own = sets[str(root / "train.csv")]
+    assert list(sets[str(root / "test.csv")]) == ["test"] and list(own) == ["val"]
+    assert (len(train), len(own["val"])) == (34, 6)
+    assert not set(train.keys()) & set(own["val"].keys())
+    assert train.note == "6 of 40 held out for val, by a hash of the name"
+    args = temo.parse_args(["--eval-every", "0", "--eval-datasets", str(root / "test.csv")])
+    _, sets = open_data(args)
+    assert list(sets) == [str(root / "test.csv")]  # emoji is no file of the user
+
+
+def test_a_run_with_a_test_file_evaluates_val_on_the_way(root, tmp_path):
+    flags = ["--dataset", root / "train.csv", "--eval-datasets", root / "test.csv"]
+    summary = run_script(temo, tmp_path / "run", *TINY, *flags)
+    assert {name: split["images"] for name, split in summary["val"].items()} == {
+        str(root / "train.csv"): 6
+    }
+    assert {name: split["images"] for name, split in summary["test"].items()} == {
+        str(root / "test.csv"): 30
+    }
+
+
 def test_rows_that_were_trained_on_are_left_out_and_counted(root):
     train, sets = open_data(parse(root, "both.csv"))
     test = sets[str(root / "both.csv")]["test"]
-    assert len(train) == 28 and len(test) == 42
+    assert len(train) == 34 and len(test) == 36
     assert not set(train.keys()) & set(test.keys())
-    assert "28 rows left out, whose files were trained on" in test.note
+    assert "34 rows left out, whose files were trained on" in test.note
 
 
 def test_a_set_of_nothing_else_than_the_training_rows_is_an_error(root):

@@ -132,7 +132,8 @@ def open_unnamed(name, options):
     if options.test_as_whole and list(splits) == ["train"]:
         train = splits["train"]
         return {"test": train.select(range(len(train)), "test")}
-    return hold_out(splits, options.val_fraction, options.test_fraction)
+    wanted = ("val", "test") if options.hold_out_test else ("val",)
+    return hold_out(splits, options.val_fraction, options.test_fraction, wanted)
 
 
 # ---- what the options change ----
@@ -219,9 +220,20 @@ def data_options(args, name=None, folder=""):
     if name is None:
         name = getattr(args, "dataset", "")
     options = DataOptions.from_args(args, names_of_options(args, name))
+    if name == getattr(args, "dataset", "") and tests_on_other_data(args):
+        options = options.replace(hold_out_test=False)
     if folder:
         options = options.replace(data_dir=folder, video_dir=folder, revision="")
     return options
+
+
+def tests_on_other_data(args):
+    """Whether the training set is the user's own and --eval-datasets names other data."""
+    words = getattr(args, "eval_datasets", None)
+    if not words:
+        return False
+    names = [split_word(word, "=")[0] for word in words]
+    return args.dataset not in names and find_data_set(args.dataset) is None
 
 
 def names_of_options(args, name):
@@ -239,6 +251,8 @@ def names_of_options(args, name):
             names -= set(COLUMN_NAMES)
     if data_set is None or not data_set.lacks_only_val():
         names.discard("hold_out_val")  # it has a val split, or one is held out without this flag
+    if tests_on_other_data(args):
+        names.discard("test_fraction")  # no test split is held out
     if data_set is not None:
         names.discard("test_fraction")
         holds_out = "hold_out_val" in names and getattr(args, "hold_out_val", False)
@@ -258,7 +272,8 @@ def open_data(args):
     Args:
         args: parsed flags.
     Returns: the train split, and {name: {"val": Data, "test": Data}} of --eval-datasets, or of the
-        training set without this flag; with the splits that exist.
+        training set without this flag; with the splits that exist. If none of --eval-datasets has
+        a val split, that of the user's own training set is among them.
     Raises: UserError if there is nothing that could be evaluated.
     """
     train = load_data(args.dataset, "train", data_options(args))
@@ -275,6 +290,11 @@ def open_data(args):
             raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
         evaluation_sets[name] = splits
     has_val = any("val" in splits for splits in evaluation_sets.values())
+    if not has_val and tests_on_other_data(args):
+        splits = open_evaluation_splits(args.dataset, data_options(args))
+        if "val" in splits:
+            has_val = True
+            evaluation_sets[args.dataset] = {"val": splits["val"]}
     if args.eval_every and not has_val and not getattr(args, "watch_test", False):
         raise UserError(
             f"--eval-every {args.eval_every}: {', '.join(evaluation_sets)} without a val split, "

@@ -30,7 +30,8 @@ def hash_fraction(key):
     return key_hash(f"held out {video}") / 2**63
 
 
-def hold_out(splits, val_fraction=HELD_OUT_FRACTION, test_fraction=HELD_OUT_FRACTION):
+def hold_out(splits, val_fraction=HELD_OUT_FRACTION, test_fraction=HELD_OUT_FRACTION,
+             wanted=("val", "test")):
     """Takes val and test out of train where they are missing.
 
     They have these parts of train, of which MAX_HELD_OUT rows are evaluated, but of small data each
@@ -41,8 +42,9 @@ def hold_out(splits, val_fraction=HELD_OUT_FRACTION, test_fraction=HELD_OUT_FRAC
     Args:
         splits: {split: Data}.
         test_fraction: 0 = HELD_OUT_FRACTION, and neither split has a least number of rows.
+        wanted: the splits that are held out where they are missing.
     """
-    missing = [split for split in ("val", "test") if split not in splits]
+    missing = [split for split in wanted if split not in splits]
     train = splits.get("train")
     if train is None or train.streamed or not missing:
         return splits
