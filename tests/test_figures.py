@@ -110,7 +110,7 @@ def test_sets_of_few_queries_have_no_pictures(pieces):
 def test_one_caption_is_no_captions():
     text = table("a (test)", {"images": 1, "captions": 1, "captions_cut": 1}, {})
     assert "1 image, 1 caption, 1 caption cut;" in text
-    assert "of 1 image one is worth 100.0 points" in text
+    assert "one of 1 image is worth 100.0 points" in text
 
 
 def test_emoji_have_no_neighbours_where_raw_pixels_are_above_towers():
