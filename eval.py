@@ -28,7 +28,7 @@ from contrastive.core.number_types import count, nonnegative, whole
 from contrastive.core.processes import (
     UserError, clean_exit, join, opening, rank, say, world)
 from contrastive.data.images import TEMO_17
-from contrastive.data.registry import flags_of, split_word
+from contrastive.data.registry import find_data_set, flags_of, split_word
 from contrastive.data.table import Data, EmptySplit
 from contrastive.engine.flags import OneLine
 from contrastive.engine.log import versions
@@ -206,6 +206,22 @@ class OpenedSet:
     left_out: dict  # {task: the reason}
 
 
+def training_images(model, data):
+    """The images from which knn and probe learn: those of the set or, if it is a test file of the
+    user's own, those on which the run was trained if they are the user's own; None = none.
+
+    Args: model: EvaluatedModel. data: EvaluatedData.
+    """
+    with contextlib.suppress(EmptySplit):
+        return data.split("train")
+    trained_on = model.trained_on
+    is_own = trained_on is not None and find_data_set(trained_on) is None
+    if find_data_set(data.name) is None and is_own and Path(trained_on).expanduser().exists():
+        say(f"{data.name}: knn and probe learn from the training images of {trained_on}")
+        return EvaluatedData(model, trained_on, "").split("train")
+    return None
+
+
 def open_set(model, name, folder, tasks):
     """Opens a data set.
 
@@ -229,8 +245,7 @@ def open_set(model, name, folder, tasks):
     train = None
     learns = split.labels is not None and bool(WITH_TRAINING.intersection(tasks))
     if learns and args.split != "train":  # there each image would find itself
-        with contextlib.suppress(EmptySplit):
-            train = data.split("train")
+        train = training_images(model, data)
     left_out = unsupported_tasks(
         tasks, split, towers, train, class_names_as_captions=as_in_training,
         knn_features=model.knn_features)

@@ -488,7 +488,8 @@ def test_ids_of_a_csv_are_text_and_an_index_column_may_have_no_name(tmp_path):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("/no/such", "--dataset /no/such: no such file or folder"),
+        ("/no/such", "/no/such: no such file or folder"),
+        ("no/such.csv", "no/such.csv: no such file or folder"),
         ("emojis", "no hub id (org/name), and no known set: "),
         ("nobody-at-all/nothing", "--dataset nobody-at-all/nothing: "),
         ("empty", "any data files"),

@@ -104,6 +104,22 @@ def test_eval_py_reads_a_test_file_as_a_whole(root, run, tmp_path, capsys):
     assert "28 rows left out, whose files were trained on" in capsys.readouterr().out
 
 
+def test_a_test_file_of_classes_learns_from_the_training_images(root, tmp_path, capsys):
+    names = sorted(path.name for path in root.glob("*.png"))
+    for file, some in (("train", names[:40]), ("test", names[40:])):
+        rows = [(name, f"class {i % 2}") for i, name in enumerate(some)]
+        write_rows(root / f"classes_{file}.csv", ["image", "label"], rows)
+    flags = "--cpu --workers 0 --image-size 16 --batch-size 8 --max-steps 1 --eval-every 0".split()
+    trained_on = str(root / "classes_train.csv")
+    run_script(temperature_schedules, tmp_path / "run", *flags, "--dataset", trained_on)
+    test = str(root / "classes_test.csv")
+    flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--workers", "0"]
+    found = eval_py.main(eval_py.parse_args([*flags, "--datasets", test]))["datasets"][test]
+    assert found["metrics"]["images"] == 30 and "knn@1" in found["metrics"]
+    said = f"knn and probe learn from the training images of {trained_on}"
+    assert said in capsys.readouterr().out
+
+
 # ---------------------------------------- small data ---------------------------------------------
 @pytest.mark.parametrize(
     "images, least", [(5, 0), (6, 1), (12, 2), (60, 10), (119, 19), (120, 20), (300, 20)]

@@ -26,6 +26,7 @@ import functools
 from pathlib import Path
 
 from contrastive.core.processes import UserError
+from contrastive.data.hub import TABLE_KINDS
 from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOptions
 from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, split_word
 from contrastive.data.splits import (
@@ -125,9 +126,12 @@ def check_count(data_set, data):
 @functools.lru_cache(maxsize=8)
 def open_unnamed(name, options):
     """{split: Data} of the user's own data."""
-    if not Path(name).expanduser().exists() and name.count("/") != 1:
-        raise UserError(f"--dataset {name}: no such file or folder, no hub id (org/name), and no "
-                        f"known set: {', '.join(SETS)}")
+    path = Path(name).expanduser()
+    if not path.exists() and (path.suffix in TABLE_KINDS or path.is_absolute()):
+        raise UserError(f"{name}: no such file or folder")
+    if not path.exists() and name.count("/") != 1:
+        raise UserError(f"{name}: no such file or folder, no hub id (org/name), and no known set: "
+                        f"{', '.join(SETS)}")
     splits = open_user_data(name, options)
     if options.test_as_whole and list(splits) == ["train"]:
         train = splits["train"]
