@@ -96,6 +96,7 @@ def test_few_classes_have_their_names():
     ts.name_classes(many, range(21), [str(i) for i in range(21)])
     assert [text.get_text() for text in few.get_xticklabels()] == ["dog", "cat"]
     assert len(many.get_xticks()) < 21
+    assert many.get_xlabel() == "21 classes, from 0 (largest) to 20"
 
 
 def test_sets_of_few_queries_have_no_pictures(pieces):

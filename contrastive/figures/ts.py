@@ -91,10 +91,13 @@ def draw_accuracies(ax, sizes, names, accuracies, mean):
 
 
 def name_classes(ax, order, names):
-    """Names the bars of classes in this order; of many classes there are only their numbers."""
-    ax.set_xlabel("class, largest first")
+    """Names the bars of classes in this order; of many classes the first and the last."""
     if len(order) <= MAX_NAMES:
+        ax.set_xlabel("class, largest first")
         ax.set_xticks(range(len(order)), [names[label] for label in order], rotation=90)
+    else:
+        first, last = names[order[0]], names[order[-1]]
+        ax.set_xlabel(f"{len(order)} classes, from {first} (largest) to {last}")
 
 
 def draw_coverage(ax, run):
