@@ -28,7 +28,7 @@ from contrastive.core.number_types import count, nonnegative, whole
 from contrastive.core.processes import (
     UserError, clean_exit, join, opening, rank, say, world)
 from contrastive.data.images import TEMO_17
-from contrastive.data.registry import flags_of, partition_name
+from contrastive.data.registry import find_data_set, flags_of, partition_name
 from contrastive.data.table import Data, EmptySplit
 from contrastive.engine.flags import OneLine
 from contrastive.engine.log import versions
@@ -43,7 +43,8 @@ from contrastive.evaluation.measure import (
 from contrastive.evaluation.report import table
 from contrastive.evaluation.retrieval import retrieval_both_ways
 from contrastive.figures.base import (
-    draw_answers, draw_histograms, draw_retrieval, has_few_queries, similarity_histograms)
+    draw_answers, draw_histograms, draw_retrieval, has_few_queries, kind_of, similarity_histograms,
+    title_of)
 from contrastive.figures.ncl import draw_normalization
 
 from ncl import normalized_retrieval, retrieval_biases
@@ -205,6 +206,22 @@ class OpenedSet:
     left_out: dict  # {task: the reason}
 
 
+def training_images(model, splits):
+    """The images from which knn and probe learn: those of the set or, if it is a test file of the
+    user's own, those on which the run was trained if they are the user's own; None = none.
+
+    Args: model: EvaluatedModel. splits: EvaluatedSplits.
+    """
+    with contextlib.suppress(EmptySplit):
+        return splits.open("train")
+    trained_on = model.trained_on
+    is_own = trained_on is not None and find_data_set(trained_on) is None
+    if find_data_set(splits.name) is None and is_own and Path(trained_on).expanduser().exists():
+        say(f"{splits.name}: knn and probe learn from the training images of {trained_on}")
+        return EvaluatedSplits(model, trained_on, "").open("train")
+    return None
+
+
 def open_set(model, name, folder, tasks):
     """Opens a data set.
 
@@ -228,8 +245,7 @@ def open_set(model, name, folder, tasks):
     train = None
     learns = data.labels is not None and bool(WITH_TRAINING.intersection(tasks))
     if learns and args.split != "train":  # there each image would find itself
-        with contextlib.suppress(EmptySplit):
-            train = splits.open("train")
+        train = training_images(model, splits)
     left_out = unsupported_tasks(
         tasks, data, towers, train, class_names_as_captions=as_in_training,
         knn_features=model.knn_features)
@@ -339,7 +355,7 @@ def draw(model, opened, pieces):
     if "gap" in tasks:
         histograms = {model.args.checkpoint: similarity_histograms(pieces)}
         draw_histograms(histograms, model.picture("similarities", name),
-                        title=f"{name} ({model.args.split}): image-text cosines")
+                        title=f"{title_of(pieces.data)}: {kind_of(pieces)}-text cosines")
 
 
 # ======================================================= main =====================================

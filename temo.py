@@ -41,7 +41,7 @@ import common
 from common import (
     Augment, EvaluationFacts, Evaluator, Expert, Paraphrases, Parser, Run, Temperature, between,
     clean_exit, fp32, gather, nonnegative, normalize, one_number, open_data, part, per_anchor,
-    positive, positive_index, row_blocks, say, text_pair, text_words, whole)
+    positive, positive_index, row_blocks, text_pair, text_words, whole)
 
 import torch
 import torch.nn as nn
@@ -715,12 +715,13 @@ def main(args):  # noqa: C901, PLR0912
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
                           args=args)
+    lines = {}
     if augmented:
-        say(text_words(train, paraphrases, paraphrase_anchor, run.remark))
+        lines["texts"] = text_words(train, paraphrases, paraphrase_anchor, run.remark)
     if len(loss_weights(args, 0.5)) > 1:
         # in the progress bar, since the whole loss rises with the weights of its terms
         run.loss_column = "L_MM"
-    run.begin(evaluator, random_guess(args))
+    run.begin(evaluator, random_guess(args), lines)
     if run.step == 0:
         save_similarities(run)                                             # for Figs. 4 and 5
     # listed once, since a walk through all modules takes milliseconds

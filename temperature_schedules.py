@@ -661,8 +661,8 @@ def main(args):  # noqa: C901, PLR0912
     val_mean = val_row.get("val_mean")
     accuracy = "no val accuracy"
     if val_mean is not None:
-        accuracy = f"mean of the four val accuracies {val_mean:.1f} %"
-    say(f"tested: the weights of epoch {tested_epoch:g}, {accuracy}")
+        accuracy = f"whose four val accuracies have the mean {val_mean:.1f} %"
+    say(f"the test reads the weights of epoch {tested_epoch:g}, {accuracy}")
     if "best" in loss_modules:
         network.load_state_dict(loss_modules["best"].state_dict())
         # App. A.2

@@ -167,7 +167,7 @@ def test_what_training_printed_is_printed_without_a_flag(name, runs, capsys):
     """Every line of its tables, to the digit, and not a word of a difference; the same split,
     fold and classes."""
     folder, own, of_run = runs(name)
-    tables = of_run[next(k for k, line in enumerate(of_run) if "number (chance)" in line) : -3]
+    tables = of_run[next(k for k, line in enumerate(of_run) if "in brackets: chance" in line) : -3]
     result = evaluate("--checkpoint", folder, pictures=name in DRAWN)["datasets"]
     said, chance = (
         capsys.readouterr().out,
@@ -245,7 +245,7 @@ def test_repeated_texts_are_right_unless_a_paper_or_the_run_says_otherwise(sets,
     )["datasets"]
     for said in (capsys.readouterr().out, "\n".join(of_run)):
         assert (
-            "20 captions, 20 repeated captions wrong; number (chance)" in said
+            "20 captions, 20 repeated captions wrong; in brackets: chance" in said
             and " in training" not in said
         )
     assert found[str(csv)]["metrics"] == own[str(csv)]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from contrastive.evaluation.measure import usual_tasks
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.evaluation.report import table
-from contrastive.figures import base, mama, ts
+from contrastive.figures import base, mama, mmts, ts
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_losses_stand_first_and_speed_last_and_low(drawn, tmp_path):
                                      [row[name] for row in log if name in row])
     run = SimpleNamespace(
         log=SimpleNamespace(rows=log, column=column), chance={}, tau_column="tau", folder=tmp_path)
-    base.draw_training_curves(run, [("loss", "loss", {"loss": "loss"}), *base.BATCH])
+    base.draw_training_curves(run, [("loss", "loss", {"loss": "loss"}), *base.batch_panels()])
     ((fig, path),) = drawn
     titles = [ax.get_title() for ax in fig.axes]
     assert path == tmp_path / "curves.png"
@@ -96,6 +96,7 @@ def test_few_classes_have_their_names():
     ts.name_classes(many, range(21), [str(i) for i in range(21)])
     assert [text.get_text() for text in few.get_xticklabels()] == ["dog", "cat"]
     assert len(many.get_xticks()) < 21
+    assert many.get_xlabel() == "21 classes, from 0 (largest) to 20"
 
 
 def test_sets_of_few_queries_have_no_pictures(pieces):
@@ -110,7 +111,7 @@ def test_sets_of_few_queries_have_no_pictures(pieces):
 def test_one_caption_is_no_captions():
     text = table("a (test)", {"images": 1, "captions": 1, "captions_cut": 1}, {})
     assert "1 image, 1 caption, 1 caption cut;" in text
-    assert "of 1 image one is worth 100.0 points" in text
+    assert "one of 1 image is worth 100.0 points" in text
 
 
 def test_emoji_have_no_neighbours_where_raw_pixels_are_above_towers():
@@ -119,3 +120,21 @@ def test_emoji_have_no_neighbours_where_raw_pixels_are_above_towers():
         data = SimpleNamespace(name=name, has_captions=True)
         assert ("knn" in usual_tasks(model, object(), data)) == has_knn
     assert usual_tasks(model, None, SimpleNamespace(name="emoji")) == ("knn", "probe")
+
+
+def test_clusters_have_captions_in_their_number(pieces, monkeypatch):
+    tables = []
+    monkeypatch.setattr(base, "draw_examples", lambda *args, **_: tables.append(args))
+    examples = [
+        {"size": size, "captions": ["a"], "rows": [0]} for size in (2000, 2, 1)
+    ]
+    mmts.draw_clusters(pieces.data, examples, "clusters.png", "a.csv")
+    assert [label for label, _ in tables[0][0]] == ["2,000 captions", "2 captions", "1 caption"]
+
+
+def test_retrieval_panel_names_both_directions(pieces):
+    run = SimpleNamespace(val_pieces={"a.csv": pieces})
+    title, _, columns = base.recall_panel(run)
+    assert title == "retrieval, val (t = text, i = image)"
+    assert columns["t->i R@1"] == "eval/a.csv/text_to_image/R@1"
+    assert columns["i->t R@10"] == "eval/a.csv/image_to_text/R@10"

@@ -241,7 +241,7 @@ def test_meta_data_by_name_and_too_little_of_them(tmp_path):
     names.write_text("train 1\nnobody\n")
     for flags, words in (
         (["--meta-set", str(names)], "1 of its 2 names are not in train, first 'nobody'"),
-        (["--meta-size", "4"], "4 examples, fewer than --meta-batch-size 8"),
+        (["--meta-size", "4"], "4 examples .*are fewer than --meta-batch-size 8"),
         (["--meta-set", "val", "--meta-size", "99"], "val has 16 examples, so none would be left"),
     ):
         with pytest.raises(UserError, match=words):

@@ -55,12 +55,36 @@ def test_a_test_file_of_ones_own_is_test_as_a_whole(root):
     assert (len(own["val"]), len(own["test"])) == (6, 6)
 
 
+def test_beside_a_test_file_train_gives_val_and_keeps_the_rest(root):
+    args = parse(root, "test.csv")
+    train, sets = open_data(args)
+    own = sets[str(root / "train.csv")]
+    assert list(sets[str(root / "test.csv")]) == ["test"] and list(own) == ["val"]
+    assert (len(train), len(own["val"])) == (34, 6)
+    assert not set(train.keys()) & set(own["val"].keys())
+    assert train.note == "6 of 40 held out for val, by a hash of the name"
+    args = temo.parse_args(["--eval-every", "0", "--eval-datasets", str(root / "test.csv")])
+    _, sets = open_data(args)
+    assert list(sets) == [str(root / "test.csv")]  # emoji is no file of the user
+
+
+def test_a_run_with_a_test_file_evaluates_val_on_the_way(root, tmp_path):
+    flags = ["--dataset", root / "train.csv", "--eval-datasets", root / "test.csv"]
+    summary = run_script(temo, tmp_path / "run", *TINY, *flags)
+    assert {name: split["images"] for name, split in summary["val"].items()} == {
+        str(root / "train.csv"): 6
+    }
+    assert {name: split["images"] for name, split in summary["test"].items()} == {
+        str(root / "test.csv"): 30
+    }
+
+
 def test_rows_that_were_trained_on_are_left_out_and_counted(root):
     train, sets = open_data(parse(root, "both.csv"))
     test = sets[str(root / "both.csv")]["test"]
-    assert len(train) == 28 and len(test) == 42
+    assert len(train) == 34 and len(test) == 36
     assert not set(train.keys()) & set(test.keys())
-    assert "28 rows left out, whose files were trained on" in test.note
+    assert "34 rows left out, whose files were trained on" in test.note
 
 
 def test_a_set_of_nothing_else_than_the_training_rows_is_an_error(root):
@@ -77,6 +101,22 @@ def test_eval_py_reads_a_test_file_as_a_whole(root, run, tmp_path, capsys):
     found = eval_py.main(eval_py.parse_args([*flags, "--datasets", *files]))["datasets"]
     assert [found[file]["metrics"]["images"] for file in files] == [30, 42]
     assert "28 rows left out, whose files were trained on" in capsys.readouterr().out
+
+
+def test_a_test_file_of_classes_learns_from_the_training_images(root, tmp_path, capsys):
+    names = sorted(path.name for path in root.glob("*.png"))
+    for file, some in (("train", names[:40]), ("test", names[40:])):
+        rows = [(name, f"class {i % 2}") for i, name in enumerate(some)]
+        write_rows(root / f"classes_{file}.csv", ["image", "label"], rows)
+    flags = "--cpu --workers 0 --image-size 16 --batch-size 8 --max-steps 1 --eval-every 0".split()
+    trained_on = str(root / "classes_train.csv")
+    run_script(temperature_schedules, tmp_path / "run", *flags, "--dataset", trained_on)
+    test = str(root / "classes_test.csv")
+    flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--workers", "0"]
+    found = eval_py.main(eval_py.parse_args([*flags, "--datasets", test]))["datasets"][test]
+    assert found["metrics"]["images"] == 30 and "knn@1" in found["metrics"]
+    said = f"knn and probe learn from the training images of {trained_on}"
+    assert said in capsys.readouterr().out
 
 
 # ---------------------------------------- small data ---------------------------------------------

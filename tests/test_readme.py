@@ -134,7 +134,7 @@ def test_commands_for_own_data_run(place):
         [*first, *short], env=os.environ | {"PATH": path}, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
-    assert "run folder:" in result.stdout and "(chance)" in result.stdout
+    assert "run folder:" in result.stdout and "in brackets: chance" in result.stdout
     for words in others:
         args = SCRIPTS[words[2]].parse_args([*words[3:], *short, "--workers", "0"])
         assert SCRIPTS[words[2]].main(args)["steps"] == 2

@@ -23,7 +23,7 @@ from helpers import (
     write_rows,
 )
 from tools import figures as several
-from tools import score
+from tools import check, score
 
 SMALL = [
     *"--cpu --batch-size 32 --image-size 16 --embed-dim 16 --log-every 1".split(),
@@ -241,3 +241,8 @@ def test_scores_are_of_a_clip_s_own_captions(tmp_path):
     assert data.column("captions") == clean.column("captions") and list(data.keys()) == list(
         clean.keys()
     )
+
+
+def test_check_has_a_help(capsys):
+    assert check.main(["--help"]) == 0
+    assert "python -m tools.check mine.py" in capsys.readouterr().out

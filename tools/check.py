@@ -239,6 +239,9 @@ def check(module, flags, place):
 
 def main(argv):
     """Checks a script, which may lie anywhere, with its flags. Returns: the exit code."""
+    if argv[:1] in (["--help"], ["-h"]):
+        print(__doc__)
+        return 0
     # imported once, and not in each run
     import accelerate  # noqa: F401
     import datasets  # noqa: F401
@@ -254,10 +257,11 @@ def main(argv):
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    print(f"{path.name}: {NUM_STEPS} steps of SGD; one process against", flush=True)
+    print(f"{path.name}: {NUM_STEPS} steps of SGD; differences from one process:", flush=True)
     with tempfile.TemporaryDirectory() as place:
         flags = [*SMALL, *argv[1:], *FIXED, "--output-dir", place]
         if check(module, flags, Path(place)):
+            print(f"{path.name} keeps the promises")
             return 0
         return 1
 

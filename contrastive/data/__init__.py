@@ -26,6 +26,7 @@ import functools
 from pathlib import Path
 
 from contrastive.core.processes import UserError
+from contrastive.data.hub import TABLE_KINDS
 from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOptions
 from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, partition_name
 from contrastive.data.splits import (
@@ -120,14 +121,19 @@ def check_count(data_set, data):
 @functools.lru_cache(maxsize=8)
 def open_unnamed(name, options):
     """{split: Data} of the user's own data."""
-    if not Path(name).expanduser().exists() and name.count("/") != 1:
-        raise UserError(f"--dataset {name}: no such file or folder, no hub id (org/name), and no "
-                        f"known set: {', '.join(SETS)}")
+    path = Path(name).expanduser()
+    if not path.exists() and (path.suffix in TABLE_KINDS or path.is_absolute()):
+        raise UserError(f"{name}: no such file or folder")
+    if not path.exists() and name.count("/") != 1:
+        raise UserError(f"{name}: no such file or folder, no hub id (org/name), and no known set: "
+                        f"{', '.join(SETS)}")
     splits = open_user_data(name, options)
     if options.test_as_whole and list(splits) == ["train"]:
         train = splits["train"]
         return {"test": train.select(range(len(train)), "test")}
     missing = [split for split in ("val", "test") if split not in splits]
+    if not options.hold_out_test and "test" in missing:
+        missing.remove("test")
     return hold_out(splits, missing, options)
 
 
@@ -215,9 +221,20 @@ def data_options(args, name=None, folder=""):
     if name is None:
         name = getattr(args, "dataset", "")
     options = DataOptions.from_args(args, effective_options(args, name))
+    if name == getattr(args, "dataset", "") and tests_on_other_data(args):
+        options = options.replace(hold_out_test=False)
     if folder:
         options = options.replace(data_dir=folder, video_dir=folder, revision="")
     return options
+
+
+def tests_on_other_data(args):
+    """Whether the training set is the user's own and --eval-datasets names other data."""
+    words = getattr(args, "eval_datasets", None)
+    if not words:
+        return False
+    names = [partition_name(word, "=")[0] for word in words]
+    return args.dataset not in names and find_data_set(args.dataset) is None
 
 
 def effective_options(args, name):
@@ -235,6 +252,8 @@ def effective_options(args, name):
         without_effect.update(TRAINING_SET_ONLY)
     if data_set is None:  # val and test are held out without a flag
         without_effect.add("hold_out_val")
+        if tests_on_other_data(args):  # no test split is held out
+            without_effect.add("test_fraction")
     else:
         without_effect.add("test_fraction")
         if not is_training_set:  # its columns are known
@@ -257,7 +276,8 @@ def open_data(args):
     Args:
         args: parsed flags.
     Returns: the train split, and {name: {"val": Data, "test": Data}} of --eval-datasets, or of the
-        training set without this flag; with the splits that exist.
+        training set without this flag; with the splits that exist. If none of --eval-datasets has
+        a val split, that of the user's own training set is among them.
     Raises: UserError if there is nothing that could be evaluated.
     """
     train = load_data(args.dataset, "train", data_options(args))
@@ -274,6 +294,11 @@ def open_data(args):
             raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
         evaluation_sets[name] = splits
     has_val = any("val" in splits for splits in evaluation_sets.values())
+    if not has_val and tests_on_other_data(args):
+        splits = open_evaluation_splits(args.dataset, data_options(args))
+        if "val" in splits:
+            has_val = True
+            evaluation_sets[args.dataset] = {"val": splits["val"]}
     if args.eval_every and not has_val and not getattr(args, "watch_test", False):
         raise UserError(
             f"--eval-every {args.eval_every}: {', '.join(evaluation_sets)} without a val split, "

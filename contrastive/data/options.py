@@ -93,6 +93,8 @@ class DataOptions:
     by_class: bool = False
     # Whether rows of the user's data that have no split are its test split, not its train split.
     test_as_whole: bool = False
+    # Whether a test split that the user's data lack is held out of train.
+    hold_out_test: bool = True
     # Whether only captions are read, so that no video has to be there.
     without_videos: bool = False
 

@@ -2,6 +2,7 @@
 
 from contrastive.core.processes import world
 from contrastive.engine.flags import words_of
+from contrastive.evaluation.report import counted
 
 import torch
 
@@ -40,14 +41,14 @@ def recipe_line(run):
     args = run.args
     line = f"{args.recipe} ({run.remark})"
     if args.changed:
-        line += f", but {', '.join(args.changed)} by flag"
+        line += f", changed by {', '.join(args.changed)}"
     if args.recipe == "own" and args.dataset != "own":
-        line += f"; {args.dataset} has none of its own: --recipe {'|'.join(run.recipes)}"
+        line += f"; others: --recipe {'|'.join(run.recipes)}"
     return line
 
 
 def data_line(run):
-    line = f"{run.train.examples:,} training examples"
+    line = f"{run.args.dataset}: {run.train.examples:,} training examples"
     if run.train.note:
         line += f"; {run.train.note}"
     return line
@@ -59,24 +60,33 @@ def evaluation_line(run):
         sizes = []
         for data in splits.values():
             size = f"{len(data):,} {data.split}"
-            if data.note not in ("", run.train.note):
-                size += f" ({data.note})"
+            note = new_notes(data.note, run.train.note)
+            if note:
+                size += f" ({note})"
             sizes.append(size)
         sets.append(f"{name}: {', '.join(sizes)}")
     return "; ".join(sets)
 
 
+def new_notes(note, other_note):
+    """The parts of a note that another one does not have."""
+    parts = [part for part in note.split("; ") if part not in other_note.split("; ")]
+    return "; ".join(parts)
+
+
 def model_line(run):
     tower, _, _ = run.evaluator.towers
-    names = run.args.image_encoder
+    names = f"images {run.args.image_encoder}"
     if tower.text:
-        names += f", {run.args.text_encoder}"
+        names += f", texts {run.args.text_encoder}"
     return f"{names}: {run.parameters / 1e6:.1f} M parameters; {tower.weights}"
 
 
 def processes_line(run):
-    return (f"{world()} x {torch.get_num_threads()} threads on {run.device}, precision "
-            f"{run.args.mixed_precision}, {run.data.workers} workers each")
+    threads = counted(torch.get_num_threads(), "threads")
+    workers = counted(run.data.workers, "loader workers")
+    return (f"{world()} on {run.device}, each with {threads} and {workers}; mixed precision "
+            f"{run.args.mixed_precision}")
 
 
 def batch_line(run, random_guess):
@@ -95,14 +105,14 @@ def random_guess_line(random_guess):
     start, end = [f"{loss:.3f}" for loss in random_guess]
     if start == end:
         return f"loss {start}"
-    return f"loss {start} at the start, {end} at the end"
+    return f"loss {start} by the formula of the first step, {end} by that of the last"
 
 
 def steps_line(run):
     args = run.args
     steps = run.steps
-    line = f"{steps.total:,} ({steps.total / steps.per_epoch:.1f} epochs of {steps.per_epoch:,}); "
-    line += f"warm-up {steps.warmup}; lr {args.lr:g}"
+    line = f"{steps.total:,} ({steps.total / steps.per_epoch:.1f} epochs of {steps.per_epoch:,}), "
+    line += f"of which {steps.warmup} are warm-up; lr {args.lr:g}"
     if args.lr_schedule != "constant":
         line += f" -> {args.lr_end:g}"
     return f"{line}, {args.lr_schedule}"

@@ -450,7 +450,8 @@ class Parser(OneLine):
                 help="whether a caption that repeats a positive's word for word counts as one in "
                      "retrieval; auto: as the set's protocol has it")
             add("--eval-datasets", nargs="*", default=[], metavar="SET",
-                help="sets to evaluate, NAME[=DIR]; none = --dataset")
+                help="sets to test on, in place of --dataset: NAME[=DIR] or a file; if none of "
+                     "them has a val split, your own --dataset gives one")
 
     def add_text_flags(self):
         add = self.add_argument_group("texts").add_argument

@@ -449,9 +449,12 @@ class Run:
         if self.has_bar:
             self.bar.set_postfix(shown, refresh=False)
         else:
-            minutes = (self.last - self.step) * row["step_s"] / 60
+            seconds = (self.last - self.step) * row["step_s"]
+            remaining = f"{seconds:.0f} s"
+            if seconds > 90:
+                remaining = f"{seconds / 60:.0f} min"
             words = ", ".join(f"{name} {value}" for name, value in shown.items())
-            say(f"step {self.step:,} of {self.last:,}: {words}, {minutes:.0f} min left")
+            say(f"step {self.step:,} of {self.last:,}: {words}, {remaining} left")
 
     def restart_clock(self):
         """Speed and waiting for data are measured from here."""

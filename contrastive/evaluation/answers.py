@@ -12,7 +12,7 @@ from collections import Counter
 from contrastive.encoders.vgt import CLIP_FRAMES
 from contrastive.core.processes import UserError, mean_over_processes, say, to_device
 from contrastive.core.number_types import below_one, between, count
-from contrastive.evaluation.embed import encode_images
+from contrastive.evaluation.embed import check_outputs, encode_images
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.core.metrics import answer_hits, answer_vocabulary, question_metrics
 
@@ -366,6 +366,7 @@ def evaluate(towers, data, device, *, workers=0, batch=256):
 
     index, _, scores, bad = encode_images(model, data, transform, device, batch=batch,
                                           workers=workers, forward=answer)
+    check_outputs(data.full_name, scores.masked_fill(scores == -math.inf, 0))
     is_complete = complete_pairs(data, index)                              # (M,)
     index, scores = index[is_complete], scores[torch.from_numpy(is_complete)]
     target = right_answers(data, index, model.answers)                     # (Q,)

@@ -55,7 +55,7 @@ def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=
         forward: function (rows, pixels) -> two tensors (b, ...) that take the place of the
             embeddings and the features.
     Returns: EncodedImages.
-    Raises: UserError if none can be read.
+    Raises: UserError if none can be read, or if an embedding is not finite.
     """
     if rows is None:
         rows = np.arange(len(data))
@@ -95,8 +95,22 @@ def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=
     index, unreadable = gather_index(index, unreadable)
     report_unreadable(data, len(rows), index, unreadable)
     order = np.argsort(index)
-    return EncodedImages(
+    images = EncodedImages(
         index[order], gather_rows(image)[order], gather_rows(features)[order], unreadable)
+    if forward is None:
+        check_outputs(data.full_name, images.image)
+    return images
+
+
+def check_outputs(name, outputs):
+    """Raises UserError if outputs (n, D) of a model hold NaN or infinity. name: of the data."""
+    num_finite = int(outputs.isfinite().all(1).sum())
+    num_bad = len(outputs) - num_finite
+    if num_bad:
+        raise UserError(
+            f"{name}: the model's outputs are not finite for {num_bad} of {len(outputs)}. If it is "
+            "most of them, the weights hold NaN or infinity: train with a lower --lr, --grad-clip "
+            "1 or a higher temperature")
 
 
 def gather_index(index, unreadable):
@@ -121,7 +135,10 @@ def report_unreadable(data, num_rows, index, unreadable):
 
 @torch.no_grad()
 def encode_texts(model, tokenizer, texts, device, batch=512):
-    """Embeddings (len(texts), D) on the CPU; the processes share the work. Collective."""
+    """Embeddings (len(texts), D) on the CPU; the processes share the work. Collective.
+
+    Raises: UserError if one is not finite.
+    """
     num_processes = world()
     my_texts = texts[rank()::num_processes]
     was_training = model.training
@@ -136,4 +153,6 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
     # process k has texts k, k + W, k + 2W, ...
     text_of_row = [np.arange(k, len(texts), num_processes) for k in range(num_processes)]
     order = np.argsort(np.concatenate(text_of_row))
-    return gather_rows(parts)[order]
+    embeddings = gather_rows(parts)[order]
+    check_outputs("texts", embeddings)
+    return embeddings

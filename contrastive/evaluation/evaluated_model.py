@@ -138,6 +138,8 @@ class EvaluatedSplits:
         self.options = options.replace(
             image_size=model.towers.transform.size, test_as_whole=name != model.trained_on,
             **TRAINING_ONLY)
+        if model.towers.tokenizer is None and find_data_set(name) is None:
+            self.options = self.options.replace(by_class=True)  # a table needs no captions
         self.long_tail = {}  # {split: Data}
         if model.facts.long_tail and name == model.trained_on:
             self.long_tail = labelled_sets(name, self.options)
@@ -176,7 +178,8 @@ class EvaluatedSplits:
                 "count, too")
             return data
         flags = argparse.Namespace(**self.model.flags)
-        return without_trained(data, load_data(trained_on, "train", data_options(flags)))
+        options = data_options(flags).replace(by_class=self.options.by_class)
+        return without_trained(data, load_data(trained_on, "train", options))
 
 
 # ======================================================= the model ================================

@@ -40,8 +40,9 @@ def meta_data(train, evals, args):
     else:
         rows, description = named_rows(candidates, args.meta_set, evals.get(args.dataset, {}))
     if len(rows) < args.meta_batch_size:
-        raise UserError(f"--meta-set {args.meta_set}: {len(rows)} examples, fewer than "
-                        f"--meta-batch-size {args.meta_batch_size} ({description})")
+        raise UserError(f"--meta-set {args.meta_set}: {len(rows)} examples ({description}) are "
+                        f"fewer than --meta-batch-size {args.meta_batch_size}: name more, or lower "
+                        "it")
 
     note = f"{len(rows)} of {source.split}, {description}; {args.meta_batch_size} per step"
     if args.meta_set == "val":

@@ -10,6 +10,14 @@ COUNTS = (
     *QUERY_COUNTS, "captions_cut", "repeated_captions_positive", "repeated_captions_wrong",
     "texts_cut", "unreadable", "without_class")
 FEW_QUERIES = 50  # with fewer, a single query moves the numbers
+# what groups of numbers are called in a table, where their name in summary.json does not say it
+LABELS = {
+    "": "both ways",
+    "few-shot": "few-shot probe",
+    "all": "probe on all of train",
+    "normalize/none": "biases none",
+    "normalize/queue": "biases queue",
+    "normalize/oracle": "biases oracle"}
 
 
 def table(title, metrics, chance):
@@ -19,7 +27,7 @@ def table(title, metrics, chance):
     """
     counts = shown_counts(metrics)
     shown = ", ".join(counted(n, name) for name, n in counts.items())
-    lines = [f"{title}: {shown}; number (chance)"]
+    lines = [f"{title}: {shown}; in brackets: chance"]
     lines += lines_of_groups(metrics, chance)
     if any(name.startswith("repeated") for name in counts):
         item = "video" if "clips" in metrics else "image"
@@ -30,7 +38,7 @@ def table(title, metrics, chance):
         if name in counts and counts[name] < FEW_QUERIES:
             points = 100 / counts[name]
             words = counted(counts[name], name)
-            warnings.append(f"of {words} one is worth {points:.1f} points")
+            warnings.append(f"one of {words} is worth {points:.1f} points")
     if warnings:
         lines.append("FEW QUERIES: " + ", ".join(warnings))
     return "\n".join(lines)
@@ -68,10 +76,10 @@ def lines_of_groups(metrics, chance):
         groups.setdefault(group, []).append(cell)
     lines = []
     for group, cells in groups.items():
-        label = group.replace("_to_", " -> ").replace("_", " ")
+        row = f"{label_of(group):<24} {'  '.join(cells)}".replace("_to_", " -> ")
         if "clips" in metrics:
-            label = label.replace("image", "video")
-        lines.append(f"  {label:<24} {'  '.join(cells)}")
+            row = row.replace("image ->", "video ->").replace("-> image", "-> video")
+        lines.append(f"  {row}")
         trivial = []
         for name, accuracies in chance.get("trivial", {}).items():
             if group in accuracies:
@@ -79,6 +87,17 @@ def lines_of_groups(metrics, chance):
         if trivial:
             lines.append(f"  {'':<24} mean_per_class of {', '.join(trivial)}")
     return lines
+
+
+def label_of(group):
+    """The words for a group of numbers: 'biases none: error' of 'normalize/none/error'."""
+    words = LABELS.get(group)
+    if words is None:
+        first, _, last = group.rpartition("/")
+        words = last
+        if first:
+            words = f"{LABELS.get(first, first)}: {last}"
+    return words.replace("_to_", " -> ").replace("_", " ")
 
 
 def report(summary, folder):

@@ -144,15 +144,7 @@ def has_few_queries(pieces):
 
 
 # ======================================================= curves ===================================
-# panels of all methods that train on pairs: title, y label, {legend: column of the log}
-BATCH = [
-    ("learning rate", "lr", {"lr": "lr"}),
-    ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
-    ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)",
-     {"first of a pair": "std_image", "second": "std_text"}),
-    ("space", "of the batch",
-     {"alignment": "alignment", "uniformity": "uniformity", "gap": "gap",
-      "std of pairs": "pos_std"})]
+# panels: title, y label, {legend: column of the log}
 # the last and lowest panels of all methods
 SPEED = [
     ("speed", "samples per second", {"all processes": "samples_per_s"}),
@@ -161,14 +153,29 @@ SPEED = [
 POSITION = {"step", "epoch", "samples_seen", "tau"}
 
 
-def recalls(run, name=""):
-    """{legend: column} of R@1 and R@10 both ways on val, of the set `name`, or of the first."""
+def batch_panels(first="image", second="text"):
+    """The panels of all methods that train on pairs. first, second: names of the two of a pair."""
+    return [
+        ("learning rate", "lr", {"lr": "lr"}),
+        ("InfoNCE at temperature 0.07", "mean over the batch", {"info_nce": "info_nce"}),
+        ("cosine", "mean over the batch",
+         {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
+        ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)",
+         {first: "std_image", second: "std_text"}),
+        ("geometry of the embeddings", "of the batch",
+         {"alignment": "alignment", "uniformity": "uniformity", "gap": "gap",
+          "std of pairs": "pos_std"})]
+
+
+def recall_panel(run, name=""):
+    """The panel of R@1 and R@10 both ways on val, of the set `name`, or of the first."""
     name = name or next(iter(run.val_pieces), "")
+    kind = kind_of(run.val_pieces[name]) if name in run.val_pieces else "image"
     columns = {}
-    for label, way in (("items", "text_to_image"), ("texts", "image_to_text")):
+    for label, way in ((f"t->{kind[0]}", "text_to_image"), (f"{kind[0]}->t", "image_to_text")):
         for metric in ("R@1", "R@10"):
-            columns[f"{metric} of {label}"] = f"eval/{name}/{way}/{metric}"
-    return columns
+            columns[f"{label} {metric}"] = f"eval/{name}/{way}/{metric}"
+    return f"retrieval, val (t = text, {kind[0]} = {kind})", "%", columns
 
 
 def draw_training_curves(run, panels):
@@ -363,16 +370,17 @@ def queries_by_rank(pieces, queries, bias=None):
 
 
 def draw_retrieval(pieces, path, bias=None):
-    """Draws six queries from the best to the worst, with their first images or strips of frames.
+    """Draws six queries at even quantiles of the rank, with their first images or strips of frames.
 
     Args: bias: (M,) as in common.retrieval_metrics.
     """
     rows = queries_by_rank(pieces, 6, bias)
     sim = normalize(pieces.text[rows]) @ normalize(pieces.image).T         # (q, M)
-    title = "cosine below"
+    number = "cosine"
     if bias is not None:
         sim = sim + bias
-        title = "adjusted similarity below"
+        number = "adjusted similarity"
+    title = f"{number} below. Queries from best to worst, at even quantiles of the rank"
     hits = []
     for row, row_sim in zip(rows, sim):
         right = set(pieces.positives[row].tolist())

@@ -79,11 +79,11 @@ def draw(run):
 def draw_curves(run):
     """The curves of a run, with the retrieval or the accuracy of its first evaluation set."""
     if run.args.task == "retrieval":
-        score_title, scores = "retrieval, val", base.recalls(run)
+        scores = base.recall_panel(run)
     else:
         name = next(iter(run.val_pieces or run.test_pieces), "")
-        score_title = "answers"
-        scores = {"val": f"eval/{name}/accuracy", "training batch": "answered"}
+        accuracies = {"val": f"eval/{name}/accuracy", "training batch": "answered"}
+        scores = ("answers", "%", accuracies)
     losses = {
         "weighted, Eq. 8": "loss",
         "L_i, all pairs": "L",
@@ -92,7 +92,7 @@ def draw_curves(run):
     weights = {"all": "w", "matched": "w_matched", "mismatched": "w_mismatched"}
     base.draw_training_curves(run, [
         ("loss", "nats", losses),
-        (score_title, "%", scores),
+        scores,
         ("margin", "mu, radians", {"mu": "mu"}),
         ("weights", "mean over the batch", weights),
-        *base.BATCH])
+        *base.batch_panels()])

@@ -8,6 +8,8 @@ from contrastive.figures.base import draw_curves, figure, save_figure, whole_tic
 
 import numpy as np
 
+NUM_COLOURS = 20  # of the map "tab20"
+
 
 def draw_cluster_curves(steps, values, sizes, path, *, title, label):
     """Draws the temperatures or margins of five clusters over a run, from largest to smallest.
@@ -69,11 +71,12 @@ def draw_map(embeddings, labels, path, title):
     perplexity = min(30, max(1, len(embeddings) // 4))
     model = TSNE(perplexity=perplexity, init="pca", random_state=0, metric="cosine")
     plane = model.fit_transform(embeddings.astype(np.float64))             # (n, 2)
-    ax.scatter(plane[:, 0], plane[:, 1], c=labels * 7 % 20, cmap="tab20", s=8)
+    ax.scatter(plane[:, 0], plane[:, 1], c=labels * 7 % NUM_COLOURS, cmap="tab20", s=8)
     num_clusters = len(np.unique(labels))
-    ax.set(xticks=[], yticks=[])
-    ax.set_title(title)
-    ax.set_xlabel(f"{len(plane):,} points of {num_clusters} clusters; a colour serves several")
+    label = f"{len(plane):,} points of {num_clusters} clusters"
+    if num_clusters > NUM_COLOURS:
+        label += "; a colour serves several"
+    ax.set(title=title, xticks=[], yticks=[], xlabel=label)
     save_figure(fig, path)
 
 
@@ -92,7 +95,11 @@ def draw_clusters(data, examples, path, title, unit):
         for row, caption in zip(cluster["rows"][:3], cluster["captions"]):
             pixels = base.picture(data, row)
             pictures.append(base.Example(pixels, "", base.wrap(caption, 22)))
-        table.append((f"{cluster['size']:,} {unit}", pictures))
+        size = cluster["size"]
+        words = unit
+        if size == 1:
+            words = unit.removesuffix("s")
+        table.append((f"{size:,} {words}", pictures))
     base.draw_examples(table, path, f"{title}: clusters by size", width=2.2, words=0.7)
 
 
@@ -116,9 +123,9 @@ def draw_training(run):
     values = {"max": f"{word}_max", "mean": f"{word}_mean", "min": f"{word}_min"}
     panels = [
         ("loss, which moves with its schedule", "loss", losses),
-        ("retrieval, val", "%", base.recalls(run)),
+        base.recall_panel(run),
         (f"{long_word} of the batch", f"{word}, logged steps", values),
-        *base.BATCH,
+        *base.batch_panels(),
         ("captions that are in no cluster", "of the batch", {"captions": "not_in_clusters"})]
     base.draw_training_curves(run, panels)
 
@@ -136,7 +143,7 @@ def draw_evaluation(run, name, kind, path):
         thirds[third] = f"eval/{name}/by_cluster_size/{third}/R@1"
     gap = {"gap": f"eval/{name}/modality_gap"}
     panels = [
-        ("retrieval, val", "%", base.recalls(run, name)),
+        base.recall_panel(run, name),
         ("multi-instance retrieval, val", "%", multi_instance),
         ("by the size of the query's cluster, val", f"R@1, text -> {kind}, %", thirds),
         ("modality gap, val", "distance of the means", gap)]

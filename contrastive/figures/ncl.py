@@ -310,6 +310,6 @@ def draw_training(run, name):
         ("loss", "loss", losses),
         ("retrieval, val", "R@1, %", recalls),
         ("temperature", "gamma", {"gamma": "tau"}),
-        *base.BATCH,
+        *base.batch_panels(),
         ("normalisation error, batch", "mean |1 - sum P|", errors)]
     base.draw_training_curves(run, panels)

@@ -46,11 +46,11 @@ def draw_training(run):
         tau = {"positive pairs": "tau_pos", "negative pairs": "tau_neg"}
     panels = [
         ("terms of the loss, without their weights", "loss", terms),
-        ("retrieval, val", "%", base.recalls(run)),
-        ("weighted sum of these terms (Eq. 8), whose weights grow along the run", "loss",
+        base.recall_panel(run),
+        ("their sum by weights that grow along the run (Eq. 8)", "loss",
          {"loss": "loss"}),
         ("temperature (Fig. 2)", "mean over the batch", tau),
-        *base.BATCH]
+        *base.batch_panels()]
     draw_training_curves(run, panels)
 
 
@@ -62,7 +62,7 @@ def draw_evaluation(run, name, suffix, pieces):
         "top-1": f"eval/{name}/knn@1/top1",
         "mean per class": f"eval/{name}/knn@1/mean_per_class"}
     panels = [
-        ("retrieval, val", "%", base.recalls(run, name)),
+        base.recall_panel(run, name),
         ("zero-shot by prompts, val (Fig. 7)", "%", zero_shot),
         ("modality gap, val (Fig. 3)", "distance of the means", gap),
         (f"kNN@1 of {base.kind_of(pieces)}s, val (Fig. 3)", "%", knn)]

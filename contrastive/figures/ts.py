@@ -5,7 +5,7 @@ sizes: (classes,) training images of each class.
 
 from contrastive.core.metrics import normalize
 from contrastive.figures.base import (
-    BATCH, draw_training_curves, figure, legend_above, save_figure, whole_ticks)
+    batch_panels, draw_training_curves, figure, legend_above, save_figure, whole_ticks)
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ def draw(run, sizes, taus, project):
         ("loss, which moves with its temperature", "loss", {"L_c": "loss"}),
         ("kNN@1, val", "%", {"top-1": f"{knn}/top1", "tail": f"{knn}/tail"}),
         ("temperature", "tau", {"tau": "tau"}),
-        *BATCH]
+        *batch_panels("view 1", "view 2")]
     draw_training_curves(run, panels)
     draw_classes(run, sizes, run.folder / "classes.png")
     if run.args.dataset in run.test_pieces:
@@ -93,10 +93,13 @@ def draw_accuracies(ax, sizes, names, accuracies, mean):
 
 
 def name_classes(ax, order, names):
-    """Names the bars of classes in this order; of many classes there are only their numbers."""
-    ax.set_xlabel("class, largest first")
+    """Names the bars of classes in this order; of many classes the first and the last."""
     if len(order) <= MAX_NAMES:
+        ax.set_xlabel("class, largest first")
         ax.set_xticks(range(len(order)), [names[label] for label in order], rotation=90)
+    else:
+        first, last = names[order[0]], names[order[-1]]
+        ax.set_xlabel(f"{len(order)} classes, from {first} (largest) to {last}")
 
 
 def draw_coverage(ax, run):
