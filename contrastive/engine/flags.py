@@ -268,7 +268,7 @@ class Parser(OneLine):
         """
         word = chosen.dataset or saved.get("dataset") or next(iter(recipes))
         chosen.dataset, revision = partition_name(word, "@")
-        saved_recipe = saved.pop("recipe", "")
+        saved_recipe = saved.get("recipe", "")
         chosen.recipe = chosen.recipe or saved_recipe
         if not chosen.recipe:
             chosen.recipe = chosen.dataset if chosen.dataset in recipes else "own"

@@ -80,7 +80,7 @@ def draw_map(embeddings, labels, path, title):
     save_figure(fig, path)
 
 
-def draw_clusters(data, examples, path, title, unit):
+def draw_clusters(data, examples, path, title, unit="captions"):
     """Draws three pictures and captions of the largest, a middle and the smallest cluster.
 
     Args:
