@@ -1,29 +1,33 @@
-"""tools/: figures have the numbers of the runs."""
+"""tools/: figures have the numbers of the runs; an exported run is the same in open_clip."""
 
 import math
 
 import common
-from contrastive.core.files import write_json
+from contrastive.core.files import read_json, write_json
 from contrastive.core.processes import UserError
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 import mama
 import ncl
 import temo
 import temperature_schedules
 from helpers import (
+    picture,
     run_script,
     steps,
+    write_captions,
     write_files,
     write_images,
     write_rows,
 )
 from tools import figures as several
 from tools import check, score
+from tools.export import export
 
 SMALL = [
     *"--cpu --batch-size 32 --image-size 16 --embed-dim 16 --log-every 1".split(),
@@ -113,6 +117,88 @@ def test_pairs_queries_and_modalities_by_hand(runs, draw):
     x = F.normalize(pieces["ncl"].text[::3], dim=1)  # the first caption of each clip
     within = (x @ x.T)[~torch.eye(len(x), dtype=torch.bool)].mean()
     assert draw("modalities", NCL)[1].startswith(f"ncl: text-text {within:.3f}, ")
+
+
+# ------------------------------------------------------- export -----------------------------------
+TEXTS = ["picture number 3, take 0", "another one", "a photo of a zebra"]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, tiny):
+    """Function of flags -> a run of one step on own pictures, a tiny timm tower and a tiny BERT."""
+    folder = tmp_path_factory.mktemp("export")
+    base = [
+        *"--cpu --workers 0 --batch-size 4 --max-steps 1 --embed-dim 8".split(),
+        *"--no-pretrained --eval-every 0".split(),
+        "--dataset",
+        write_captions(folder / "set", 24),
+        "--text-encoder",
+        tiny("bert")[0],
+        *"--image-size 160 --loss infonce --image-encoder".split(),
+    ]
+
+    def made(*flags):
+        run = folder / str(len([*folder.iterdir()]))
+        run_script(temo, run, *base, *flags)
+        return run
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "image, more",
+    [
+        ("test_vit", ["--learnable-tau"]),
+        ("test_resnet", ["--text-pooling", "mean", "--eval-resize", "squash"]),
+    ],
+)
+def test_open_clip_s_embeddings_are_ours(image, more, exported, tmp_path):
+    open_clip = pytest.importorskip("open_clip", reason="pip install open_clip_torch")
+    folder = exported(image, *more)
+    export(folder, tmp_path / "out")
+    theirs, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{tmp_path / 'out'}")
+    tokenize = open_clip.get_tokenizer(f"local-dir:{tmp_path / 'out'}")
+    ours, tokenizer, transform = common.load_model(folder)
+    theirs.eval()
+    same, larger = (
+        Image.fromarray(picture(7, height, width)) for height, width in ((160, 160), (250, 320))
+    )
+    torch.testing.assert_close(preprocess(same), transform(same), rtol=0, atol=1e-5)
+    assert (preprocess(larger) - transform(larger)).abs().max() < 2.5 / 255 / min(
+        transform.std
+    )  # PIL's own rounding
+    with torch.no_grad():
+        pixels = torch.stack([transform(same), transform(larger)])
+        for got, wanted in (
+            (theirs.encode_image(pixels), ours(pixels)[0]),
+            (theirs.encode_text(tokenize(TEXTS)), ours(tokens=tokenizer(TEXTS))[1]),
+        ):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+            assert got.abs().max() > 1e-2
+    assert theirs.logit_scale.exp().item() == pytest.approx(1 / steps(folder)[-1]["tau"], rel=1e-4)
+    card = (tmp_path / "out" / "README.md").read_text()
+    (value,) = (
+        of["text_to_image"]["R@1"] for of in read_json(folder / "summary.json")["test"].values()
+    )
+    assert (
+        "captions.csv; licence: that of your own data" in card
+        and f"text_to_image/R@1 | {value:.4g} |" in card
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["resnet18-cifar", "--image-size", 32], "resnet18-cifar is none of timm's"),
+        (["test_vit", "--image-size", 32], "test_vit at --image-size 32 differs from timm's own"),
+        (["test_vit", "--text-encoder", "small"], "texts read by small, not one of"),
+        (["test_vit", "--projection-bias"], "--projection-bias"),
+    ],
+)
+def test_what_open_clip_cannot_express_is_refused(flags, words, exported, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        export(exported(*flags), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------- MAMA's margins and concepts -----------------
