@@ -193,6 +193,15 @@ def test_what_training_printed_is_printed_without_a_flag(name, runs, capsys):
     assert all((folder / "eval" / f"{of}.png").exists() for of in DRAWN.get(name, "").split())
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_what_a_run_says_of_itself_is_what_its_flags_say(name, runs):
+    """A run from before model.json had the entry is evaluated by its flags, with the same facts."""
+    folder, _, _ = runs(name)
+    flags = json.loads((folder / "args.json").read_text())
+    assert "evaluation" in json.loads((folder / "model.json").read_text())
+    assert evaluation.facts.read_facts(folder) == evaluation.facts.facts_of_flags(flags)
+
+
 def test_what_differs_from_training_is_said(run, tmp_path, capsys):
     """A line for each value; how many texts lose their end stands beside the numbers."""
     found = evaluate(

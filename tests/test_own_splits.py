@@ -1,5 +1,7 @@
 """Splits of the user's own data: files that are test alone, small data, names that are held out."""
 
+import json
+
 from contrastive.core.processes import UserError
 from contrastive.data import load_data, open_data
 from contrastive.data.options import DataOptions
@@ -160,6 +162,25 @@ def test_test_fraction(tmp_path):
     assert set(small["test"].keys()) < set(large["test"].keys())
     assert set(small["val"].keys()) == set(large["val"].keys())
     assert sum(map(len, large.values())) == 2000
+
+
+def test_a_run_that_is_older_than_the_flag_keeps_its_splits(run, root):
+    """Else eval.py would test what the run has trained on."""
+    file = run / "args.json"
+    text = file.read_text()
+    flags = json.loads(text)
+    assert flags.pop("test_fraction") == 0.05
+    file.write_text(json.dumps(flags))
+    args = temo.parse_args(["--resume", str(run)])
+    train, _ = open_data(args)
+    names = sorted(path.name for path in root.glob("*.png"))[:40]
+    assert args.test_fraction == 0 and len(train) > 28
+    assert set(train.keys()) == {name for name in names if hash_fraction(name) >= 0.1}
+    model = eval_py.EvaluatedModel(
+        eval_py.parse_args(["--checkpoint", str(run), "--cpu"]), "cpu")
+    splits = eval_py.EvaluatedSplits(model, str(root / "train.csv"), "")
+    assert splits.options.test_fraction == 0
+    file.write_text(text)
 
 
 # ---------------------------------------- names, columns, classes --------------------------------

@@ -18,9 +18,16 @@ import temo
 import temperature_schedules
 
 
+def of_an_old_run(script, folder, **flags):
+    """The flags of a resumed run whose args.json is older than some flags."""
+    flags = {"script": script.__name__, "command_line": [], "changed": [], **flags}
+    (folder / "args.json").write_text(json.dumps(flags))
+    return script.parse_args(["--resume", str(folder)])
+
+
 # ------------------------------------------------------- the CC3M trainer ------------------------
 @pytest.mark.parametrize("script", [temo, mmts])
-def test_cc3m_has_the_trainers_resnet_and_randaugment(script):
+def test_cc3m_has_the_trainers_resnet_and_randaugment(script, tmp_path):
     args = script.parse_args(["--dataset", "cc3m"])
     assert args.image_encoder == "resnet50.a1_in1k"  # that of timm 0.5.4
     assert (args.randaugment_ops, args.randaugment_magnitude) == (2, 21)
@@ -28,6 +35,8 @@ def test_cc3m_has_the_trainers_resnet_and_randaugment(script):
     assert args.projection_bias
     own = script.parse_args([])
     assert own.randaugment_strengths == "torchvision" and not own.projection_bias
+    old = of_an_old_run(script, tmp_path, dataset="cc3m", recipe="cc3m")
+    assert old.randaugment_strengths == "torchvision" and not old.projection_bias
 
 
 def test_only_the_cc3m_trainer_has_biases_in_its_projections(frozen_packages):
@@ -37,7 +46,7 @@ def test_only_the_cc3m_trainer_has_biases_in_its_projections(frozen_packages):
         assert args.projection_bias == (name == "cc3m"), name
 
 
-def test_experts_are_those_of_the_code():
+def test_experts_are_those_of_the_code(tmp_path):
     """Weights 0.6 and 0.4 alone, 0.1 each together, at a learning rate of 8e-4."""
     text = ["--text-expert", "sentence-transformers/all-roberta-large-v1"]
     for flags in (text, [*text, "--image-expert", "facebook/dinov2-large"]):
@@ -45,10 +54,13 @@ def test_experts_are_those_of_the_code():
         assert (args.lr, args.expert_inputs) == (8e-4, "clean")
         assert args.text_expert_weight == (0.4 if flags == text else 0.1)
     assert args.image_expert_weight == 0.1
+    flags = {"dataset": "cc3m", "recipe": "cc3m", "text_expert": "a", "image_expert": "b"}
+    old = of_an_old_run(temo, tmp_path, text_expert_weight=0.4, image_expert_weight=0.6, **flags)
+    assert (old.expert_inputs, old.text_expert_weight) == ("training", 0.4)
 
 
 # ------------------------------------------------------- SLIP ------------------------------------
-def test_a_cc12m_run_evaluates_imagenet_as_slip_s_code():
+def test_a_cc12m_run_evaluates_imagenet_as_slip_s_code(tmp_path):
     """With CLIP's names and 7 prompts: while it trains, and in eval.py, whose flags win."""
     args = temo.parse_args(["--dataset", "cc12m"])
     for flags in (args, argparse.Namespace(**vars(args))):
@@ -60,6 +72,8 @@ def test_a_cc12m_run_evaluates_imagenet_as_slip_s_code():
     for words in (["--dataset", "cc3m"], ["--eval-datasets", "imagenet"]):
         options = data_options(temo.parse_args(words), "imagenet")
         assert (options.class_names, options.prompts) == ("wordnet", "openai")
+    old = of_an_old_run(temo, tmp_path, dataset="cc12m", recipe="cc12m")
+    assert (old.class_names, old.prompts) == ("wordnet", "openai")
 
 
 # ------------------------------------------------------- AVION -----------------------------------
@@ -76,9 +90,8 @@ def test_epic_kitchens_without_lavila_is_refused(capsys, tmp_path):
     assert not mmts.parse_args([*EPIC, "--no-pretrained"]).pretrained
     assert mmts.parse_args([*EPIC, "--image-encoder", "small"]).image_encoder == "small"
     flags = {"dataset": EPIC[1], "recipe": EPIC[1], "image_encoder": mmts.AVION["image_encoder"]}
-    flags = {"script": "mmts", "pretrained": True, "init_from": "", **flags}
-    (tmp_path / "args.json").write_text(json.dumps(flags))
-    assert mmts.parse_args(["--resume", str(tmp_path)]).resume  # whose checkpoint has the weights
+    # its checkpoint has the weights
+    assert of_an_old_run(mmts, tmp_path, pretrained=True, init_from="", **flags).resume
     assert "WARNING: the run is older than --tau, which is now" in capsys.readouterr().out
 
 

@@ -36,7 +36,8 @@ def hold_out(splits, missing, options):
     They have the parts of train that the options name, of which MAX_HELD_OUT rows are evaluated,
     but of small data each has FEW_ROWS pictures or videos, if that is at most a sixth of them, else
     a sixth. A hash of each name decides, so that of larger data a row is in the same split whatever
-    the other rows are. Test is the same for any val_fraction.
+    the other rows are. Test is the same for any val_fraction. A test_fraction of 0, of a run that
+    is older than this flag, is HELD_OUT_FRACTION without a least number of rows.
 
     Args:
         splits: {split: Data}.
@@ -66,6 +67,10 @@ def choose_rows(fractions, missing, options):
     """{"val": (M,) bool, "test": (M,) bool} of the rows that are held out."""
     units = np.unique(fractions)                    # (U,) ascending, one of each picture or video
     least = min(FEW_ROWS, len(units) // 6)
+    test_fraction = options.test_fraction
+    if not test_fraction:
+        test_fraction = HELD_OUT_FRACTION
+        least = 0
 
     # Test begins behind the usual part of val, so that it is the same for any val_fraction.
     test = units[:0]
@@ -74,7 +79,7 @@ def choose_rows(fractions, missing, options):
         if "val" in missing:
             start = HELD_OUT_FRACTION
         candidates = units[units >= start]
-        num_test = np.sum(candidates < start + options.test_fraction)
+        num_test = np.sum(candidates < start + test_fraction)
         test = candidates[:max(least, num_test)]
     # Val begins at 0, and goes on behind test.
     val = units[:0]
@@ -82,7 +87,7 @@ def choose_rows(fractions, missing, options):
         candidates = np.setdiff1d(units, test)
         width = options.val_fraction
         if "test" in missing and width > HELD_OUT_FRACTION:
-            width += options.test_fraction
+            width += test_fraction
         val = candidates[:max(least, np.sum(candidates < width))]
     return {"val": np.isin(fractions, val), "test": np.isin(fractions, test)}
 

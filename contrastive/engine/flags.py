@@ -29,7 +29,11 @@ CHANGEABLE = {
     "--data-dir", "--video-dir", "--frame-cache", "--feature-cache", "--max-bad-fraction",
     "--workers", "--eval-datasets", "--max-steps", "--epochs", "--chunk-size",
     "--grad-checkpointing", "--mixed-precision", "--lr"}
-# those of them that change the steps to come
+# what runs did that have no such flag in their args.json, since they are older than it
+BEFORE_THE_FLAG = {
+    "class_names": "wordnet", "expert_inputs": "training", "projection_bias": False,
+    "prompts": "openai", "randaugment_strengths": "torchvision", "test_fraction": 0.0}
+# those of CHANGEABLE that change the steps to come
 CHANGE_STEPS = ("lr", "mixed_precision", "epochs", "max_steps")
 # {flag of other code bases: ours; of several, that of the program}
 OTHER_NAMES = {
@@ -300,7 +304,7 @@ class Parser(OneLine):
         """{flag: value} of the run that --resume names, {} without it."""
         if not chosen.resume:
             return {}
-        saved = read_json(folder_of(chosen.resume) / "args.json")
+        saved = BEFORE_THE_FLAG | read_json(folder_of(chosen.resume) / "args.json")
         script = saved.pop("script")
         if script != Path(self.prog).stem:
             self.error(f"--resume {chosen.resume}: a run of {script}.py, not of {self.prog}")

@@ -26,6 +26,8 @@ from safetensors.torch import load_file
 
 # options of the training set that its evaluation is without
 TRAINING_ONLY = {"unfold_captions": False, "caption_noise": 0.0, "extra_captions": ""}
+# flags that a run may be older than, as it was without them
+WITHOUT_FLAG = {"test_fraction": 0.0}
 NUM_QUERIES = 16_384  # training queries that are drawn where there is no queue; NCL's queue
 DSL_TAU = 0.01  # temperature of the dual softmax of CLIP-ViP
 # flags of eval.py that are compared with those of the run
@@ -56,6 +58,8 @@ class EvaluatedModel:
         self.args, self.device = args, device
         self.run = Path(args.checkpoint)
         self.towers, self.flags = open_model(args, device)
+        if self.flags:
+            self.flags = WITHOUT_FLAG | self.flags
         self.trained_on = self.flags.get("dataset")
         self.facts = read_facts(self.run)
         self.knn_features = args.knn_features or self.facts.knn_features

@@ -31,7 +31,35 @@ class EvaluationFacts:
 def read_facts(run):
     """The EvaluationFacts of a run folder.
 
-    Args: run: Path; a folder without model.json is no run, and has the default facts.
+    Args: run: Path; a folder without args.json is no run, and has the default facts.
     """
+    flags = read_json(run / "args.json", {})
+    if not flags:
+        return EvaluationFacts()
     spec = read_json(run / "model.json", {})
-    return EvaluationFacts(**spec.get("evaluation", {}))
+    if "evaluation" in spec:
+        return EvaluationFacts(**spec["evaluation"])
+    return facts_of_flags(flags)
+
+
+def facts_of_flags(flags):
+    """The facts of a run that has written none, from its args.json: scripts did not always."""
+    loss = flags.get("loss")
+    changes_over_time = loss == "ts" or flags.get("schedule") is True  # temo.py, mmts.py
+    changes_between_pairs = (
+        flags.get("shifts")  # mmts.py
+        or loss in ("dystress", "dystress-shifted")  # temo.py
+        or loss == "temo" and not flags.get("base") and flags.get("unimodal") != "plain")
+    tau = flags.get("tau")
+    if changes_over_time or changes_between_pairs or loss == "max-margin":
+        tau = None
+    return EvaluationFacts(
+        tau=tau,
+        learnable_tau=flags.get("learnable_tau", False),
+        normalize=flags.get("normalize", "none"),
+        iterations=flags.get("iterations") or 4,
+        knn_features=flags.get("knn_features") or "projected",
+        long_tail="imbalance_ratio" in flags,
+        train_features=flags.get("train_features", "clean"),
+        shot_limits=flags.get("shot_limits"),
+        shuffled_videos=flags.get("shuffle_video", False))
