@@ -11,11 +11,13 @@ from contrastive.encoders.models import build_model, spec_of
 from contrastive.encoders.texts import build_tokenizer
 from contrastive.core.processes import say
 
+VAST_TEXT_ENCODER, VAST_WIDTH = "google-bert/bert-base-uncased", 512
 TOKENIZER_TEXTS = 200_000  # captions from which a tokenizer learns its vocabulary
 
 
 def fit_to_encoder(args):
-    """The flags, in which a CLIP as --image-encoder is the text encoder as well.
+    """The flags, in which a CLIP as --image-encoder is the text encoder as well, and VAST has its
+    own.
 
     --text-encoder and --embed-dim stay if the command line has them.
     """
@@ -23,11 +25,15 @@ def fit_to_encoder(args):
     chooses_text = "--text-encoder" in args.command_line
     if not chooses_image or chooses_text or not getattr(args, "text_encoder", ""):
         return args
+    kind = encoder_kind(args.image_encoder)
+    text_encoder = args.image_encoder.removeprefix(kind.prefix)
     width = clip_width(args.image_encoder)
+    if args.image_encoder == "vast":
+        text_encoder, width = VAST_TEXT_ENCODER, VAST_WIDTH
     if not width:
         return args
     args = copy.copy(args)
-    args.text_encoder = args.image_encoder.removeprefix(encoder_kind(args.image_encoder).prefix)
+    args.text_encoder = text_encoder
     if "--embed-dim" not in args.command_line:
         args.embed_dim = width
     return args
@@ -51,6 +57,9 @@ def build_towers(args, train, run, texts=None, questions=None):
             args.text_encoder, args.text_length, texts, run.folder / "tokenizer",
             args.clean_captions, keep=bool(args.resume), start=args.init_from)
     kind = encoder_kind(args.image_encoder)
+    if kind.family == "vast":
+        spec["modalities"] = "v"
+        spec["matching"] = False
     if kind.reads_files:
         spec["features"] = feature_shape(train, args.image_encoder)
     if kind.fixed_frames and frames_of(train):

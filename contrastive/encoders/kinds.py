@@ -17,7 +17,8 @@ class EncoderKind:
         whole_clips: it returns one feature of a clip, not one of each frame or time step.
         fixed_frames: it is made for clips of one number of frames.
         has_published_weights: there are weights for --pretrained.
-        release: paper whose released weights fit it with --init-from: "AVION" or "CLIP-ViP".
+        release: paper whose released weights fit it with --init-from: "AVION", "CLIP-ViP" or
+            "VAST".
     """
 
     family: str
@@ -35,12 +36,15 @@ class EncoderKind:
 
 
 TRANSFORMERS = EncoderKind("transformers")
+VAST = EncoderKind("vast", reads="clips", whole_clips=True, release="VAST")
 
 # A name is of the first kind whose pattern it matches.
 ENCODER_KINDS = {
     "small": EncoderKind("small", has_published_weights=False),
     "ssb": EncoderKind("ssb", reads="features", has_published_weights=False),
     "regions": EncoderKind("regions", reads="regions", has_published_weights=False),
+    "vast": VAST,
+    "vast-small": VAST,
     "swin3d_*": EncoderKind("video_swin", reads="clips"),
     "clip_vip:*": EncoderKind("clip_vip", prefix="clip_vip:", reads="clips", whole_clips=True,
                               release="CLIP-ViP"),

@@ -12,6 +12,7 @@ from contrastive.encoders.questions import QuestionAnswerer
 from contrastive.encoders.ssb import TextHead
 from contrastive.encoders.texts import Tokenizer
 from contrastive.encoders.towers import freeze_bodies, freeze_unused, image_tower
+from contrastive.encoders.vast import Vast, bert_tower, subtitle_tokens
 from contrastive.encoders.vgt import VGT
 from contrastive.encoders.weights import init_from
 from contrastive.core.files import read_json
@@ -41,7 +42,13 @@ class EvalTransform:
         part: part of the short side that "crop" keeps; 1 = all of it, 0.875 = resize to 256 and
             cut out 224.
         bicubic: interpolate as CLIP's own view does; else bilinear, as the views of training.
+
+    Attributes:
+        subtitle_tokens: function of subtitles -> {input_ids, attention_mask}, if the model reads
+            them (VAST).
     """
+
+    subtitle_tokens = None
 
     def __init__(self, size, mean, std, resize="crop", part=1.0, *, bicubic=False):
         self.size = size
@@ -229,12 +236,16 @@ class TextEncoder(Encoder):
         projection: "linear" or "mlp".
         config: of a transformers model that is rebuilt, as a dict.
         projection_bias: whether a new projection has a bias.
+        tower: Tower that takes the place of that of the name.
     """
 
     def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, *,
-                 pooling="cls", projection="linear", projection_bias=False, config=None):
+                 pooling="cls", projection="linear", projection_bias=False, config=None,
+                 tower=None):
         super().__init__()
-        if name == "small":
+        if tower is not None:
+            pass
+        elif name == "small":
             tower = Tower(SmallText(vocabulary, length), 128)
         else:
             tower = hub_encoder(name, "text", pretrained, config)
@@ -265,7 +276,7 @@ class TextEncoder(Encoder):
 
     def states(self, input_ids, attention_mask):
         """States of the tokens, (B, L, width), and features of the texts, (B, width)."""
-        if self.name == "small":
+        if not self.model_type:
             states, pooled = self.body(input_ids, attention_mask)        # (B, L, width), (B, width)
         else:
             states, pooled = self.transformers_states(input_ids, attention_mask)
@@ -329,6 +340,8 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     """
     kind = encoder_kind(spec["image_encoder"], spec.get("vision_config"))
     vision_pretrained = pretrained
+    if weights and kind.family == "vast":
+        pretrained = False  # they hold all encoders
     if weights and kind.family not in ("transformers", "clip_vip"):
         vision_pretrained = False
     model = initial_model(spec, tokenizer, pretrained, vision_pretrained)
@@ -348,11 +361,13 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     mean, std = spec["stats"]
     transform = EvalTransform(
         spec["image_size"], mean, std, spec["eval_resize"], spec.get("eval_crop", 1.0))
+    if tokenizer and "s" in spec.get("modalities", ""):
+        transform.subtitle_tokens = functools.partial(subtitle_tokens, tokenizer)
     return model, transform
 
 
 def initial_model(spec, tokenizer, pretrained, vision_pretrained):
-    """The model of a spec: a TwoTower, or with questions a QuestionAnswerer or a VGT.
+    """The model of a spec: a TwoTower or a VAST, or with questions a QuestionAnswerer or a VGT.
 
     Args:
         pretrained: read published weights of the text encoder.
@@ -360,21 +375,34 @@ def initial_model(spec, tokenizer, pretrained, vision_pretrained):
     """
     questions = spec.get("questions") or {}
     is_vgt = questions.get("model") == "vgt"
+    is_vast = encoder_kind(spec["image_encoder"]).family == "vast"
+    if is_vast and questions:
+        raise UserError("--image-encoder vast: it answers no questions; give --task retrieval, or "
+                        "another encoder")
     embed_dim = 0 if is_vgt else spec["embed_dim"]  # VGT has projections of its own
     projection = {  # the spec of a CLIP by name lacks the keys
         "projection": spec.get("projection", "linear"),
         "projection_bias": spec.get("projection_bias", False)}
     vision = VisionEncoder(
-        spec["image_encoder"], embed_dim, vision_pretrained, spec["image_size"],
+        spec["image_encoder"], 0 if is_vast else embed_dim, vision_pretrained, spec["image_size"],
         spec.get("vision_config"), features=spec.get("features", (0, 0)),
         frames=spec.get("frames", 0), **projection)
     text = None
     if spec["text_encoder"]:
         vocabulary = len(tokenizer.tokenizer) if tokenizer else 0
+        pooling = spec["text_pooling"]
+        tower = None
+        if is_vast:
+            pooling = "cls"
+            tower = bert_tower(
+                spec["image_encoder"], spec["text_encoder"], pretrained=pretrained,
+                vocabulary=vocabulary, config=spec.get("text_config"), matching=spec["matching"])
         text = TextEncoder(
             spec["text_encoder"], embed_dim, pretrained, spec["text_length"], vocabulary,
-            pooling=spec["text_pooling"], config=spec.get("text_config"), **projection)
+            pooling=pooling, config=spec.get("text_config"), tower=tower, **projection)
     complete_spec(spec, vision, text)
+    if is_vast:
+        return Vast(vision, text, embed_dim, spec["modalities"], spec["matching"])
     if is_vgt:
         return VGT(vision, text, spec["embed_dim"], tokenizer, **questions)
     if questions:
@@ -399,6 +427,9 @@ def untrained(spec, seed):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         vision_spec = spec | {"text_encoder": "", "questions": {}}
+        if "modalities" in spec:  # without subtitles, which are texts
+            vision_spec["modalities"] = spec["modalities"].replace("s", "") or "v"
+            vision_spec["matching"] = False
         model, _ = build_model(vision_spec, None, pretrained=False)
     return model.eval()
 

@@ -6,6 +6,7 @@ from contrastive.data.hub import note_commit
 from contrastive.encoders.base import STATS, Tower, hub_encoder, small_cnn
 from contrastive.encoders.clip_vip import ClipViP
 from contrastive.encoders.ssb import VideoTower
+from contrastive.encoders.vast import vision_tower
 from contrastive.core.files import read_json
 from contrastive.core.processes import UserError, opening
 
@@ -34,6 +35,8 @@ def image_tower(name, kind, embed_dim, *, pretrained, image_size, config=None, n
         return Tower(VideoTower(num_features, embed_dim), embed_dim)
     if kind.family == "regions":
         return Tower(nn.Identity(), num_features)
+    if kind.family == "vast":
+        return vision_tower(name, pretrained, image_size)
     if kind.family == "video_swin":
         return video_swin(library_name, pretrained)
     if kind.family == "clip_vip":
@@ -230,6 +233,8 @@ def freeze_unused(model, tokenizer, spec):
             inputs[1] = tokenizer(["a"])
         if spec.get("questions"):
             inputs.append(inputs[1])
+        if spec.get("modalities"):
+            inputs = model.example(*inputs)
         outputs = [x for x in model(*inputs) if x is not None]           # (1, D) each
         sum(x.sum() for x in outputs).backward()
     for parameter in model.parameters():
@@ -248,9 +253,10 @@ def freeze_bodies(model, choice):
     if choice not in ("image", "text", "both"):
         return
     reads_words = hasattr(model, "answers") or getattr(model.text, "head", None) is not None
-    if reads_words or model.vision.kind.reads_files:
-        raise UserError(f"--freeze {choice}: not with questions, SSB or VGT, which have no "
-                        "projection of their encoders' features; use --freeze none")
+    kind = model.vision.kind
+    if reads_words or kind.reads_files or kind.family == "vast":
+        raise UserError(f"--freeze {choice}: not with questions, SSB, VGT or VAST, which have no "
+                        "projection of each encoder's features; use --freeze none")
     if choice in ("image", "both"):
         model.vision.freeze()
     if choice in ("text", "both") and model.text is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from contrastive.encoders.clip_vip import convert_clip_vip
 from contrastive.encoders.kinds import encoder_kind
+from contrastive.encoders.vast import convert_vast
 from contrastive.core.processes import UserError, opening, say
 
 import torch
@@ -53,10 +54,10 @@ def init_from(model, path):
     The file's names may be those of the whole model or of one encoder's body (a timm or
     transformers file). If no name fits, its tensors are matched to those of the image encoder's
     body in order, provided that all shapes agree; a classifier at the end is left out. The released
-    files of AVION and CLIP-ViP must fill all of their encoders.
+    files of AVION, CLIP-ViP and VAST must fill all of their encoders.
 
     Args:
-        path: a .safetensors, .pt or .bin file, or the folder of a run.
+        path: a .safetensors, .pt or .bin file, the folder of a run, or that of VAST's release.
 
     Returns: {our name: tensor} of what was loaded.
 
@@ -65,7 +66,7 @@ def init_from(model, path):
     """
     path = Path(path)
     if path.is_dir():
-        path = path / "model.safetensors"
+        path = file_of_folder(path)
     weights = read_tensors(path)
     state = model.state_dict()
     image_encoder = release_of(weights)
@@ -94,6 +95,15 @@ def init_from(model, path):
         say(f"WARNING: --init-from {path}: there is no tokenizer beside it, so the vocabulary of "
             "its text encoder may be another")
     return tensors
+
+
+def file_of_folder(folder):
+    """The file of weights in the folder of a run, or the last one of a release of VAST's: its
+    ckpt/model_step_N.pt."""
+    files = list((folder / "ckpt").glob("model_step_*.pt"))
+    if files:
+        return max(files, key=lambda file: int(re.sub(r"\D", "", file.name)))
+    return folder / "model.safetensors"
 
 
 def read_tensors(path):
@@ -193,7 +203,8 @@ def match_order(state, weights):
 # {--image-encoder that takes the weights of a paper: a name that only its files have}
 RELEASES = {
     "clip_vip:openai/clip-vit-base-patch32 (or 16)": "vision_model.embeddings.added_cls",
-    "video_vit_base_patch16_clip_224": "visual.temporal_embedding"}
+    "video_vit_base_patch16_clip_224": "visual.temporal_embedding",
+    "vast": "contra_head_t.linear.weight"}
 
 
 def release_of(weights):
@@ -218,10 +229,14 @@ def match_release(model, weights, image_encoder, path):
         converted = convert_clip_vip(weights)
     elif release == "AVION":
         converted = convert_avion(model, weights)
+    elif release == "VAST":
+        converted = convert_vast(model, weights)
     else:
         raise ValueError(f"no function converts the weights of {release}")
     parts = ("vision.",)
-    if model.text and model.text.is_clip:
+    if release == "VAST":
+        parts = ("",)
+    elif model.text and model.text.is_clip:
         parts = ("vision.", "text.")
     tensors = {name: x for name, x in converted.items() if name.startswith(parts)}
     shapes = shapes_of(model.state_dict(), parts)

@@ -1,0 +1,394 @@
+"""VAST: each part against a computation by hand in float64, its released names, its pairs, and
+whole runs of mmts.py with it."""
+
+import math
+
+from contrastive.core.processes import UserError
+from contrastive.data.sound import SLICE_LENGTH, filter_bank, sound_slice
+from contrastive.encoders import vast
+from contrastive.encoders.models import build_model
+from contrastive.encoders.texts import Tokenizer, train_wordpiece
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from helpers import unit
+
+D = 24  # width of the embeddings
+TEXTS = ["a red apple falls", "the blue bird flies", "one green car"]
+
+
+@pytest.fixture(scope="module")
+def words():
+    return Tokenizer(train_wordpiece(TEXTS), 12)
+
+
+def model_of(words, modalities="vas", matching=True, weights=""):
+    """A vast-small in float64, in eval mode, with its EvalTransform."""
+    spec = {
+        "image_encoder": "vast-small", "text_encoder": "small", "embed_dim": D, "image_size": 32,
+        "text_length": 12, "text_pooling": "mean", "image_stats": "encoder", "eval_resize": "crop",
+        "modalities": modalities, "matching": matching}  # fmt: skip
+    torch.manual_seed(0)
+    model, transform = build_model(spec, words, False, weights)
+    with torch.no_grad():
+        for p in model.parameters():  # zeros and ones would hide a part that is not used
+            if p.ndim == 1:
+                p += 0.1 * torch.randn(p.shape)
+    return model.double().eval(), transform
+
+
+def clips_of(words, n=3, frames=2):
+    """The inputs of n clips in float64."""
+    generator = torch.Generator().manual_seed(1)
+    draw = {"generator": generator, "dtype": torch.float64}
+    return {
+        "frames": torch.randn(n, frames, 3, 32, 32, **draw),
+        "sound": torch.randn(n, SLICE_LENGTH, 64, **draw),
+        "subtitle": vast.subtitle_tokens(words, TEXTS[:n]),
+    }
+
+
+# ------------------------------------------------------- sound -----------------------------------
+def kaldi(samples):
+    """compute-fbank-feats of Kaldi for one window of 400 samples."""
+    x = samples * 2.0**15
+    x = x - x.mean()
+    x = x - 0.97 * np.concatenate([x[:1], x[:-1]])
+    n = np.arange(400)
+    x = x * (0.5 - 0.5 * np.cos(2 * np.pi * n / 399)) ** 0.85
+    power = [
+        abs((x * np.exp(-2j * np.pi * k * n / 512)).sum()) ** 2 for k in range(256)
+    ]  # without Nyquist
+
+    def mel(f):
+        return 1127 * math.log(1 + f / 700)
+
+    low, step, bands = mel(20), (mel(8000) - mel(20)) / 65, []
+    for band in range(64):
+        left, centre, right = (low + (band + k) * step for k in range(3))
+        energy = 0.0
+        for k, p in enumerate(power):
+            m = mel(k * 16000 / 512)
+            energy += p * max(0.0, min((m - left) / step, (right - m) / step))
+        bands.append(math.log(max(energy, np.finfo(np.float32).eps)))
+    return np.array(bands)
+
+
+def test_the_filter_bank_is_kaldi_s():
+    rng = np.random.default_rng(0)
+    samples = 0.1 * np.sin(2 * np.pi * 700 * np.arange(1000) / 16000) + 0.01 * rng.normal(size=1000)
+    bank = filter_bank(samples)
+    assert bank.shape == (4, 64)  # whole windows of 25 ms every 10 ms
+    for window in (0, 3):
+        expected = kaldi(samples[160 * window : 160 * window + 400])
+        assert np.allclose(bank[window], expected, atol=2e-4)
+
+
+def test_slices_of_a_sound():
+    """10.24 s each, normalised and then padded with zeros; whole slices have an empty one more."""
+    rng = np.random.default_rng(0)
+    length = 1024 * 160 + 240  # samples of one slice of whole windows
+    sound = 0.1 * rng.normal(size=2 * 1024 * 160 + 240)
+    bank = (filter_bank(sound) - 15.41663) / (2 * 6.55582)
+    assert len(bank) == 2048
+    for draw, number in ((0.0, 0), (0.5, 1), (None, 1)):
+        got = sound_slice(sound, draw).numpy()
+        assert np.allclose(got, bank[1024 * number : 1024 * (number + 1)], atol=1e-5)
+    assert not sound_slice(sound, 0.99).any()  # the empty third
+    short = sound_slice(sound[: length // 2]).numpy()
+    assert np.allclose(short[:511], bank[:511], atol=1e-5) and not short[512:].any()
+    assert not sound_slice(None).any() and not sound_slice(sound[:100]).any()
+
+
+# ------------------------------------------------------- BEATs -----------------------------------
+def bucket_by_hand(distance):
+    """Of 320: 160 for the keys behind the query; 80 exact ones, then logarithmic ones up to 800."""
+    d = abs(distance)
+    if d >= 80:
+        d = min(159, 80 + int(math.log(d / 80) / math.log(10) * 80))
+    return d + 160 * (distance > 0)
+
+
+def test_beats_is_the_loop():
+    """Convolution of positions with a normalised weight, the gate, the bias and the scale of the
+    residuals, token by token."""
+    size = vast.BeatsSize(width=8, patch_width=6, layers=2, heads=2, groups=2)
+    torch.manual_seed(0)
+    beats = vast.Beats(size).double().eval()
+    with torch.no_grad():
+        for p in beats.parameters():
+            p += 0.2 * torch.randn(p.shape)
+    sound = torch.randn(1, 1024, 64, dtype=torch.float64)
+    patches = sound[0].unfold(0, 16, 16).unfold(1, 16, 16).flatten(0, 1)  # (256, 16, 16)
+    x = torch.einsum("lij,wij->lw", patches, beats.patch_embedding.weight[:, 0])
+    x = beats.post_extract_proj(beats.layer_norm(x))
+    conv = beats.pos_conv
+    weight = conv.weight_v * conv.weight_g / conv.weight_v.pow(2).sum((0, 1), keepdim=True).sqrt()
+    padded, added = F.pad(x, (0, 0, 64, 64)), torch.zeros_like(x)
+    for place in range(256):
+        for out in range(8):
+            group = slice(4 * (out // 4), 4 * (out // 4) + 4)
+            window = padded[place : place + 128, group]
+            added[place, out] = (window.T * weight[out]).sum() + conv.bias[out]
+    x = beats.norm(x + F.gelu(added))
+    buckets = torch.tensor([[bucket_by_hand(j - i) for j in range(256)] for i in range(256)])
+    for layer in beats.layers:
+        attention, heads = layer.self_attn, []
+        for h in range(2):
+            part = slice(4 * h, 4 * h + 4)
+            q, k, v = (
+                getattr(attention, f"{name}_proj")(x)[:, part] for name in ("q", "k", "v")
+            )
+            gates = attention.grep_linear(q)  # (256, 8)
+            g1, g2 = gates[:, :4].sum(1).sigmoid(), gates[:, 4:].sum(1).sigmoid()
+            gate = g1 * (g2 * attention.grep_a[0, h, 0, 0] - 1) + 2
+            bias = gate[:, None] * beats.relative_bias.weight[buckets, h]
+            heads.append((q @ k.T / 2 + bias).softmax(1) @ v)
+        y = attention.out_proj(torch.cat(heads, 1))
+        x = layer.self_attn_layer_norm(4**0.25 * x + y)
+        x = layer.final_layer_norm(4**0.25 * x + layer.fc2(F.gelu(layer.fc1(x))))
+    assert torch.allclose(beats(sound)[0], x, atol=1e-10)
+    far = vast.relative_buckets(1000)
+    assert [far[0, d].item() for d in (79, 80, 800, 999)] == [239, 240, 319, 319]
+    assert far[999, 0] == bucket_by_hand(-999) == 159
+
+
+# ------------------------------------------------------- embeddings ------------------------------
+def test_the_head_reads_the_concatenated_modalities(words):
+    """CLS of the frames, all tokens of the sound and CLS of the subtitle; a bias unless alone."""
+    inputs = clips_of(words)
+    for modalities in vast.MODALITIES:
+        model, _ = model_of(words, modalities, matching=False)
+        parts = {}
+        frames = [model.vision.body.forward_features(x) for x in inputs["frames"].unbind(1)]
+        parts["v"] = (frames[0][:, 0] + frames[1][:, 0]) / 2
+        if "a" in modalities:
+            parts["a"] = model.audio(inputs["sound"]).mean(1)
+        parts["s"] = model.text.states(**inputs["subtitle"])[0][:, 0]
+        joined = torch.cat([parts[letter] for letter in modalities], 1)
+        expected = joined @ model.clip_head.weight.T
+        assert (model.clip_head.bias is None) == (len(modalities) == 1)
+        if len(modalities) > 1:
+            expected = expected + model.clip_head.bias
+        clip, _, features = model(inputs)
+        assert torch.allclose(clip, expected) and torch.allclose(features, joined)
+
+
+def test_a_caption_s_embedding_depends_on_every_word_and_not_on_padding(words):
+    """transformers gives a BERT with cross-attention a causal mask, with which CLS sees nothing."""
+    model, _ = model_of(words)
+    tokens = words([TEXTS[0], "a"])
+    embedding = model(tokens=tokens)[1]
+    for place in range(1, tokens["attention_mask"][0].sum()):
+        ids = tokens["input_ids"].clone()
+        ids[0, place] = 7
+        if not torch.equal(ids, tokens["input_ids"]):
+            other = model(tokens=tokens | {"input_ids": ids})[1]
+            assert (other[0] - embedding[0]).abs().max() > 1e-6, place
+    assert torch.allclose(model(tokens=words(["a"]))[1][0], embedding[1])
+
+
+# ------------------------------------------------------- matching --------------------------------
+def pairs_of(words, clips, texts, target=None):
+    tokens = words(texts)
+    clips = torch.tensor(clips)
+    target = torch.tensor(target or [0] * len(clips))
+    return vast.Pairs(clips, tokens["input_ids"], tokens["attention_mask"], target)
+
+
+def test_the_matching_head_by_hand(words):
+    """Linear, LayerNorm, frame and kind embeddings of each token; all tokens count, padding of the
+    subtitle, too; two layers on CLS."""
+    model, _ = model_of(words)
+    inputs, head = clips_of(words, frames=8), model.matching
+    tokens, parts = model.clip_tokens(inputs), []
+    for kind, frames in (("vision", 8), ("audio", 1), ("subtitle", 1)):
+        x = tokens[kind][1].reshape(frames, -1, tokens[kind].shape[-1])
+        for k in range(frames):
+            y = F.layer_norm(head.linears[kind](x[k]), (64,), eps=1e-12)
+            y = y * head.norms[kind].weight + head.norms[kind].bias + head.kinds[kind][0]
+            if kind != "subtitle":  # four frame embeddings, the nearest for each of eight frames
+                y = y + head.frames[kind][0, k // 2]
+            parts.append(y)
+    sequence = torch.cat(parts)[None]
+    assert sequence.shape[1] == 8 * 17 + 256 + 70
+    words_of_pair = words([TEXTS[2]])
+    states = model.text.body(
+        words_of_pair["input_ids"], words_of_pair["attention_mask"][:, None, None].bool(),
+        encoder_hidden_states=sequence,
+    ).last_hidden_state  # fmt: skip
+    hidden = F.layer_norm(F.gelu(head.linear1(states[:, 0])), (64,), eps=1e-12)
+    expected = head.linear2(hidden * head.layernorm.weight + head.layernorm.bias)
+    got = model(inputs, pairs=pairs_of(words, [0, 1], [TEXTS[0], TEXTS[2]]))[2]
+    assert torch.allclose(got[1:], expected)
+    for place in (0, 8 * 17, 8 * 17 + 256, -1):
+        changed = sequence.clone()
+        changed[0, place] += 1
+        assert not torch.allclose(
+            model.match(changed, pairs_of(words, [0], [TEXTS[2]])), expected, atol=1e-9)
+
+
+def test_negatives_are_drawn_by_their_probability():
+    """softmax(sim / tau) + 1e-4 without the own pair, by the inverse of its distribution."""
+    sim = unit(4, 6) @ unit(4, 6, seed=1).T
+    draws = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
+    for row in range(4):
+        weights = (sim[row] / 0.3).softmax(0) + 1e-4
+        weights[row] = 0
+        rows = torch.stack([
+            vast.hard_negatives(sim, 0.3, u.expand(4))[row] for u in draws[::20]
+        ])
+        share = rows.bincount(minlength=4) / len(rows)
+        assert share[row] == 0
+        assert torch.allclose(share.double(), weights / weights.sum(), atol=2e-3)
+    ends = vast.hard_negatives(sim, 1e-3, torch.tensor([0.0, 0.5, 0.5, 1 - 2**-24]).double())
+    assert (ends != torch.arange(4)).all() and ends.max() < 4
+
+
+def test_pairs_by_hand(words):
+    """Each clip with its caption and a wrong one, each caption with a wrong clip: 3 B, by clip."""
+    image, text = unit(3, D).float(), unit(3, D, seed=1).float()
+    tokens, draws = words(TEXTS), torch.tensor([[0.1, 0.9], [0.5, 0.4], [0.8, 0.2]]).double()
+    pairs = vast.hard_pairs(image, text, tokens, draws, tau=0.5, length=12)
+    sim = image @ text.T
+    expected = {(k, k, 1) for k in range(3)}
+    for k in range(3):
+        for matrix, column in ((sim, 0), (sim.T, 1)):
+            others = [j for j in range(3) if j != k]
+            p = [math.exp(matrix[k, j] / 0.5) for j in range(3)]
+            p = [p[j] / sum(p) + 1e-4 for j in others]
+            wrong = others[int(draws[k, column] * sum(p) >= p[0])]
+            expected.add((k, wrong, 0) if column == 0 else (wrong, k, 0))
+    numbers = {tuple(ids[ids > 0].tolist()): k for k, ids in enumerate(words(TEXTS)["input_ids"])}
+    got = [
+        (clip.item(), numbers[tuple(ids[mask > 0].tolist())], target.item())
+        for clip, ids, mask, target in zip(*pairs)
+    ]
+    assert len(got) == 9 and set(got) == expected and pairs.clips.tolist() == sorted(pairs.clips)
+    part = pairs.of_clips(1, 3)
+    assert (part.clips == 0).sum() == (pairs.clips == 1).sum()
+    logits = torch.tensor([[1.0, 2.0], [0.5, -1.0]])
+    loss = vast.matching_loss(logits, torch.tensor([1, 0]), num_clips=4)
+    by_hand = math.log(1 + math.exp(-1)) + math.log(1 + math.exp(-1.5))
+    assert loss.item() == pytest.approx(by_hand / 12)
+
+
+# ------------------------------------------------------- released weights ------------------------
+def released(words):  # noqa: C901, PLR0912
+    """A file with the released names at small widths, and what is left out of it."""
+    model, _ = model_of(words)
+    rng, file = torch.Generator().manual_seed(5), {}
+
+    def put(name, *shape):
+        file[f"module.{name}"] = torch.randn(shape, generator=rng)
+
+    for name, x in model.vision.body.state_dict().items():
+        put(f"vision_encoder.visual.{name}", *x.shape)
+    put("vision_encoder.visual.head.weight", 5, 64)
+    put("vision_encoder.text.positional_embedding", 7, 8)
+    put("vision_encoder.logit_scale")
+    put("audio_encoder.patch_embedding.weight", 32, 1, 16, 16)
+    for name, width in (("layer_norm", 32), ("encoder.layer_norm", 64)):
+        put(f"audio_encoder.{name}.weight", width)
+        put(f"audio_encoder.{name}.bias", width)
+    put("audio_encoder.post_extract_proj.weight", 64, 32)
+    put("audio_encoder.post_extract_proj.bias", 64)
+    put("audio_encoder.encoder.pos_conv.0.bias", 64)
+    put("audio_encoder.encoder.pos_conv.0.weight_g", 1, 1, 128)
+    put("audio_encoder.encoder.pos_conv.0.weight_v", 64, 16, 128)
+    bias = torch.randn(320, 4, generator=rng)
+    for k in range(2):
+        layer = f"audio_encoder.encoder.layers.{k}."
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            put(f"{layer}self_attn.{name}.weight", 64, 64)
+            put(f"{layer}self_attn.{name}.bias", 64)
+        put(f"{layer}self_attn.grep_linear.weight", 8, 16)
+        put(f"{layer}self_attn.grep_linear.bias", 8)
+        put(f"{layer}self_attn.grep_a", 1, 4, 1, 1)
+        file[f"module.{layer}self_attn.relative_attention_bias.weight"] = bias
+        for name, shape in (("fc1", (256, 64)), ("fc2", (64, 256))):
+            put(f"{layer}{name}.weight", *shape)
+            put(f"{layer}{name}.bias", shape[0])
+        for name in ("self_attn_layer_norm", "final_layer_norm"):
+            put(f"{layer}{name}.weight", 64)
+            put(f"{layer}{name}.bias", 64)
+    for name, x in model.text.body.state_dict().items():
+        put(f"multimodal_encoder.bert.{name}", *x.shape)
+    file["module.multimodal_encoder.bert.embeddings.position_ids"] = torch.arange(128)[None]
+    put("multimodal_encoder.cls.predictions.bias", 50)
+    for name in ("t", "s", "v", "a"):
+        put(f"contra_head_{name}.linear.weight", D, 64)
+    for name in ("va", "vs", "vas"):
+        put(f"contra_head_{name}.weight", D, 64 * len(name))
+        put(f"contra_head_{name}.bias", D)
+    for name, shape in (("linear1", (64, 64)), ("linear2", (2, 64))):
+        put(f"itm_head.{name}.weight", *shape)
+        put(f"itm_head.{name}.bias", shape[0])
+    put("itm_head.layernorm.weight", 64)
+    put("itm_head.layernorm.bias", 64)
+    for kind in ("vision", "audio", "subtitle"):
+        put(f"hidden_trans_{kind}_multimodal.0.weight", 64, 64)
+        for name in ("0.bias", "1.weight", "1.bias"):
+            put(f"hidden_trans_{kind}_multimodal.{name}", 64)
+        put(f"{kind}_type_embeddings", 1, 1, 64)
+    put("vision_frame_embedding", 1, 4, 64)
+    put("audio_frame_embedding", 1, 1, 64)
+    file["module.contra_temp"] = torch.tensor(0.05)
+    return file
+
+
+def write_release(folder, file):
+    (folder / "ckpt").mkdir(parents=True)
+    for step, content in ((9, {}), (10, file)):
+        torch.save(content, folder / "ckpt" / f"model_step_{step}.pt")
+    return str(folder)
+
+
+def test_released_weights_load_by_their_names(words, tmp_path):
+    file = released(words)
+    folder = write_release(tmp_path / "pretrain_vast", file)
+    for modalities, matching in (("vas", True), ("va", True), ("v", False), ("s", False)):
+        model, _ = model_of(words, modalities, matching)
+        loaded, _ = model_of(words, modalities, matching, folder)
+        assert loaded.from_file == model.state_dict().keys()
+        assert loaded.released_tau == pytest.approx(0.05)
+    loaded, _ = build_model(
+        {
+            "image_encoder": "vast-small", "text_encoder": "small", "embed_dim": D,
+            "image_size": 32, "text_length": 12, "text_pooling": "cls",
+            "image_stats": "encoder", "eval_resize": "crop", "modalities": "vas", "matching": True,
+        }, words, False, folder)  # fmt: skip
+    for ours, theirs in (
+        ("clip_head.weight", "contra_head_vas.weight"),
+        ("audio.relative_bias.weight",
+         "audio_encoder.encoder.layers.1.self_attn.relative_attention_bias.weight"),
+        ("audio.norm.bias", "audio_encoder.encoder.layer_norm.bias"),
+        ("audio.layer_norm.bias", "audio_encoder.layer_norm.bias"),
+        ("matching.norms.audio.weight", "hidden_trans_audio_multimodal.1.weight"),
+        ("matching.frames.vision", "vision_frame_embedding"),
+        ("text.projection.weight", "contra_head_t.linear.weight"),
+    ):  # fmt: skip
+        assert torch.equal(loaded.state_dict()[ours], file[f"module.{theirs}"])
+
+
+@pytest.mark.parametrize(
+    "change, words_of_error",
+    [
+        ({"audio_encoder.layer_norm.bias": None}, ("audio.layer_norm.bias", "are missing")),
+        ({"audio_encoder.predictor.weight": torch.ones(3)}, ("audio.predictor.weight",)),
+        ({"itm_head.linear2.bias": torch.ones(3)}, ("matching.linear2.bias",)),
+    ],
+)
+def test_other_weights_are_refused_by_the_first_name(words, tmp_path, change, words_of_error):
+    file = released(words)
+    for name, x in change.items():
+        file.pop(f"module.{name}", None)
+        if x is not None:
+            file[f"module.{name}"] = x
+    folder = write_release(tmp_path / "release", file)
+    with pytest.raises(UserError) as error:
+        model_of(words, weights=folder)
+    assert all(word in str(error.value) for word in words_of_error), error.value
