@@ -865,12 +865,13 @@ def encode(model, inputs, slip=False):
     Returns: (b, D) each: I, T; or I~, T~; or I, T, I~, T~. With slip: I, T and the features
         (b, width) of views 1 and 2.
     """
+    from accelerate.utils import concatenate
     pixels = list(inputs["pixels"].values())                               # (b, [T,] 3, S, S) each
     texts = list(inputs["tokens"].values())
     tokens = {}
     for name in texts[0]:
         tokens[name] = torch.cat([text[name] for text in texts])           # (b, L) or (2b, L)
-    image, text, features = model(torch.cat(pixels), tokens)
+    image, text, features = model(concatenate(pixels), tokens)
     if slip:
         _, features_1, features_2 = features.chunk(3)                      # (b, width)
         return image.chunk(3)[0], text, features_1, features_2

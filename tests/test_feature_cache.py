@@ -305,7 +305,7 @@ def test_what_cannot_be_read_is_replaced_in_training_and_left_out_in_evaluation(
     rows = [2, 3, 4, 5, len(train) - 1]
     _, rows_read = features.views(train, [common.Augment(SIDE)]).choose(0, 0, np.array(rows))
     assert rows_read.tolist() == [2, 5, 5, 5, 0]
-    readable, pixels, reasons = features.plain(train, features.transform).read(rows)
+    readable, pixels, reasons, _ = features.plain(train, features.transform).read(rows)
     assert readable == [2, 5] and len(pixels) == 2 and set(reasons) == {3, 4, len(train) - 1}
     flags = flags_of("ncl", csv, tmp_path / "cache", "--max-bad-fraction", 0.5)
     run_script(ncl, tmp_path / "run", *flags)

@@ -3,18 +3,21 @@ whole runs of mmts.py with it."""
 
 import math
 
+import common
 from contrastive.core.processes import UserError
-from contrastive.data.sound import SLICE_LENGTH, filter_bank, sound_slice
+from contrastive.data.batches import Samples, collate
+from contrastive.data.sound import SLICE_LENGTH, filter_bank, read_sound, sound_slice
 from contrastive.encoders import vast
 from contrastive.encoders.models import build_model
 from contrastive.encoders.texts import Tokenizer, train_wordpiece
 
+import av
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from helpers import unit
+from helpers import frame, open_splits, unit, write_files, write_rows, write_video
 
 D = 24  # width of the embeddings
 TEXTS = ["a red apple falls", "the blue bird flies", "one green car"]
@@ -101,6 +104,122 @@ def test_slices_of_a_sound():
     short = sound_slice(sound[: length // 2]).numpy()
     assert np.allclose(short[:511], bank[:511], atol=1e-5) and not short[512:].any()
     assert not sound_slice(None).any() and not sound_slice(sound[:100]).any()
+
+
+def tone(pitch, seconds, rate=16000):
+    return np.sin(2 * np.pi * pitch * np.arange(round(seconds * rate)) / rate).astype(np.float32)
+
+
+def write_sound(path, channels, rate, codec="pcm_s16le", frames=()):
+    """A file of sound, or of video frames with sound."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    samples = np.ascontiguousarray((np.stack(channels) * 0.5).astype(np.float32))
+    with av.open(str(path), "w") as out:
+        layout = "stereo" if len(channels) > 1 else "mono"
+        stream = out.add_stream(codec, rate=rate, layout=layout)
+        if len(frames):
+            video = out.add_stream("libx264", rate=10)
+            video.height, video.width = frames[0].shape[:2]
+        for k, picture in enumerate(frames):
+            shown = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="yuv420p")
+            shown.pts = k
+            out.mux(video.encode(shown))
+        if len(frames):
+            out.mux(video.encode(None))
+        heard = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
+        heard.sample_rate, heard.pts = rate, 0
+        encoder = av.AudioResampler(
+            format=stream.codec_context.format, layout=layout, rate=rate,
+            frame_size=stream.codec_context.frame_size or 1024)  # fmt: skip
+        for frame in [*encoder.resample(heard), *encoder.resample(None)]:
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    return path
+
+
+def pitch_of(samples):
+    """The loudest frequency in Hz, at 16 kHz."""
+    return abs(np.fft.rfft(samples)).argmax() * 16000 / len(samples)
+
+
+def test_sound_of_files(tmp_path):
+    """The first channel at 16 kHz; a window of it; a video without sound has none."""
+    two = [np.concatenate([tone(440, 2, 44100), tone(880, 2, 44100)]), tone(3000, 4, 44100)]
+    wav = write_sound(tmp_path / "a.wav", two, 44100)
+    mp3 = write_sound(tmp_path / "a.mp3", [np.concatenate([tone(440, 2), tone(880, 2)])], 16000,
+                      "libmp3lame")  # fmt: skip
+    mp4 = write_sound(tmp_path / "a.mp4", two, 44100, "aac", [frame(k) for k in range(40)])
+    for file in (wav, mp3, mp4, wav.read_bytes()):
+        whole = read_sound(file)
+        assert abs(len(whole) - 64000) < 4000 and 0.3 < abs(whole[8000:24000]).max() < 0.7
+        assert pitch_of(whole[4000:28000]) == pytest.approx(440, abs=2)
+        part = read_sound(file, 2.5, 3.5)
+        assert abs(len(part) - 16000) < 200 and pitch_of(part) == pytest.approx(880, abs=2)
+    assert read_sound(wav, 9, 10) is None
+    assert read_sound(write_video(tmp_path / "b.mp4", range(8))) is None
+    with pytest.raises((OSError, ValueError)):
+        read_sound(b"not a sound")
+
+
+# ------------------------------------------------------- data ------------------------------------
+def test_youcook2_in_vast_s_layout(tmp_path):
+    """[{video_id, desc, subtitle}], audios/ID.wav or .mp3, else the clip's own sound, else none."""
+    for k, name in enumerate(("yt1_0_4", "yt1_4_8", "yt2_1_3", "yt3_2_9")):
+        write_video(tmp_path / "videos" / f"{name}.mp4", range(8 * k, 8 * k + 8))
+    write_sound(tmp_path / "audios" / "yt1_0_4.wav", [tone(440, 3)], 16000)
+    write_sound(tmp_path / "audios" / "yt1_4_8.mp3", [tone(880, 3)], 16000, "libmp3lame")
+    write_sound(tmp_path / "videos" / "yt2_1_3.mp4", [tone(1760, 3)], 16000, "aac",
+                [frame(k) for k in range(8)])  # fmt: skip
+    rows = [
+        {"video_id": "yt1_0_4", "desc": "chop the onion", "subtitle": "so now chop it"},
+        {"video_id": "yt1_4_8", "desc": "fry it", "subtitle": ""},
+        {"video_id": "yt2_1_3", "desc": "add salt", "subtitle": "salt goes in"},
+        {"video_id": "yt3_2_9", "desc": "stir", "subtitle": "keep going"},
+    ]
+    write_files(tmp_path, {"descs_cap_train.json": rows, "descs_cap_test.json": rows[:3]})
+    write_files(tmp_path, {"youcookii_annotations_trainval.json": {"database": {}}})
+    options = {"data_dir": str(tmp_path), "modalities": "vas", "frames": 4, "eval_frames": 6}
+    train = common.load_data("youcook2", "train", **options)
+    test = common.load_data("youcook2", "test", **options)
+    assert (train.read(0).shape[0], test.read(0).shape[0]) == (4, 6)
+    assert [train.captions(k)[0] for k in range(4)] == [row["desc"] for row in rows]
+    assert "1 without sound, which is zeros" in train.note and "1 without a subtitle" in train.note
+    for k, pitch in enumerate((440, 880, 1760)):
+        assert pitch_of(train.samples(k)[4000:40000]) == pytest.approx(pitch, abs=2)
+        beside = train.beside(k)
+        assert torch.equal(beside["sound"], sound_slice(train.samples(k)))
+        assert beside["subtitle"] == rows[k]["subtitle"]
+    assert train.samples(3) is None and not train.beside(3)["sound"].any()
+    assert train.available_modalities() == "vas"
+    (tmp_path / "youcookii_annotations_trainval.json").unlink()
+    only = common.load_data("youcook2", "test", data_dir=str(tmp_path), modalities="v")
+    assert len(only) == 3 and only.beside(0) == {}
+
+
+def test_own_csv_with_sound_and_subtitles(tmp_path):
+    """A column of each; the windows of a video cut its sound, too; a batch has them as tensors."""
+    write_video(tmp_path / "a.mp4", range(40))
+    write_video(tmp_path / "b.mp4", range(40))
+    write_sound(tmp_path / "a.wav", [np.concatenate([tone(440, 2), tone(880, 2)])], 16000)
+    table = [
+        ("a.mp4", 0.0, 2.0, "one", "a.wav", "first words"),
+        ("a.mp4", 2.0, 4.0, "two", "a.wav", "then others"),
+        ("b.mp4", 0.0, 4.0, "three", "", ""),
+        ("b.mp4", 0.0, 3.0, "four", "lost.wav", ""),
+    ]
+    header = ["video", "start", "end", "caption", "audio", "subtitle"]
+    path = write_rows(tmp_path / "own.csv", header, [(*row, ) for row in table])
+    write_rows(path, [*header, "split"], [(*row, "train") for row in table])
+    data = open_splits(path, modalities="vas", frames=3)["train"]
+    for k, pitch in ((0, 440), (1, 880)):
+        assert pitch_of(data.samples(k)) == pytest.approx(pitch, abs=2)
+    note = data.note
+    assert "2 without sound" in note and "2 without a subtitle" in note and "lost.wav" in note
+    items = Samples(data, [common.Augment(16, 1.0)], seed=0).__getitems__([(0, 1), (0, 2)])
+    beside = collate(items)["beside"]
+    assert beside["subtitle"] == ["then others", ""]
+    assert beside["sound"].shape == (2, 1024, 64) and not beside["sound"][1].any()
+    assert open_splits(path, frames=3)["train"].beside(0) == {}
 
 
 # ------------------------------------------------------- BEATs -----------------------------------
@@ -214,7 +333,7 @@ def test_the_matching_head_by_hand(words):
                 y = y + head.frames[kind][0, k // 2]
             parts.append(y)
     sequence = torch.cat(parts)[None]
-    assert sequence.shape[1] == 8 * 17 + 256 + 70
+    assert sequence.shape[1] == 8 * 17 + 64 + 70
     words_of_pair = words([TEXTS[2]])
     states = model.text.body(
         words_of_pair["input_ids"], words_of_pair["attention_mask"][:, None, None].bool(),
@@ -224,7 +343,7 @@ def test_the_matching_head_by_hand(words):
     expected = head.linear2(hidden * head.layernorm.weight + head.layernorm.bias)
     got = model(inputs, pairs=pairs_of(words, [0, 1], [TEXTS[0], TEXTS[2]]))[2]
     assert torch.allclose(got[1:], expected)
-    for place in (0, 8 * 17, 8 * 17 + 256, -1):
+    for place in (0, 8 * 17, 8 * 17 + 64, -1):
         changed = sequence.clone()
         changed[0, place] += 1
         assert not torch.allclose(

@@ -54,6 +54,8 @@ def load_data(name, split, options=None, **flags):
     name, revision = partition_name(name, "@")
     if revision:
         options = options.replace(revision=revision)
+    if split != "train" and options.eval_frames:
+        options = options.replace(frames=options.eval_frames)
     check_revision(name, options)
     data = open_split(name, split, options)
     if options.feature_dir:
@@ -62,6 +64,8 @@ def load_data(name, split, options=None, **flags):
         check_streaming(name, data, options)
     if options.join_captions:
         data = join_captions(data)
+    if options.modalities != "v" and not data.streamed:
+        data = dataclasses.replace(data, modalities=options.modalities)
     if counts_same_text_as_wrong(name, options) and not data.streamed:
         data = dataclasses.replace(data, same_text="wrong")
     if split == "train":

@@ -20,7 +20,8 @@ from contrastive.core.processes import UserError
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import files_below
 from contrastive.data.pixels import VIDEO_TYPES
-from contrastive.data.table import Data, make_table, with_note
+from contrastive.data.sound import SOUND_TYPES, has_sound
+from contrastive.data.table import Data, make_table, with_column, with_note
 
 
 # ---- annotation files ----
@@ -163,6 +164,48 @@ def video_index(folder):
     return index
 
 
+@functools.lru_cache(maxsize=16)
+def sound_index(folder):
+    """{stem: path} of the files of sound below a folder."""
+    index = {}
+    for path in sorted(map(Path, files_below(folder))):
+        if path.suffix.lower()[1:] in SOUND_TYPES:
+            index.setdefault(path.stem, str(path))
+    return index
+
+
+def with_sound(data, files):
+    """The data with a column `sound`, and a note of how many examples have none, which is zeros
+    then.
+
+    Args:
+        files: M paths of files of sound; None = the sound of the clip's own file, if it has one.
+    """
+    import datasets
+
+    column = []
+    for file, cell in zip(files, data.sources["source"][:]):
+        if file is None and has_sound(cell["path"]):
+            file = ""  # the clip's own
+        column.append(file)
+    data = with_column(data, "sound", column, datasets.Value("string"))
+    num_missing = column.count(None)
+    if num_missing:
+        data = with_note(data, f"{num_missing:,} without sound, which is zeros")
+    return data
+
+
+def with_subtitle_note(data, options):
+    """The data with a note of how many examples have no subtitle, if these are read."""
+    subtitles = data.column("subtitle")
+    if "s" not in options.modalities or subtitles is None:
+        return data
+    num_missing = len([text for text in subtitles if not text])
+    if num_missing:
+        data = with_note(data, f"{num_missing:,} without a subtitle")
+    return data
+
+
 def video_folder(options, root=None):
     """The folder of the videos, or of their features.
 
@@ -212,7 +255,14 @@ def clips_of(name, split, rows, options, *, classes=None, clip=None, videos=None
     if clip is None:
         clip = clip_options(options)
     data = Data(name, split, table, clip=clip, **attributes)
-    return with_note(data, *left_out_notes(joined, folder, data.labels))
+    data = with_note(data, *left_out_notes(joined, folder, data.labels))
+    if "a" in options.modalities:
+        sounds = {}
+        for root in filter(None, (options.video_dir, options.data_dir)):
+            sounds = sound_index(str(Path(root).expanduser())) | sounds
+        files = [sounds.get(Path(video).stem) for video, *_ in joined.examples]
+        data = with_sound(data, files)
+    return with_subtitle_note(data, options)
 
 
 class JoinedRows:

@@ -20,6 +20,7 @@ UNREADABLE = "could not be read when its features were computed"
 TRIES = 100  # unreadable samples in a row, after which a run stops
 LOADER_SECONDS = 1200  # without a batch, after which workers count as dead
 FRAME_DRAWS = 99  # stream of random numbers that place the frames of a clip
+SOUND_DRAWS = 97  # stream of random numbers that choose the slice of a sound
 TEXT_DRAWS = 32  # random numbers of an example for its texts
 TEXT_CHOICE = 199  # stream of random numbers that choose among the kept texts T~
 
@@ -86,7 +87,7 @@ class Samples(torch.utils.data.Dataset):
         data = self.data
         draws = frame_draws(data.clip, self.seed, epoch, index)
         item = {"views": None, "captions": None, "keys": "", "index": index, "rows": index,
-                "epochs": epoch, "bad": []}
+                "epochs": epoch, "bad": [], "beside": {}}
         for attempt in range(min(TRIES, len(data))):
             row = (index + attempt) % len(data)
             try:
@@ -94,6 +95,7 @@ class Samples(torch.utils.data.Dataset):
                     image = data.read_source(source, draws)
                 else:
                     image = data.read(row, draws)
+                item["beside"] = beside_of(data, row, self.seed, epoch, index)
             except Exception as error:
                 item["bad"].append((data.key(row), first_line(error)))
                 continue
@@ -110,6 +112,13 @@ def frame_draws(clip, seed, epoch, number):
     if clip is None or clip.sampling != "random":
         return None
     return uniforms(seed, epoch, [number], clip.frames, stream=FRAME_DRAWS)[0]
+
+
+def beside_of(data, row, seed, epoch, number):
+    """What is read of a row beside its pixels, with a random slice of its sound."""
+    if data.modalities == "v":
+        return {}
+    return data.beside(row, uniforms(seed, epoch, [number], 1, stream=SOUND_DRAWS)[0, 0])
 
 
 def crop_views(image, augments, seed, epoch, number):
@@ -139,26 +148,62 @@ def collate(items):
     for pairs in batch["bad"]:
         bad += pairs
     batch["bad"] = bad
+    batch["beside"] = join_beside(batch.pop("beside", []))
     return batch
 
 
-def read_batch(data, transform, rows):
+def join_beside(parts):
+    """What lies beside the pixels of b examples, as one dict: sound (b, 1024, 64), subtitle, b
+    texts; {} if there are pixels alone."""
+    joined = {}
+    for name in set().union(*parts):
+        # of an example that cannot be read there is nothing, nor is there a batch
+        joined[name] = [part[name] for part in parts if part]
+    if "sound" in joined:
+        joined["sound"] = torch.stack(joined["sound"])
+    return joined
+
+
+def clip_inputs(frames, beside, transform):
+    """What a model reads of clips: the frames (b, T, 3, S, S) or, with sounds or subtitles beside
+    them, {frames, sound: (b, 1024, 64), subtitle: {input_ids, attention_mask: (b, L)}}.
+
+    Args:
+        beside: as join_beside makes it.
+        transform: EvalTransform of the model, which has the tokenizer of subtitles.
+    """
+    if not beside:
+        return frames
+    inputs = {"frames": frames}
+    if "sound" in beside:
+        inputs["sound"] = to_device(beside["sound"], frames.device)
+    if "subtitle" in beside and transform.subtitle_tokens is not None:
+        tokens = transform.subtitle_tokens(beside["subtitle"])
+        inputs["subtitle"] = {name: to_device(x, frames.device) for name, x in tokens.items()}
+    return inputs
+
+
+def read_batch(data, transform, rows, modalities="v"):
     """Reads some rows of a split for an evaluation.
 
+    Args: modalities: what the model reads; beside "v" only if the data are opened with them.
     Returns: the rows that can be read; their pixels (b, [T,] 3, S, S), one tensor because a worker
         sends each tensor as an open file, of which 1,024 is the usual limit, or None; {row: reason}
-        of the others.
+        of the others; what lies beside the pixels, as join_beside makes it.
     """
-    readable, pixels, unreadable = [], [], {}
+    readable, pixels, unreadable, beside = [], [], {}, []
     for row in rows:
         try:
-            pixels.append(transform.raw(data.read(row)))
+            image = transform.raw(data.read(row))
+            if modalities != "v":
+                beside.append(data.beside(row))
+            pixels.append(image)
             readable.append(row)
         except Exception as error:
             unreadable[row] = first_line(error)
     if not pixels:
-        return readable, None, unreadable
-    return readable, torch.stack(pixels), unreadable
+        return readable, None, unreadable, {}
+    return readable, torch.stack(pixels), unreadable, join_beside(beside)
 
 
 # ---- the loader ----
@@ -197,6 +242,7 @@ class Batches:
         captions: B lists of str        keys: B names of rows
         index: (B,) row numbers         rows: (B,) those that were read, in place of bad ones
         draws: (B, 32) random numbers for the texts
+        (with sounds or subtitles, a view is a dict, as clip_inputs makes it)
         epoch, seconds waited for data, and bad: [(key, reason)], which is for count_bad
     Sets in memory are cropped on the device in batch, files one by one by DataLoader workers.
 
@@ -311,8 +357,10 @@ class Batches:
                 draws = uniforms(self.seed, epoch, index, augment.DRAWS, stream)
                 views.append(crop_batch(augment, images, draws))
             captions = [data.training_captions(i, self.seed, epoch, i) for i in index]
+            beside = [beside_of(data, i, self.seed, epoch, i) for i in index]
             yield {"views": views, "captions": captions, "keys": [data.key(i) for i in index],
-                   "index": index, "rows": index, "epochs": np.full(len(index), epoch), "bad": []}
+                   "index": index, "rows": index, "epochs": np.full(len(index), epoch), "bad": [],
+                   "beside": join_beside(beside)}
 
     def choose_features(self):
         """Yields raw batches whose views are features of a frozen encoder."""
@@ -375,7 +423,8 @@ class Batches:
         draws = to_device(torch.from_numpy(np.stack(draws)), self.device)   # (V, B, DRAWS)
         views = []
         for view, function, u in zip(raw["views"], functions, draws):
-            views.append(self.finish_view(view, function, u))
+            view = self.finish_view(view, function, u)
+            views.append(clip_inputs(view, raw["beside"], self.transform))
         return views
 
     def finish_view(self, view, function, draws):

@@ -134,7 +134,7 @@ class FeatureTable:
         readable = rows[is_readable]
         unreadable = dict.fromkeys(rows[~is_readable].tolist(), UNREADABLE)
         features = self.take(readable) if len(readable) else None           # (b, ...)
-        return readable.tolist(), features, unreadable
+        return readable.tolist(), features, unreadable, {}
 
 
 class Block(NamedTuple):
@@ -295,7 +295,7 @@ class ImageFeatures:
             chunks, num_workers(data, self.workers), batch_size=None,
             pin_memory=self.device.type == "cuda",
             collate_fn=functools.partial(read_batch, data, transform))
-        for rows, (readable, pixels, _) in zip(chunks, batches):
+        for rows, (readable, pixels, *_) in zip(chunks, batches):
             if pixels is None:  # one image of zeros, for the shape of the features
                 pixels = torch.zeros(1, *shape_of_clips(data), 3, transform.size, transform.size)
             pixels = pixels.to(self.device, non_blocking=True)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from contrastive.core.processes import UserError
 from contrastive.data.emoji import digest, list_drawings
 from contrastive.data.registry import SPLITS
+from contrastive.data.sound import RATE
 from contrastive.data.table import Data, make_table, with_note
 from contrastive.data.views import luma, shift_hue, uniforms
 
@@ -42,6 +43,8 @@ COLOURS = {
     "green": (165, 220, 165)}
 # Drawings. With 24 verbs they make 2,880 pairs, an eighth of them for val and an eighth for test.
 NOUNS = 120
+TONE_SECONDS = 0.64  # of the verb, and then of the noun
+TONES = (200.0, 3200.0)  # Hz, the lowest and the highest
 NOUN_CLASSES = re.compile(
     "animal|food|plant|transport|household|clothing|tool|music|sport|game|phone|computer|light|"
     "office|sky|place")
@@ -180,7 +183,8 @@ def load_moving_emoji(name, split, options):
     """One split of moving-emoji, (M, T, 3, H, W) in memory.
 
     Columns: label = verb, noun, colour (classes), group (same verb, noun and colour), noisy
-    (no clip), question, answer, choices (five), question_type, with regions boxes.
+    (no clip), question, answer, choices (five), question_type, with regions boxes, with --modalities
+    subtitle.
     Raises: UserError for too few training clips, or too many regions.
     """
     frames = options.frames or DEFAULT_FRAMES
@@ -201,10 +205,15 @@ def load_moving_emoji(name, split, options):
     if options.regions:
         boxes = find_boxes(clips, frames, size)                                 # (M, T, 5, 4)
         columns["boxes"] = boxes[:, :, :options.regions].tolist()
+    if "s" in options.modalities:
+        columns["subtitle"] = [
+            subtitle_of(clips, row, sprites.names) for row in range(len(clips))]
     table = make_table(
         captions, [f"{split} {row}" for row in range(len(clips))],
         classes={**classes, "label": classes["verb"]}, **columns)
     data = Data(name, split, table, pixels=render(clips, frames, size))
+    if "a" in options.modalities:
+        data = dataclasses.replace(data, draw_sound=functools.partial(draw_tones, clips))
     num_descriptions = len(np.unique(clips.groups))
     return with_note(
         data, f"{num_descriptions} descriptions; law of val and test: {options.clip_law}")
@@ -337,6 +346,25 @@ def captions_of(clips, row, names):
             article = "an"
         captions.append(template.format(a=article, noun=noun, verb=phrase, colour=colour))
     return captions
+
+
+def subtitle_of(clips, row, names):
+    """What is said in one clip: its noun and verb, in words of its second and third caption."""
+    verb = list(MOTIONS)[clips.verbs[row]]
+    u = clips.draws[row]                                                        # (8,)
+    noun = choose(names[clips.nouns[row]], u[6], 1)
+    phrase = choose(MOTIONS[verb].phrases, u[5], 2)
+    return f"now look at the {noun}, it {phrase}"
+
+
+def draw_tones(clips, row):
+    """The sound of one clip: a tone for its verb, then one for its noun, (samples,) at 16 kHz."""
+    low, high = TONES
+    places = np.array([
+        clips.verbs[row] / (len(MOTIONS) - 1), clips.nouns[row] / (NOUNS - 1)])
+    pitches = low * (high / low) ** places                                      # (2,) Hz
+    seconds = np.arange(round(TONE_SECONDS * RATE)) / RATE
+    return 0.3 * np.sin(2 * np.pi * pitches[:, None] * seconds).flatten()
 
 
 def choose(words, u, k):

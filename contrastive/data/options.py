@@ -22,6 +22,10 @@ class DataOptions:
     # ---- of any data set ----
     # Frames of a clip. 0 = the data set's own number: 12 of a video, 4 of moving-emoji.
     frames: int = 0
+    # Frames of a clip of val and test. 0 = as many as in training.
+    eval_frames: int = 0
+    # What is read of a clip: letters of v (frames), a (sound) and s (subtitle).
+    modalities: str = "v"
     # Times of these frames: "uniform" (also ""), "middle" or "random"; see frames.read_frames.
     frame_sampling: str = ""
     # Folder that keeps the decoded frames of each clip. "" = none.

@@ -10,6 +10,7 @@ import io
 import numpy as np
 import torch
 
+SOUND_TYPES = ("wav", "mp3", "flac", "m4a", "ogg")
 RATE = 16_000  # samples a second
 WINDOW = 400  # samples: 25 ms
 HOP = 160  # samples: 10 ms
@@ -62,6 +63,18 @@ def read_sound(source, start=None, end=None):
     if not len(samples):
         return None
     return samples
+
+
+@functools.lru_cache(maxsize=2**16)
+def has_sound(path):
+    """Whether a file has a sound track; False if it cannot be opened."""
+    import av
+
+    try:
+        with av.open(path) as container:
+            return len(container.streams.audio) > 0
+    except (OSError, ValueError):
+        return False
 
 
 # ---- from samples to a slice ----

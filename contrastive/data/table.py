@@ -6,6 +6,7 @@ import hashlib
 
 from contrastive.core.processes import UserError
 from contrastive.data.pixels import decode, read_part
+from contrastive.data.sound import read_sound, sound_slice
 from contrastive.data.views import uniforms
 
 import numpy as np
@@ -42,6 +43,7 @@ class TrainingSet:
     caption_numbers = None  # (M,) number of the one caption of each row, after unfold()
     held_out = ()  # names of the rows of train that became val or test
     before_extra_pairs = None  # the set without the rows that --extra-pairs added
+    modalities = "v"  # what is read of a clip, letters of v, a and s
 
     @property
     def full_name(self):
@@ -69,6 +71,7 @@ class Data(TrainingSet):
         captions (list of str) and key (str), the name of the row
         source: a struct of path or bytes; offset and size inside a tar; start and end in seconds
         label, verb, noun: classes          group: rows of one group are positives of each other
+        subtitle (str); sound: path of its file, "" = that of the source, None = there is none
         question (None in rows of --extra-pairs), answer, choices, question_type, pair
     """
 
@@ -78,6 +81,9 @@ class Data(TrainingSet):
     # ---- pixels, if they are not in the files of the column source ----
     pixels: torch.Tensor = None
     clip: object = None
+    # ---- beside the pixels ----
+    modalities: str = "v"
+    draw_sound: object = None  # function of a row of the first table -> samples; of drawn sets
     # ---- rows ----
     shards: np.ndarray = None  # (M,) number of the tar of each row
     rows: np.ndarray = None  # (M,) row numbers in the table that was opened first
@@ -197,6 +203,48 @@ class Data(TrainingSet):
         if self.clip is None:
             return decode(content)
         return self.clip(content, source.get("start"), source.get("end"), draws)
+
+    def beside(self, i, draw=None):
+        """What is read of row i beside its pixels, by `modalities`: {sound: (1024, 64) slice,
+        subtitle: str}; zeros and "" if it has none.
+
+        Args:
+            draw: number in 0..1 that chooses the slice; None = as in evaluation.
+        Raises: whatever the reader of a damaged file raises.
+        """
+        parts = {}
+        if "a" in self.modalities:
+            parts["sound"] = sound_slice(self.samples(i), draw)
+        if "s" in self.modalities:
+            parts["subtitle"] = ""
+            if "subtitle" in self.texts.column_names:
+                parts["subtitle"] = self.cell("subtitle", i) or ""
+        return parts
+
+    def samples(self, i):
+        """The sound of row i, (samples,) at 16 kHz, or None."""
+        if self.draw_sound is not None:
+            return self.draw_sound(self.rows[i])
+        if "sound" not in self.texts.column_names:
+            return None
+        path = self.cell("sound", i)
+        if path is None:
+            return None
+        source = self.sources[int(i)]["source"]
+        return read_sound(
+            path or source.get("bytes") or source["path"], source.get("start"), source.get("end"))
+
+    def available_modalities(self):
+        """Those of `modalities` that some row has; frames always."""
+        letters = ""
+        for letter in self.modalities:
+            if letter == "v" or letter == "a" and self.draw_sound is not None:
+                letters += letter
+                continue
+            values = self.column({"a": "sound", "s": "subtitle"}[letter]) or []
+            if any(value is not None and (value or letter == "a") for value in values):
+                letters += letter
+        return letters
 
     def __getitem__(self, i):
         item = {"pixels": self.read(i), "captions": self.captions(i), "key": self.key(i)}

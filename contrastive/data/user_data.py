@@ -15,7 +15,7 @@ from pathlib import Path
 
 from contrastive.core.processes import UserError, opening
 from contrastive.data.annotations import (
-    TEXT_OF_LIST, Videos, parse_list, video_folder, window_key)
+    TEXT_OF_LIST, Videos, parse_list, video_folder, window_key, with_sound, with_subtitle_note)
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
     SPLIT_WORDS, holds_tars, media_kind, read_tables, settle_eval, split_of_name)
@@ -135,6 +135,8 @@ def data_of_tables(name, tables, options, root, *, joins_rows=True):
         if num_unknown:
             user.notes.append(f"{num_unknown:,} without a class")
     data = with_note(data, *user.notes)
+    if is_video and options.modalities != "v":
+        data = add_beside(data, user, examples, options, root)
 
     splits = np.array([example.split for example in examples])
     result = {}
@@ -440,6 +442,34 @@ def table_of_files(user, examples, root, is_video):
         sources.append(source)
         keys.append(key)
     return make_table([example.captions for example in examples], keys, sources)
+
+
+def add_beside(data, user, examples, options, root):
+    """The data with the columns sound and subtitle, by the columns `audio` (a file; empty = the
+    video's own sound) and `subtitle` of the first row of each example."""
+    import datasets
+
+    rows = [example.row for example in examples]
+    table = user.table.select(rows)
+    if "s" in options.modalities and "subtitle" in table.column_names:
+        subtitles = [(text or "").strip() for text in table["subtitle"][:]]
+        data = with_column(data, "subtitle", subtitles, datasets.Value("string"))
+        data = with_subtitle_note(data, options)
+    if "a" not in options.modalities or user.in_table:
+        return data
+    files = [None] * len(rows)
+    if "audio" in table.column_names:
+        missing = []
+        for place, name in enumerate(table["audio"][:]):
+            path = os.path.join(root, name or "")
+            if name and os.path.isfile(path):
+                files[place] = path
+            elif name:
+                missing.append(name)
+        if missing:
+            data = with_note(data, f"{len(missing):,} files of sound are not there, first "
+                                   f"{missing[0]}")
+    return with_sound(data, files)
 
 
 # ---- further captions ----

@@ -25,8 +25,8 @@ CATEGORIES = (  # of MSR-VTT, by its own numbers
 
 # ---- one reader for the files of the hub, and one for each set's own ----
 def read_hub_file(files, class_names=None):
-    """Rows of a file with a row for each clip, as the hub has them; `segment`, or start and end,
-    are its window.
+    """Rows of a file with a row for each clip, as the hub or VAST has them; `segment`, or start and
+    end, are its window.
 
     Args:
         class_names: by the number in the column `category`, if it has one.
@@ -44,12 +44,14 @@ def read_hub_file(files, class_names=None):
         else:
             start = row.get("start")
             end = row.get("end")
-        captions = row["caption"] if "caption" in row else row["sentence"]
+        captions = row.get("caption") or row.get("sentence") or row["desc"]
         example = {
             "video": row.get("video") or row.get("video_path") or row["video_id"],
             "captions": captions,
             "start": start,
             "end": end}
+        if "subtitle" in row:
+            example["subtitle"] = row["subtitle"] or ""
         if class_names and "category" in row:
             example["label"] = class_names[row["category"]]
         yield example
@@ -141,6 +143,8 @@ class Layout:
     is_paragraph: bool = False  # whether the captions of a video are one text
     is_grouped: bool = False  # whether video -> text ranks videos by their best caption
     at_rest: str = "uniform"  # where random frames lie in evaluation (VAST: in the middles)
+    # {split: VAST's file of [{video_id, desc, subtitle}]}, which comes first if subtitles are read
+    with_subtitles: dict = dataclasses.field(default_factory=dict)
 
 
 LAYOUTS = {
@@ -168,8 +172,10 @@ LAYOUTS = {
     "youcook2": Layout(
         youcook2,
         {"train": ["youcookii_annotations_trainval.json", "*train*.json*", "*train*.parquet"],
-         "test": ["youcookii_annotations_trainval.json", "*val*.json*", "*val*.parquet"]},
-        at_rest="middle"),
+         "test": ["youcookii_annotations_trainval.json", "*val*.json*", "*val*.parquet",
+                  "*descs*test*.json"]},
+        at_rest="middle",
+        with_subtitles={"train": "*descs*train*.json", "test": "*descs*test*.json"}),
     "ssv2-lt": Layout(
         ssv2_lt, {"train": ["train.csv"], "val": ["trainval.csv"], "test": ["val.csv"]},
         at_rest="middle"),
@@ -199,6 +205,8 @@ def load(name, split, options):
 def find_annotations(name, split, options):
     """The Files of a set, in its folder or in the hub's cache, that found the split's own file."""
     patterns = LAYOUTS[name].files[split]
+    if "s" in options.modalities and split in LAYOUTS[name].with_subtitles:
+        patterns = [LAYOUTS[name].with_subtitles[split], *patterns]
     repository = SETS[name].repository
     files = files_of(name, options)
     is_local = options.data_dir or files.has(*patterns)

@@ -9,7 +9,7 @@ from contrastive.encoders.base import channels_last, clip_width, recompute
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.models import build_model, spec_of
 from contrastive.encoders.texts import build_tokenizer
-from contrastive.core.processes import say
+from contrastive.core.processes import UserError, say
 
 VAST_TEXT_ENCODER, VAST_WIDTH = "google-bert/bert-base-uncased", 512
 TOKENIZER_TEXTS = 200_000  # captions from which a tokenizer learns its vocabulary
@@ -58,8 +58,11 @@ def build_towers(args, train, run, texts=None, questions=None):
             args.clean_captions, keep=bool(args.resume), start=args.init_from)
     kind = encoder_kind(args.image_encoder)
     if kind.family == "vast":
-        spec["modalities"] = "v"
+        spec["modalities"] = modalities_of(args, train)
         spec["matching"] = False
+    elif getattr(args, "modalities", "v") != "v":
+        raise UserError(f"--modalities {args.modalities}: {args.image_encoder} reads frames alone; "
+                        "--image-encoder vast reads sound and subtitles")
     if kind.reads_files:
         spec["features"] = feature_shape(train, args.image_encoder)
     if kind.fixed_frames and frames_of(train):
@@ -84,6 +87,22 @@ def build_towers(args, train, run, texts=None, questions=None):
     if tokenizer:
         tokenizer.device = run.device  # not before: build_model tries texts where the model is
     return tower, tokenizer, transform
+
+
+def modalities_of(args, train):
+    """Those of --modalities that the training data have. Raises UserError if none is left, or
+    there is no text encoder."""
+    if not getattr(args, "text_encoder", ""):
+        raise UserError(f"--image-encoder {args.image_encoder}: its clips have captions, which "
+                        "this script does not read")
+    letters = args.modalities
+    if letters != "v":
+        letters = train.available_modalities()
+    if not letters:
+        raise UserError(f"--modalities {args.modalities}: {train.name} has none of them; give v")
+    if letters != args.modalities:
+        say(f"--modalities {args.modalities} -> {letters}, which {train.name} has")
+    return letters
 
 
 def describe_weights(tower, pretrained, weights):

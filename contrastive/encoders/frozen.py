@@ -59,7 +59,10 @@ class Expert:
 
     @torch.no_grad()
     def __call__(self, inputs, batch=256):
-        """Inputs (B, ...), or B texts -> (B, width), unit length, `batch` at a time."""
+        """Inputs (B, ...), or B texts -> (B, width), unit length, `batch` at a time. Of clips with
+        sound or subtitles it reads the frames."""
+        if isinstance(inputs, dict):
+            inputs = inputs["frames"]
         starts = range(0, len(inputs), batch)
         with self.autocast():
             features = torch.cat([self.encode(inputs[i:i + batch]) for i in starts])

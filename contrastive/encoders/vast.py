@@ -18,7 +18,8 @@ yes. It learns from the true pairs and from one hard negative of each caption an
     p_ij = softmax_j(s_ij / temperature) + 1e-4, p_ii = 0                               hard_pairs
     L_match = mean of the cross-entropies of the 3 N pairs                           matching_loss
 
-`vast` has the released widths; `vast-small` is the same model at small ones, from scratch.
+`vast` has the released widths; `vast-small` is the same model at small ones, which reads 2.56 s of
+sound, from scratch.
 docs/mmts.md lists the differences from the authors' code.
 """
 
@@ -59,13 +60,14 @@ class BeatsSize(NamedTuple):
     layers: int = 12
     heads: int = 12
     groups: int = 16  # of the convolution of positions
+    windows: int = SLICE_LENGTH  # of a slice that are read
 
 
 SIZES = {
     "vast": Size({"drop_path_rate": 0.4}, BeatsSize(), {}, frames=8),
     "vast-small": Size(
         {"embed_dim": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 4.0, "patch_size": 8},
-        BeatsSize(width=64, patch_width=32, layers=2, heads=4, groups=4),
+        BeatsSize(width=64, patch_width=32, layers=2, heads=4, groups=4, windows=256),
         {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 128, "max_position_embeddings": 128,
          "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
@@ -189,7 +191,7 @@ class Beats(nn.Module):
 
     def __init__(self, size):
         super().__init__()
-        self.heads = size.heads
+        self.windows = size.windows
         self.patch_embedding = nn.Conv2d(
             1, size.patch_width, self.PATCH, stride=self.PATCH, bias=False)
         self.layer_norm = nn.LayerNorm(size.patch_width)
@@ -199,15 +201,12 @@ class Beats(nn.Module):
         self.layers = nn.ModuleList([BeatsLayer(size) for _ in range(size.layers)])
         # of all layers
         self.relative_bias = nn.Embedding(BeatsAttention.BUCKETS, size.heads)
-        self.register_buffer("buckets", relative_buckets(self.num_tokens), persistent=False)
-
-    @property
-    def num_tokens(self):
-        """L, of a slice."""
-        return SLICE_LENGTH // self.PATCH * BANDS // self.PATCH
+        length = size.windows // self.PATCH * BANDS // self.PATCH          # L
+        self.register_buffer("buckets", relative_buckets(length), persistent=False)
 
     def forward(self, sound):
-        x = self.patch_embedding(sound[:, None])                           # (B, patch, 64, 4)
+        sound = sound[:, None, :self.windows]                              # (B, 1, windows, 64)
+        x = self.patch_embedding(sound)                                    # (B, patch, 64, 4)
         x = self.layer_norm(x.flatten(2).transpose(1, 2))                  # (B, L, patch)
         x = self.post_extract_proj(x)                                      # (B, L, width)
         x = self.norm(x + self.pos_conv(x))

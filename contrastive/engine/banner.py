@@ -79,6 +79,8 @@ def model_line(run):
     names = f"images {run.args.image_encoder}"
     if tower.text:
         names += f", texts {run.args.text_encoder}"
+    if tower.spec.get("modalities"):
+        names += f", modalities {tower.spec['modalities']}"
     return f"{names}: {run.parameters / 1e6:.1f} M parameters; {tower.weights}"
 
 

@@ -18,6 +18,7 @@ from contrastive.core.number_types import (
     below_one, between, count, nonnegative, part, positive, rate, whole)
 from contrastive.core.processes import say
 from contrastive.data.registry import flags_of, partition_name
+from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.weights import packaged_encoders
 from contrastive.engine.checkpoints import folder_of
 
@@ -250,6 +251,7 @@ class Parser(OneLine):
         args.hub = saved.get("hub", {})  # commits of what a resumed run has read from the hub
         args.command_line = sorted(self.command_line_flags & self._option_string_actions.keys())
         self.settle_lengths(args)
+        self.settle_modalities(args)
         args.changed = list(dict.fromkeys(saved.get("changed", []) + self.changed_flags(args)))
         self.check_resume(chosen.resume)
         self.say_changes(saved, args)
@@ -347,6 +349,12 @@ class Parser(OneLine):
             args.warmup_epochs = 0.0
         if "--epochs" in flags and "--max-steps" not in flags:
             args.max_steps = 0  # a resumed run may have had --max-steps
+
+    def settle_modalities(self, args):
+        """--modalities auto is what the image encoder reads."""
+        if self.texts and args.modalities == "auto":
+            is_vast = encoder_kind(args.image_encoder).family == "vast"
+            args.modalities = "vas" if is_vast else "v"
 
     def changed_flags(self, args):
         """Hyperparameters on the command line that differ from their defaults."""
@@ -484,13 +492,16 @@ class Parser(OneLine):
                  "both sides (CC3M trainer)")
         add("--frames", type=count, default=12,
             help="frames T of a clip; CLIP4Clip: 12, for paragraphs 64")
+        if self.texts:
+            add("--eval-frames", type=whole, default=0,
+                help="frames T of a clip of val and test; VAST 16; 0 = as in training")
         add("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform",
             help="frames of a clip: spread from first to last; the middles of T segments; a "
                  "random one of each segment (their middles in evaluation)")
         add = self.add_argument_group("model").add_argument
         add("--image-encoder", default="small",
-            help="image encoder: small, resnet18-cifar, any timm name, or a transformers id or "
-                 "folder")
+            help="image encoder: small, resnet18-cifar, any timm name, a transformers id or "
+                 "folder, or vast (MM-TS's base, which reads sound and subtitles as well)")
         add("--pretrained", action=YES_OR_NO, default=False,
             help="start the encoders from published weights")
         add("--init-from", default="",
@@ -498,6 +509,9 @@ class Parser(OneLine):
         add("--embed-dim", type=between(2, 10**6, int), default=128,
             help="width D of the embeddings")
         if self.texts:
+            add("--modalities", choices=["auto", "v", "a", "s", "va", "vs", "vas"], default="auto",
+                help="what VAST reads of a clip: v frames, a sound, s a subtitle, as far as the "
+                     "data have them; auto: vas, and frames alone with other image encoders")
             add("--projection-bias", action=YES_OR_NO, default=False,
                 help="new layers from features to embeddings have a bias (CC3M trainer)")
         add("--grad-checkpointing", action=YES_OR_NO, default=False,

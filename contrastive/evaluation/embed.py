@@ -4,7 +4,7 @@ import functools
 from typing import NamedTuple
 
 from contrastive import CORES
-from contrastive.data.batches import loader, read_batch
+from contrastive.data.batches import clip_inputs, loader, read_batch
 from contrastive.data.table import frames_of
 from contrastive.core.processes import UserError, gather_objects, rank, say, world
 
@@ -64,7 +64,8 @@ def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=
     if data.pixels is not None or len(my_rows) < 2 * batch:
         workers = 0  # starting them costs more than they save
     pin_memory = device.type == "cuda"
-    read = functools.partial(read_batch, data, transform)
+    modalities = getattr(model, "modalities", "v")                         # of VAST
+    read = functools.partial(read_batch, data, transform, modalities=modalities)
     cached_images = getattr(model, "cached_images", None)
     if cached_images is not None:
         workers, pin_memory = 0, False
@@ -75,7 +76,7 @@ def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=
     was_training = model.training
     model.eval()
     index, image, features, unreadable = [], [], [], {}
-    for readable, pixels, reasons in batches:
+    for readable, pixels, reasons, beside in batches:
         for row, reason in reasons.items():
             unreadable[data.key(row)] = reason
         if not readable:
@@ -83,6 +84,7 @@ def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=
         pixels = pixels.to(device, non_blocking=True)
         if pixels.dtype == torch.uint8:
             pixels = transform.normalise(pixels.float() / 255)
+        pixels = clip_inputs(pixels, beside, transform)
         if forward:
             embeddings, hidden = forward(readable, pixels)                 # (b, ...)
         else:
