@@ -59,6 +59,7 @@ from contrastive.encoders.ssb import (  # SSB, a base of NCL
 from contrastive.encoders.texts import (
     Paraphrases, build_tokenizer, drop_and_swap, text_pair, text_words, train_wordpiece)
 from contrastive.encoders.towers import freeze_as_clip4clip, set_dropout
+from contrastive.encoders.vast import MatchingLoss, hard_pairs  # VAST, a base of MM-TS
 
 # ---- contrastive/evaluation: whole evaluations, clusters and meta-data ----
 from contrastive.evaluation import answers  # questions and their answers (MAMA)
@@ -236,10 +237,14 @@ class Chunks:
         model: what `encode` calls, as prepared by the accelerator.
         accelerator: the Accelerator of the run.
         chunk: examples at a time on this process; 0 = all, without a second pass.
+        second_pass: function (inputs of a chunk, number of its first row) -> (embeddings as of
+            `encode`, a further loss () of the chunk), which takes its place in the second pass. The
+            batch then has one in any case, and the gradients of both losses add up.
     """
 
-    def __init__(self, encode, model, accelerator, chunk=0):
+    def __init__(self, encode, model, accelerator, chunk=0, second_pass=None):
         self.function = encode
+        self.second_pass = second_pass
         self.model = model
         self.accelerator = accelerator
         self.chunk = chunk
@@ -256,7 +261,7 @@ class Chunks:
         from accelerate.utils import find_batch_size
         B = find_batch_size(inputs)
         self.pieces = []  # of the inputs, each with the random state of its first pass
-        if self.chunk and self.chunk < B:
+        if self.second_pass or self.chunk and self.chunk < B:
             return self.encode_in_chunks(inputs, B)
         with tf32(self.tf32):
             embeddings = self.function(inputs)                             # (B, D) each
@@ -270,8 +275,9 @@ class Chunks:
         device = self.accelerator.device
         parts = []
         with torch.no_grad(), tf32(self.tf32):
-            for start in range(0, B, self.chunk):
-                piece = slice_tensors(inputs, slice(start, start + self.chunk))
+            step = self.chunk or B
+            for start in range(0, B, step):
+                piece = slice_tensors(inputs, slice(start, start + step))
                 self.pieces.append((piece, random_state(device)))
                 parts.append(self.function(piece))                         # (b, D) each
         self.embeddings = tuple(x.requires_grad_() for x in join_parts(parts))
@@ -324,10 +330,18 @@ class Chunks:
 
     def backward_of_chunk(self, piece, start):
         outputs, gradients = [], []
-        for output, embedding in zip(self.function(piece), self.embeddings):
+        if self.second_pass:
+            embeddings, loss = self.second_pass(piece, start)
+            if self.accelerator.scaler:
+                loss = self.accelerator.scaler.scale(loss)
+            outputs.append(loss)
+            gradients.append(None)
+        else:
+            embeddings = self.function(piece)
+        for output, embedding in zip(embeddings, self.embeddings):
             # a frozen encoder has no gradient, and the loss may use only some embeddings
             if output.requires_grad and embedding.grad is not None:
-                gradient = embedding.grad[start:start + self.chunk]        # (b, D)
+                gradient = embedding.grad[start:start + len(output)]       # (b, D)
                 outputs.append(output)
                 gradients.append(gradient.to(output.dtype))
         torch.autograd.backward(outputs, gradients)
@@ -386,7 +400,7 @@ def decay_groups(modules, weight_decay):
     """Parameter groups for an optimiser: matrices and kernels, then biases and norms, then scalars.
 
     Only the first group has weight decay. The third is left out if there are no scalars, such as a
-    learnt tau.
+    learnt tau. Parameters that scale_lr has marked have groups of their own.
     """
     matrices, vectors, scalars = [], [], []
     for module in modules:
@@ -403,4 +417,25 @@ def decay_groups(modules, weight_decay):
               {"params": vectors, "weight_decay": 0.0}]
     if scalars:
         groups.append({"params": scalars, "weight_decay": 0.0})
-    return groups
+    return split_by_lr(groups)
+
+
+def split_by_lr(groups):
+    """Parameter groups, each split by the learning rates of its parameters; first those at --lr."""
+    parts = []
+    for group in groups:
+        parameters = {1.0: []}  # {part of --lr: parameters}
+        for p in group["params"]:
+            parameters.setdefault(getattr(p, "lr_scale", 1.0), []).append(p)
+        for scale, of_scale in parameters.items():
+            part = group | {"params": of_scale}
+            if scale != 1.0:
+                part["lr_scale"] = scale  # Run.set_lr multiplies by it
+            parts.append(part)
+    return parts
+
+
+def scale_lr(module, scale):
+    """Lets the parameters of a module learn at this part of --lr."""
+    for p in module.parameters():
+        p.lr_scale = scale

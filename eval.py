@@ -9,6 +9,7 @@ r"""Evaluate a checkpoint of any script, or any CLIP by name, on any data set.
     python eval.py --checkpoint clip_vip:openai/clip-vit-base-patch32 \
         --init-from pretrain_clipvip_base_32.pt ...
     python eval.py --checkpoint runs/NAME --normalize queue          # NCL's biases, for any run
+    python eval.py --checkpoint runs/NAME --rerank 50                # by VAST's matching head
     accelerate launch eval.py ...                                    # the same numbers on any
     torchrun --nproc_per_node 2 eval.py ... --cpu                    # number of processes
 
@@ -41,6 +42,7 @@ from contrastive.evaluation.facts import read_facts
 from contrastive.evaluation.measure import (
     TASKS, WITH_TRAINING, ClassOptions, measure, unsupported_tasks, usual_tasks)
 from contrastive.evaluation.report import table
+from contrastive.evaluation.rerank import reranked_retrieval
 from contrastive.evaluation.retrieval import retrieval_both_ways
 from contrastive.figures.base import (
     draw_answers, draw_histograms, draw_retrieval, has_few_queries, kind_of, similarity_histograms,
@@ -123,6 +125,9 @@ def parse_args(argv=None):
     tasks.add_argument("--queue-size", type=count, default=0,
                        help="latest training queries of each kind that --normalize queue reads; 0 "
                             "= the whole queue of the run, else 16,384")
+    tasks.add_argument("--rerank", type=whole, default=0, metavar="K",
+                       help="first candidates of each query by cosine that VAST's matching head "
+                            "ranks anew, in both directions; VAST 50; 0 = none")
     tasks.add_argument("--gamma", type=nonnegative, default=0.0,
                        help="temperature of --normalize, which divides the cosine; 0 = that of the "
                             "run, for dsl 0.01")
@@ -158,7 +163,9 @@ def check_flags(parser, args):
     is_run = bool(read_json(Path(args.checkpoint) / "args.json", {}))
     parser.only(not is_run, "with a CLIP by name: a run has its own weights", "--init-from")
     parser.only(not args.tasks or "retrieval" in args.tasks, "with --tasks retrieval",
-                "--normalize")
+                "--normalize", "--rerank")
+    if args.rerank and args.normalize != "none":
+        parser.error(f"--rerank: not beside --normalize {args.normalize}, whose scores it replaces")
     parser.only(args.normalize != "none", "with --normalize queue, oracle or dsl", "--gamma")
     parser.only(args.normalize == "queue", "with --normalize queue", "--queue-size")
     parser.only(not args.tasks or "knn" in args.tasks, "with --tasks knn", "--knn-features")
@@ -281,6 +288,8 @@ def evaluate(model, opened):
             if args.normalize != "none" or args.as_trained and model.queues:
                 metrics.update(normalized_metrics(model, opened, metrics, pieces))
             metrics.update(head_mid_tail(pieces, model.clusters))
+            if args.rerank:
+                metrics.update(reranked_metrics(model, metrics, pieces))
         if rank() == 0 and not has_few_queries(pieces):
             draw(model, opened, pieces)
         if rank() == 0 and args.save_embeddings:
@@ -293,6 +302,24 @@ def evaluate(model, opened):
     say("\n".join(lines))
     return {"metrics": metrics, "chance": chance, "left_out": opened.left_out,
             "views": view_description}
+
+
+def reranked_metrics(model, metrics, pieces):
+    """Retrieval after re-ranking by the matching head, in place of that by cosine. Collective.
+
+    Args:
+        metrics: by cosine.
+        pieces: EvaluationPieces.
+    Returns: its metrics; beside them rerank: {cosine: those before, K: those after}.
+    """
+    top = model.args.rerank
+    reranked = reranked_retrieval(pieces, model.towers, top, workers=model.args.workers)
+    by_cosine = {key: metrics[key] for key in reranked}
+    say(f"--rerank {top}: the first {top} candidates by cosine are ranked by the matching head; "
+        f"R@1 text -> video {by_cosine['text_to_image']['R@1']:.2f} -> "
+        f"{reranked['text_to_image']['R@1']:.2f}, video -> text "
+        f"{by_cosine['image_to_text']['R@1']:.2f} -> {reranked['image_to_text']['R@1']:.2f}")
+    return reranked | {"rerank": {"cosine": by_cosine, str(top): reranked}}
 
 
 def normalized_metrics(model, opened, metrics, pieces):
@@ -368,6 +395,9 @@ def main(args):
     for module in args.modules:
         importlib.import_module(module)
     model = EvaluatedModel(args, join(args.cpu))
+    if args.rerank and getattr(model.towers.model, "matching", None) is None:
+        raise UserError(f"--rerank: {args.checkpoint} has no matching head; mmts.py trains one "
+                        "with --image-encoder vast --matching-weight 0.1")
     tasks = args.tasks
     has_seventeen = any(partition_name(word, "=")[0] == SEVENTEEN for word in args.datasets)
     if has_seventeen and not tasks:

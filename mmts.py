@@ -42,10 +42,10 @@ from typing import NamedTuple
 import common
 
 from common import (
-    Augment, EvaluationFacts, Evaluator, Parser, Run, Temperature, between, check_source,
-    clean_exit, fp32, gather, head_mid_tail, k_means, largest_first, nonnegative, normalize,
-    open_clusters, open_data, part, per_anchor, positive, positive_index, row_blocks, to_device,
-    whole, world)
+    Augment, EvaluationFacts, Evaluator, MatchingLoss, Parser, Run, Temperature, between,
+    check_source, clean_exit, fp32, gather, hard_pairs, head_mid_tail, k_means, largest_first,
+    nonnegative, normalize, open_clusters, open_data, part, per_anchor, positive, positive_index,
+    rate, row_blocks, to_device, whole, world)
 
 import numpy as np
 import torch
@@ -371,6 +371,12 @@ def parse_args(argv=None):
     method.add_argument("--label-smoothing", type=part, default=0.0,
                         help="share of InfoNCE's target that is spread over all candidates, 0..1; "
                              "VAST 0.1")
+    method.add_argument("--matching-weight", type=nonnegative, default=0.0,
+                        help="weight of the loss of VAST's matching head, which is trained beside "
+                             "the other loss and re-ranks in eval.py; VAST 0.1; 0 = no head")
+    method.add_argument("--image-lr", type=rate, default=0.0,
+                        help="learning rate of the image encoder after the warm-up, its highest; "
+                             "VAST 5e-7; 0 = --lr")
     method.add_argument("--clusters", metavar="SOURCE", default="captions",
                         help="source of the clusters: captions or vision (K-Means of embeddings); "
                              "label, verb, noun or verb-noun (classes); a JSON file of {key: "
@@ -468,9 +474,11 @@ def main(args):  # noqa: C901, PLR0912
     # parameters of the loss; they stand outside DDP and are saved
     loss_modules = nn.ModuleDict()
     if args.learnable_tau:
-        loss_modules["tau"] = Temperature(args.tau, TAU_LIMITS)
+        loss_modules["tau"] = Temperature(first_tau(args, tower), TAU_LIMITS)
     loss_modules.to(run.device)
     trained_modules = [tower, loss_modules]
+    if args.image_lr:
+        common.scale_lr(tower.vision, args.image_lr / args.lr)
     # >>> shared: optimizer
     groups = common.decay_groups(trained_modules, args.weight_decay)
     if args.optimizer == "sgd":
@@ -483,7 +491,12 @@ def main(args):  # noqa: C901, PLR0912
     model, optimizer = run.wrap(tower, loss_modules, optimizer)            # DDP, torch.compile
     run.resume()                                                           # with --resume
     encode_inputs = functools.partial(encode, model)
-    chunks = common.Chunks(encode_inputs, model, run.accelerator, args.chunk_size)
+    matching, second_pass = None, None
+    if args.matching_weight:
+        matching = MatchingLoss(model, args.matching_weight)               # VAST's
+        second_pass = matching.second_pass
+    chunks = common.Chunks(
+        encode_inputs, model, run.accelerator, args.chunk_size, second_pass)
 
     # ------------------------------------------- views and batches --------------------------------
     # features of frozen encoders (--freeze), which are computed once
@@ -527,7 +540,16 @@ def main(args):  # noqa: C901, PLR0912
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
 
         run.check_finite(loss, value, (image, text))
+        if matching:
+            draws = torch.from_numpy(batch["draws"][:, 1:3])               # (B, 2)
+            sampling_tau = value.detach() if args.learnable_tau else args.tau
+            pairs = hard_pairs(image, text, tokens, draws, tau=sampling_tau,
+                               length=args.text_length)
+            matching.begin(pairs, len(texts))                              # for the second pass
         chunks.backward(loss)                                              # of the full batch
+        if matching:
+            loss = loss.detach() + args.matching_weight * matching.total   # ()
+            run.check_finite(loss, value, (image, text))
         common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
@@ -540,6 +562,8 @@ def main(args):  # noqa: C901, PLR0912
         if run.due("log"):
             columns = log_columns(image, text, value, num_missing, run)
             columns.update(range_columns(quantity(args.loss), new_value))
+            if matching:
+                columns.update(common.mean_over_processes({"L_match": matching.total}, run.device))
         run.done(batch, loss, new_value, columns)                          # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
@@ -562,6 +586,15 @@ def clip_view(args):
                    randaugment=randaugment, squash=args.eval_resize == "squash")
 
 
+def first_tau(args, tower):
+    """The temperature from which it is learnt: that of VAST's released weights unless --tau is on
+    the command line."""
+    released_tau = getattr(tower, "released_tau", None)
+    if released_tau is None or "--tau" in args.command_line:
+        return args.tau
+    return released_tau
+
+
 def encode(model, inputs):
     """pixels (b, [T,] 3, S, S), tokens (b, L) -> image, text: (b, D) each."""
     image, text, _ = model(inputs["pixels"], inputs["tokens"])
@@ -574,8 +607,9 @@ def random_guess(clusters, total, args):
 
     None if it is unknown, for a loss that a copy of this file adds.
     """
+    matching_guess = args.matching_weight * math.log(2)
     if args.loss == "infonce":
-        guess = math.log(args.batch_size)                                  # at any temperature
+        guess = math.log(args.batch_size) + matching_guess                 # at any temperature
         return guess, guess
     if args.loss != "max-margin":
         return None
@@ -586,9 +620,9 @@ def random_guess(clusters, total, args):
         margins = sample_temperature(step, shifts, period, alpha)          # (K + 1,) or (1,)
         if args.shifts:
             share = clusters.sizes / clusters.sizes.sum()                  # (K,)
-            guesses.append(margins[:-1].dot(share).item())
+            guesses.append(margins[:-1].dot(share).item() + matching_guess)
         else:
-            guesses.append(margins.item())
+            guesses.append(margins.item() + matching_guess)
     return guesses
 
 

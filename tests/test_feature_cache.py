@@ -411,7 +411,7 @@ def test_flags_that_are_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, reason", [
     (["--image-encoder", "video_vit_tiny_patch16_224", "--frames", 2], "reads whole clips"),
-    (["--task", "qa-open", "--answers", 4], "not with questions, SSB or VGT"),
+    (["--task", "qa-open", "--answers", 4], "not with questions, SSB, VGT or VAST"),
 ])
 def test_encoders_that_are_refused(flags, reason, tmp_path):
     with refuses(reason):

@@ -1,7 +1,9 @@
 """VAST: each part against a computation by hand in float64, its released names, its pairs, and
 whole runs of mmts.py with it."""
 
+import functools
 import math
+import re
 
 import common
 from contrastive.core.processes import UserError
@@ -10,14 +12,22 @@ from contrastive.data.sound import SLICE_LENGTH, filter_bank, read_sound, sound_
 from contrastive.encoders import vast
 from contrastive.encoders.models import build_model
 from contrastive.encoders.texts import Tokenizer, train_wordpiece
+from contrastive.evaluation import rerank
 
+import accelerate
 import av
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.state import AcceleratorState
 
-from helpers import frame, open_splits, unit, write_files, write_rows, write_video
+import eval as eval_py
+import launch
+import mmts
+from helpers import (
+    drift, equal_files, few_steps, frame, open_splits, run_script, steps, tensors_of, unit,
+    write_files, write_rows, write_video)
 
 D = 24  # width of the embeddings
 TEXTS = ["a red apple falls", "the blue bird flies", "one green car"]
@@ -511,3 +521,150 @@ def test_other_weights_are_refused_by_the_first_name(words, tmp_path, change, wo
     with pytest.raises(UserError) as error:
         model_of(words, weights=folder)
     assert all(word in str(error.value) for word in words_of_error), error.value
+
+
+# ------------------------------------------------------- training --------------------------------
+def test_the_second_pass_gives_the_gradient_of_both_losses(words):
+    """Against one graph of the contrastive loss and of the mean over the 3 B pairs, in chunks of
+    any size."""
+    model, _ = model_of(words)
+    inputs, tokens = clips_of(words), words(TEXTS)
+    batch = {"pixels": inputs, "tokens": tokens}
+    draws = torch.tensor([[0.1, 0.9], [0.5, 0.4], [0.8, 0.2]]).double()
+    clip, text, _ = model(inputs, tokens)
+    pairs = vast.hard_pairs(clip, text, tokens, draws, tau=0.2, length=12)
+    logits = model(inputs, pairs=pairs)[2]
+    expected = mmts.clip_loss(clip, text, 0.1) + 0.3 * F.cross_entropy(logits, pairs.target)
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(expected, parameters.values())
+    for chunk in (0, 1, 2):
+        matching = vast.MatchingLoss(model, 0.3)
+        chunks = common.Chunks(
+            functools.partial(mmts.encode, model), model, accelerate.Accelerator(cpu=True), chunk,
+            matching.second_pass)  # fmt: skip
+        clip, text = chunks.encode(batch)
+        loss = mmts.clip_loss(clip, text, 0.1)
+        matching.begin(vast.hard_pairs(clip, text, tokens, draws, tau=0.2, length=12), 3)
+        chunks.backward(loss)
+        assert (loss + 0.3 * matching.total).item() == pytest.approx(expected.item())
+        for (name, p), gradient in zip(parameters.items(), gradients):
+            assert torch.allclose(p.grad, gradient, atol=1e-6), (chunk, name)
+        model.zero_grad()
+
+
+RUN = (
+    "--cpu --workers 0 --image-encoder vast-small --embed-dim 24 --batch-size 8 --lr 1e-3 "
+    "--clips 60 20 20 --num-clusters 2 --frames 2 --eval-frames 3 --log-every 1"
+).split()
+
+
+def test_chunks_processes_and_a_resume_give_the_same_steps(tmp_path):
+    """With all modalities and the matching head. The negatives are drawn over both processes; SGD,
+    so that a step is as near as the gradients are. A run that was killed goes on bitwise."""
+    sgd = [*RUN, "--matching-weight", 1, "--optimizer", "sgd", "--lr", 1e-2]
+    for name, more in (("start", ["--lr", 0]), ("whole", []), ("chunks", ["--chunk-size", 3])):
+        few_steps(mmts, tmp_path / name, "--max-steps", 2, *sgd, *more)
+
+    def work(_):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        few_steps(mmts, tmp_path / "two", "--max-steps", 2, *sgd)
+
+    ended = launch.ranks(tmp_path, work)
+    assert [code for code, _ in ended] == [0, 0], ended
+    start, whole, chunks, two = (
+        {k: v for k, v in tensors_of(tmp_path / name, 2).items() if k.startswith("model/")}
+        for name in ("start", "whole", "chunks", "two")
+    )
+    assert drift(chunks, whole, start) < 0.02 and drift(two, whole, start) < 0.02
+    for name in ("chunks", "two"):
+        for row, other in zip(steps(tmp_path / "whole"), steps(tmp_path / name)):
+            assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
+            assert row["L_match"] == pytest.approx(other["L_match"], rel=1e-4)
+
+    adam = [*RUN, "--matching-weight", 1, "--max-steps", 4, "--save-every", 2]
+    few_steps(mmts, tmp_path / "run", *adam)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_4.pt"
+    checkpoint.rename(tmp_path / "whole.pt")  # killed after step 2
+    few_steps(mmts, tmp_path / "run", "--resume", tmp_path / "run")
+    assert equal_files(checkpoint, tmp_path / "whole.pt")
+
+
+def test_reranking_by_hand():
+    """The first two by cosine by their probability alone, the others behind them by cosine."""
+    query = F.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), dim=1)
+    angles = torch.tensor([0.1, 0.2, 0.3, 1.5])
+    gallery = torch.stack([angles.cos(), angles.sin()], 1)
+    best = rerank.best_candidates(query, gallery, 2)
+    assert best.tolist() == [[0, 1], [3, 2]]
+    scores = torch.tensor([[0.2, 0.7, 0.9, 0.9], [0.9, 0.9, 0.6, 0.4]])
+    for positives, expected in (
+        ([0, 3], [2, 2]),
+        ([1, 2], [1, 1]),
+        ([2, 1], [3, 3]),
+        ([3, 0], [4, 4]),
+    ):
+        positives = torch.tensor(positives)[:, None]
+        assert rerank.ranks(query, gallery, scores, best, positives).tolist() == expected
+    groups = torch.tensor([0, 0, 1, 1])  # the best of each is ranked
+    positives = torch.tensor([[1], [0]])
+    found = rerank.ranks(query, gallery, scores, best, positives, groups=groups)
+    assert found.tolist() == [2, 2]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs on moving-emoji with all modalities, with sound alone and with subtitles alone."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = "--clips 200 60 60 --batch-size 20 --max-steps 90 --frames 2 --num-clusters 4".split()
+    flags += ["--no-schedule", "--no-shifts", "--log-every", 45]
+    summaries = {}
+    for modalities in ("vas", "a", "s"):
+        more = ["--matching-weight", 0.5] if modalities == "vas" else []
+        summaries[modalities] = run_script(
+            mmts, folder / modalities, *RUN, *flags, "--modalities", modalities, *more)
+    return folder, summaries
+
+
+def test_sound_alone_and_subtitles_alone_are_above_chance(trained):
+    for modalities, summary in trained[1].items():
+        (test,), (chance,) = summary["test"].values(), summary["chance"].values()
+        found, guess = (x["text_to_image"]["R@10"] for x in (test, chance))
+        assert found > 1.7 * guess, (modalities, found, guess)
+
+
+def test_eval_reranks_and_says_so(trained, tmp_path, capsys):
+    """As in training at 3 frames; the first candidates by P(match), alone; without the head it is
+    refused."""
+    folder, summaries = trained
+
+    def evaluate(*flags):
+        words = ["--cpu", "--workers", "0", "--tasks", "retrieval", "--output-dir", tmp_path]
+        args = eval_py.parse_args([str(word) for word in (*words, *flags)])
+        return eval_py.main(args)["datasets"]["moving-emoji"]["metrics"]
+
+    plain = evaluate("--checkpoint", folder / "vas")
+    assert plain["text_to_image"] == summaries["vas"]["test"]["moving-emoji"]["text_to_image"]
+    found = evaluate("--checkpoint", folder / "vas", "--rerank", 10)
+    assert "the first 10 candidates by cosine are ranked by the matching head; R@1" in (
+        capsys.readouterr().out)  # fmt: skip
+    assert found["rerank"]["cosine"]["text_to_image"] == plain["text_to_image"]
+    assert found["text_to_image"] == found["rerank"]["10"]["text_to_image"]
+    for direction in ("text_to_image", "image_to_text"):
+        assert found[direction]["R@10"] == plain[direction]["R@10"]
+        assert found[direction]["R@1"] != plain[direction]["R@1"]
+    with pytest.raises(UserError, match="--rerank: .* has no matching head; mmts.py trains one"):
+        evaluate("--checkpoint", folder / "a", "--rerank", 10)
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        (["--modalities", "vas", "--image-encoder", "small"], "small reads frames alone"),
+        (["--matching-weight", 0.1, "--image-encoder", "small"], "small has no matching head"),
+        (["--freeze", "image"], "not with questions, SSB, VGT or VAST"),
+        (["--dataset", "emoji", "--modalities", "a"], "emoji has none of them; give v"),
+    ],
+)
+def test_what_vast_refuses(flags, reason, tmp_path):
+    with pytest.raises(UserError, match=re.escape(reason)):
+        few_steps(mmts, tmp_path / "r", *RUN, *flags)

@@ -56,17 +56,7 @@ def build_towers(args, train, run, texts=None, questions=None):
         tokenizer = build_tokenizer(
             args.text_encoder, args.text_length, texts, run.folder / "tokenizer",
             args.clean_captions, keep=bool(args.resume), start=args.init_from)
-    kind = encoder_kind(args.image_encoder)
-    if kind.family == "vast":
-        spec["modalities"] = modalities_of(args, train)
-        spec["matching"] = False
-    elif getattr(args, "modalities", "v") != "v":
-        raise UserError(f"--modalities {args.modalities}: {args.image_encoder} reads frames alone; "
-                        "--image-encoder vast reads sound and subtitles")
-    if kind.reads_files:
-        spec["features"] = feature_shape(train, args.image_encoder)
-    if kind.fixed_frames and frames_of(train):
-        spec["frames"] = frames_of(train)
+    spec.update(input_spec(args, train))
     if questions:
         spec["questions"] = questions
     pretrained, weights = args.pretrained, args.init_from
@@ -87,6 +77,27 @@ def build_towers(args, train, run, texts=None, questions=None):
     if tokenizer:
         tokenizer.device = run.device  # not before: build_model tries texts where the model is
     return tower, tokenizer, transform
+
+
+def input_spec(args, train):
+    """What the spec says of the inputs of the image encoder. Raises UserError for flags of VAST
+    with another one."""
+    kind = encoder_kind(args.image_encoder)
+    spec = {}
+    if kind.reads_files:
+        spec["features"] = feature_shape(train, args.image_encoder)
+    if kind.fixed_frames and frames_of(train):
+        spec["frames"] = frames_of(train)
+    has_matching = getattr(args, "matching_weight", 0) > 0
+    if kind.family == "vast":
+        return spec | {"modalities": modalities_of(args, train), "matching": has_matching}
+    if has_matching:
+        raise UserError(f"--matching-weight: {args.image_encoder} has no matching head; "
+                        "--image-encoder vast has one")
+    if getattr(args, "modalities", "v") != "v":
+        raise UserError(f"--modalities {args.modalities}: {args.image_encoder} reads frames alone; "
+                        "--image-encoder vast reads sound and subtitles")
+    return spec
 
 
 def modalities_of(args, train):

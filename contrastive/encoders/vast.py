@@ -487,6 +487,40 @@ def matching_loss(logits, target, num_clips):
     return F.cross_entropy(logits.float(), target, reduction="sum") / (3 * num_clips)
 
 
+class MatchingLoss:
+    """The matching loss of a batch, which the second pass of common.Chunks adds chunk by chunk.
+
+    Args:
+        model: Vast, as prepared by the accelerator.
+        weight: of the loss.
+    """
+
+    def __init__(self, model, weight):
+        self.model = model
+        self.weight = weight
+
+    def begin(self, pairs, num_clips):
+        """Takes the Pairs of the next batch, which has B clips on this process."""
+        self.pairs = pairs
+        self.num_clips = num_clips
+        self.total = 0.0  # the loss of the chunks so far, without its weight
+
+    def second_pass(self, inputs, start):
+        """Encodes a chunk of clips again, and classifies its pairs.
+
+        Args:
+            inputs: pixels and tokens of the chunk.
+            start: number of its first clip in the batch.
+        Returns: (clip (b, D), text (b, D)); the weighted loss ().
+        """
+        num_texts = len(inputs["tokens"]["input_ids"])
+        pairs = self.pairs.of_clips(start, start + num_texts)
+        clip, text, logits = self.model(inputs["pixels"], inputs["tokens"], pairs)
+        loss = matching_loss(logits, pairs.target, self.num_clips)
+        self.total += loss.detach()
+        return (clip, text), self.weight * loss
+
+
 # ===================================================== released weights ===========================
 # Beginnings of the names in the released file -> ours, in this order. The first is what we leave
 # out: CLIP's own text encoder and the head of masked words.

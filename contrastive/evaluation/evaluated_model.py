@@ -139,7 +139,10 @@ class EvaluatedSplits:
         self.model, self.name = model, name
         options = data_options(argparse.Namespace(**model.flags), name, folder)
         options = options.overridden_by(model.args)
+        if model.args.frames:
+            options = options.replace(eval_frames=0)
         self.options = options.replace(
+            modalities=getattr(model.towers.model, "modalities", "v"),
             image_size=model.towers.transform.size, test_as_whole=name != model.trained_on,
             **TRAINING_ONLY)
         if model.towers.tokenizer is None and find_data_set(name) is None:

@@ -1,0 +1,107 @@
+"""Retrieval in which the matching head of VAST ranks the first candidates of each query anew.
+
+The first K by cosine are ranked by the probability that they match, alone; those behind them keep
+their order. VAST gives these the score 0, which changes no recall at 1 to K.
+"""
+
+from contrastive.core.metrics import (
+    best_of_groups, fill_padding, normalize, ranks_of_best, recalls)
+from contrastive.encoders.vast import Pairs
+from contrastive.evaluation.embed import encode_images
+from contrastive.evaluation.retrieval import add_means, owners_of_captions
+
+import torch
+
+PAIR_NUMBERS = 2**28  # of the clips' tokens of the pairs that are classified at a time: 1 GiB
+ROWS = 1024  # queries that are ranked at a time
+
+
+def reranked_retrieval(pieces, towers, top, *, workers=0):
+    """Retrieval both ways, whose first `top` candidates the matching head ranks. Collective.
+
+    Each clip is encoded once more, and classified with all captions that need it.
+
+    Args:
+        pieces: EvaluationPieces with captions.
+        towers: Towers of a Vast with a matching head.
+        top: K.
+        workers: loader processes.
+    Returns: {text_to_image, image_to_text, R-Mean, R@1-Mean}, as retrieval_both_ways.
+    """
+    image, text = normalize(pieces.image), normalize(pieces.text)          # (M, D), (C, D)
+    best_images = best_candidates(text, image, top)                        # (C, K)
+    best_texts = best_candidates(image, text, top)                         # (M, K)
+    is_pair = torch.zeros(len(image), len(text), dtype=torch.bool)         # (M, C)
+    is_pair[torch.arange(len(image))[:, None], best_texts] = True
+    is_pair.T[torch.arange(len(text))[:, None], best_images] = True
+    scores = matching_scores(pieces, towers, is_pair, workers)             # (M, C)
+
+    to_text, groups = pieces.positives_of_image, None
+    if pieces.data.grouped:
+        groups = torch.from_numpy(pieces.owner)
+        to_text = owners_of_captions(to_text, pieces.owner)                # (M, P)
+    metrics = {
+        "text_to_image": recalls(ranks(text, image, scores.T, best_images, pieces.positives)),
+        "image_to_text": recalls(ranks(image, text, scores, best_texts, to_text,
+                                       groups=groups))}
+    add_means(metrics)
+    return metrics
+
+
+def best_candidates(query, gallery, top):
+    """(Q, K) the K nearest candidates of each query; all of them if there are fewer."""
+    top = min(top, len(gallery))
+    parts = [(block @ gallery.T).topk(top).indices for block in query.split(ROWS)]
+    return torch.cat(parts)
+
+
+def ranks(query, gallery, scores, best, positives, *, groups=None):
+    """The rank of each query's best positive, (Q,) numpy, from 1.
+
+    Args:
+        query, gallery: (Q, D), (G, D) of unit length.
+        scores: (Q, G) probabilities.
+        best: (Q, K) the candidates that are ranked by them.
+        positives, groups: as in retrieval_ranks.
+    """
+    positives = fill_padding(positives)                                    # (Q, P)
+    parts = []
+    for start in range(0, len(query), ROWS):
+        block = slice(start, start + ROWS)
+        sim = query[block] @ gallery.T                                     # (c, G) -1..1
+        # above all cosines
+        sim.scatter_(1, best[block], 2 + scores[block].gather(1, best[block]))
+        if groups is not None:
+            sim = best_of_groups(sim, groups)                              # (c, groups)
+        parts.append(ranks_of_best(sim, positives[block]))
+    return torch.cat(parts).numpy()
+
+
+def matching_scores(pieces, towers, is_pair, workers):
+    """(M, C) probabilities that clip and caption match, 0 where `is_pair` is False. Collective."""
+    model, tokenizer, transform = towers
+    device = pieces.device
+    place = {row: number for number, row in enumerate(pieces.index)}       # among the M
+    tokens = tokenizer(pieces.texts)                                       # (C, L) each
+    ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
+
+    def classify(rows, pixels):
+        """Scores (b, C) of these rows; encode_images wants a second tensor beside them."""
+        wanted = is_pair[[place[row] for row in rows]]                     # (b, C)
+        condition = model.matching.condition(model.clip_tokens(pixels))
+        clips, texts = wanted.nonzero(as_tuple=True)                       # (P,) each
+        probabilities = []
+        size = max(1, PAIR_NUMBERS // condition[0].numel())
+        for clip, caption in zip(clips.split(size), texts.split(size)):
+            clip, caption = clip.to(device), caption.to(device)
+            pairs = Pairs(clip, ids[caption], mask[caption], None)
+            logits = model.match(condition, pairs)                         # (p, 2)
+            probabilities.append(logits.float().softmax(1)[:, 1].cpu())
+        scores = torch.zeros(wanted.shape)                                 # (b, C)
+        scores[clips, texts] = torch.cat(probabilities)
+        return scores, scores[:, :1]
+
+    encoded = encode_images(
+        model, pieces.data, transform, device, workers=workers, rows=pieces.index,
+        forward=classify)
+    return encoded.image
