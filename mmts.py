@@ -219,14 +219,16 @@ AVION = dict(
     crop_min=0.5, jitter=0.0,
     mixed_precision="fp16", log_every=20)
 VAST = AVION | dict(
-    recipe="paper; CLIP's towers with VAST's fine-tuning values",
-    image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16",
-    embed_dim=512, eval_resize="squash",
-    frames=8,                                          # in evaluation the middles of their segments
-    epochs=30.0, batch_size=64, lr_end=0.0, lr_schedule="linear", warmup_epochs=3.0,
+    recipe="paper; towers, views, optimiser and matching head from VAST",
+    # --init-from loads VAST's released weights into all of it
+    image_encoder="vast", text_encoder="google-bert/bert-base-uncased",
+    embed_dim=512, eval_resize="squash", text_length=40,
+    frames=8, eval_frames=16,                          # in evaluation the middles of their segments
+    epochs=30.0, batch_size=64, chunk_size=4,
+    lr_end=0.0, lr_schedule="linear", warmup_epochs=0.0, warmup_fraction=0.1,
     lr=3e-5,                                           # in VAST's script; its other sets have 2e-5
-    beta2=0.98, eps=1e-6,
-    loss="infonce", label_smoothing=0.1, clusters="captions", crop_min=1.0)
+    image_lr=5e-7, beta2=0.98, eps=1e-6,
+    loss="infonce", label_smoothing=0.1, matching_weight=0.1, clusters="captions", crop_min=1.0)
 FROZEN = dict(
     recipe="ours; published encoders, frozen: their projections learn",
     # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
@@ -242,7 +244,12 @@ RECIPES = {
     "frozen": FROZEN,
     "epic-kitchens-100": AVION | dict(caption_relevancy=0.1),
     "youcook2": VAST,
-    "ssv2-lt": VAST | dict(clusters="label", lr=2e-5)}
+    "ssv2-lt": VAST | dict(clusters="label", lr=2e-5, modalities="v")}
+# whose weights a recipe fine-tunes, and the image encoder into which they fit
+FIRST_WEIGHTS = {
+    "epic-kitchens-100": ("LaViLa's", AVION["image_encoder"]),
+    "youcook2": ("VAST's", "vast"),
+    "ssv2-lt": ("VAST's", "vast")}
 
 
 class Range(NamedTuple):
@@ -283,14 +290,19 @@ def default_range(recipe, loss):
 
 
 def method_defaults(chosen):
-    """Defaults that depend on --recipe and --loss."""
-    recipe_loss = RECIPES[chosen.recipe].get("loss", "infonce")
+    """Defaults that depend on --recipe, --loss and --image-encoder."""
+    recipe = RECIPES[chosen.recipe]
+    recipe_loss = recipe.get("loss", "infonce")
     loss = chosen.loss or recipe_loss
     default = default_range(chosen.recipe, loss)
     defaults = {"loss": recipe_loss, "alpha": default.alpha, "shift_min": default.shift_min,
                 "shift_max": default.shift_max}
     if loss == "max-margin":
         defaults["label_smoothing"] = 0.0                                  # of InfoNCE alone
+    is_vast = chosen.image_encoder in ("", "vast", "vast-small")
+    if "matching_weight" in recipe and not is_vast:
+        # of VAST alone
+        defaults.update(matching_weight=0.0, image_lr=0.0, modalities="auto")
     return defaults
 
 
@@ -324,13 +336,12 @@ def check_flags(parser, args):
 
 
 def check_first_weights(parser, args):
-    """Refuses the recipe of AVION without the weights that it fine-tunes."""
-    is_avion = args.recipe == "epic-kitchens-100"
-    has_its_encoder = args.image_encoder == AVION["image_encoder"]
+    """Refuses the recipes of AVION and of VAST without the weights that they fine-tune."""
+    owner, image_encoder = FIRST_WEIGHTS.get(args.recipe, ("", ""))
     has_weights = args.init_from or args.resume
-    if is_avion and has_its_encoder and args.pretrained and not has_weights:
-        parser.error("--init-from is needed: this recipe fine-tunes LaViLa's weights, and without "
-                     "them it would train two CLIPs that do not belong together; give "
+    if args.image_encoder == image_encoder and args.pretrained and not has_weights:
+        parser.error(f"--init-from is needed: this recipe fine-tunes {owner} weights, and without "
+                     "them it would train encoders that do not belong together; give "
                      "--no-pretrained to train from scratch")
 
 

@@ -19,7 +19,9 @@ import common
 from contrastive.data.registry import find_data_set
 from contrastive.encoders.base import recompute
 from contrastive.encoders.kinds import encoder_kind
+from contrastive.data.sound import BANDS, SLICE_LENGTH
 from contrastive.encoders.models import spec_of
+from contrastive.encoders.vast import SUBTITLE_LENGTH, Pairs
 from contrastive.engine.log import commit
 from contrastive.core.files import read_json, write_json
 
@@ -103,6 +105,11 @@ def answers_questions(args):
     return getattr(args, "task", "retrieval") != "retrieval"
 
 
+def has_matching(args):
+    """Whether the flags train VAST's matching head, with a second pass in any case."""
+    return getattr(args, "matching_weight", 0) > 0
+
+
 def model_of(args, has_clips):
     """(the model of these flags with random weights, its FullTexts).
 
@@ -115,6 +122,9 @@ def model_of(args, has_clips):
     spec["frames"] = 0
     if has_clips and encoder_kind(args.image_encoder).fixed_frames:
         spec["frames"] = args.frames
+    if encoder_kind(args.image_encoder).family == "vast":
+        spec["modalities"] = args.modalities
+        spec["matching"] = args.matching_weight > 0
     tokenizer = None
     if spec["text_encoder"]:
         tokenizer = FullTexts(args.text_length)
@@ -218,6 +228,15 @@ def inputs_of(args, views, tokenizer, shape, n):
     inputs = {"pixels": torch.zeros(n * views.images, *shape)}
     if views.texts:
         inputs["tokens"] = tokenizer([""] * n * views.texts)
+    if getattr(args, "modalities", "v") != "v":
+        inputs["pixels"] = {
+            "frames": inputs["pixels"],
+            "sound": torch.zeros(len(inputs["pixels"]), SLICE_LENGTH, BANDS),
+            "subtitle": FullTexts(SUBTITLE_LENGTH)([""] * len(inputs["pixels"]))}
+    if has_matching(args):  # three captions of each clip
+        clips = torch.arange(n).repeat_interleave(3)
+        texts = tokenizer([""] * 3 * n)
+        inputs["pairs"] = Pairs(clips, texts["input_ids"], texts["attention_mask"], clips)
     if answers_questions(args):
         inputs["question"] = tokenizer([""] * n)
     return inputs
@@ -292,7 +311,7 @@ def estimate(line, num_gpus):
     if views.again_without_gradient:
         num_passes += 1
         images *= 2
-    if chunk < local or args.grad_checkpointing:
+    if chunk < local or args.grad_checkpointing or has_matching(args):
         num_passes += 1
     if getattr(args, "weighting", "") in ("meta", "l2rw"):
         # the look-ahead comes before the step, in float32, with the whole batch

@@ -84,7 +84,7 @@ def test_schedule_at_its_turns():
 
 
 def test_range_of_the_margins_of_a_run():
-    args = mmts.parse_args(["--dataset", "youcook2", "--loss", "max-margin"])
+    args = mmts.parse_args(["--dataset", "youcook2", "--loss", "max-margin", "--no-pretrained"])
     assert mmts.value_range(args, 5) == (0, 0.4)
 
 
@@ -259,7 +259,8 @@ def test_clusters_of_youcook2_and_their_pictures_from_its_words_alone(tmp_path):
     for video, subset in (("aa", "training"), ("bb", "training"), ("cc", "validation")):
         database[video] = {"subset": subset, "duration": 5.0, "annotations": segments}
     write_json(tmp_path / "youcookii_annotations_trainval.json", {"database": database})
-    words = "clusters mmts.py --dataset youcook2 --num-clusters 4 --cluster-encoder tf-idf --cpu"
+    words = "clusters mmts.py --dataset youcook2 --no-pretrained --cpu"
+    words += " --num-clusters 4 --cluster-encoder tf-idf"
     folders = ["--data-dir", str(tmp_path), "--output-dir", str(tmp_path), "--run-name", "words"]
     several.main([*words.split(), *folders, *SMALL_TOWERS])
     pictures = {f"{name}.png" for name in ("temperatures", "distribution", "tsne", "clusters")}

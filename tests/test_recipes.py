@@ -176,12 +176,15 @@ def test_rows_of_mm_ts_have_videos_first_weights_and_a_learnt_tau():
     for row, args in runs:
         if args.dataset != "cc3m":
             assert args.data_dir and args.video_dir, row
-        if args.dataset == "epic-kitchens-100":
             assert args.init_from and args.pretrained, row
+            is_vast = args.dataset != "epic-kitchens-100"
+            assert (args.image_encoder == "vast") == is_vast == (args.matching_weight > 0), row
+            if is_vast:
+                assert args.modalities == ("v" if args.dataset == "ssv2-lt" else "vas"), row
         is_baseline = not args.schedule and not args.shifts and args.loss == "infonce"
         if is_baseline and args.dataset in ("youcook2", "ssv2-lt"):
             assert args.learnable_tau, row
-    assert {"2", "4", "5", "7", "9"} <= {row for row, _ in runs}
+    assert {"2", "3", "4", "5", "6", "7", "8", "9"} <= {row for row, _ in runs}
     assert any(args.learnable_tau for row, args in runs if row == "9")
 
 
