@@ -585,7 +585,7 @@ def test_chunks_processes_and_a_resume_give_the_same_steps(tmp_path):
     few_steps(mmts, tmp_path / "run", *adam)
     checkpoint = tmp_path / "run" / "checkpoints" / "step_4.pt"
     checkpoint.rename(tmp_path / "whole.pt")  # killed after step 2
-    few_steps(mmts, tmp_path / "run", "--resume", tmp_path / "run")
+    mmts.main(mmts.parse_args(["--resume", str(tmp_path / "run")]))
     assert equal_files(checkpoint, tmp_path / "whole.pt")
 
 

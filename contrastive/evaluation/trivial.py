@@ -1,5 +1,7 @@
 """Trivial baselines of neighbours and probes: raw pixels, colour histograms, untrained towers."""
 
+import functools
+
 from contrastive.core.processes import say
 from contrastive.data.table import frames_of
 from contrastive.encoders.models import EvalTransform
@@ -20,14 +22,18 @@ CLIP_SIDE = 32
 PROBE_SIDE = 8
 
 
-def pixels_and_colours(_, images):
+def pixels_and_colours(_, images, frames=0):
     """Raw pixels and colour histograms of images or clips.
 
-    Args: images: (b, [T,] 3, S, S) in 0..1.
+    Args:
+        images: (b, [T,] 3, S, S) in 0..1.
+        frames: of a clip that are read, evenly spaced (--eval-frames may be more than training's).
     Returns: all pixels (b, many); the share of each of 4 x 4 x 4 colours and the pixels for a
         probe, (b, 64 + few). A probe of all pixels would take an hour, so these are the mean of the
         frames, PROBE_SIDE high and wide.
     """
+    if frames and images.ndim == 5:
+        images = images[:, torch.linspace(0, images.shape[1] - 1, frames).round().long()]
     levels = (images * 255).round().movedim(-3, -1).flatten(1, -2).long() // 64          # (b, P, 3)
     colour = levels[..., 0] * 16 + levels[..., 1] * 4 + levels[..., 2]     # (b, P)
     counts = torch.stack([torch.bincount(row, minlength=64) for row in colour])          # (b, 64)
@@ -69,11 +75,12 @@ def trivial_accuracy(train, test, few, options, *, tasks, models, limits=None):
     Returns: {pixels, colours and each of `models`: as class_metrics}.
     """
     view = small_view(options.transform, train)
-    train_features = features_of(at_most(train, MAX_TRAIN), view, options, models)
-    test_features = features_of(at_most(test, MAX_TEST), view, options, models)
+    forward = functools.partial(pixels_and_colours, frames=frames_of(train))
+    train_features = features_of(at_most(train, MAX_TRAIN), view, options, models, forward)
+    test_features = features_of(at_most(test, MAX_TEST), view, options, models, forward)
     few_features = {}
     if few:
-        few_features = features_of(few, view, options, models)
+        few_features = features_of(few, view, options, models, forward)
     result = {}
     for name in train_features:
         result[name], _, _ = class_metrics(
@@ -99,13 +106,13 @@ def at_most(data, num_rows):
     return data.select(np.sort(rows))
 
 
-def features_of(data, view, options, models):
-    """{name: LabelledFeatures} of pixels, colours and the models."""
+def features_of(data, view, options, models, forward):
+    """{name: LabelledFeatures} of pixels and colours, which `forward` returns, and the models."""
     features = {}
     if getattr(data.clip, "has_pixels", True):
         index, pixels, compact, _ = encode_images(
             nn.Identity(), data, view, options.device, workers=options.workers,
-            rows=np.flatnonzero(data.labels >= 0), forward=pixels_and_colours)
+            rows=np.flatnonzero(data.labels >= 0), forward=forward)
         labels = data.labels[index]
         colours, small = compact[:, :64], compact[:, 64:]
         features["pixels"] = LabelledFeatures(pixels, small, labels)
