@@ -11,6 +11,7 @@ by its measured time (`mama_step`). Hours are of an A100 at 30 % of its peak (31
 156 in TF32). Cores are those that decode, by `cc3m_views` and `decode_clips`.
 """
 
+import contextlib
 import functools
 import math
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from contrastive.core.files import read_json, write_json
 
 import torch
 import torch.nn.functional as F
+from accelerate import init_empty_weights
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -135,7 +137,11 @@ def model_of(args, has_clips):
         spec["questions"] = {
             "answers": answers, "model": args.qa_model, "layers": args.fusion_layers,
             "frames": args.frames, "similarity": args.qa_similarity}
-    model, _ = common.build_model(spec, tokenizer, pretrained=False)
+    without_memory = contextlib.nullcontext()
+    if "modalities" in spec:  # VAST has 1.2 billion parameters
+        without_memory = init_empty_weights(include_buffers=True)
+    with without_memory:
+        model, _ = common.build_model(spec, tokenizer, pretrained=False)
     if getattr(args, "freeze", "") == "clip4clip":
         common.freeze_as_clip4clip(model)
     return model.train(), tokenizer

@@ -418,15 +418,15 @@ class Vast(TwoTower):
 
     def example(self, pixels, tokens):
         """The inputs of a forward that uses all parts of the model, from one image and one text."""
-        if tokens is None:
-            tokens = {}
+        device = self.clip_head.weight.device  # meta in an estimate
+        tokens = {name: x.to(device) for name, x in (tokens or {}).items()}
         inputs = {
-            "frames": pixels,
-            "sound": pixels.new_zeros(1, SLICE_LENGTH, BANDS),
+            "frames": pixels.to(device),
+            "sound": torch.zeros(1, SLICE_LENGTH, BANDS, device=device),
             "subtitle": tokens}
         if self.matching is None:
             return [inputs, tokens or None]
-        clips = torch.zeros(1, dtype=torch.long)
+        clips = torch.zeros(1, dtype=torch.long, device=device)
         return [inputs, tokens, Pairs(clips, tokens["input_ids"], tokens["attention_mask"], clips)]
 
 
