@@ -615,11 +615,13 @@ def test_reranking_by_hand():
 def trained(tmp_path_factory):
     """Runs on moving-emoji with all modalities, with sound alone and with subtitles alone."""
     folder = tmp_path_factory.mktemp("trained")
-    flags = "--clips 200 60 60 --batch-size 20 --max-steps 90 --frames 2 --num-clusters 4".split()
-    flags += ["--no-schedule", "--no-shifts", "--log-every", 45]
+    flags = "--clips 200 20 40 --batch-size 20 --max-steps 80".split()
+    flags += ["--no-schedule", "--no-shifts", "--log-every", 40]
     summaries = {}
     for modalities in ("vas", "a", "s"):
-        more = ["--matching-weight", 0.5] if modalities == "vas" else []
+        more = []
+        if modalities == "vas":
+            more = ["--matching-weight", 0.5, "--max-steps", 30]
         summaries[modalities] = run_script(
             mmts, folder / modalities, *RUN, *flags, "--modalities", modalities, *more)
     return folder, summaries
