@@ -183,8 +183,8 @@ def load_moving_emoji(name, split, options):
     """One split of moving-emoji, (M, T, 3, H, W) in memory.
 
     Columns: label = verb, noun, colour (classes), group (same verb, noun and colour), noisy
-    (no clip), question, answer, choices (five), question_type, with regions boxes, with --modalities
-    subtitle.
+    (no clip), question, answer, choices (five), question_type, with regions boxes, with
+    --modalities subtitle.
     Raises: UserError for too few training clips, or too many regions.
     """
     frames = options.frames or DEFAULT_FRAMES
