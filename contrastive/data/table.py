@@ -217,7 +217,7 @@ class Data(TrainingSet):
             parts["sound"] = sound_slice(self.samples(i), draw)
         if "s" in self.modalities:
             parts["subtitle"] = ""
-            if "subtitle" in self.texts.column_names:
+            if "subtitle" in self.annotations.column_names:
                 parts["subtitle"] = self.cell("subtitle", i) or ""
         return parts
 
@@ -225,7 +225,7 @@ class Data(TrainingSet):
         """The sound of row i, (samples,) at 16 kHz, or None."""
         if self.draw_sound is not None:
             return self.draw_sound(self.rows[i])
-        if "sound" not in self.texts.column_names:
+        if "sound" not in self.annotations.column_names:
             return None
         path = self.cell("sound", i)
         if path is None:
