@@ -32,8 +32,9 @@ CHANGEABLE = {
     "--grad-checkpointing", "--mixed-precision", "--lr"}
 # what runs did that have no such flag in their args.json, since they are older than it
 BEFORE_THE_FLAG = {
-    "class_names": "wordnet", "expert_inputs": "training", "projection_bias": False,
-    "prompts": "openai", "randaugment_strengths": "torchvision", "test_fraction": 0.0}
+    "class_names": "wordnet", "eval_frames": 0, "expert_inputs": "training", "image_lr": 0.0,
+    "matching_weight": 0.0, "modalities": "v", "projection_bias": False, "prompts": "openai",
+    "randaugment_strengths": "torchvision", "test_fraction": 0.0}
 # those of CHANGEABLE that change the steps to come
 CHANGE_STEPS = ("lr", "mixed_precision", "epochs", "max_steps")
 # {flag of other code bases: ours; of several, that of the program}
