@@ -429,8 +429,8 @@ def test_a_part_of_own_with_a_rate_of_its_own(tmp_path):
     own = fork(
         own,
         tmp_path,
-        "        run.check_finite",
-        '        loss = loss + loss_modules["net"](image).mean()\n        run.check_finite',
+        "\n        run.check_finite",
+        '\n        loss = loss + loss_modules["net"](image).mean()\n        run.check_finite',
     )
     log = few_steps(
         own, tmp_path / "a", *TINY, *"--num-clusters 4 --max-steps 2 --weight-decay 0.3".split()

@@ -97,7 +97,8 @@ def open_named(name, split, options):
     data_set = find_data_set(name)
     if split != "test" and options.hold_out_val and data_set.lacks_only_val():
         train = check_count(data_set, data_set.load(name, "train", options))
-        return hold_out({"train": train}, ["val"], options).get(split)
+        # without a least number of rows, as test is the set's own
+        return hold_out({"train": train}, ["val"], options.replace(test_fraction=0.0)).get(split)
     if split not in data_set.splits:
         return None
     data = data_set.load(name, split, options)

@@ -241,12 +241,12 @@ def match_release(model, weights, image_encoder, path):
     tensors = {name: x for name, x in converted.items() if name.startswith(parts)}
     shapes = shapes_of(model.state_dict(), parts)
     released_shapes = shapes_of(tensors, parts)
-    misfits = dict(shapes.items() ^ released_shapes.items())
+    all_shapes = shapes | released_shapes
+    misfits = [name for name in all_shapes if shapes.get(name) != released_shapes.get(name)]
     if misfits:
-        first = min(misfits)
         raise UserError(
             f"--init-from {path}: {len(misfits)} of its tensors do not fit the model, or are "
-            f"missing, first {first} {misfits[first]}; they are for --image-encoder "
+            f"missing, first {misfits[0]} {all_shapes[misfits[0]]}; they are for --image-encoder "
             f"{image_encoder}")
     return tensors
 
