@@ -503,6 +503,15 @@ def test_released_weights_load_by_their_names(words, tmp_path):
         assert torch.equal(loaded.state_dict()[ours], file[f"module.{theirs}"])
 
 
+def test_released_embeddings_of_another_number_of_frames(words, tmp_path):
+    """The authors' number is that of the frames of pretraining; the nearest are taken."""
+    file = released(words)
+    eight = torch.randn(1, 8, 64)
+    file["module.vision_frame_embedding"] = eight
+    loaded, _ = model_of(words, weights=write_release(tmp_path / "release", file))
+    assert torch.allclose(loaded.matching.frames["vision"].float(), eight[:, ::2])
+
+
 @pytest.mark.parametrize(
     "change, words_of_error",
     [

@@ -315,8 +315,7 @@ class MatchingHead(nn.Module):
         for kind, x in tokens.items():
             x = self.norms[kind](self.linears[kind](x))
             if kind in self.frames:
-                places = self.frames[kind].transpose(1, 2)                 # (1, width, n)
-                places = F.interpolate(places, x.shape[1], mode="nearest").transpose(1, 2)
+                places = nearest_frames(self.frames[kind], x.shape[1])     # (1, frames, width)
                 x = (x + places[:, :, None]).flatten(1, 2)                 # (b, tokens, width)
             parts.append(x + self.kinds[kind])
         return torch.cat(parts, 1)
@@ -324,6 +323,11 @@ class MatchingHead(nn.Module):
     def logits(self, cls):
         """CLS of BERT (P, width) -> logits (P, 2) of no and yes."""
         return self.linear2(self.layernorm(F.gelu(self.linear1(cls))))
+
+
+def nearest_frames(embeddings, number):
+    """Embeddings of frames (1, n, width) -> (1, number, width), the nearest of each."""
+    return F.interpolate(embeddings.transpose(1, 2), number, mode="nearest").transpose(1, 2)
 
 
 class Vast(TwoTower):
@@ -544,7 +548,8 @@ RELATIVE_BIAS = "audio_encoder.encoder.layers.0.self_attn.relative_attention_bia
 
 
 def convert_vast(model, weights):
-    """The released tensors by our names, without those of parts that the model has not.
+    """The released tensors by our names, without those of parts that the model has not. As in the
+    authors' code, the embeddings of frames are repeated or left out to fit their number.
 
     Args:
         model: Vast, which gets the released temperature.
@@ -560,7 +565,13 @@ def convert_vast(model, weights):
             tensors["audio.relative_bias.weight"] = tensor
         if not re.match(LEFT_OUT, name):
             tensors[our_name(name, model.modalities)] = tensor
-    return {name: x for name, x in tensors.items() if not is_of_absent_part(name, model)}
+    tensors = {name: x for name, x in tensors.items() if not is_of_absent_part(name, model)}
+    if model.matching is not None:
+        for kind, embeddings in model.matching.frames.items():
+            name = f"matching.frames.{kind}"
+            if name in tensors:
+                tensors[name] = nearest_frames(tensors[name], embeddings.shape[1])
+    return tensors
 
 
 def our_name(name, modalities):
