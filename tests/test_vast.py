@@ -165,6 +165,8 @@ def test_sound_of_files(tmp_path):
         assert pitch_of(whole[4000:28000]) == pytest.approx(440, abs=2)
         part = read_sound(file, 2.5, 3.5)
         assert abs(len(part) - 16000) < 200 and pitch_of(part) == pytest.approx(880, abs=2)
+    ts = write_sound(tmp_path / "a.ts", two, 44100, "aac", [frame(k) for k in range(40)])
+    assert len(read_sound(ts, 0, 1)) == 16000  # whose first second is not 0
     assert read_sound(wav, 9, 10) is None
     assert read_sound(write_video(tmp_path / "b.mp4", range(8))) is None
     with pytest.raises((OSError, ValueError)):

@@ -40,14 +40,17 @@ def read_sound(source, start=None, end=None):
         if stream is None:
             return None
         resampler = av.AudioResampler(format="fltp", rate=RATE)
-        first = None  # second of the first sample
+        # second at which the file begins, which is above 0 in a transport stream
+        origin = (container.start_time or 0) / av.time_base
+        first = None  # second of the first sample, from there
         parts = []
         if start:
-            container.seek(int(start * 1e6), any_frame=False)
+            container.seek(int((origin + start) * av.time_base), any_frame=False)
         for frame in container.decode(stream):
+            second = (frame.time or 0.0) - origin
             if first is None:
-                first = frame.time or 0.0
-            if end is not None and frame.time is not None and frame.time > end:
+                first = second
+            if end is not None and second > end:
                 break
             parts += [part.to_ndarray()[0] for part in resampler.resample(frame)]
         if parts:
