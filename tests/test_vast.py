@@ -617,6 +617,9 @@ def test_reranking_by_hand():
     ):
         positives = torch.tensor(positives)[:, None]
         assert rerank.ranks(query, gallery, scores, best, positives).tolist() == expected
+    tiny = torch.tensor([[1e-9, 2e-9, 0, 0], [0, 0, 2e-9, 1e-9]])
+    positives = torch.tensor([[1], [2]])
+    assert rerank.ranks(query, gallery, tiny, best, positives).tolist() == [1, 1]
     groups = torch.tensor([0, 0, 1, 1])  # the best of each is ranked
     positives = torch.tensor([[1], [0]])
     found = rerank.ranks(query, gallery, scores, best, positives, groups=groups)
