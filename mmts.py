@@ -598,8 +598,8 @@ def clip_view(args):
 
 
 def first_tau(args, tower):
-    """The temperature from which it is learnt: that of VAST's released weights unless --tau is on
-    the command line."""
+    """The first value of a learnt temperature: that of VAST's released weights, if they are loaded
+    and --tau is not on the command line; else --tau."""
     released_tau = getattr(tower, "released_tau", None)
     if released_tau is None or "--tau" in args.command_line:
         return args.tau

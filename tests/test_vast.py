@@ -232,6 +232,10 @@ def test_own_csv_with_sound_and_subtitles(tmp_path):
     assert beside["subtitle"] == ["then others", ""]
     assert beside["sound"].shape == (2, 1024, 64) and not beside["sound"][1].any()
     assert open_splits(path, frames=3)["train"].beside(0) == {}
+    rows = [(*row[:4], "train") for row in table]
+    bare = write_rows(tmp_path / "bare.csv", [*header[:4], "split"], rows)
+    note = common.load_data(str(bare), "train", modalities="vas", frames=3).note
+    assert "no sound" in note and "no subtitles" in note
 
 
 # ------------------------------------------------------- BEATs -----------------------------------
