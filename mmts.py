@@ -316,6 +316,8 @@ def check_flags(parser, args):
         if not low <= args.tau <= high:
             parser.error(f"--tau {args.tau}: a learnt temperature must start within {low} and "
                          f"{high}")
+    if args.image_lr and not args.lr:
+        parser.error("--image-lr: not with --lr 0, of which it is a multiple")
     if args.shift_min > args.shift_max:
         parser.error(f"--shift-min {args.shift_min:g}: larger than --shift-max "
                      f"{args.shift_max:g}")
