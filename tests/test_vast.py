@@ -381,6 +381,7 @@ def test_negatives_are_drawn_by_their_probability():
         assert torch.allclose(share.double(), weights / weights.sum(), atol=2e-3)
     ends = vast.hard_negatives(sim, 1e-3, torch.tensor([0.0, 0.5, 0.5, 1 - 2**-24]).double())
     assert (ends != torch.arange(4)).all() and ends.max() < 4
+    assert vast.hard_negatives(sim * math.nan, 0.1, torch.zeros(4)).max() < 4
 
 
 def test_pairs_by_hand(words):

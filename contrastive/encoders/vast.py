@@ -448,8 +448,10 @@ def hard_negatives(sim, tau, draws):
     """
     weights = (sim.double() / tau).softmax(1) + FLOOR                      # (N, N)
     weights.fill_diagonal_(0)
-    total = weights.cumsum(1)
-    return torch.searchsorted(total, draws[:, None] * total[:, -1:], right=True)[:, 0]
+    total = weights.cumsum(1)                                              # (N, N)
+    drawn = torch.searchsorted(total, draws[:, None] * total[:, -1:], right=True)        # (N, 1)
+    # NaN, with which the run stops after this step, gives N
+    return drawn[:, 0].clamp(max=len(sim) - 1)
 
 
 @torch.no_grad()
