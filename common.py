@@ -427,8 +427,8 @@ def split_by_lr(groups):
         parameters = {1.0: []}  # {part of --lr: parameters}
         for p in group["params"]:
             parameters.setdefault(getattr(p, "lr_scale", 1.0), []).append(p)
-        for scale, of_scale in parameters.items():
-            part = group | {"params": of_scale}
+        for scale, members in parameters.items():
+            part = group | {"params": members}
             if scale != 1.0:
                 part["lr_scale"] = scale  # Run.set_lr multiplies by it
             parts.append(part)

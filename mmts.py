@@ -504,9 +504,10 @@ def main(args):  # noqa: C901, PLR0912
     model, optimizer = run.wrap(tower, loss_modules, optimizer)            # DDP, torch.compile
     run.resume()                                                           # with --resume
     encode_inputs = functools.partial(encode, model)
-    matching, second_pass = None, None
+    matching = None                                                        # VAST's loss
+    second_pass = None
     if args.matching_weight:
-        matching = MatchingLoss(model, args.matching_weight)               # VAST's
+        matching = MatchingLoss(model, args.matching_weight)
         second_pass = matching.second_pass
     chunks = common.Chunks(
         encode_inputs, model, run.accelerator, args.chunk_size, second_pass)

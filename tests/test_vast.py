@@ -606,6 +606,16 @@ def test_chunks_processes_and_a_resume_give_the_same_steps(tmp_path):
     assert equal_files(checkpoint, tmp_path / "whole.pt")
 
 
+def test_a_resume_with_another_lr_keeps_the_image_lr(tmp_path):
+    flags = [*RUN, *CLIPS, "--image-encoder", "small", "--image-lr", 1e-4, "--save-every", 2]
+    few_steps(mmts, tmp_path / "run", "--max-steps", 2, *flags, "--lr-schedule", "constant")
+    more = ["--lr", "1e-2", "--max-steps", "3"]
+    mmts.main(mmts.parse_args(["--resume", str(tmp_path / "run"), *more]))
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "step_3.pt", weights_only=True)
+    rates = [group["lr"] for group in checkpoint["optimizer"]["param_groups"]]
+    assert rates == pytest.approx([1e-2, 1e-4] * 2)
+
+
 def test_reranking_by_hand():
     """The first two by cosine by their probability alone, the others behind them by cosine."""
     query = F.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), dim=1)

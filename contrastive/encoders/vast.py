@@ -375,7 +375,7 @@ class Vast(TwoTower):
             tokens: of the captions, {input_ids, attention_mask: (B, L)}.
             pairs: Pairs of these clips and of any captions.
         """
-        clip, text, features, clip_tokens = None, None, None, {}
+        clip, text, features = None, None, None
         if pixels is not None:
             clip_tokens = self.clip_tokens(pixels)
             features = self.pool(clip_tokens)                              # (B, width)
@@ -383,7 +383,8 @@ class Vast(TwoTower):
         if tokens is not None:
             text = self.text(**tokens)                                     # (B, D)
         if pairs is not None:
-            features = self.match(self.matching.condition(clip_tokens), pairs)           # (P, 2)
+            condition = self.matching.condition(clip_tokens)               # (B, all tokens, width)
+            features = self.match(condition, pairs)                        # (P, 2)
         return clip, text, features
 
     def clip_tokens(self, pixels):
@@ -474,11 +475,11 @@ def hard_pairs(image, text, tokens, draws, *, tau, length):
     mask = gather(F.pad(tokens["attention_mask"], (0, pad)))               # (N, length)
     sim = gather(normalize(image.float())) @ gather(normalize(text.float())).T           # (N, N)
     draws = gather(draws.to(image.device))                                 # (N, 2)
-    texts = torch.arange(len(sim), device=image.device)                    # (N,) and clips
+    numbers = torch.arange(len(sim), device=image.device)                  # (N,) clips and texts
     hard_texts = hard_negatives(sim, tau, draws[:, 0])                     # (N,) of the clips
     hard_clips = hard_negatives(sim.T, tau, draws[:, 1])                   # (N,) of the texts
-    pair_clips = torch.cat([texts, texts, hard_clips])                     # (3 N,)
-    pair_texts = torch.cat([texts, hard_texts, texts])                     # (3 N,)
+    pair_clips = torch.cat([numbers, numbers, hard_clips])                 # (3 N,)
+    pair_texts = torch.cat([numbers, hard_texts, numbers])                 # (3 N,)
     order = pair_clips.argsort(stable=True)
     pair_clips, pair_texts = pair_clips[order], pair_texts[order]
     target = (pair_clips == pair_texts).long()                             # (3 N,)
