@@ -238,8 +238,8 @@ class Chunks:
         accelerator: the Accelerator of the run.
         chunk: examples at a time on this process; 0 = all, without a second pass.
         second_pass: function (inputs of a chunk, number of its first row) -> (embeddings as of
-            `encode`, a further loss () of the chunk), which takes its place in the second pass. The
-            batch then has one in any case, and the gradients of both losses add up.
+            `encode`, a further loss () of the chunk). If given, there always is a second pass,
+            which calls it in place of `encode`, and the gradients of both losses add up.
     """
 
     def __init__(self, encode, model, accelerator, chunk=0, second_pass=None):
@@ -261,7 +261,7 @@ class Chunks:
         from accelerate.utils import find_batch_size
         B = find_batch_size(inputs)
         self.pieces = []  # of the inputs, each with the random state of its first pass
-        if self.second_pass or self.chunk and self.chunk < B:
+        if self.second_pass or 0 < self.chunk < B:
             return self.encode_in_chunks(inputs, B)
         with tf32(self.tf32):
             embeddings = self.function(inputs)                             # (B, D) each
@@ -427,8 +427,8 @@ def split_by_lr(groups):
         parameters = {1.0: []}  # {part of --lr: parameters}
         for p in group["params"]:
             parameters.setdefault(getattr(p, "lr_scale", 1.0), []).append(p)
-        for scale, of_scale in parameters.items():
-            part = group | {"params": of_scale}
+        for scale, members in parameters.items():
+            part = group | {"params": members}
             if scale != 1.0:
                 part["lr_scale"] = scale  # Run.set_lr multiplies by it
             parts.append(part)

@@ -287,9 +287,11 @@ def evaluate(model, opened):
         if "retrieval" in tasks:
             if args.normalize != "none" or args.as_trained and model.queues:
                 metrics.update(normalized_metrics(model, opened, metrics, pieces))
-            metrics.update(head_mid_tail(pieces, model.clusters))
             if args.rerank:
                 metrics.update(reranked_metrics(model, metrics, pieces))
+            else:
+                # its ranks are those by cosine, which must not stand beside re-ranked recalls
+                metrics.update(head_mid_tail(pieces, model.clusters))
         if rank() == 0 and not has_few_queries(pieces):
             draw(model, opened, pieces)
         if rank() == 0 and args.save_embeddings:
@@ -310,7 +312,7 @@ def reranked_metrics(model, metrics, pieces):
     Args:
         metrics: by cosine.
         pieces: EvaluationPieces.
-    Returns: its metrics; beside them rerank: {cosine: those before, K: those after}.
+    Returns: the metrics after re-ranking, and rerank: {cosine: those before it, K: those after it}.
     """
     top = model.args.rerank
     reranked = reranked_retrieval(pieces, model.towers, top, workers=model.args.workers)

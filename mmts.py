@@ -316,6 +316,8 @@ def check_flags(parser, args):
         if not low <= args.tau <= high:
             parser.error(f"--tau {args.tau}: a learnt temperature must start within {low} and "
                          f"{high}")
+    if args.image_lr and not args.lr:
+        parser.error("--image-lr: not with --lr 0, of which it is a multiple")
     if args.shift_min > args.shift_max:
         parser.error(f"--shift-min {args.shift_min:g}: larger than --shift-max "
                      f"{args.shift_max:g}")
@@ -502,9 +504,10 @@ def main(args):  # noqa: C901, PLR0912
     model, optimizer = run.wrap(tower, loss_modules, optimizer)            # DDP, torch.compile
     run.resume()                                                           # with --resume
     encode_inputs = functools.partial(encode, model)
-    matching, second_pass = None, None
+    matching = None                                                        # VAST's loss
+    second_pass = None
     if args.matching_weight:
-        matching = MatchingLoss(model, args.matching_weight)               # VAST's
+        matching = MatchingLoss(model, args.matching_weight)
         second_pass = matching.second_pass
     chunks = common.Chunks(
         encode_inputs, model, run.accelerator, args.chunk_size, second_pass)
@@ -598,8 +601,8 @@ def clip_view(args):
 
 
 def first_tau(args, tower):
-    """The temperature from which it is learnt: that of VAST's released weights unless --tau is on
-    the command line."""
+    """The first value of a learnt temperature: that of VAST's released weights, if they are loaded
+    and --tau is not on the command line; else --tau."""
     released_tau = getattr(tower, "released_tau", None)
     if released_tau is None or "--tau" in args.command_line:
         return args.tau

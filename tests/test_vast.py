@@ -165,6 +165,8 @@ def test_sound_of_files(tmp_path):
         assert pitch_of(whole[4000:28000]) == pytest.approx(440, abs=2)
         part = read_sound(file, 2.5, 3.5)
         assert abs(len(part) - 16000) < 200 and pitch_of(part) == pytest.approx(880, abs=2)
+    ts = write_sound(tmp_path / "a.ts", two, 44100, "aac", [frame(k) for k in range(40)])
+    assert len(read_sound(ts, 0, 1)) == 16000  # whose first second is not 0
     assert read_sound(wav, 9, 10) is None
     assert read_sound(write_video(tmp_path / "b.mp4", range(8))) is None
     with pytest.raises((OSError, ValueError)):
@@ -230,6 +232,10 @@ def test_own_csv_with_sound_and_subtitles(tmp_path):
     assert beside["subtitle"] == ["then others", ""]
     assert beside["sound"].shape == (2, 1024, 64) and not beside["sound"][1].any()
     assert open_splits(path, frames=3)["train"].beside(0) == {}
+    rows = [(*row[:4], "train") for row in table]
+    bare = write_rows(tmp_path / "bare.csv", [*header[:4], "split"], rows)
+    note = common.load_data(str(bare), "train", modalities="vas", frames=3).note
+    assert "no sound" in note and "no subtitles" in note
 
 
 # ------------------------------------------------------- BEATs -----------------------------------
@@ -375,6 +381,7 @@ def test_negatives_are_drawn_by_their_probability():
         assert torch.allclose(share.double(), weights / weights.sum(), atol=2e-3)
     ends = vast.hard_negatives(sim, 1e-3, torch.tensor([0.0, 0.5, 0.5, 1 - 2**-24]).double())
     assert (ends != torch.arange(4)).all() and ends.max() < 4
+    assert vast.hard_negatives(sim * math.nan, 0.1, torch.zeros(4)).max() < 4
 
 
 def test_pairs_by_hand(words):
@@ -503,6 +510,15 @@ def test_released_weights_load_by_their_names(words, tmp_path):
         assert torch.equal(loaded.state_dict()[ours], file[f"module.{theirs}"])
 
 
+def test_released_embeddings_of_another_number_of_frames(words, tmp_path):
+    """The authors' number is that of the frames of pretraining; the nearest are taken."""
+    file = released(words)
+    eight = torch.randn(1, 8, 64)
+    file["module.vision_frame_embedding"] = eight
+    loaded, _ = model_of(words, weights=write_release(tmp_path / "release", file))
+    assert torch.allclose(loaded.matching.frames["vision"].float(), eight[:, ::2])
+
+
 @pytest.mark.parametrize(
     "change, words_of_error",
     [
@@ -590,6 +606,16 @@ def test_chunks_processes_and_a_resume_give_the_same_steps(tmp_path):
     assert equal_files(checkpoint, tmp_path / "whole.pt")
 
 
+def test_a_resume_with_another_lr_keeps_the_image_lr(tmp_path):
+    flags = [*RUN, *CLIPS, "--image-encoder", "small", "--image-lr", 1e-4, "--save-every", 2]
+    few_steps(mmts, tmp_path / "run", "--max-steps", 2, *flags, "--lr-schedule", "constant")
+    more = ["--lr", "1e-2", "--max-steps", "3"]
+    mmts.main(mmts.parse_args(["--resume", str(tmp_path / "run"), *more]))
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "step_3.pt", weights_only=True)
+    rates = [group["lr"] for group in checkpoint["optimizer"]["param_groups"]]
+    assert rates == pytest.approx([1e-2, 1e-4] * 2)
+
+
 def test_reranking_by_hand():
     """The first two by cosine by their probability alone, the others behind them by cosine."""
     query = F.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), dim=1)
@@ -606,6 +632,9 @@ def test_reranking_by_hand():
     ):
         positives = torch.tensor(positives)[:, None]
         assert rerank.ranks(query, gallery, scores, best, positives).tolist() == expected
+    tiny = torch.tensor([[1e-9, 2e-9, 0, 0], [0, 0, 2e-9, 1e-9]])
+    positives = torch.tensor([[1], [2]])
+    assert rerank.ranks(query, gallery, tiny, best, positives).tolist() == [1, 1]
     groups = torch.tensor([0, 0, 1, 1])  # the best of each is ranked
     positives = torch.tensor([[1], [0]])
     found = rerank.ranks(query, gallery, scores, best, positives, groups=groups)

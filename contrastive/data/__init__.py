@@ -66,10 +66,21 @@ def load_data(name, split, options=None, **flags):
         data = join_captions(data)
     if options.modalities != "v" and not data.streamed:
         data = dataclasses.replace(data, modalities=options.modalities)
+        data = with_note_of_modalities(data)
     if counts_same_text_as_wrong(name, options) and not data.streamed:
         data = dataclasses.replace(data, same_text="wrong")
     if split == "train":
         data = prepare_for_training(data, options)
+    return data
+
+
+def with_note_of_modalities(data):
+    """The data with a note of what is to be read of its clips and none of them has: the model then
+    reads zeros or empty subtitles."""
+    available = data.available_modalities()
+    for letter, words in (("a", "no sound"), ("s", "no subtitles")):
+        if letter in data.modalities and letter not in available:
+            data = with_note(data, words)
     return data
 
 

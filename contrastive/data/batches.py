@@ -157,7 +157,7 @@ def join_beside(parts):
     texts; {} if there are pixels alone."""
     joined = {}
     for name in set().union(*parts):
-        # of an example that cannot be read there is nothing, nor is there a batch
+        # empty is the part of an example for which no row could be read; the run stops then
         joined[name] = [part[name] for part in parts if part]
     if "sound" in joined:
         joined["sound"] = torch.stack(joined["sound"])

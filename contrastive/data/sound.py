@@ -16,7 +16,7 @@ WINDOW = 400  # samples: 25 ms
 HOP = 160  # samples: 10 ms
 BANDS = 64
 SLICE_LENGTH = 1024  # windows of a slice
-MEAN, DEVIATION = 15.41663, 2 * 6.55582  # of BEATs' training, which divides by two deviations
+MEAN, TWO_DEVIATIONS = 15.41663, 2 * 6.55582  # of BEATs' training
 
 
 # ---- from a file to samples ----
@@ -40,14 +40,17 @@ def read_sound(source, start=None, end=None):
         if stream is None:
             return None
         resampler = av.AudioResampler(format="fltp", rate=RATE)
-        first = None  # second of the first sample
+        # second at which the file begins, which is above 0 in a transport stream
+        origin = (container.start_time or 0) / av.time_base
+        first = None  # second of the first sample, from there
         parts = []
         if start:
-            container.seek(int(start * 1e6), any_frame=False)
+            container.seek(int((origin + start) * av.time_base), any_frame=False)
         for frame in container.decode(stream):
+            second = (frame.time or 0.0) - origin
             if first is None:
-                first = frame.time or 0.0
-            if end is not None and frame.time is not None and frame.time > end:
+                first = second
+            if end is not None and second > end:
                 break
             parts += [part.to_ndarray()[0] for part in resampler.resample(frame)]
         if parts:
@@ -112,8 +115,8 @@ def sound_slice(samples, draw=None):
     Args:
         samples: (n,) in -1..1 at 16 kHz; None = no sound, whose slice is zeros, as in VAST.
         draw: number in 0..1 that chooses the slice; None = the middle one.
-    Returns: (1024, 64) float32, normalised; zeros behind the end. As in VAST, a sound of whole
-        slices has an empty one more.
+    Returns: (1024, 64) float32, normalised; zeros behind the end. As in VAST, a sound that fills
+        its slices exactly has one more, which is empty.
     """
     padded = np.zeros((SLICE_LENGTH, BANDS), np.float32)
     if samples is None:
@@ -126,6 +129,6 @@ def sound_slice(samples, draw=None):
         number = int(draw * num_slices)
     first = number * SLICE_LENGTH * HOP
     last = first + (SLICE_LENGTH - 1) * HOP + WINDOW
-    bank = (filter_bank(samples[first:last]) - MEAN) / DEVIATION              # (windows, 64)
+    bank = (filter_bank(samples[first:last]) - MEAN) / TWO_DEVIATIONS         # (windows, 64)
     padded[:len(bank)] = bank
     return torch.from_numpy(padded)

@@ -205,7 +205,7 @@ class Data(TrainingSet):
         return self.clip(content, source.get("start"), source.get("end"), draws)
 
     def beside(self, i, draw=None):
-        """What is read of row i beside its pixels, by `modalities`: {sound: (1024, 64) slice,
+        """What is read of row i beside its pixels, by `modalities`: {sound: (1024, 64), a slice;
         subtitle: str}; zeros and "" if it has none.
 
         Args:
@@ -235,16 +235,24 @@ class Data(TrainingSet):
             path or source.get("bytes") or source["path"], source.get("start"), source.get("end"))
 
     def available_modalities(self):
-        """Those of `modalities` that some row has; frames always."""
-        letters = ""
-        for letter in self.modalities:
-            if letter == "v" or letter == "a" and self.draw_sound is not None:
-                letters += letter
-                continue
-            values = self.column({"a": "sound", "s": "subtitle"}[letter]) or []
-            if any(value is not None and (value or letter == "a") for value in values):
-                letters += letter
+        """Those of `modalities` that some row has; of frames nothing is asked."""
+        letters = self.modalities
+        if not self.has_sounds():
+            letters = letters.replace("a", "")
+        if not self.has_subtitles():
+            letters = letters.replace("s", "")
         return letters
+
+    def has_sounds(self):
+        """Whether some row has a sound."""
+        if self.draw_sound is not None:
+            return True
+        files = self.column("sound") or []  # "" is the clip's own
+        return any(file is not None for file in files)
+
+    def has_subtitles(self):
+        """Whether some row has a subtitle that is not empty."""
+        return any(self.column("subtitle") or [])
 
     def __getitem__(self, i):
         item = {"pixels": self.read(i), "captions": self.captions(i), "key": self.key(i)}

@@ -44,7 +44,12 @@ def read_hub_file(files, class_names=None):
         else:
             start = row.get("start")
             end = row.get("end")
-        captions = row.get("caption") or row.get("sentence") or row["desc"]
+        if "caption" in row:
+            captions = row["caption"]
+        elif "sentence" in row:
+            captions = row["sentence"]
+        else:
+            captions = row["desc"]
         example = {
             "video": row.get("video") or row.get("video_path") or row["video_id"],
             "captions": captions,

@@ -4,7 +4,7 @@ A clip is V, A and S: T frames, one slice of sound and one subtitle, or those of
 --modalities names. Steps and sizes are those of the authors' code and of their released weights,
 which --init-from loads:
 
-    V   EVA-CLIP-g/14 of each frame, 257 tokens, 1408 wide                      (B, T, 257, 1408)
+    V   EVA-CLIP-g/14 of each frame, 257 tokens of width 1408                   (B, T, 257, 1408)
     A   BEATs of the slice (1024 windows, 64 mel bands), 256 tokens                 (B, 256, 768)
     S   BERT of the subtitle, 70 tokens with padding                                 (B, 70, 768)
     clip   one Linear of [mean over frames of their CLS; mean over A; CLS of S]            (B, D)
@@ -18,8 +18,8 @@ yes. It learns from the true pairs and from one hard negative of each caption an
     p_ij = softmax_j(s_ij / temperature) + 1e-4, p_ii = 0                               hard_pairs
     L_match = mean of the cross-entropies of the 3 N pairs                           matching_loss
 
-`vast` has the released widths; `vast-small` is the same model at small ones, which reads 2.56 s of
-sound, from scratch.
+`vast` has the released widths. `vast-small` is the same model at small widths, without published
+weights; it reads 2.56 s of sound.
 docs/mmts.md lists the differences from the authors' code.
 """
 
@@ -150,8 +150,9 @@ class BeatsAttention(nn.Module):
 
 
 def relative_buckets(length):
-    """(L, L) number of the bias of each pair of query i and key j: 0..159 before the query,
-    160..319 behind it; exact up to a distance of 79, then in logarithmic steps up to 800."""
+    """(L, L) number of the bias of query i and key j: 0..159 for keys up to the query, 160..319 for
+    later ones. Each distance below 80 has its own; those up to 800 share them in logarithmic steps.
+    """
     half = BeatsAttention.BUCKETS // 2
     exact = half // 2
     place = torch.arange(length)
@@ -199,9 +200,9 @@ class Beats(nn.Module):
         self.pos_conv = PositionConvolution(size.width, size.groups)
         self.norm = nn.LayerNorm(size.width)
         self.layers = nn.ModuleList([BeatsLayer(size) for _ in range(size.layers)])
-        # of all layers
+        # shared by all layers
         self.relative_bias = nn.Embedding(BeatsAttention.BUCKETS, size.heads)
-        length = size.windows // self.PATCH * BANDS // self.PATCH          # L
+        length = (size.windows // self.PATCH) * (BANDS // self.PATCH)      # L
         self.register_buffer("buckets", relative_buckets(length), persistent=False)
 
     def forward(self, sound):
@@ -255,15 +256,15 @@ def bert_tower(encoder, name, *, pretrained=False, vocabulary=0, config=None, ma
 
 
 def subtitle_tokens(tokenizer, subtitles):
-    """The ids and masks (b, 70) of subtitles. The matching head reads their padding, too, so that
-    they have one length.
+    """The ids and masks (b, 70) of subtitles: always 70 tokens, since the matching head reads their
+    padding, too.
 
     Args: tokenizer: Tokenizer of the captions.
     """
     tokens = tokenizer.tokenizer(
         list(subtitles), padding="max_length", truncation=True, max_length=SUBTITLE_LENGTH,
         return_tensors="pt")
-    return {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
 
 
 # ===================================================== model ======================================
@@ -283,7 +284,7 @@ class Pairs(NamedTuple):
 
 
 class MatchingHead(nn.Module):
-    """What the matching head has beside BERT.
+    """The layers and embeddings of the matching head, without those of BERT.
 
     Args:
         widths: {kind: width of its tokens} for "vision", "audio" and "subtitle", in this order.
@@ -309,14 +310,13 @@ class MatchingHead(nn.Module):
         self.linear2 = nn.Linear(width, 2)
 
     def condition(self, tokens):
-        """{kind: (b, frames, tokens, width) or (b, tokens, width)} -> one sequence of a clip's
-        tokens, (b, all tokens, width of BERT)."""
+        """What BERT's cross-attention reads: {kind: (b, frames, tokens, width) or, of subtitles,
+        (b, tokens, width)} -> one sequence for each clip, (b, all tokens, width of BERT)."""
         parts = []
         for kind, x in tokens.items():
             x = self.norms[kind](self.linears[kind](x))
             if kind in self.frames:
-                places = self.frames[kind].transpose(1, 2)                 # (1, width, n)
-                places = F.interpolate(places, x.shape[1], mode="nearest").transpose(1, 2)
+                places = nearest_frames(self.frames[kind], x.shape[1])     # (1, frames, width)
                 x = (x + places[:, :, None]).flatten(1, 2)                 # (b, tokens, width)
             parts.append(x + self.kinds[kind])
         return torch.cat(parts, 1)
@@ -324,6 +324,11 @@ class MatchingHead(nn.Module):
     def logits(self, cls):
         """CLS of BERT (P, width) -> logits (P, 2) of no and yes."""
         return self.linear2(self.layernorm(F.gelu(self.linear1(cls))))
+
+
+def nearest_frames(embeddings, number):
+    """Embeddings of frames (1, n, width) -> (1, number, width), the nearest of each."""
+    return F.interpolate(embeddings.transpose(1, 2), number, mode="nearest").transpose(1, 2)
 
 
 class Vast(TwoTower):
@@ -361,15 +366,16 @@ class Vast(TwoTower):
             self.matching = MatchingHead(widths, text.width, size.frames)
 
     def forward(self, pixels=None, tokens=None, pairs=None):
-        """Clips and captions -> clip (B, D), text (B, D), features (B, width) before the head; or,
-        with Pairs, their logits (P, 2) in place of the features.
+        """Clips and captions -> clip (B, D), text (B, D), features (B, width) before the clip head.
+        With pairs, their logits (P, 2) take the place of the features.
 
         Args:
             pixels: {frames: (B, T, 3, S, S), sound: (B, 1024, 64), subtitle: {input_ids,
                 attention_mask: (B, 70)}}, or the frames alone, or images.
             tokens: of the captions, {input_ids, attention_mask: (B, L)}.
+            pairs: Pairs of these clips and of any captions.
         """
-        clip, text, features, clip_tokens = None, None, None, {}
+        clip, text, features = None, None, None
         if pixels is not None:
             clip_tokens = self.clip_tokens(pixels)
             features = self.pool(clip_tokens)                              # (B, width)
@@ -377,7 +383,8 @@ class Vast(TwoTower):
         if tokens is not None:
             text = self.text(**tokens)                                     # (B, D)
         if pairs is not None:
-            features = self.match(self.matching.condition(clip_tokens), pairs)           # (P, 2)
+            condition = self.matching.condition(clip_tokens)               # (B, all tokens, width)
+            features = self.match(condition, pairs)                        # (P, 2)
         return clip, text, features
 
     def clip_tokens(self, pixels):
@@ -432,7 +439,7 @@ class Vast(TwoTower):
 
 # ===================================================== matching ===================================
 def hard_negatives(sim, tau, draws):
-    """One wrong candidate of each query, likelier the nearer it is.
+    """Draws one wrong candidate of each query; near ones are likelier.
 
     Args:
         sim: (N, N) cosines, the diagonal that of the true pairs.
@@ -442,14 +449,16 @@ def hard_negatives(sim, tau, draws):
     """
     weights = (sim.double() / tau).softmax(1) + FLOOR                      # (N, N)
     weights.fill_diagonal_(0)
-    total = weights.cumsum(1)
-    return torch.searchsorted(total, draws[:, None] * total[:, -1:], right=True)[:, 0]
+    total = weights.cumsum(1)                                              # (N, N)
+    drawn = torch.searchsorted(total, draws[:, None] * total[:, -1:], right=True)        # (N, 1)
+    # NaN, with which the run stops after this step, gives N
+    return drawn[:, 0].clamp(max=len(sim) - 1)
 
 
 @torch.no_grad()
 def hard_pairs(image, text, tokens, draws, *, tau, length):
-    """The Pairs of this process's clips: each with its caption, with a hard one, and with the
-    captions of the global batch that have drawn it. Collective.
+    """The Pairs of this process's clips: each with its own caption, with the caption that it has
+    drawn, and with the captions of the global batch that have drawn it. Collective.
 
     Each of the 3 N pairs of the global batch belongs to the process of its clip, so no process
     encodes another's clips.
@@ -466,11 +475,11 @@ def hard_pairs(image, text, tokens, draws, *, tau, length):
     mask = gather(F.pad(tokens["attention_mask"], (0, pad)))               # (N, length)
     sim = gather(normalize(image.float())) @ gather(normalize(text.float())).T           # (N, N)
     draws = gather(draws.to(image.device))                                 # (N, 2)
-    texts = torch.arange(len(sim), device=image.device)                    # (N,) and clips
+    numbers = torch.arange(len(sim), device=image.device)                  # (N,) clips and texts
     hard_texts = hard_negatives(sim, tau, draws[:, 0])                     # (N,) of the clips
     hard_clips = hard_negatives(sim.T, tau, draws[:, 1])                   # (N,) of the texts
-    pair_clips = torch.cat([texts, texts, hard_clips])                     # (3 N,)
-    pair_texts = torch.cat([texts, hard_texts, texts])                     # (3 N,)
+    pair_clips = torch.cat([numbers, numbers, hard_clips])                 # (3 N,)
+    pair_texts = torch.cat([numbers, hard_texts, numbers])                 # (3 N,)
     order = pair_clips.argsort(stable=True)
     pair_clips, pair_texts = pair_clips[order], pair_texts[order]
     target = (pair_clips == pair_texts).long()                             # (3 N,)
@@ -480,9 +489,12 @@ def hard_pairs(image, text, tokens, draws, *, tau, length):
 
 
 def matching_loss(logits, target, num_clips):
-    """Cross-entropy of pairs (P, 2), (P,), of which each clip of the batch has three on average.
+    """The sum of the cross-entropies of a chunk's pairs, divided by 3 B, so that the sum over the
+    chunks and the mean over the processes give the mean over all 3 N pairs.
 
-    Args: num_clips: B, clips of this process. Its mean over processes is that over all pairs.
+    Args:
+        logits, target: (P, 2), (P,).
+        num_clips: B, clips of this process.
     """
     return F.cross_entropy(logits.float(), target, reduction="sum") / (3 * num_clips)
 
@@ -522,11 +534,12 @@ class MatchingLoss:
 
 
 # ===================================================== released weights ===========================
-# Beginnings of the names in the released file -> ours, in this order. The first is what we leave
-# out: CLIP's own text encoder and the head of masked words.
+# CLIP's own text encoder, the head of masked words, the temperature, and the layers' copies of the
+# one relative bias of BEATs
 LEFT_OUT = (
     r"vision_encoder\.(text\.|logit_scale$|visual\.head\.)|multimodal_encoder\.cls\.|contra_temp$"
     r"|.*\.position_ids$|.*\.relative_attention_bias\.weight$")
+# beginnings of the names in the released file -> ours; the first that fits counts
 RELEASED_NAMES = {
     r"vision_encoder\.visual\.": "vision.body.",
     r"audio_encoder\.encoder\.layers\.": "audio.layers.",
@@ -544,7 +557,8 @@ RELATIVE_BIAS = "audio_encoder.encoder.layers.0.self_attn.relative_attention_bia
 
 
 def convert_vast(model, weights):
-    """The released tensors by our names, without those of parts that the model has not.
+    """The released tensors by our names, without those of parts that the model has not. As in the
+    authors' code, the embeddings of frames are repeated or left out to fit their number.
 
     Args:
         model: Vast, which gets the released temperature.
@@ -560,7 +574,13 @@ def convert_vast(model, weights):
             tensors["audio.relative_bias.weight"] = tensor
         if not re.match(LEFT_OUT, name):
             tensors[our_name(name, model.modalities)] = tensor
-    return {name: x for name, x in tensors.items() if not is_of_absent_part(name, model)}
+    tensors = {name: x for name, x in tensors.items() if not is_of_absent_part(name, model)}
+    if model.matching is not None:
+        for kind, embeddings in model.matching.frames.items():
+            name = f"matching.frames.{kind}"
+            if name in tensors:
+                tensors[name] = nearest_frames(tensors[name], embeddings.shape[1])
+    return tensors
 
 
 def our_name(name, modalities):

@@ -88,8 +88,13 @@ def load(run):
         return
     with opening(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
+        # parts of --lr, which may be another one now
+        scales = [group.get("lr_scale") for group in run.optimizer.param_groups]
         for name, part in run.parts.items():
             part.load_state_dict(state[name])
+        for group, scale in zip(run.optimizer.param_groups, scales):
+            if scale is not None:
+                group["lr_scale"] = scale
     run.tensors = state["tensors"]
     run.step = state["step"]
     run.bad_samples = state["bad"]

@@ -1,7 +1,7 @@
 """Retrieval in which the matching head of VAST ranks the first candidates of each query anew.
 
-The first K by cosine are ranked by the probability that they match, alone; those behind them keep
-their order. VAST gives these the score 0, which changes no recall at 1 to K.
+The first K by cosine are ranked by their probability of a match alone. The others stay behind them
+in the order of their cosines; VAST gives them the score 0. No recall at 1 to K depends on that.
 """
 
 from contrastive.core.metrics import (
@@ -12,12 +12,13 @@ from contrastive.evaluation.retrieval import add_means, owners_of_captions
 
 import torch
 
-PAIR_NUMBERS = 2**28  # of the clips' tokens of the pairs that are classified at a time: 1 GiB
+# most numbers in the clips' tokens of the pairs that are classified at a time: 1 GiB
+PAIR_NUMBERS = 2**28
 ROWS = 1024  # queries that are ranked at a time
 
 
 def reranked_retrieval(pieces, towers, top, *, workers=0):
-    """Retrieval both ways, whose first `top` candidates the matching head ranks. Collective.
+    """Retrieval both ways, with the first `top` candidates ranked by the matching head. Collective.
 
     Each clip is encoded once more, and classified with all captions that need it.
 
@@ -68,9 +69,10 @@ def ranks(query, gallery, scores, best, positives, *, groups=None):
     parts = []
     for start in range(0, len(query), ROWS):
         block = slice(start, start + ROWS)
-        sim = query[block] @ gallery.T                                     # (c, G) -1..1
-        # above all cosines
-        sim.scatter_(1, best[block], 2 + scores[block].gather(1, best[block]))
+        # float64, since in float32 all probabilities below 1e-7 would be one number above 2
+        sim = (query[block] @ gallery.T).double()                          # (c, G) -1..1
+        probability = scores[block].double().gather(1, best[block])        # (c, K)
+        sim.scatter_(1, best[block], 2 + probability)                      # above all cosines
         if groups is not None:
             sim = best_of_groups(sim, groups)                              # (c, groups)
         parts.append(ranks_of_best(sim, positives[block]))
