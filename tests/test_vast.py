@@ -696,6 +696,7 @@ def test_eval_reranks_and_says_so(trained, tmp_path, capsys):
         (["--matching-weight", 0.1, "--image-encoder", "small"], "small has no matching head"),
         (["--freeze", "image"], "not with questions, SSB, VGT or VAST"),
         (["--dataset", "emoji", "--modalities", "a"], "emoji has none of them; give v"),
+        (["--dataset", "emoji", "--modalities", "va"], "emoji has no more than v; give that"),
     ],
 )
 def test_what_vast_refuses(flags, reason, tmp_path):

@@ -101,8 +101,11 @@ def input_spec(args, train):
 
 
 def modalities_of(args, train):
-    """Those of --modalities that the training data have. Raises UserError if none is left, or
-    there is no text encoder."""
+    """Those of --modalities that the training data have.
+
+    Raises: UserError if the command line asks for others, if none is left, or if there is no text
+        encoder.
+    """
     if not getattr(args, "text_encoder", ""):
         raise UserError(f"--image-encoder {args.image_encoder}: its clips have captions, which "
                         "this script does not read")
@@ -112,6 +115,9 @@ def modalities_of(args, train):
     if not letters:
         raise UserError(f"--modalities {args.modalities}: {train.name} has none of them; give v")
     if letters != args.modalities:
+        if "--modalities" in args.command_line:
+            raise UserError(f"--modalities {args.modalities}: {train.name} has no more than "
+                            f"{letters}; give that, or leave the flag out")
         say(f"--modalities {args.modalities} -> {letters}, which {train.name} has")
     return letters
 
