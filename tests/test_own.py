@@ -352,7 +352,7 @@ def test_rows_of_one_image_are_one_example_and_those_without_something_are_count
     )
     assert (
         data.column("captions") == [["a", "b"], ["c"]]
-        and "1 rows without an image or a caption" in data.note
+        and "1 row without an image or a caption left out, the first: 1; " in data.note
     )
 
 
@@ -591,6 +591,8 @@ def test_too_many_bad_samples_stop_the_run(tmp_path):
         r"2 of about 40 samples cannot be read, above --max-bad-fraction 0.01; the first: \S+: ",
         message,
     )
+    assert message.endswith("/bad_samples.txt lists, or train without them by "
+                            "--max-bad-fraction 0.05")
     for run in "ra":
         lines = (tmp_path / run / "bad_samples.txt").read_text().splitlines()
         assert {line.split("\t")[0] for line in lines} == {*bad}
