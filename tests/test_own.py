@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import eval as eval_py
 import temo
 import temperature_schedules
 from helpers import (
@@ -570,6 +571,34 @@ def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
     assert summary["batch"] == 16 and "--batch-size 256 -> 16, which fits the data" in out
     assert "batch        16 = 1 x 16; 15 negatives" in out and "FEW QUERIES: one of " in out
     assert temo.parse_args(["--resume", str(tmp_path / "r")]).batch_size == 16
+
+
+@pytest.mark.parametrize(
+    "fraction, enough", [(0.011, 0.02), (0.02, 0.02), (0.0201, 0.05), (0.4, 0.5), (0.51, 1)]
+)
+def test_the_fraction_that_would_do_is_the_smallest_round_one(fraction, enough):
+    assert batches.round_above(fraction) == enough
+
+
+def test_the_first_image_that_cannot_be_read_is_named_without_addresses(good, tmp_path, capsys):
+    """In evaluation, beside how many they are."""
+    rows = good.read_text().splitlines()
+    csv = tmp_path / "test.csv"
+    csv.write_text("\n".join(rows[:7]) + "\n")
+    for row in rows[1:7]:
+        name = row.partition(",")[0]
+        (tmp_path / name).write_bytes((good.parent / name).read_bytes())
+    (tmp_path / rows[2].partition(",")[0]).write_bytes(TEXT)
+    run_script(temo, tmp_path / "r", base=[*TINY, "--dataset", good])
+    flags = ["--cpu", "--checkpoint", str(tmp_path / "r"), "--datasets", str(csv)]
+    capsys.readouterr()
+    eval_py.main(eval_py.parse_args(flags))
+    output = capsys.readouterr()
+    name = rows[2].partition(",")[0]
+    assert (f"1 of 6 images cannot be read and are left out, the first: {name}: cannot identify "
+            "image file\n") in output.out
+    assert "left out: " not in output.out  # of tasks that nobody asked for
+    assert "Generating" not in output.err  # bars of `datasets`
 
 
 def test_too_many_bad_samples_stop_the_run(tmp_path):
