@@ -299,11 +299,18 @@ def evaluate(model, opened):
     lines = [table(f"\n{title}", metrics, chance)]
     if view_description:
         lines.append(f"  {view_description}")
-    for task, reason in opened.left_out.items():
-        lines.append(f"  left out: {task}: {reason}")
+    lines += lines_of_left_out(args, opened)
     say("\n".join(lines))
     return {"metrics": metrics, "chance": chance, "left_out": opened.left_out,
             "views": view_description}
+
+
+def lines_of_left_out(args, opened):
+    """The tasks that are left out, with the reasons, of those that were asked for; without --tasks
+    only where nothing is measured. eval.json has them all."""
+    if opened.tasks and not args.tasks:
+        return []
+    return [f"  left out: {task}: {reason}" for task, reason in opened.left_out.items()]
 
 
 def reranked_metrics(model, metrics, pieces):

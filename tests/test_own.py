@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import eval as eval_py
 import temo
 import temperature_schedules
 from helpers import (
@@ -352,7 +353,7 @@ def test_rows_of_one_image_are_one_example_and_those_without_something_are_count
     )
     assert (
         data.column("captions") == [["a", "b"], ["c"]]
-        and "1 rows without an image or a caption" in data.note
+        and "1 row without an image or a caption left out, the first: 1; " in data.note
     )
 
 
@@ -572,6 +573,34 @@ def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
     assert temo.parse_args(["--resume", str(tmp_path / "r")]).batch_size == 16
 
 
+@pytest.mark.parametrize(
+    "fraction, enough", [(0.011, 0.02), (0.02, 0.02), (0.0201, 0.05), (0.4, 0.5), (0.51, 1)]
+)
+def test_the_fraction_that_would_do_is_the_smallest_round_one(fraction, enough):
+    assert batches.round_above(fraction) == enough
+
+
+def test_the_first_image_that_cannot_be_read_is_named_without_addresses(good, tmp_path, capsys):
+    """In evaluation, beside how many they are."""
+    rows = good.read_text().splitlines()
+    csv = tmp_path / "test.csv"
+    csv.write_text("\n".join(rows[:7]) + "\n")
+    for row in rows[1:7]:
+        name = row.partition(",")[0]
+        (tmp_path / name).write_bytes((good.parent / name).read_bytes())
+    (tmp_path / rows[2].partition(",")[0]).write_bytes(TEXT)
+    run_script(temo, tmp_path / "r", base=[*TINY, "--dataset", good])
+    flags = ["--cpu", "--checkpoint", str(tmp_path / "r"), "--datasets", str(csv)]
+    capsys.readouterr()
+    eval_py.main(eval_py.parse_args(flags))
+    output = capsys.readouterr()
+    name = rows[2].partition(",")[0]
+    assert (f"1 of 6 images cannot be read and are left out, the first: {name}: cannot identify "
+            "image file\n") in output.out
+    assert "left out: " not in output.out  # of tasks that nobody asked for
+    assert "Generating" not in output.err  # bars of `datasets`
+
+
 def test_too_many_bad_samples_stop_the_run(tmp_path):
     """Of 60 pictures one in the first batch cannot be read: counted, listed, and above
     --max-bad-fraction the end."""
@@ -591,6 +620,8 @@ def test_too_many_bad_samples_stop_the_run(tmp_path):
         r"2 of about 40 samples cannot be read, above --max-bad-fraction 0.01; the first: \S+: ",
         message,
     )
+    assert message.endswith("/bad_samples.txt lists, or train without them by "
+                            "--max-bad-fraction 0.05")
     for run in "ra":
         lines = (tmp_path / run / "bad_samples.txt").read_text().splitlines()
         assert {line.split("\t")[0] for line in lines} == {*bad}

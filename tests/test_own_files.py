@@ -376,7 +376,7 @@ def test_rows_of_a_table_without_bytes_are_counted(tmp_path):
     table = pa.table({"picture": contents, "caption": [caption(i) for i in range(12)]})
     pq.write_table(table, tmp_path / "a.parquet")
     note = note_of(tmp_path / "a.parquet", image_column="picture")
-    assert "1 rows without an image or a caption left out" in note
+    assert f"1 row without an image or a caption left out, the first: {caption(0)}" in note
 
 
 # ---------------------------------------- cells --------------------------------------------------

@@ -81,6 +81,13 @@ def test_a_full_disk_is_named_and_leaves_no_half_written_file(limit, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(writers)
 
 
+def test_a_file_of_tensors_can_be_read_by_whoever_can_read_the_others(tmp_path):
+    write_json(tmp_path / "a.json", {})
+    write_tensors(tmp_path / "a.safetensors", {"x": torch.zeros(2)})
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
+
+
 def save_whole(path, state):
     """As a checkpoint is written."""
     with whole_file(path) as temporary, open(temporary, "wb") as file:

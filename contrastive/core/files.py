@@ -58,8 +58,11 @@ def write_tensors(path, tensors):
     for name, tensor in tensors.items():
         # safetensors refuses tensors that share memory
         copies[name] = tensor.detach().cpu().contiguous().clone()
+    mask = os.umask(0)
+    os.umask(mask)
     with whole_file(path) as temporary:
         save_file(copies, temporary)
+        temporary.chmod(0o666 & ~mask)  # save_file lets nobody but the user read it
 
 
 def slug(name):

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -31,8 +32,12 @@ class UserError(ValueError):
 
 
 def first_line(error):
-    """The first line of an error's message, or the name of its type if the message is empty."""
-    message = str(error).strip() or type(error).__name__
+    """The first line of an error's message, or the name of its type if the message is empty.
+
+    An address in memory, as PIL names a file that lies in a table, says nothing to a user.
+    """
+    message = re.sub(r" <_io\.BytesIO object at \w+>", "", str(error)).strip()
+    message = message or type(error).__name__
     return message.splitlines()[0].rstrip(":")
 
 

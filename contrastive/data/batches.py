@@ -469,10 +469,12 @@ class Batches:
         num_samples = max(num_samples, min(examples, 1000))
         if len(self.bad) > self.max_bad_fraction * num_samples:
             key, reason = next(iter(self.bad.items()))
+            enough = round_above(len(self.bad) / num_samples)
             raise UserError(
                 f"{len(self.bad)} of about {num_samples} samples cannot be read, above "
-                f"--max-bad-fraction {self.max_bad_fraction}; the first: {key}: {reason} "
-                f"(all in {self.folder}/bad_samples.txt)")
+                f"--max-bad-fraction {self.max_bad_fraction}; the first: {key}: {reason}. Remove "
+                f"the rows that {self.folder}/bad_samples.txt lists, or train without them by "
+                f"--max-bad-fraction {enough}")
 
     def write_bad(self, bad):
         """Appends {key: reason} to bad_samples.txt, one sample a line."""
@@ -482,6 +484,14 @@ class Batches:
                 key = re.sub(r"\s", " ", key)
                 reason = re.sub(r"\s", " ", reason)
                 file.write(f"{key}\t{reason}\n")
+
+
+def round_above(fraction):
+    """The smallest of 0.02, 0.05, 0.1, 0.2, 0.5 and 1 that is not below a fraction of 0..1."""
+    for value in (0.02, 0.05, 0.1, 0.2, 0.5):
+        if fraction <= value:
+            return value
+    return 1
 
 
 def num_workers(data, workers):

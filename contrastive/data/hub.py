@@ -63,7 +63,8 @@ def read_files(files):
     patterns = {}
     for split in files:
         patterns[split] = [glob.escape(path) for path in files[split]]
-    return prepare(datasets.load_dataset_builder(kind, data_files=patterns, **options))
+    with without_progress_bars():
+        return prepare(datasets.load_dataset_builder(kind, data_files=patterns, **options))
 
 
 def read_repository(source, revision=None):
@@ -93,6 +94,20 @@ def prepare(builder):
     with generating():
         builder.download_and_prepare()
     return builder.as_dataset()
+
+
+@contextlib.contextmanager
+def without_progress_bars():
+    """Inside, `datasets` shows no progress bars: those of a table on the disk say "0 examples"."""
+    import datasets
+
+    were_disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            datasets.enable_progress_bars()
 
 
 def csv_options(files):

@@ -249,14 +249,14 @@ def group_examples(user, files):
     captions = captions_of_rows(user, labels)
     starts, ends = [seconds_of_rows(user, column) for column in WINDOW]
     examples = {}  # {(split, file, start, end): UserExample}
-    num_left_out = 0
+    rows_left_out = []
     rows_with_breaks = []  # a row for each caption with a line break
     for row, file in enumerate(files):
         if file is None:
             continue
         texts = list(filter(None, captions[row]))
         if not file or not texts:
-            num_left_out += 1
+            rows_left_out.append(row)
             continue
         place = (user.splits[row], file, starts[row], ends[row])
         if place not in examples:
@@ -269,13 +269,23 @@ def group_examples(user, files):
                 example.captions.append(text)
             if "\n" in text or "\r" in text:
                 rows_with_breaks.append(row)
-    if num_left_out:
-        user.notes.append(f"{num_left_out:,} rows without an image or a caption left out")
+    if rows_left_out:
+        rows = count_of(len(rows_left_out), "row")
+        row = rows_left_out[0]
+        first = user.path[row] or next(filter(None, captions[row]), "an empty row")
+        user.notes.append(f"{rows} without an image or a caption left out, the first: {first}")
     if rows_with_breaks:
         first = user.path[rows_with_breaks[0]]
         user.notes.append(f"{len(rows_with_breaks):,} captions have line breaks, first of {first} "
                           "(in a csv, a stray quotation mark swallows the rows behind it)")
     return list(examples.values())
+
+
+def count_of(number, noun):
+    """'1 row', '2 rows'."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
 
 
 def seconds_of_rows(user, column):

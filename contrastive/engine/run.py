@@ -443,8 +443,10 @@ class Run:
     def show(self, row):
         """Shows a row of the log in the progress bar or, without a terminal, as a line."""
         loss = row.get(self.loss_column, row["loss"])
-        tau = row.get("tau_pos", row[self.tau_column])
-        shown = {self.loss_column: f"{loss:.3f}", self.tau_column: f"{tau:.3f}",
+        column = self.tau_column
+        if "tau_pos" in row:
+            column = "tau_pos"  # the mean temperature of positive pairs
+        shown = {self.loss_column: f"{loss:.3f}", column: f"{row[column]:.3f}",
                  "samples": f"{row['samples_per_s']:.0f}/s"}
         if self.has_bar:
             self.bar.set_postfix(shown, refresh=False)

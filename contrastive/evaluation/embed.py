@@ -126,13 +126,15 @@ def gather_index(index, unreadable):
 
 def report_unreadable(data, num_rows, index, unreadable):
     """Prints how many images cannot be read. Raises UserError if it is all of them."""
-    first = next(iter(unreadable.items()), "")
+    first = ""
+    for key, reason in unreadable.items():
+        first = f"the first: {key}: {reason}"
+        break
     if not len(index):
-        raise UserError(f"{data.full_name}: none of its {num_rows} images can be read, "
-                        f"first {first}")
+        raise UserError(f"{data.full_name}: none of its {num_rows} images can be read, {first}")
     if unreadable:
         say(f"{data.full_name}: {len(unreadable)} of {num_rows} images cannot be read "
-            f"and are left out, first {first}")
+            f"and are left out, {first}")
 
 
 @torch.no_grad()

@@ -523,9 +523,9 @@ def draw_histograms(stages, path, title):
         ax.set_xlabel("cosine")
         ax.set_ylabel("density")
         ax.set_xlim(low - 0.04, high + 0.04)
-        ax.locator_params(axis="x", nbins=5)  # more numbers would run into each other
+        # more numbers, or such as -0.125, would run into each other
+        ax.locator_params(axis="x", nbins=6, steps=[1, 2, 5, 10])
         if len(stages) > 1:
             legend_above(ax)
-    fig.suptitle(f"{title}\nlines: above the negatives' mode, the first cosine where positives are "
-                 "denser")
+    fig.suptitle(f"{title}\ndotted: where positives become denser than negatives")
     save_figure(fig, path)
