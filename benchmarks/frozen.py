@@ -532,10 +532,11 @@ def write_report(runs):
     results = results_of(runs)
     rows, not_run = [], []
     for result in results:
+        claim = f"{result.claim.paper}: {result.claim.says} ({result.claim.source})"
         verdict = result.verdict
         for line in result.lines:
-            rows.append(row_of(result, line, verdict))
-            verdict = ""
+            rows.append([claim, *row_of(result, line), verdict])
+            claim, verdict = "", ""  # of all lines below
         if not result.lines:
             not_run.append(f"- {result.claim.paper}: {result.claim.says}: "
                            f"{result.claim.methods[0].name} against {result.baseline.name}")
@@ -551,20 +552,18 @@ def write_report(runs):
     return text
 
 
-def row_of(result, line, verdict):
-    """A row of the table."""
+def row_of(result, line):
+    """A row of the table, without the claim and the verdict."""
     pictures = ""
     if line.pictures is not None:
         low, high = line.pictures
         pictures = f"{low:+.2f} to {high:+.2f}"
     return [
-        f"{result.claim.paper}: {result.claim.says} ({result.claim.source})",
         f"{result.claim.methods[0].name} `{line.method}` {line.method_mean:.1f}",
         f"{result.baseline.name} `{line.baseline}` {line.baseline_mean:.1f}",
         str(len(line.seeds.seeds)),
         f"{line.seeds.mean:+.2f} ± {line.seeds.half:.2f}",
-        pictures,
-        verdict]
+        pictures]
 
 
 def further_table(runs):
