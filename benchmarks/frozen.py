@@ -536,7 +536,8 @@ def write_report(runs):
         verdict = result.verdict
         for line in result.lines:
             rows.append([claim, *row_of(result, line), verdict])
-            claim, verdict = "", ""  # of all lines below
+            claim = ""  # only in its first line
+            verdict = ""
         if not result.lines:
             not_run.append(f"- {result.claim.paper}: {result.claim.says}: "
                            f"{result.claim.methods[0].name} against {result.baseline.name}")
