@@ -387,7 +387,7 @@ def test_images_of_one_name_in_a_table_are_known_by_their_row(tmp_path):
     table = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
     table.to_parquet(str(tmp_path / "train.parquet"))
     data = all_rows(tmp_path / "train.parquet")
-    assert data.column("key") == [str(i) for i in range(1, 8)] and "1 rows without" in data.note
+    assert data.column("key") == [str(i) for i in range(1, 8)] and "1 row without" in data.note
     assert [number_of(data.read(k)) for k in range(7)] == list(range(1, 8))
 
 
