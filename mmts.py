@@ -525,7 +525,7 @@ def main(args):  # noqa: C901, PLR0912
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
                           args=args, method_metrics=evaluate)
     run.begin(evaluator, random_guess(clusters, steps.total, args),
-              banner_lines(clusters, steps.total, args))
+              banner_lines(clusters, steps.total, args, first_tau(args, tower)))
     # listed once, since a walk through all modules takes milliseconds
     clipped_parameters = [*tower.parameters(), *loss_modules.parameters()]
     for batch in batches:
@@ -640,11 +640,11 @@ def random_guess(clusters, total, args):
     return guesses
 
 
-def banner_lines(clusters, total, args):
-    """Lines of the banner: {title: text}."""
+def banner_lines(clusters, total, args, tau):
+    """Lines of the banner: {title: text}. tau: the first value of a learnt temperature."""
     lines = {"loss": f"{args.loss}, {variant_name(args)}"}
     if args.learnable_tau:
-        lines["temperature"] = f"tau {args.tau:g}, learnt"
+        lines["temperature"] = f"tau {tau:.4g} at first, learnt"
     else:
         title = "margin" if args.loss == "max-margin" else "temperature"
         lines[title] = describe_range(args, total)

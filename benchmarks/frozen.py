@@ -500,29 +500,34 @@ def baseline_has_ground(runs, claim, baseline):
     return True
 
 
+def lines_of(runs, claim, baseline):
+    """The Lines of a claim against a baseline, at each of the best trials of both sides; [] before
+    all of them have run."""
+    lines = []
+    for trial in best_trials(runs, claim.methods[0]):
+        for baseline_trial in best_trials(runs, baseline):
+            lines.append(compare_trials(runs, claim, baseline, (trial, baseline_trial)))
+    if None in lines:
+        return []
+    return lines
+
+
 def results_of(runs):
     """The Results of all claims, with Holm's correction within a paper."""
     results = []
+    decidable = {}  # {paper: its Results that Holm's correction joins}
     for name, claim in CLAIMS.items():
         for baseline in claim.methods[1:]:
-            lines = []
-            for trial in best_trials(runs, claim.methods[0]):
-                for baseline_trial in best_trials(runs, baseline):
-                    trials = trial, baseline_trial
-                    lines.append(compare_trials(runs, claim, baseline, trials))
-            if not lines or None in lines:  # it is whole, or not run
-                lines = []
-            result = Result(name, claim, baseline, lines)
-            if lines:
-                result.p = max(line.p for line in lines)
-                result.has_ground = baseline_has_ground(runs, claim, baseline)
+            result = Result(name, claim, baseline, lines_of(runs, claim, baseline))
             results.append(result)
-    for paper in dict.fromkeys(result.claim.paper for result in results):
-        decided = []
-        for result in results:
-            if result.claim.paper == paper and result.lines and result.has_ground:
-                decided.append(result)
-        correct(decided)
+            if not result.lines:
+                continue
+            result.p = max(line.p for line in result.lines)
+            result.has_ground = baseline_has_ground(runs, claim, baseline)
+            if result.has_ground:
+                decidable.setdefault(claim.paper, []).append(result)
+    for results_of_paper in decidable.values():
+        correct(results_of_paper)
     return results
 
 

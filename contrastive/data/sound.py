@@ -39,25 +39,9 @@ def read_sound(source, start=None, end=None):
         stream = container.streams.best("audio")
         if stream is None:
             return None
-        resampler = av.AudioResampler(format="fltp", rate=RATE)
-        # second at which the file begins, which is above 0 in a transport stream
-        origin = (container.start_time or 0) / av.time_base
-        first = None  # second of the first sample, from there
-        parts = []
-        if start:
-            container.seek(int((origin + start) * av.time_base), any_frame=False)
-        for frame in container.decode(stream):
-            second = (frame.time or 0.0) - origin
-            if first is None:
-                first = second
-            if end is not None and second > end:
-                break
-            parts += [part.to_ndarray()[0] for part in resampler.resample(frame)]
-        if parts:
-            parts += [part.to_ndarray()[0] for part in resampler.resample(None)]
-    if not parts:
+        samples, first = decode_sound(container, stream, start, end)
+    if samples is None:
         return None
-    samples = np.concatenate(parts)
     beginning = max(0, round(((start or 0.0) - first) * RATE))
     stop = None
     if end is not None:
@@ -66,6 +50,36 @@ def read_sound(source, start=None, end=None):
     if not len(samples):
         return None
     return samples
+
+
+def decode_sound(container, stream, start, end):
+    """Decodes a sound from at or before `start` to behind `end`, in whole packets.
+
+    Args:
+        container, stream: of PyAV.
+        start, end: seconds from the beginning of the file, or None.
+    Returns: (samples,) at 16 kHz, None if there are none; and the second of the first one.
+    """
+    import av
+
+    resampler = av.AudioResampler(format="fltp", rate=RATE)
+    # second at which the file begins, which is above 0 in a transport stream
+    origin = (container.start_time or 0) / av.time_base
+    first = None
+    parts = []
+    if start:
+        container.seek(int((origin + start) * av.time_base), any_frame=False)
+    for frame in container.decode(stream):
+        second = (frame.time or 0.0) - origin
+        if first is None:
+            first = second
+        if end is not None and second > end:
+            break
+        parts += [part.to_ndarray()[0] for part in resampler.resample(frame)]
+    if not parts:
+        return None, first
+    parts += [part.to_ndarray()[0] for part in resampler.resample(None)]
+    return np.concatenate(parts), first
 
 
 @functools.lru_cache(maxsize=2**16)

@@ -243,11 +243,9 @@ class TextEncoder(Encoder):
                  pooling="cls", projection="linear", projection_bias=False, config=None,
                  tower=None):
         super().__init__()
-        if tower is not None:
-            pass
-        elif name == "small":
+        if tower is None and name == "small":
             tower = Tower(SmallText(vocabulary, length), 128)
-        else:
+        elif tower is None:
             tower = hub_encoder(name, "text", pretrained, config)
         self.name = name
         self.body = tower.body

@@ -127,9 +127,9 @@ def gather_index(index, unreadable):
 def report_unreadable(data, num_rows, index, unreadable):
     """Prints how many images cannot be read. Raises UserError if it is all of them."""
     first = ""
-    for key, reason in unreadable.items():
+    if unreadable:
+        key, reason = next(iter(unreadable.items()))
         first = f"the first: {key}: {reason}"
-        break
     if not len(index):
         raise UserError(f"{data.full_name}: none of its {num_rows} images can be read, {first}")
     if unreadable:
