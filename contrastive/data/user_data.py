@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 from contrastive.core.processes import UserError, opening
+from contrastive.core.words import counted
 from contrastive.data.annotations import (
     TEXT_OF_LIST, Videos, parse_list, video_folder, window_key, with_sound, with_subtitle_note)
 from contrastive.data.clips import clip_options
@@ -270,7 +271,7 @@ def group_examples(user, files):
             if "\n" in text or "\r" in text:
                 rows_with_breaks.append(row)
     if rows_left_out:
-        rows = count_of(len(rows_left_out), "row")
+        rows = counted(len(rows_left_out), "rows")
         row = rows_left_out[0]
         first = user.path[row] or next(filter(None, captions[row]), "an empty row")
         user.notes.append(f"{rows} without an image or a caption left out, the first: {first}")
@@ -279,13 +280,6 @@ def group_examples(user, files):
         user.notes.append(f"{len(rows_with_breaks):,} captions have line breaks, first of {first} "
                           "(in a csv, a stray quotation mark swallows the rows behind it)")
     return list(examples.values())
-
-
-def count_of(number, noun):
-    """'1 row', '2 rows'."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}s"
 
 
 def seconds_of_rows(user, column):

@@ -1,8 +1,8 @@
 """What a run prints before training: what its flags amount to."""
 
 from contrastive.core.processes import world
+from contrastive.core.words import counted
 from contrastive.engine.flags import words_of
-from contrastive.evaluation.report import counted
 
 import torch
 

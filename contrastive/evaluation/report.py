@@ -1,8 +1,7 @@
 """The result of an evaluation as lines of text."""
 
-import re
-
 from contrastive.core.files import flatten
+from contrastive.core.words import counted
 
 # metrics that count, in the first line of a table; of the first four one may be too few
 QUERY_COUNTS = ("clips", "images", "captions", "questions")
@@ -42,14 +41,6 @@ def table(title, metrics, chance):
     if warnings:
         lines.append("FEW QUERIES: " + ", ".join(warnings))
     return "\n".join(lines)
-
-
-def counted(number, name):
-    """'2 captions cut' of 2 and 'captions_cut', '1 caption cut' of 1."""
-    words = name.replace("_", " ")
-    if number == 1:
-        words = re.sub(r"s\b", "", words, count=1)
-    return f"{number} {words}"
 
 
 def shown_counts(metrics):

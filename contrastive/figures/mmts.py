@@ -3,6 +3,7 @@ clusters themselves (Figs. 4, 6, 7)."""
 
 from pathlib import Path
 
+from contrastive.core.words import counted
 from contrastive.figures import base
 from contrastive.figures.base import draw_curves, figure, save_figure, whole_ticks
 
@@ -95,11 +96,7 @@ def draw_clusters(data, examples, path, title, unit="captions"):
         for row, caption in zip(cluster["rows"][:3], cluster["captions"]):
             pixels = base.picture(data, row)
             pictures.append(base.Example(pixels, "", base.wrap(caption, 22)))
-        size = cluster["size"]
-        words = unit
-        if size == 1:
-            words = unit.removesuffix("s")
-        table.append((f"{size:,} {words}", pictures))
+        table.append((counted(cluster["size"], unit), pictures))
     base.draw_examples(table, path, f"{title}: clusters by size", width=2.2, words=0.7)
 
 
