@@ -13,15 +13,17 @@ Equations (s_ij = cos(lambda_ij): cosine of video i and text j)
     (3)         L_i = L_v2t,i + L_t2v,i + eta CE_i of the answer       sample_losses, answer_loss
     (6)         mu(k) = a0 / (a1 + exp(-a2 k))                                             margin
     (7, 8)      w_i = MLP_theta(L_i),  L = 1/B sum_i w_i L_i                      WeightNet, main
-    (9 to 12)   theta descends 1/M sum_i L_i^meta(Theta^)                       weightnet_gradient
-                with Theta^ = Theta - alpha/B sum_j w_j grad L_j; then Theta with new w_i     main
+    (9)         Theta^ = Theta - alpha/B sum_j w_j grad L_j, a virtual step
+    (10, 12)    theta <- theta - beta grad_theta 1/M sum_i L_i^meta(Theta^)     weightnet_gradient
+    (11)        Theta <- a step on 1/B sum_i w_i L_i, with the w_i of the new theta           main
     (13)        <grad L^meta, grad L_j>                    meta_direction, directional_derivative
     (14, 15)    density and distance of each frame of a video                          key_frames
 
 Symbols
     v, t          video, text           (B, D)  embeddings of this process
     L_i, w_i      sample_loss, weight   (B,)    nats; 0..1
-    tau, mu       tau, mu               ()      divides the cosine, paper 1; radians, 0.18 to 0.2
+    tau           tau                   ()      divides the cosine; paper 1
+    mu            mu                    ()      radians; paper 0.18 to 0.2, default 0.01
     alpha, beta   virtual_lr, meta_lr   ()      rates of the virtual step and of the network
 
 Commands
@@ -201,7 +203,8 @@ class WeightNet(nn.Module):
 
 def weightnet_gradient(  # noqa: PLR0917
         losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward"):
-    """Gradient of the meta loss after a virtual step for the weight network (Eqs. 9, 10, 12, 13).
+    """Gradient of the meta loss after a virtual step with respect to the parameters of the weight
+    network (Eqs. 9, 10, 12, 13).
 
     The virtual step is plain gradient descent on 1/B sum_j w_j L_j, whatever the optimiser is.
 
@@ -212,8 +215,8 @@ def weightnet_gradient(  # noqa: PLR0917
         batch, meta_batch: second arguments of `losses`.
         weight_net: losses (B,) -> weights (B,); it sees L_j without gradient.
         virtual_lr: alpha.
-        method: 'forward', with the memory of a plain step, or 'second-order', which keeps the graph
-            of a gradient.
+        method: 'forward', with about 1.3 times the memory of a plain step, or 'second-order', with
+            3.4 times, which keeps the graph of a gradient.
     Returns: d meta / d p for each p of weight_net.parameters(), in order, the mean over processes.
     """
     if method not in ("forward", "second-order"):
@@ -237,12 +240,12 @@ def weightnet_gradient(  # noqa: PLR0917
         if second_order:
             # d meta / d g, where g is the gradient of the virtual step
             g_gradient = [-virtual_lr * d for d in direction.values()]
-            gradient = gradients(gradient, theta, g_gradient)
+            network_gradient = gradients(gradient, theta, g_gradient)
         else:
             agreement = directional_derivative(losses, leaves, batch, direction)         # (B,)
             weight_gradient = -virtual_lr * agreement / len(sample_loss)   # (B,)
-            gradient = gradients(weight, theta, weight_gradient)           # Eq. 12
-    return common.average(gradient)
+            network_gradient = gradients(weight, theta, weight_gradient)   # Eq. 12
+    return common.average(network_gradient)
 
 
 def meta_direction(losses, parameters, meta_batch):
@@ -291,7 +294,8 @@ def gradients(outputs, inputs, output_gradients=None, create_graph=False):
 def focal_weights(losses, gamma=2.0):
     """Focal loss (Lin et al. 2017): (1 - p_i)^gamma, (B,) -> (B,).
 
-    p_i = exp(-L_i / 2) is the geometric mean of the pair's probability in both directions.
+    p_i = exp(-L_i / 2) is the geometric mean of the pair's probability in both directions; with
+    questions L_i has the loss of the answer as well.
     """
     return (-torch.expm1(-losses / 2)).clamp(min=0) ** gamma
 
@@ -517,9 +521,9 @@ def parse_args(argv=None):
                         help="growth of the margin per step; below 0 it falls to 0; paper 0.1")
     method.add_argument("--weighting", default="meta",
                         choices=["meta", "joint", "focal", "spl", "l2rw", "none"],
-                        help="weights of pairs: of a network that learns by looking ahead, or "
-                             "with the encoders (Table 8); focal, self-paced, L2RW (Table 6); or "
-                             "all 1")
+                        help="weights of pairs: meta = of a network that learns by looking ahead; "
+                             "joint = of one that learns with the encoders (Table 8); focal, spl "
+                             "(self-paced), l2rw: Table 6; none = all 1")
     method.add_argument("--weight-hidden", type=count, default=100,
                         help="hidden units of the network of --weighting meta and joint; MW-Net "
                              "100")
@@ -544,7 +548,8 @@ def parse_args(argv=None):
     meta.add_argument("--meta-batch-size", type=between(2, 10**9, int), default=32,
                       help="GLOBAL batch M of meta-data; not in the paper")
     meta.add_argument("--meta-lr", type=rate, default=2e-4,
-                      help="beta, learning rate of the network's AdamW; paper: alpha; MW-Net 1e-3")
+                      help="beta, learning rate of the network's AdamW; paper: alpha for questions, "
+                           "not printed for retrieval; MW-Net 1e-3")
     meta.add_argument("--meta-weight-decay", type=rate, default=1e-3,
                       help="weight decay of the network; authors' code 1e-3")
     meta.add_argument("--virtual-lr", type=rate, default=0.0,
@@ -634,11 +639,11 @@ def main(args):  # noqa: C901, PLR0912
     cache = common.open_feature_cache(args, run, tower, tokenizer, transform)
     tokenizer = cache.tokenizer
     batches = run.batches([view], transform, cache)
-    if args.weighting == "meta":
-        meta_batches = look_ahead_batches(
-            meta, view, transform, run, every=args.meta_every, cache=cache)
-    elif args.weighting == "l2rw":
-        meta_batches = look_ahead_batches(meta, view, transform, run, every=1, cache=cache)
+    if looks_ahead(args):
+        every = 1
+        if args.weighting == "meta":
+            every = args.meta_every
+        meta_batches = look_ahead_batches(meta, view, transform, run, every=every, cache=cache)
 
     # ------------------------------------------- loop ---------------------------------------------
     similarity = "pooled"
@@ -922,6 +927,7 @@ def log_columns(last_batch, encoded, similarity, run):
 def keep_curve(run):
     """Adds the weights that the network gives to 64 losses to run.tensors (Fig. 4, right)."""
     args = run.args
+    # one and a half times the loss of a random guess, so that the curve goes beyond all losses
     highest = 3 * math.log(args.batch_size)                                # nats
     if args.task == "qa-open":
         highest += 1.5 * math.log(args.answers)

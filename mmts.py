@@ -25,8 +25,8 @@ Symbols
     K_c         sizes                 (K,)    captions in cluster c, largest first; 200 clusters
 
 Commands
-    accelerate launch mmts.py                            # moving emoji, 90 s on two CPU cores
-    accelerate launch mmts.py --no-schedule --no-shifts  # baseline; the first alone: ICS
+    accelerate launch mmts.py                            # moving emoji, 71 s on two CPU cores
+    accelerate launch mmts.py --no-schedule --no-shifts  # baseline; one of both: ICS, TS
     accelerate launch mmts.py --dataset cc3m             # the paper's run
     accelerate launch mmts.py --dataset captions.csv     # own data: image, caption
 
@@ -163,7 +163,9 @@ def max_margin_loss(image, text, margin):
 
 # ------------------------------------------------------- clusters ---------------------------------
 def cluster_captions(embeddings, k, seed, counts=None):
-    """K-Means of unit embeddings (Section 4.4), from k-means++; above 100,000 in mini-batches.
+    """Clusters embeddings of captions by K-Means (Section 4.4).
+
+    It starts from k-means++; more than 100,000 points go in mini-batches.
 
     Args:
         embeddings: (M, D), normalised here.
@@ -277,7 +279,7 @@ RANGES = {
 TAU_LIMITS = (0.01, 1.0)                                                   # if learnt; AVION 0.01
 
 
-def quantity(loss):
+def value_name(loss):
     """What Eq. 8 gives to a loss, by its name in the log: 'tau', or 'margin' with max-margin."""
     return "margin" if loss == "max-margin" else "tau"
 
@@ -285,7 +287,8 @@ def quantity(loss):
 def default_range(recipe, loss):
     """The Range of a recipe and a loss; that of own data if the recipe has none."""
     if loss != "max-margin":
-        loss = "infonce"                                                   # temperatures, too
+        # a loss that a fork adds has the temperatures of InfoNCE
+        loss = "infonce"
     return RANGES.get((recipe, loss), RANGES["own", loss])
 
 
@@ -374,7 +377,8 @@ def parse_args(argv=None):
                              "schedule, sh+; paper 0.09 to 0.2, margins 0.3")
     method.add_argument("--tau", type=positive, default=0.1,
                         help="temperature of InfoNCE with --no-shifts, divides the cosine; CLIP "
-                             "on CC3M 0.01, AVION and VAST 0.07")
+                             "on CC3M 0.01, AVION and VAST 0.07; also that at which hard negatives "
+                             "of --matching-weight are drawn")
     method.add_argument("--learnable-tau", action=yes_or_no, default=False,
                         help="learn the temperature, from --tau on, with --no-schedule "
                              "--no-shifts (VAST's InfoNCE)")
@@ -395,8 +399,8 @@ def parse_args(argv=None):
                              "label, verb, noun or verb-noun (classes); a JSON file of {key: "
                              "cluster}; or none")
     method.add_argument("--num-clusters", type=between(2, 10**6, int), default=200,
-                        help="number of clusters of K-Means, at least 2; paper 200; own data: a "
-                             "quarter of the captions, at most 200")
+                        help="number of clusters of K-Means, at least 2; paper 200; own data and "
+                             "--recipe frozen: a quarter of what is clustered, at most 200")
     method.add_argument("--cluster-encoder", default="tf-idf",
                         help="embeddings for K-Means: tf-idf, or a transformers id or folder "
                              "(vision: an image encoder); paper: SentenceBERT, on CC3M DistilBERT")
@@ -451,15 +455,16 @@ def shifts_of(clusters, args):
 def value_range(args, total):
     """Lowest and highest temperature or margin of a run of `total` steps."""
     if args.shifts:
-        low, high = args.shift_min, args.shift_max
+        extremes = [args.shift_min, args.shift_max]
     else:
-        low = high = fixed_value(args)
-    shifts = torch.tensor([low, high], dtype=torch.float64)                # (2,)
+        extremes = [fixed_value(args)]
+    shifts = torch.tensor(extremes, dtype=torch.float64)                   # (2,) or (1,)
     period, alpha = schedule_of(args, total)
-    # the extremes of a cosine are at 64ths of its period; 1,000 periods have them all
+    # through sample_temperature, so that a fork's own schedule is checked as well: 64 points of a
+    # period have the extremes of the cosine, and no more than 1,000 periods are needed
     times = [*np.arange(0, min(total, 1000 * period), period / 64), total]
     values = [sample_temperature(time, shifts, period, alpha) for time in times]
-    values = torch.stack(values)                                           # (times, 2)
+    values = torch.stack(values)                                           # (times, 2 or 1)
     # without rounding errors, which could lie below 0
     return round(values.min().item(), 12), round(values.max().item(), 12)
 
@@ -477,7 +482,7 @@ def main(args):  # noqa: C901, PLR0912
     args = common.fit_to_data(args, train)
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
     run = Run(__file__, args, train, evals, steps, RECIPES)
-    run.tau_column = quantity(args.loss)
+    run.tau_column = value_name(args.loss)
 
     # ------------------------------------------- model and optimiser ------------------------------
     tower, tokenizer, transform = common.build_towers(args, train, run)
@@ -535,16 +540,16 @@ def main(args):  # noqa: C901, PLR0912
         inputs = {"pixels": batch["views"][0], "tokens": tokens}           # (B, [T,] 3, S, S)
         image, text = chunks.encode(inputs)                                # (B, D)
 
-        if args.shifts:
-            cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,) -1 = none
-            shift = shifts[cluster]                                        # (B,)
-        else:
-            num_missing = 0
-            shift = shifts.expand(len(texts))                              # (B,)
-        value = sample_temperature(run.step, shift, period, alpha)         # (B,) tau_i or m_i
-        value = to_device(value, run.device)
+        num_missing = 0
         if args.learnable_tau:
             value = loss_modules["tau"]()                                  # ()
+        else:
+            shift = shifts.expand(len(texts))                              # (B,)
+            if args.shifts:
+                cluster, num_missing = clusters.look_up(batch["keys"], texts)            # -1 = none
+                shift = shifts[cluster]                                    # (B,)
+            value = sample_temperature(run.step, shift, period, alpha)     # (B,) tau_i or m_i
+            value = to_device(value, run.device)
 
         if args.loss == "infonce":
             loss = clip_loss(image, text, tau=value, label_smoothing=args.label_smoothing)
@@ -575,7 +580,7 @@ def main(args):  # noqa: C901, PLR0912
         columns = {}
         if run.due("log"):
             columns = log_columns(image, text, value, num_missing, run)
-            columns.update(range_columns(quantity(args.loss), new_value))
+            columns.update(range_columns(value_name(args.loss), new_value))
             if matching:
                 columns.update(common.mean_over_processes({"L_match": matching.total}, run.device))
         run.done(batch, loss, new_value, columns)                          # count, log, save, stop
@@ -679,7 +684,7 @@ def variant_name(args):
 def describe_range(args, total):
     """The temperatures or margins of a run in words, and whose values they are."""
     low, high = value_range(args, total)
-    text = f"{quantity(args.loss)} {low:g} .. {high:g}"
+    text = f"{value_name(args.loss)} {low:g} .. {high:g}"
     if args.schedule:
         period, _ = schedule_of(args, total)
         text += f" over the run, period {period:g} steps"
@@ -698,7 +703,8 @@ def log_columns(image, text, value, num_missing, run):
     Args:
         image, text: (B, D) embeddings of this process.
         value: temperature or margin of the loss, (B,) or ().
-        num_missing: number of captions or examples of the batch that are in no cluster.
+        num_missing: number of captions or examples of the batch that were not clustered. Such a
+            caption has the nearest cluster, such an example sh-.
         run: the Run.
     """
     args = run.args

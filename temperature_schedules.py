@@ -8,7 +8,7 @@ negatives count (group-wise discrimination): embeddings form clusters, which hel
 TS alternates: the temperature follows a cosine over the epochs. Nothing is added to the model.
 
 Equations (s_ij: cosine of anchor i and candidate j; t: epoch, from 0)
-    (1)   L_c = mean_i -log( exp(s_ii / tau) / (exp(s_ii / tau) + sum_j exp(s_ij / tau)) )
+    (1)   L_c = mean_i -log( exp(s_ii / tau) / (exp(s_ii / tau) + sum_{j != i} exp(s_ij / tau)) )
           with the other views as negatives, or a queue of keys              nt_xent, moco_loss
     (5)   tau(t) = (tau+ - tau-) (1 + cos(2 pi t / T)) / 2 + tau-                   temperature
     Sec. 3.3  tau_i = tau_head if the class of i is frequent, else tau_tail  coarse_temperature
@@ -140,9 +140,9 @@ def coarse_temperature(labels, head_classes, tau_head, tau_tail):
 
 
 def prune_masks(module, share):
-    """Masks of SDCLR's second branch, from which the smallest `share` of all weights is pruned.
+    """Masks of SDCLR's second branch, which lacks the smallest `share` of the encoder's weights.
 
-    The weights of all convolutions and linear layers are compared together, so that layers with
+    The weights of all its convolutions and linear layers are compared together, so that layers with
     small weights lose more of them.
 
     Returns: {name of a weight: bool mask of its shape, False where it is pruned}.
@@ -215,7 +215,9 @@ class Contrastive(nn.Module):
     def forward(self, pixels, masks=None, half=None):
         """Views (V * B, [T,] 3, S, S) -> z (V * B, D).
 
-        Args: masks, half: of SDCLR; the views from row `half` on go through the pruned tower.
+        Args:
+            masks: of SDCLR, as prune_masks returns them; None = no second branch.
+            half: number of rows of the first view; all others go through the pruned tower.
         """
         if masks is None:
             features = self.tower(pixels)[2]                               # (V * B, width)
@@ -276,7 +278,8 @@ def encode_keys(network, pixels, seed, splits=8):
     order = to_device(order, pixels.device)                                # (B,)
     # on a CPU, without SyncBatchNorm, one group would have the statistics of the queries
     min_groups = 1 if pixels.is_cuda else min(splits, 2)
-    num_groups = min(max(min_groups, splits // world()), max(1, len(pixels) // 2))
+    num_groups = max(min_groups, splits // world())
+    num_groups = min(num_groups, max(1, len(pixels) // 2))                 # two images or more each
     groups = order.tensor_split(num_groups)                                # (b,) each
     keys = torch.cat([network(pixels[group]) for group in groups])         # (B, D)
     return keys[order.argsort()]
@@ -344,8 +347,8 @@ def method_defaults(chosen):
     """Defaults that depend on --loss, --schedule, --stop-at-phase and --recipe."""
     defaults = {"schedule": chosen.schedule or "cos"}
     fixed_tau = FIXED_TAU
-    # SDCLR's own scripts have a fixed temperature
-    if chosen.loss == "sdclr" and chosen.recipe in ("cifar10-lt", "cifar100-lt", "imagenet100-lt"):
+    if chosen.loss == "sdclr":
+        # SDCLR's own scripts have a fixed temperature
         defaults["schedule"] = chosen.schedule or "fixed"
         if chosen.recipe == "imagenet100-lt":
             fixed_tau = 0.3
@@ -382,16 +385,15 @@ def check_flags(parser, args):
 
 
 def check_end(parser, args):
-    """Refuses --stop-at-phase and --eval-epoch if the run does not get that far."""
-    if args.stop_at_phase and args.epochs < args.period:
+    """Refuses a --stop-at-phase that the run does not reach and an --eval-epoch that is no epoch;
+    last_step compares it with the end, which small own data move."""
+    if args.stop_at_phase and not args.max_steps and args.epochs < args.period:
         parser.error(f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full "
                      f"--period {args.period:g}")
     if args.eval_epoch not in ("", "auto"):
-        last_epoch = math.inf if args.max_steps else args.epochs
         is_number = args.eval_epoch.replace(".", "", 1).isdecimal()
-        if not is_number or not 0 < float(args.eval_epoch) <= last_epoch:
-            parser.error(f"--eval-epoch {args.eval_epoch}: must be auto, or > 0 and at most "
-                         f"--epochs {args.epochs:g}")
+        if not is_number or float(args.eval_epoch) == 0:
+            parser.error(f"--eval-epoch {args.eval_epoch}: must be auto, or a number > 0")
 
 
 def parse_args(argv=None):
@@ -415,8 +417,8 @@ def parse_args(argv=None):
     method.add_argument("--learnable-tau", action=yes_or_no, default=False,
                         help="learn the temperature from --tau-min on, with --schedule fixed")
     method.add_argument("--tau-head", type=nonnegative, default=0.0,
-                        help="coarse supervision in place of a schedule: temperature of the larger "
-                             "half of the classes; paper 1.0; 0 = off")
+                        help="coarse supervision in place of a schedule: temperature of the half "
+                             "of the classes that have the most images; paper 1.0; 0 = off")
     method.add_argument("--tau-tail", type=nonnegative, default=0.0,
                         help="coarse supervision: temperature of all other classes; paper 0.1")
     method.add_argument("--queue-size", type=count, default=1024,
@@ -424,8 +426,8 @@ def parse_args(argv=None):
     method.add_argument("--momentum", type=part, default=0.99,
                         help="momentum of MoCo's key encoder, 0..1; the paper does not say")
     method.add_argument("--prune", type=part, default=0.9,
-                        help="share of the weights that SDCLR's second branch lacks, 0..1; SDCLR "
-                             "0.9, ImageNet100-LT 0.3")
+                        help="share of the encoder's weights that SDCLR's second branch lacks, "
+                             "0..1; SDCLR 0.9, ImageNet100-LT 0.3")
     method.add_argument("--head-norm", choices=["batch", "none"], default="none",
                         help="BatchNorm in the head of SimCLR and SDCLR; authors' code: batch")
     method.add_argument("--decay-all", action=yes_or_no, default=False,
@@ -494,10 +496,16 @@ def parse_args(argv=None):
 # ------------------------------------------------------- what the flags amount to -----------------
 # These functions read a flag only if it has an effect: a run warns of flags that nothing has read.
 def last_step(args, steps):
-    """The optimiser step at which a run ends; its schedules still span all of `steps`."""
+    """The optimiser step at which a run ends; its schedules still span all of `steps`.
+
+    Raises: UserError for an --eval-epoch after the end.
+    """
     if args.eval_epoch not in ("", "auto"):
         step = max(1, round(float(args.eval_epoch) * steps.per_epoch))
-        return min(steps.total, step)
+        if step > steps.total:
+            raise UserError(f"--eval-epoch {args.eval_epoch}: the run ends after epoch "
+                            f"{steps.total / steps.per_epoch:g}")
+        return step
     if args.stop_at_phase:
         epochs = args.epochs
         if args.max_steps:
@@ -509,8 +517,9 @@ def last_step(args, steps):
     return steps.total
 
 
-def larger_half(sizes):
-    """The head classes of coarse supervision, a set: the larger half, 5 of 10 in the paper."""
+def most_frequent_half(sizes):
+    """The head classes of coarse supervision, a set: the half that has the most images, 5 of 10 in
+    the paper."""
     order = np.argsort(-sizes, kind="stable")                              # largest first
     return set(order[:round(len(order) / 2)].tolist())
 
@@ -537,12 +546,12 @@ def main(args):  # noqa: C901, PLR0912
     args = common.fit_to_data(args, train)
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
     if args.eval_epoch == "auto" and not args.eval_every:
-        args = copy.copy(args)
         args.eval_every = 20 * steps.per_epoch
     labels = torch.from_numpy(np.asarray(train.labels))                    # (M,)
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
+    last = last_step(args, steps)                  # the schedules still span steps.total
     run = Run(__file__, args, train, evals, steps, RECIPES)
-    run.last = last_step(args, steps)              # the schedules still span steps.total
+    run.last = last
     run.negatives = num_negatives(args)
 
     # ------------------------------------------- model and optimiser ------------------------------
@@ -600,7 +609,7 @@ def main(args):  # noqa: C901, PLR0912
         reference = padded_and_flipped(train, args.seed)
     evaluator = Evaluator(tower, None, transform, evals, reference, device=run.device, args=args,
                           few_shot=splits.get("few-shot"))
-    head_classes = larger_half(sizes)
+    head_classes = most_frequent_half(sizes)
     after_val = functools.partial(log_val_and_keep_best, run=run, network=network,
                                   loss_modules=loss_modules)
     run.begin(evaluator, random_guess(args), banner_lines(run, sizes, head_classes), after_val)
@@ -619,20 +628,20 @@ def main(args):  # noqa: C901, PLR0912
         else:
             tau = scheduled_temperature(epoch, args)                       # a number
 
-        inputs = dict(enumerate(batch["views"]))                           # (B, [T,] 3, S, S) each
+        u, v = batch["views"]                                              # (B, [T,] 3, S, S) each
         if args.loss == "simclr":
-            z1, z2 = chunks.encode(inputs)                                 # (B, D)
+            z1, z2 = chunks.encode({"u": u, "v": v})                       # (B, D)
             loss = nt_xent(z1, z2, tau)
         elif args.loss == "sdclr":
             if run.step % steps.per_epoch == 0:
                 masks.update(prune_masks(tower, args.prune))
-            z1, z2 = chunks.encode(inputs)                                 # (B, D)
+            z1, z2 = chunks.encode({"u": u, "v": v})                       # (B, D)
             loss = nt_xent(z1, z2, tau)
         elif args.loss == "moco":
             # the keys first, and in the precision of the queries
             with run.accelerator.autocast(), common.tf32(chunks.tf32):
-                z2 = encode_keys(loss_modules["key"], inputs[1], args.seed + run.step)      # (B, D)
-            z1, = chunks.encode({0: inputs[0]})                            # (B, D)
+                z2 = encode_keys(loss_modules["key"], v, args.seed + run.step)      # (B, D)
+            z1, = chunks.encode({"u": u})                                  # (B, D)
             loss = moco_loss(z1, z2, loss_modules["queue"].keys, tau)
         else:
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
@@ -659,7 +668,7 @@ def main(args):  # noqa: C901, PLR0912
     run.val = val_row["eval"]
     tested_epoch = val_row["step"] / steps.per_epoch
     val_mean = val_row.get("val_mean")
-    accuracy = "no val accuracy"
+    accuracy = "without a val accuracy"
     if val_mean is not None:
         accuracy = f"whose four val accuracies have the mean {val_mean:.1f} %"
     say(f"the test reads the weights of epoch {tested_epoch:g}, {accuracy}")

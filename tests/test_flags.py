@@ -182,7 +182,7 @@ REFUSED = [  # script, flags, words of the one line
     (TS, "--imbalance-ratio 0.5", "at least 1, or 0"),
     (TS, "--stop-at-phase 0.7 --period 99", "no full --period"),
     (TS, "--eval-epoch last", "must be auto"),
-    (TS, "--eval-epoch 31", "at most --epochs 30"),
+    (TS, "--eval-epoch 0", "a number > 0"),
     (TS, "--shot-limits 5 0", "or both 0"),
     (TS, "--shot-limits 20 100", "TAIL must be from 1 to HEAD + 1"),
     (
@@ -340,6 +340,7 @@ PAPER = [  # script, flags, what the papers and their code say
     (TS, "--dataset cifar10-lt --loss sdclr", dict(schedule="fixed", tau_min=0.2, prune=0.9)),
     (TS, "--dataset imagenet100-lt --loss sdclr", dict(schedule="fixed", tau_min=0.3, prune=0.3)),
     (TS, "--dataset cifar10-lt --loss sdclr --schedule cos", dict(tau_min=0.1, prune=0.9)),
+    (TS, "--loss sdclr", dict(schedule="fixed", tau_min=0.2, prune=0.9)),
     (TS, "--dataset cifar10-lt --schedule fixed", dict(tau_min=0.2)),
     (TS, "--schedule fixed --tau-min 0.5", dict(tau_min=0.5)),
     (TS, "", dict(decay_all=False, zero_init=True)),

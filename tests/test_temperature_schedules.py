@@ -362,6 +362,8 @@ def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch
     assert (number["steps"], number["eval_epoch"], number["test"]) == (4, 2, auto["test"])
     weights = [tmp_path / name / "model.safetensors" for name in ("auto", "number")]
     assert helpers.equal_files(*weights)
+    with pytest.raises(UserError, match="the run ends after epoch 4"):
+        run_script(ts, tmp_path / "late", "--eval-epoch", 5, base=base)
     # the run went on after it
     last, tested = tensors_of(tmp_path / "auto", 8), tensors_of(tmp_path / "number", 4)
     names = [name for name in last if name.startswith("model/")]

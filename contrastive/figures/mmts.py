@@ -123,7 +123,7 @@ def draw_training(run):
         base.recall_panel(run),
         (f"{long_word} of the batch", f"{word}, logged steps", values),
         *base.batch_panels(),
-        ("captions that are in no cluster", "of the batch", {"captions": "not_in_clusters"})]
+        ("captions that were not clustered", "of the batch", {"captions": "not_in_clusters"})]
     base.draw_training_curves(run, panels)
 
 
