@@ -548,8 +548,8 @@ def parse_args(argv=None):
     meta.add_argument("--meta-batch-size", type=between(2, 10**9, int), default=32,
                       help="GLOBAL batch M of meta-data; not in the paper")
     meta.add_argument("--meta-lr", type=rate, default=2e-4,
-                      help="beta, learning rate of the network's AdamW; paper: alpha for questions, "
-                           "not printed for retrieval; MW-Net 1e-3")
+                      help="beta, learning rate of the network's AdamW; paper: alpha for "
+                           "questions, not printed for retrieval; MW-Net 1e-3")
     meta.add_argument("--meta-weight-decay", type=rate, default=1e-3,
                       help="weight decay of the network; authors' code 1e-3")
     meta.add_argument("--virtual-lr", type=rate, default=0.0,

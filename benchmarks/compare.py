@@ -16,13 +16,16 @@ spread and decide nothing. "Could show": the smallest effect that these pairs sh
 --also: a second table, of further metrics or whole groups of them, mean ± standard deviation over
 a command's runs.
 
-A finished run is one small file below OUT/runs, so that the same words go on where they stopped; an
-edited script is run again. Writes OUT/comparison.json, .md and .png.
+A finished run is one small file below OUT/runs, so that the same words go on where they stopped. It
+counts until the script, common.py, the package or a file that the command names is edited. Edits
+inside a folder of images are not seen: give another --out. A run's warnings of flags without an
+effect are printed. Writes OUT/comparison.json, .md and .png.
 """
 
 import argparse
 import concurrent.futures
 import datetime
+import functools
 import hashlib
 import itertools
 import math
@@ -269,7 +272,8 @@ class Runs:
     Attributes:
         vary: the flag whose values are the pairs.
         jobs: runs side by side, each with one thread; 0: one run with all threads.
-        by_source: a run of a script that was edited since does not count.
+        by_source: a run does not count if the code or a file that its command names was edited
+            since.
     """
 
     folder: Path
@@ -286,7 +290,9 @@ class Runs:
         # the names of files are of the time when OMP_NUM_THREADS=1 was a flag
         key = " ".join([*words[:3], "--threads", "1", *words[3:]])
         if self.by_source:
-            key += Path(words[0]).read_text(encoding="utf8")
+            key += Path(words[0]).read_text(encoding="utf8") + hash_of_package()
+            for word in words[1:]:
+                key += state_of_file(word.partition("=")[2] or word)
         digest = hashlib.sha256(key.encode()).hexdigest()
         return self.folder / f"{Path(words[0]).stem}-{digest[:12]}.json"
 
@@ -390,6 +396,9 @@ class Runs:
             last_line = process.stderr.strip().splitlines()[-1:]
             print(f"failed ({process.returncode}): {' '.join(words)}", *last_line, flush=True)
             return False
+        for line in process.stdout.splitlines():
+            if line.startswith("WARNING") and "no effect" in line:
+                print(f"{words[0]}: {line}", flush=True)
         record = {"command": command, "date": str(datetime.date.today()), "machine": machine(),
                   "versions": versions()[:9]}
         for key in SUMMARY_KEYS:
@@ -417,6 +426,24 @@ class Runs:
                 for ended_well, words in zip(outcomes, commands):
                     if not ended_well:
                         failed.add(str(words))
+
+
+@functools.cache
+def hash_of_package():
+    """Digest of common.py and of all modules of the package."""
+    digest = hashlib.sha256()
+    for path in [ROOT / "common.py", *sorted((ROOT / "contrastive").rglob("*.py"))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def state_of_file(word):
+    """Size and time of the file that a word of a command names; empty if it names none."""
+    path = Path(word).expanduser()
+    if not path.is_file():
+        return ""
+    state = path.stat()
+    return f"{state.st_size} {state.st_mtime_ns}"
 
 
 def read_hits(path):

@@ -144,6 +144,19 @@ def test_records_of_two_versions_of_a_recipe_are_not_mixed(fork, monkeypatch):
         assert [record["version"] for record in records] == [version] * 4
 
 
+def test_an_edited_file_of_a_command_is_another_run(tmp_path):
+    data = tmp_path / "captions.csv"
+    data.write_text("image,caption\n", encoding="utf8")
+    runs = compare.Runs(tmp_path, by_source=True)
+    words = ["temo.py", "--seed", "0", "--dataset", str(data)]
+    with_equals = [*words[:3], f"--dataset={data}"]
+    before = [runs.file(words), runs.file(with_equals)]
+    assert [runs.file(words), runs.file(with_equals)] == before
+    data.write_text("image,caption\na.jpg,a\n", encoding="utf8")
+    after = [runs.file(words), runs.file(with_equals)]
+    assert not set(before) & set(after)
+
+
 def test_compare_tunes_on_val_on_a_seed_of_its_own(fork):
     """Val is best where test is worst: the lowest tau is chosen. Pairs are over another flag."""
     compare.main([*PAIR, "--tune", "tau=0.3,0.1,0.2", "--vary", "split-seed", "--seeds", "2"])

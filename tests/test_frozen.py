@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,7 +50,8 @@ def claim(tmp_path, monkeypatch):
     """Runs, and one claim of a method against a baseline."""
     method = frozen.Method("method", "ncl.py", frozen.TAU, frozen.R1)
     baseline = frozen.Method("baseline", "temo.py", frozen.TAU, frozen.R1)
-    claims = {"claim": frozen.Claim("paper", "it is better", "Table 1", [method, baseline])}
+    methods = [method, baseline]
+    claims = {"claim": frozen.Claim("paper", "it is better", "Table 1", methods, main=True)}
     monkeypatch.setattr(frozen, "CLAIMS", claims)
     return Runs(tmp_path / "runs"), method, baseline
 
@@ -63,8 +65,8 @@ def test_a_difference_outside_both_intervals_is_a_verdict(claim, gain, verdict):
     result, = frozen.results_of(runs)
     line, = result.lines
     assert result.verdict == verdict
-    assert line.seeds.mean == pytest.approx(100 * gain, abs=2)
-    assert line.pictures[0] < line.seeds.mean < line.pictures[1]
+    assert line.paired.mean == pytest.approx(100 * gain, abs=2)
+    assert line.pictures[0] < line.paired.mean < line.pictures[1]
 
 
 def test_seeds_alone_do_not_decide(claim):
@@ -78,7 +80,7 @@ def test_seeds_alone_do_not_decide(claim):
             write_run(runs, frozen.trials_of(of)[2], seed, hits, 0.0)
     result, = frozen.results_of(runs)
     line, = result.lines
-    assert line.seeds.p < 0.01 < line.p
+    assert line.paired.p < 0.01 < line.p
     swapped = np.zeros(QUERIES)
     swapped[50:153] = 1  # other pictures than the baseline's
     for seed in range(5):
@@ -151,6 +153,45 @@ def test_holm_is_the_closed_test_of_bonferroni():
                 chosen = ps[[k, *members]]
                 adjusted.append(min(1, len(chosen) * chosen.min()))
         assert comparison.p_holm == pytest.approx(max(adjusted))
+
+
+@pytest.mark.parametrize("main, share", [(True, 3), (False, 1)])
+def test_comparisons_that_have_not_run_count_in_the_correction(claim, monkeypatch, main, share):
+    """Main claims and others are corrected apart."""
+    runs, method, baseline = claim
+    write_method(runs, method, 0.1)
+    write_method(runs, baseline, 0.0)
+    others = [replace(baseline, name=name, command=f"mmts.py --{name}") for name in ("a", "b")]
+    further = frozen.Claim("paper", "further", "", [method, *others], main=main)
+    monkeypatch.setitem(frozen.CLAIMS, "further", further)
+    result, *not_run = frozen.results_of(runs)
+    assert result.p_holm == pytest.approx(share * result.p)
+    assert [other.verdict for other in not_run] == ["not run", "not run"]
+
+
+def test_a_claim_that_disagrees_between_two_temperatures_has_p_1(claim):
+    runs, method, baseline = claim
+    write_method(runs, method, 0.1, best=(0.07, 0.1))
+    write_method(runs, baseline, 0.0)
+    for seed in range(5):
+        hits = np.random.default_rng(7).random(QUERIES) < 0.1
+        write_run(runs, "ncl.py --tau 0.1", seed, np.roll(hits, seed), 0.0)
+    result, = frozen.results_of(runs)
+    assert (result.p, result.verdict) == (1.0, "not decidable")
+
+
+def test_without_an_interval_over_pictures_nothing_is_level(claim, monkeypatch):
+    runs, method, baseline = claim
+    write_method(runs, method, 0.0)
+    write_method(runs, baseline, 0.0)
+    for seed in range(5):  # those of another picture are found
+        hits = np.random.default_rng(7).random(QUERIES) < 0.3
+        write_run(runs, frozen.trials_of(method)[2], seed, np.roll(hits, seed), 0.0)
+    monkeypatch.setattr(frozen, "LEVEL", 50.0)
+    line, = frozen.results_of(runs)[0].lines
+    assert frozen.is_level(line)
+    line.pictures = None
+    assert not frozen.is_level(line)
 
 
 def write_knn(runs, method, first, step, frozen_knn):

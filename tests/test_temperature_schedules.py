@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import common
 from contrastive import figures
+from contrastive.core.processes import UserError
 from contrastive.evaluation.measure import Evaluator
 
 import numpy as np
