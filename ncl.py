@@ -352,7 +352,8 @@ def parse_args(argv=None):
     method.add_argument("--tau", type=positive, default=0.1,
                         help="temperature gamma, divides the cosine; CLIP 0.01, SSB 0.07")
     method.add_argument("--learnable-tau", action=yes_or_no, default=False,
-                        help="learn the temperature, from --tau on; CLIP's logit scale is its inverse")
+                        help="learn the temperature, from --tau on; its inverse is CLIP's logit "
+                             "scale")
     method.add_argument("--iterations", type=count, default=4,
                         help="rounds of Sinkhorn-Knopp for the biases; paper 4")
     method.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",

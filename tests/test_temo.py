@@ -249,7 +249,7 @@ def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path,
 
 
 def test_the_loss_is_made_of_the_terms_in_its_log(tmp_path):
-    """Eq. 8 at t = steps before this one / all steps, L_MM at the learnt temperature of the step."""
+    """Eq. 8 at t = steps before this one / all steps, L_MM at the learnt tau of the step."""
     words = "--max-steps 6 --lr 0.1 --learnable-tau".split()
     for k, row in enumerate(few_steps(temo, tmp_path / "a", *words, base=SMALL)):
         t = k / 6
