@@ -576,7 +576,8 @@ def main(args):  # noqa: C901, PLR0912
         optimizer.zero_grad()
         new_value = value
         if args.learnable_tau:
-            new_value = loss_modules["tau"].clamp()                        # as it is saved
+            # the log has tau after the step; the loss used the one before
+            new_value = loss_modules["tau"].clamp()
         columns = {}
         if run.due("log"):
             columns = log_columns(image, text, value, num_missing, run)
@@ -629,7 +630,7 @@ def random_guess(clusters, total, args):
     matching_guess = args.matching_weight * math.log(2)
     if args.loss == "infonce":
         guess = math.log(args.batch_size) + matching_guess                 # at any temperature
-        return guess, guess
+        return [guess, guess]
     if args.loss != "max-margin":
         return None
     shifts = shifts_of(clusters, args)                                     # (K + 1,) or (1,)

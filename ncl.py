@@ -3,10 +3,10 @@
 In retrieval, a softmax lets each query spread a probability of 1 over the items. Some items, called
 hubs, collect much of it and are returned for queries that are not theirs; others are never found.
 NCL adds a bias to each text and video, computed from the similarity matrix by Sinkhorn-Knopp, so
-that all items collect the same share. Nothing is learnt and the encoders stay as they are. In
-training the biases come from the batch; at test time from training queries in a queue.
+that all items collect the same share. The biases add no parameters, and the encoders stay what they
+are. In training the biases come from the batch; at test time from training queries in a queue.
 
-Equations (s_ij = <t_i, v_j>, rows are texts, columns videos)
+Equations (s_ij = <t_i, v_j>, not over gamma as in the paper's S; rows are texts, columns videos)
     (2, 3)   P_t2v(v_j | t_i) = exp(s_ij / gamma) / sum_k exp(s_ik / gamma), P_v2t likewise
     (4)      L = 1/2 (L_t2v + L_v2t), each the mean cross-entropy of the pairs ncl_terms, ncl_loss
     (5)      error = mean_j |1 - sum_i P_t2v(v_j | t_i)|              common.normalization_error
@@ -16,13 +16,13 @@ Equations (s_ij = <t_i, v_j>, rows are texts, columns videos)
 
 Symbols
     t, v        text, video          (B, D)     embeddings of this process; text comes first
-    gamma       gamma, --tau         ()         divides the cosine; CLIP's logit scale; SSB 0.07
+    gamma       gamma, --tau         ()         divides the cosine; 1 / CLIP's logit scale; SSB 0.07
     a, b        a, b                 (m,), (n,) biases, in units of the cosine
     K           queue_size           ()         training queries in the queue; paper 16,384
 
 Commands
-    accelerate launch ncl.py                                    # moving emoji, 2 minutes on a CPU
-    accelerate launch ncl.py --loss infonce                     # the baseline, CLIP4Clip
+    accelerate launch ncl.py                                  # moving emoji, 2 minutes on two cores
+    accelerate launch ncl.py --loss infonce                   # the baseline, CLIP4Clip
     accelerate launch ncl.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS
     accelerate launch ncl.py --dataset clips.csv --video-dir VIDEOS       # own: video, caption
     python eval.py --checkpoint RUN --normalize queue           # test-time biases for any run
@@ -134,10 +134,10 @@ def ncl_loss(text, video, gamma, iterations=4, detach=True):
 
 # ------------------------------------------------------- test time --------------------------------
 def retrieval_biases(items, queries, gamma, iterations=4):
-    """Biases of items from queries that stand in for those of the test (Sec. 3.4).
+    """Biases b of the items, from queries in place of those of the test (Sec. 3.4).
 
-    They equal b of sinkhorn_biases, in the memory of 1,024 queries. If you edit one of these two
-    functions, edit the other.
+    The same numbers as b of sinkhorn_biases(queries @ items.T), 1,024 queries at a time. Edit both
+    together.
 
     Args:
         items: (n, D) embeddings.
@@ -352,15 +352,16 @@ def parse_args(argv=None):
     method.add_argument("--tau", type=positive, default=0.1,
                         help="temperature gamma, divides the cosine; CLIP 0.01, SSB 0.07")
     method.add_argument("--learnable-tau", action=yes_or_no, default=False,
-                        help="learn the temperature, from --tau on, as CLIP's logit scale")
+                        help="learn the temperature, from --tau on; its inverse is CLIP's logit "
+                             "scale")
     method.add_argument("--iterations", type=count, default=4,
                         help="rounds of Sinkhorn-Knopp for the biases; paper 4")
     method.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
                         help="biases of the reported retrieval: from training queries, from the "
                              "test queries (not a fair result), or none")
     method.add_argument("--queue-size", type=count, default=2000,
-                        help="K, the number of training texts, and of training videos, that give "
-                             "the biases; paper 16,384")
+                        help="K: how many of the latest training texts, and as many videos, are "
+                             "kept for the biases; paper 16,384")
     method.add_argument("--margin", type=between(0, 2), default=0.2,
                         help="margin of --loss max-margin in units of the cosine, 0..2; SSB 0.2")
     method.add_argument("--loss-scale", type=nonnegative, default=1.0,
@@ -509,7 +510,8 @@ def main(args):  # noqa: C901, PLR0912
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        new_gamma = loss_modules["tau"].clamp()                            # as it is saved
+        # the log has gamma after the step; the loss used the one before
+        new_gamma = loss_modules["tau"].clamp()
         loss_modules["texts"].push(text)
         loss_modules["videos"].push(video)
         columns = {}
@@ -525,8 +527,9 @@ def main(args):  # noqa: C901, PLR0912
 
 # ------------------------------------------------------- views and encoders -----------------------
 def clip_view(args):
-    """The view of a clip; --crop-min 1 keeps the whole frame. Features have no view."""
+    """The view of a clip; --crop-min 1 keeps the whole frame."""
     if args.image_encoder == "ssb":
+        # for SSB's features, which have no views, a view that changes nothing
         return Augment(args.image_size)
     jitter_p = 1.0 if args.jitter > 0 else 0.0
     return Augment(args.image_size, args.crop_min, args.flip, jitter_p=jitter_p,
@@ -555,7 +558,7 @@ def random_guess(tokenizer, args):
     if args.captioning_weight:
         # a random guess at each word of a caption
         guess += args.captioning_weight * math.log(len(tokenizer.tokenizer))
-    return guess, guess
+    return [guess, guess]
 
 
 @torch.no_grad()
@@ -599,8 +602,8 @@ def evaluate_normalized(pieces, loss_modules, dataset, mode, iterations):
     gamma = float(loss_modules["tau"]())
     texts = videos = None
     if pieces.data.name == dataset:
-        texts = loss_modules["texts"].get().cpu()                          # (K, D)
-        videos = loss_modules["videos"].get().cpu()
+        texts = loss_modules["texts"].get()                                # (K, D)
+        videos = loss_modules["videos"].get()
     results, pieces.biases = normalized_retrieval(pieces, gamma, iterations, texts, videos)
     if mode not in results:
         # no queue: before the first step, and for other sets than the run's

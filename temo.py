@@ -4,7 +4,8 @@ Two encoders map images I and texts T, and an augmentation I~ and T~ of each, in
 InfoNCE at a low and fixed temperature pushes all negatives apart. TeMo adds three losses in which
 each pair has its own temperature: it grows with the similarity of the pair, so that similar items
 are pushed apart less. A quadratic schedule moves the weight from InfoNCE to these losses during
-training. No parameters are added, and I~ and T~ are encoded without gradient.
+training. No parameters are added; by default I~ and T~ are encoded without gradient
+(--grad-augmented).
 
 Equations (s_ij: cosine of anchor i and candidate j; t: progress of training, 0..1)
     (1, 2)  I(x_a, X; tau) = -log( exp(s_ap / tau) / sum_k exp(s_ak / tau) )    info_nce
@@ -22,7 +23,7 @@ Symbols
     t                     progress                ()      optimiser step / all steps
 
 Commands
-    accelerate launch temo.py                                      # emoji, 3 minutes on a laptop
+    accelerate launch temo.py                                      # emoji, 2 minutes on two cores
     accelerate launch temo.py --dataset cc3m --paraphrases p.jsonl # the paper's run
     accelerate launch temo.py --dataset cc3m --row e               # a row of the paper's Table 3
     accelerate launch temo.py --dataset captions.csv               # own data: image, caption
@@ -111,11 +112,15 @@ def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04, detach=False, simil
 
 
 @row_blocks
-def modulated_per_anchor(anchor, target, *, candidates, tau_min, tau_alpha, detach, similarity):
-    """Eq. 1 of each anchor with the temperatures of Eq. 4: (b, D), (b,), (N, D) -> (b,)."""
+def per_pair_cross_entropy(anchor, target, *, candidates, temperature):
+    """Eq. 1 of each anchor with a temperature for each pair: (b, D), (b,) -> (b,).
+
+    Args:
+        candidates: (N, D).
+        temperature: function of cosines (b, N) -> temperatures (b, N).
+    """
     sim = anchor @ candidates.T                                            # (b, N)
-    tau = modulated_temperature(sim, tau_min, tau_alpha, detach, similarity)         # (b, N)
-    return F.cross_entropy(sim / tau, target, reduction="none")            # (b,)
+    return F.cross_entropy(sim / temperature(sim), target, reduction="none")         # (b,)
 
 
 @fp32
@@ -130,8 +135,10 @@ def modulated_loss(anchor, candidates, tau_min, tau_alpha, *, detach=False, simi
     one_number(tau_min, "tau_min")
     anchor, candidates = normalize(anchor), gather(normalize(candidates))  # (B, D), (N, D)
     target = positive_index(anchor)                                        # (B,)
-    return modulated_per_anchor(anchor, target, candidates=candidates, tau_min=tau_min,
-                                tau_alpha=tau_alpha, detach=detach, similarity=similarity).mean()
+    temperature = functools.partial(modulated_temperature, tau_min=tau_min, tau_alpha=tau_alpha,
+                                    detach=detach, similarity=similarity)
+    return per_pair_cross_entropy(
+        anchor, target, candidates=candidates, temperature=temperature).mean()
 
 
 def modulated_multimodal_loss(image, text, tau_min, tau_alpha, **options):
@@ -281,7 +288,8 @@ def dystress_temperature(sim, tau_min=0.01, tau_max=0.04, shifted=False, detach=
     Args:
         sim: cosines, any shape.
         tau_min, tau_max: temperatures at s = 0 and at s = -1 and 1.
-        shifted: the phase is pi (s - 0.4) / 0.7 below s = 0.4 and 0 above: tau_min at s = -0.3.
+        shifted: the phase is pi (s - 0.4) / 0.7 below s = 0.4 and 0 above: tau_max for s >= 0.4,
+            falling to tau_min at s = -0.3 and rising again to tau_max at s = -1.
         detach: stop the gradient through the temperature.
     Returns: temperatures of sim's shape.
     """
@@ -294,21 +302,15 @@ def dystress_temperature(sim, tau_min=0.01, tau_max=0.04, shifted=False, detach=
     return tau_min + (tau_max - tau_min) * (1 + torch.cos(phase)) / 2
 
 
-@row_blocks
-def dystress_per_anchor(anchor, target, *, candidates, tau_min, tau_max, shifted, detach):
-    """Eq. 1 of each anchor with the temperatures of DySTreSS: (b, D), (b,), (N, D) -> (b,)."""
-    sim = anchor @ candidates.T                                            # (b, N)
-    tau = dystress_temperature(sim, tau_min, tau_max, shifted, detach)     # (b, N)
-    return F.cross_entropy(sim / tau, target, reduction="none")            # (b,)
-
-
 @fp32
 def dystress_loss(anchor, candidates, tau_min=0.01, tau_max=0.04, *, shifted=False, detach=False):
     """InfoNCE with the temperatures of DySTreSS in one direction: (B, D), (B, D) -> ()."""
     anchor, candidates = normalize(anchor), gather(normalize(candidates))  # (B, D), (N, D)
     target = positive_index(anchor)                                        # (B,)
-    return dystress_per_anchor(anchor, target, candidates=candidates, tau_min=tau_min,
-                               tau_max=tau_max, shifted=shifted, detach=detach).mean()
+    temperature = functools.partial(dystress_temperature, tau_min=tau_min, tau_max=tau_max,
+                                    shifted=shifted, detach=detach)
+    return per_pair_cross_entropy(
+        anchor, target, candidates=candidates, temperature=temperature).mean()
 
 
 def dystress_multimodal_loss(image, text, tau_min=0.01, tau_max=0.04, **options):
@@ -448,7 +450,7 @@ DYSTRESS = ("dystress", "dystress-shifted")
 
 def method_defaults(chosen):
     """Defaults that depend on --loss, --row, the experts, --recipe and --image-encoder."""
-    # baselines, and TeMo with experts, are no row of Table 3: their flags are those of row a
+    # baselines and experts do not use Table 3's flags; those get the values of row a
     row = ""
     if chosen.loss == "temo" and not uses_experts(chosen):
         row = chosen.row
@@ -495,7 +497,9 @@ def check_flags(parser, args):
     if args.image_expert and args.freeze in ("image", "both") and args.feature_cache != "none":
         parser.error(f"--freeze {args.freeze}: --image-expert reads pixels, in place of which a "
                      "run has features; add --feature-cache none")
-    if not args.base and not args.modulated and args.unimodal == "none":
+    # baselines and experts do not use these flags
+    has_rows = args.loss == "temo" and not uses_experts(args)
+    if has_rows and not args.base and not args.modulated and args.unimodal == "none":
         parser.error("--no-base --no-modulated --unimodal none leaves no loss; keep one of "
                      "its terms")
 
@@ -588,11 +592,13 @@ def parse_args(argv=None):
                            help="view I~ of an image: a second draw of the view of I (CC3M code), "
                                 "SimCLR's view (CC12M code), or a crop alone")
     augmented.add_argument("--paraphrases", default="", metavar="FILE",
-                           help="paraphrases of captions for T~, JSON lines of "
-                                "tools/paraphrase.py; paper: five of each caption")
+                           help="paraphrases of captions for T~ and, with "
+                                "--paraphrase-anchor, T: JSON lines of tools/paraphrase.py; paper: "
+                                "five of each caption")
     augmented.add_argument("--paraphrase-anchor", action=yes_or_no, default=True,
                            help="with --paraphrases, draw T from the caption and its paraphrases "
-                                "(CC3M code); without, T is the caption (CC12M code)")
+                                "(CC3M code); --no-paraphrase-anchor: T is the caption (CC12M "
+                                "code)")
     augmented.add_argument("--aug-crop-min", type=part, default=0.2,
                            help="SimCLR's view: smallest crop as a share of the area, 0..1; SimCLR "
                                 "0.08")
@@ -652,9 +658,8 @@ def main(args):  # noqa: C901, PLR0912
     # the batch and the epochs of a user's small data
     args = common.fit_to_data(args, train)
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
-    has_experts = uses_experts(args)
     # whether the loss has I~ and T~
-    augmented = args.loss == "temo" and not has_experts and args.unimodal != "none"
+    augmented = args.loss == "temo" and not uses_experts(args) and args.unimodal != "none"
     paraphrases = None
     paraphrase_anchor = False
     if augmented and args.paraphrases:
@@ -673,13 +678,14 @@ def main(args):  # noqa: C901, PLR0912
         loss_modules["head"] = slip_head(tower.vision.width)
     loss_modules.to(run.device)
     experts = {}
-    if has_experts and args.image_expert:
-        experts["image"] = Expert(args.image_expert, "image", transform, run.device,
-                                  precision=args.mixed_precision,
-                                  pooling=args.expert_pooling)
-    if has_experts and args.text_expert:
-        experts["text"] = Expert(args.text_expert, "text", transform, run.device,
-                                 precision=args.mixed_precision)
+    if uses_experts(args):
+        if args.image_expert:
+            experts["image"] = Expert(args.image_expert, "image", transform, run.device,
+                                      precision=args.mixed_precision,
+                                      pooling=args.expert_pooling)
+        if args.text_expert:
+            experts["text"] = Expert(args.text_expert, "text", transform, run.device,
+                                     precision=args.mixed_precision)
     trained_modules = [tower, loss_modules]
     # >>> shared: optimizer
     groups = common.decay_groups(trained_modules, args.weight_decay)
@@ -718,8 +724,9 @@ def main(args):  # noqa: C901, PLR0912
     lines = {}
     if augmented:
         lines["texts"] = text_words(train, paraphrases, paraphrase_anchor, run.remark)
-    if len(loss_weights(args, 0.5)) > 1:
-        # in the progress bar, since the whole loss rises with the weights of its terms
+    weights = loss_weights(args, 0.5)
+    if "L_MM" in weights and len(weights) > 1:
+        # in the progress bar, since the whole loss is a sum of terms, whose weights may change
         run.loss_column = "L_MM"
     run.begin(evaluator, random_guess(args), lines)
     if run.step == 0:
@@ -786,12 +793,14 @@ def main(args):  # noqa: C901, PLR0912
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
+        new_tau = tau
         if "tau" in loss_modules:
-            tau = loss_modules["tau"].clamp()
+            # the log has tau after the step; the loss used the one before
+            new_tau = loss_modules["tau"].clamp()
         columns = {}
         if run.due("log"):
-            columns = log_columns(embeddings, features, run)
-        run.done(batch, loss, tau, columns)                                # count, log, save, stop
+            columns = log_columns(embeddings, features, tau, run)
+        run.done(batch, loss, new_tau, columns)                            # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     tower.spec["evaluation"] = vars(evaluation_facts(args))                # for eval.py
@@ -893,7 +902,10 @@ def expert_features(experts, pixels, texts):
 
 # ------------------------------------------------------- banner and log ---------------------------
 def loss_weights(args, progress):
-    """The weights of the terms at t = progress, {term: weight}; baselines have L_MM alone."""
+    """The weights of the terms at t = progress, {term: weight}.
+
+    A baseline counts as one loss of about ln N, under the name L_MM.
+    """
     if args.loss != "temo":
         return {"L_MM": 1.0}
     if not uses_experts(args):
@@ -909,9 +921,12 @@ def loss_weights(args, progress):
 def random_guess(args):
     """The loss at the start and at the end of training if all cosines are equal.
 
-    None for a loss that is unknown here, as one that a copy of this file adds.
+    None if it is unknown: with experts, and for a loss that a copy of this file adds.
     """
     if args.loss not in ("temo", "infonce", "ts", "cwcl", "slip", *DYSTRESS):
+        return None
+    if uses_experts(args):
+        # the positive of an expert's term is the anchor itself: not ln N
         return None
     guesses = []
     for progress in (0, 1):
@@ -930,28 +945,26 @@ def evaluation_facts(args):
 
 
 @torch.no_grad()
-def log_columns(embeddings, features, run):
+def log_columns(embeddings, features, tau, run):
     """Columns of the log: terms of the loss, health of the space, temperatures of pairs (Fig. 2).
 
     Args:
         embeddings: I, T, and with augmented views I~, T~, (B, D) each.
         features: {modality: (B, width)} of the experts.
+        tau: temperature of the step, a number or ().
         run: the Run.
     """
     args = run.args
     image, text = embeddings[:2]
-    # L_MM at --tau is logged in every run. vars() does not count as reading the flag, which has no
-    # effect if the loss has no term at --tau
-    tau = vars(args)["tau"]
+    terms = {}                                                             # without weights
     if features:
         terms = expert_terms({"image": image, "text": text}, features, tau, args.tau_min,
                              args.tau_alpha)
     elif args.loss == "temo":
         image_aug, text_aug = embeddings[2:] or (None, None)               # (B, D)
-        names = dict.fromkeys(["L_MM", *loss_weights(args, 0.5)])          # each once
-        terms = temo_terms(image, text, image_aug, text_aug, names=names, tau=tau,
-                           **pair_options(args))
-    else:
+        terms = temo_terms(image, text, image_aug, text_aug, names=list(loss_weights(args, 0.5)),
+                           tau=tau, **pair_options(args))
+    elif args.loss in ("infonce", "ts", "slip"):
         terms = {"L_MM": multimodal_loss(image, text, tau)}
     columns = common.mean_over_processes(terms, run.device)
     image, text = gather(normalize(image)), gather(normalize(text))        # (N, D)
@@ -962,7 +975,7 @@ def log_columns(embeddings, features, run):
     if args.loss in DYSTRESS:
         pair_tau = dystress_temperature(sim, args.tau_min, args.tau_min + args.tau_alpha,
                                         args.loss == "dystress-shifted")   # (n, n)
-    elif args.loss == "temo" and (args.modulated or args.unimodal == "modulated"):
+    elif "L_M-MM" in loss_weights(args, 0.5):
         pair_tau = modulated_temperature(sim, args.tau_min, args.tau_alpha,
                                          similarity=args.similarity)       # (n, n)
     else:

@@ -729,7 +729,7 @@ def random_guess(args):
     if args.loss not in ("simclr", "moco", "sdclr"):
         return None
     guess = math.log(1 + num_negatives(args))
-    return guess, guess
+    return [guess, guess]
 
 
 def banner_lines(run, sizes, head_classes):

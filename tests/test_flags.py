@@ -222,6 +222,13 @@ def test_refused_in_one_line(name, words, says, capsys):
     assert says in refused(importlib.import_module(name).parse_args, words.split(), capsys)
 
 
+def test_flags_of_table_3_are_checked_only_where_a_loss_reads_them():
+    temo = importlib.import_module("temo")
+    for words in ("--loss infonce", "--image-expert folder"):
+        args = temo.parse_args([*words.split(), "--no-base"])
+        assert not args.base and not args.modulated and args.unimodal == "none"
+
+
 @pytest.fixture
 def without_recipe(name, monkeypatch):
     """The parser of a script whose flags got no value from a recipe."""

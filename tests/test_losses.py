@@ -3,6 +3,7 @@ random guess, and
 what a temperature may be. test_distributed.py has the gradient on several processes."""
 
 import importlib
+import math
 from types import SimpleNamespace
 
 from contrastive.core import row_blocks
@@ -200,6 +201,14 @@ def test_a_random_guess_has_the_loss_that_the_banner_says(words):
         importlib.import_module(name).parse_args([*flags, "--batch-size", str(N)])
     )
     assert said == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_with_experts_the_loss_of_a_random_guess_is_unknown():
+    """The positive of an expert's term is the anchor itself, whose cosine is 1."""
+    for flag in ("--image-expert", "--text-expert"):
+        assert temo.random_guess(temo.parse_args([flag, "folder"])) is None
+    infonce = temo.parse_args(["--image-expert", "folder", "--loss", "infonce"])
+    assert temo.random_guess(infonce) == [math.log(256)] * 2
 
 
 # ----------------------------------------------- what tau, gamma and margins may be ---------------

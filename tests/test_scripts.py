@@ -524,10 +524,14 @@ def test_without_a_terminal_a_run_writes_a_line_for_each_row_of_its_log(tmp_path
     few_steps(temo, tmp_path / "run", "--max-steps", 4, "--log-every", 2, base=SMALL[:-4])
     out, err = capsys.readouterr()
     lines = [line for line in out.splitlines() if line.startswith("step ")]
-    row = r"step {} of 4: L_MM \d\.\d{{3}}, tau_pos 0\.\d{{3}}, samples \d+/s, 0 s left"
+    row = r"step {} of 4: L_MM \d\.\d{{3}}, tau_pos 0\.\d{{3}}, samples \d+/s, \d+ s left"
     assert len(lines) == 2 and "\r" not in err
     for k, line in zip((2, 4), lines):
         assert re.fullmatch(row.format(k), line)
+    # without L_MM in the loss
+    flags = ["--no-base", "--max-steps", 1, "--log-every", 1]
+    few_steps(temo, tmp_path / "other", *flags, base=SMALL[:-4])
+    assert "step 1 of 1: loss " in capsys.readouterr().out
 
 
 def test_a_scalar_parameter_of_the_loss_is_in_the_log_without_a_line_of_code(tmp_path):

@@ -249,10 +249,9 @@ def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path,
 
 
 def test_the_loss_is_made_of_the_terms_in_its_log(tmp_path):
-    """Eq. 8 at t = steps before this one / all steps."""
-    for k, row in enumerate(
-        few_steps(temo, tmp_path / "a", "--max-steps", 6, "--lr", 0.1, base=SMALL)
-    ):
+    """Eq. 8 at t = steps before this one / all steps, L_MM at the learnt tau of the step."""
+    words = "--max-steps 6 --lr 0.1 --learnable-tau".split()
+    for k, row in enumerate(few_steps(temo, tmp_path / "a", *words, base=SMALL)):
         t = k / 6
         expected = (1 - t) ** 2 * row["L_MM"] + t**2 * (
             row["L_M-MM"] + row["L_M-I2I"] + row["L_M-T2T"]
@@ -268,6 +267,22 @@ def test_the_temperature_in_the_log_is_that_of_the_step_or_the_mean_of_the_pairs
     for words in ("--loss dystress", "--row b"):  # without a term at --tau
         (row,) = few_steps(temo, tmp_path / words[-1], *words.split(), "--max-steps", 1, base=SMALL)
         assert row["tau"] == pytest.approx((row["tau_pos"] + 15 * row["tau_neg"]) / 16) != 0.1
+
+
+def test_the_log_has_the_terms_of_the_loss_alone(tmp_path):
+    """L_MM of InfoNCE and TS is the loss; DySTreSS, CWCL and row b have no such term."""
+    for words in ("infonce --learnable-tau --lr 0.1", "ts"):
+        folder = tmp_path / words.split()[0]
+        log = few_steps(temo, folder, "--loss", *words.split(), "--max-steps", 3, base=SMALL)
+        assert [row["L_MM"] for row in log] == pytest.approx([row["loss"] for row in log], rel=1e-5)
+    for words in ("--loss dystress", "--loss cwcl", "--row b"):
+        folder = tmp_path / words.split()[1]
+        (row,) = few_steps(temo, folder, *words.split(), "--max-steps", 1, base=SMALL)
+        assert "L_MM" not in row
+    # images with texts have no temperatures by pair, though the unimodal terms do
+    words = "--no-modulated --unimodal modulated --max-steps 1".split()
+    (row,) = few_steps(temo, tmp_path / "unimodal", *words, base=SMALL)
+    assert "tau_pos" not in row and "tau_neg" not in row and row["tau"] == pytest.approx(0.1)
 
 
 def test_slip_adds_its_image_loss(tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def draw_training(run):
     panels = [
         ("terms of the loss, without their weights", "loss", terms),
         base.recall_panel(run),
-        ("total loss (weights change along the run, Eq. 8)", "loss", {"loss": "loss"}),
+        ("total loss, with the weights of its terms", "loss", {"loss": "loss"}),
         ("temperature (Fig. 2)", "mean over the batch", tau),
         *base.batch_panels()]
     draw_training_curves(run, panels)
