@@ -1,4 +1,4 @@
-"""What the five method scripts share, and the only module of ours that they import.
+"""What the five method scripts share: beside their own pictures, all that they import of ours.
 
 Notation, used in every file of this project:
     B    batch of this process                 W    processes
@@ -8,9 +8,10 @@ Notation, used in every file of this project:
     tau  temperature, divides the cosine       sim  cosine matrix; rows are queries (anchors)
 Shapes stand beside the line that makes them: logits = image @ text.T / tau    # (B, N)
 
-This file holds what a loss needs: its gradients, its temperature, and an exact gradient in chunks.
-Everything else is imported here by name, package by package in the order in which they import each
-other, and stands where the import says.
+This file holds what a loss and its optimiser need: gradients over processes, the temperature, an
+exact gradient in chunks, the learning rate and the parameter groups. Everything else is imported
+here by name, package by package in the order in which they import each other, and stands where the
+import says.
 """
 
 import contextlib
@@ -138,22 +139,25 @@ def per_anchor(value, anchor, name="tau", positive=True, columns=0):
     if value.shape == (B,):
         return value[:, None]                                              # (B, 1)
     pairs = f", or ({B}, {columns}), one per pair" if columns else ""
-    raise ValueError(f"{name}: a tensor {tuple(value.shape)}; give a number, () or ({B},), one per "
-                     f"anchor of this process{pairs}")
+    raise ValueError(f"{name}: a tensor of shape {tuple(value.shape)}; give a number, or a tensor "
+                     f"of shape () or ({B},), one value per anchor of this process{pairs}")
 
 
 def one_number(value, name="tau", positive=True):
-    """A number or a tensor of shape () as it is.
+    """Checks that a temperature or margin is one number, and returns it as it is.
 
-    Args: name, positive: as in per_anchor.
+    Args:
+        value: a number, or a tensor of shape ().
+        name, positive: as in per_anchor.
     Raises: ValueError for any other shape, and for a number that is not above 0.
     """
     if torch.is_tensor(value):
         if value.ndim > 0:
-            raise ValueError(f"{name}: {tuple(value.shape)}; give a number or ()")
+            raise ValueError(f"{name}: a tensor of shape {tuple(value.shape)}; give a number or a "
+                             "tensor of shape ()")
         return value
     if np.ndim(value) > 0:
-        raise ValueError(f"{name}: {np.shape(value)}; give a number or (), or a tensor")
+        raise ValueError(f"{name}: an array of shape {np.shape(value)}; give a number or a tensor")
     if positive and not value > 0:
         raise ValueError(f"{name} {value}: must be above 0; the cosines are divided by it")
     return value
@@ -188,8 +192,11 @@ class Temperature(nn.Module):
         Returns: the temperature.
         """
         if self.limits is not None:
-            low, high = [None if limit is None else math.log(limit) for limit in self.limits]
-            self.log_tau.clamp_(low, high)
+            low, high = self.limits
+            if low is not None:
+                self.log_tau.clamp_(min=math.log(low))
+            if high is not None:
+                self.log_tau.clamp_(max=math.log(high))
         return self()
 
 
@@ -251,6 +258,8 @@ class Chunks:
         # encoders multiply float32 in TF32, forward and backward; the loss never does
         self.tf32 = accelerator.device.type == "cuda"
         self.in_backward = False
+        self.pieces = []  # of the last batch, each with the random state of its first pass
+        self.embeddings = ()  # of the last batch, if it has pieces
         self.keep_statistics = contextlib.nullcontext
         norms = batchnorms(model)
         if norms and run_again(model):  # with --grad-checkpointing
@@ -260,7 +269,7 @@ class Chunks:
         """Nested dict of (B, ...) tensors -> tuple of (B, D) embeddings, for a loss."""
         from accelerate.utils import find_batch_size
         B = find_batch_size(inputs)
-        self.pieces = []  # of the inputs, each with the random state of its first pass
+        self.pieces = []
         if self.second_pass or 0 < self.chunk < B:
             return self.encode_in_chunks(inputs, B)
         with tf32(self.tf32):
@@ -380,20 +389,18 @@ def learning_rate(step, steps, args):
         steps: Steps, as count_steps returns them.
         args: lr, lr_schedule and, unless that is constant, lr_end.
     """
+    if step < steps.warmup:
+        return args.lr * (step + 1) / steps.warmup
     position = step - steps.warmup
     length = max(1, steps.total - steps.warmup)
     if args.lr_schedule == "constant":
-        lr = args.lr
-    elif args.lr_schedule == "linear":
-        lr = args.lr_end + (args.lr - args.lr_end) * (1 - position / length)
-    elif args.lr_schedule == "cosine":
+        return args.lr
+    if args.lr_schedule == "linear":
+        return args.lr_end + (args.lr - args.lr_end) * (1 - position / length)
+    if args.lr_schedule == "cosine":
         cosine = math.cos(math.pi * position / length)
-        lr = args.lr_end + (args.lr - args.lr_end) * 0.5 * (1 + cosine)
-    else:
-        raise ValueError(f"--lr-schedule {args.lr_schedule} has no branch in learning_rate")
-    if step < steps.warmup:
-        lr = args.lr * (step + 1) / steps.warmup
-    return lr
+        return args.lr_end + (args.lr - args.lr_end) * 0.5 * (1 + cosine)
+    raise ValueError(f"--lr-schedule {args.lr_schedule} has no branch in learning_rate")
 
 
 def decay_groups(modules, weight_decay):

@@ -37,10 +37,10 @@ from contrastive.core.files import read_json, slug, write_json, write_tensors
 from contrastive.evaluation.by_class import view_of
 from contrastive.evaluation.clusters import head_mid_tail
 from contrastive.evaluation.evaluated_model import (
-    EvaluatedModel, EvaluatedSplits, resolve_name, training_queries)
+    EvaluatedModel, EvaluatedSplits, open_query_data, resolve_name, training_queries)
 from contrastive.evaluation.facts import read_facts
 from contrastive.evaluation.measure import (
-    TASKS, WITH_TRAINING, ClassOptions, measure, unsupported_tasks, usual_tasks)
+    BY_CLASS, TASKS, WITH_TRAINING, ClassOptions, measure, unsupported_tasks, usual_tasks)
 from contrastive.evaluation.report import table
 from contrastive.evaluation.rerank import reranked_retrieval
 from contrastive.evaluation.retrieval import retrieval_both_ways
@@ -113,14 +113,15 @@ def parse_args(argv=None):
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
                        help="what is measured; a task that a set does not support is left out; "
-                            "none = as in training, zero-shot for temo-17")
+                            "none = as in training, zero-shot for the sets of temo-17")
     tasks.add_argument("--knn-features", choices=["projected", "backbone"], default="",
                        help="features of knn, after the projection (TeMo's code) or before it; "
                             "empty = as the run, else projected")
     tasks.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="",
                        help="queue: NCL's biases from training queries (the queue of the run, else "
-                            "its train split); oracle: from the test queries, which is not fair; "
-                            "dsl: CLIP-ViP's dual softmax over the test queries, nor is this; "
+                            "its train split); oracle: NCL's biases from the test queries, which "
+                            "is not fair; dsl: dual softmax over the test queries, which is not "
+                            "fair either, in both directions (CLIP-ViP: text -> video alone); "
                             "empty = as the run, else none")
     tasks.add_argument("--queue-size", type=count, default=0,
                        help="latest training queries of each kind that --normalize queue reads; 0 "
@@ -144,7 +145,8 @@ def parse_args(argv=None):
     run.add_argument("--cpu", action="store_true", help="stay on the CPU")
     args = parser.parse_args(argv)
 
-    # whether a run's own normalisation is repeated, on the sets and with the queue of its training
+    # whether retrieval is normalised as the run did it at its end: on the sets that it normalised,
+    # with the biases of its own queue
     args.as_trained = not args.normalize
     if args.as_trained:
         args.normalize = "none"
@@ -211,6 +213,7 @@ class OpenedSet:
     train: Data | None  # for knn and probe
     tasks: list
     left_out: dict  # {task: the reason}
+    query_data: Data | None = None  # whose captions and items are queries of --normalize queue
 
 
 def training_images(model, splits):
@@ -229,16 +232,25 @@ def training_images(model, splits):
     return None
 
 
-def open_set(model, name, folder, tasks):
-    """Opens a data set.
+def tasks_of_set(args, name):
+    """The tasks that are asked for of a data set: those of --tasks; without it zero-shot for the
+    sets of temo-17, and [] = as in training for others."""
+    has_seventeen = any(partition_name(word, "=")[0] == SEVENTEEN for word in args.datasets)
+    if not args.tasks and has_seventeen and name in TEMO_17:
+        return ["zero-shot"]
+    return args.tasks
+
+
+def open_set(model, name, folder):
+    """Opens a data set, with all that its tasks read, so that errors come early.
 
     Args:
         model: EvaluatedModel.
         folder: local copy of the set, or "".
-        tasks: those of the command line; none = as in training.
     Returns: OpenedSet.
     """
     args, towers = model.args, model.towers
+    tasks = tasks_of_set(args, name)
     splits = EvaluatedSplits(model, name, folder)
     data = splits.open(args.split)
     if data.streamed:
@@ -257,7 +269,10 @@ def open_set(model, name, folder, tasks):
         tasks, data, towers, train, class_names_as_captions=as_in_training,
         knn_features=model.knn_features)
     tasks = [task for task in tasks if task not in left_out]
-    return OpenedSet(name, splits, data, train, tasks, left_out)
+    query_data = None
+    if "retrieval" in tasks:
+        query_data = open_query_data(model, splits)
+    return OpenedSet(name, splits, data, train, tasks, left_out, query_data)
 
 
 # ======================================================= evaluation ===============================
@@ -275,6 +290,8 @@ def evaluate(model, opened):
         say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its "
             "own video")
     view, view_description = view_of(model.towers.transform, name, model.trained_on)
+    if not BY_CLASS.intersection(tasks):
+        view_description = ""  # only these tasks have that view
     metrics, chance = {}, {}
     if tasks:
         options = ClassOptions(
@@ -285,13 +302,7 @@ def evaluate(model, opened):
         metrics, chance, pieces = measure(
             model.towers, opened.data, tasks, options, device=model.device, workers=args.workers)
         if "retrieval" in tasks:
-            if args.normalize != "none" or args.as_trained and model.queues:
-                metrics.update(normalized_metrics(model, opened, metrics, pieces))
-            if args.rerank:
-                metrics.update(reranked_metrics(model, metrics, pieces))
-            else:
-                # its ranks are those by cosine, which must not stand beside re-ranked recalls
-                metrics.update(head_mid_tail(pieces, model.clusters))
+            metrics.update(other_rankings(model, opened, metrics, pieces))
         if rank() == 0 and not has_few_queries(pieces):
             draw(model, opened, pieces)
         if rank() == 0 and args.save_embeddings:
@@ -311,6 +322,26 @@ def lines_of_left_out(args, opened):
     if opened.tasks and not args.tasks:
         return []
     return [f"  left out: {task}: {reason}" for task, reason in opened.left_out.items()]
+
+
+def other_rankings(model, opened, metrics, pieces):
+    """Retrieval by other scores than the cosine, or that by cosine by the size of the clusters.
+    Collective.
+
+    Args:
+        metrics: by cosine.
+        pieces: EvaluationPieces.
+    Returns: what normalized_metrics, reranked_metrics or head_mid_tail return.
+    """
+    args = model.args
+    # a run of ncl.py prints recalls by queue and oracle beside those of --normalize none
+    prints_all = args.as_trained and bool(model.queues)
+    if args.normalize != "none" or prints_all:
+        return normalized_metrics(model, opened, metrics, pieces)
+    if args.rerank:
+        return reranked_metrics(model, metrics, pieces)
+    # these ranks are by cosine, and would mislead beside recalls of another ranking
+    return head_mid_tail(pieces, model.clusters)
 
 
 def reranked_metrics(model, metrics, pieces):
@@ -341,7 +372,7 @@ def normalized_metrics(model, opened, metrics, pieces):
         normalized_by: the mode, 'none' if the set has no queue.
     """
     args, gamma, iterations = model.args, model.gamma, model.facts.iterations
-    texts, videos = training_queries(model, opened.splits)
+    texts, videos = training_queries(model, opened.splits, opened.query_data)
     if args.normalize == "dsl":
         by_softmax, _ = retrieval_both_ways(pieces, dsl=gamma)
         plain = {key: metrics[key] for key in by_softmax}
@@ -407,15 +438,15 @@ def main(args):
     if args.rerank and getattr(model.towers.model, "matching", None) is None:
         raise UserError(f"--rerank: {args.checkpoint} has no matching head; mmts.py trains one "
                         "with --image-encoder vast --matching-weight 0.1")
-    tasks = args.tasks
-    has_seventeen = any(partition_name(word, "=")[0] == SEVENTEEN for word in args.datasets)
-    if has_seventeen and not tasks:
-        tasks = ["zero-shot"]
     folders = sets_to_evaluate(args, model.trained_on, model.flags.get("eval_datasets"))
     # all are opened before the first is encoded, so that errors come early
-    opened_sets = [open_set(model, name, folder, tasks) for name, folder in folders.items()]
+    opened_sets = []
+    for name, folder in folders.items():
+        opened_sets.append(open_set(model, name, folder))
     check_tasks(opened_sets)
-    results = {opened.name: evaluate(model, opened) for opened in opened_sets}
+    results = {}
+    for opened in opened_sets:
+        results[opened.name] = evaluate(model, opened)
     result = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "checkpoint": args.checkpoint, "split": args.split, "versions": versions(args.cpu),

@@ -599,7 +599,7 @@ def main(args):  # noqa: C901, PLR0912
     # from these texts a new tokenizer learns its words; None = from the captions
     tokenizer_texts = None
     if questions:
-        tokenizer_texts = functools.partial(answers.texts, train, 200_000)
+        tokenizer_texts = functools.partial(answers.texts_for_tokenizer, train, 200_000)
     tower, tokenizer, transform = common.build_towers(args, train, run, tokenizer_texts, questions)
     # parameters of the loss; they stand outside DDP and are saved
     loss_modules = nn.ModuleDict()

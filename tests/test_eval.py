@@ -436,7 +436,7 @@ def test_the_views_of_the_cc3m_trainer(runs, sets, tmp_path, monkeypatch):
         ("emoji", "train", "squash", *half),
     }
     assert (
-        result["dtd"]["views"] == "images of the tasks by class seen as crop, statistics imagenet"
+        result["dtd"]["views"] == "images of the tasks by class are cropped, statistics imagenet"
     )
     assert not result["emoji"]["views"]
 

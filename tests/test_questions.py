@@ -510,7 +510,7 @@ def prepared(files, name, **more):
     """args, training data, evaluation sets, settings of the questions, and a tokenizer."""
     args = mama.parse_args(flags_of(files, name, **more))
     data, evals = data_sets.open_data(args)
-    tokenizer = Tokenizer(common.train_wordpiece(answers.texts(data)), 16)
+    tokenizer = Tokenizer(common.train_wordpiece(answers.texts_for_tokenizer(data)), 16)
     return args, data, evals, answers.question_settings(data, args), tokenizer
 
 

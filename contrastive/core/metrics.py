@@ -1,8 +1,9 @@
 """Metrics: pure functions of tensors, which return numbers in percent unless they say otherwise.
 
 Shapes: Q queries, G gallery items, P positives of a query, M training examples, D embedding width,
-C classes. Ties count against the model, and input that is not finite raises ValueError, because a
-broken model must not get a plausible number.
+C classes. A broken model must not get a plausible number: in a ranking ties count against the
+model, and metrics that rank or classify raise ValueError on input that is not finite. Measures of
+the space (normalization_error, modality_gap, embedding_health) become NaN.
 """
 
 import math
@@ -174,7 +175,7 @@ def modality_gap(a, b):
 
 @torch.no_grad()
 def embedding_health(image, text, limit=1024):
-    """Measures of the space over at most `limit` pairs, whose embeddings are rows (n, D) of both.
+    """Measures of the space, from the first `limit` pairs: row i of both (n, D) is a pair.
 
     Returns: floats, by name:
         std_image, std_text: standard deviation times sqrt(D), mean over dimensions; 1 = spread over
@@ -184,8 +185,8 @@ def embedding_health(image, text, limit=1024):
         pos_cos, neg_cos, pos_std: mean cosine of pairs and of all others, and the standard
             deviation of the pairs' (TeMo, App. G: higher under TeMo).
         gap: modality_gap.
-        info_nce: the loss of both directions at a temperature of 0.07, whatever that of the run, so
-            that runs can be compared.
+        info_nce: InfoNCE, the mean of both directions, at a temperature of 0.07 in all runs, so
+            that they can be compared.
     """
     image, text = normalize(image[:limit]), normalize(text[:limit])        # (n, D)
     sim = image @ text.T                                                   # (n, n)

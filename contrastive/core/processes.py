@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 # whether torchrun or accelerate has started this process
 LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-# for which one process waits for another: the main one may cluster the captions of CC3M alone
+# The longest wait of a process for another one; to cluster the captions of CC3M, which the main
+# process does alone, takes long.
 TIMEOUT = datetime.timedelta(hours=3)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # also above a quota or a limit of files
 
@@ -42,8 +43,9 @@ def first_line(error):
 
 
 def full_disk(error):
-    """The system's error of a full disk, in whose place a library raises one of its own; else the
-    error itself."""
+    """The error that tells a user why a write failed: if a full disk or a quota is among the causes
+    of `error`, that OSError, because a library may hide it behind an error of its own; else
+    `error`."""
     causes = [error]
     for cause in causes:
         if isinstance(cause, OSError) and cause.errno in FULL_DISK:
@@ -148,7 +150,9 @@ def set_up(args):
         raise UserError(f"--tracker {args.tracker}: not installed: pip install {args.tracker}")
     refuse_sharding(accelerator)
     if accelerator.device.type == "cuda":
-        # float32 products are exact, even if a container has chosen TF32; common.tf32 has encoders
+        # Matrix products are float32, also where torch was imported before contrastive/__init__.py
+        # took TF32 from its environment; common.tf32 is for encoders. Convolutions, which only
+        # encoders have, use TF32 always: this setting does not reach cuDNN.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.benchmark = True  # a run has few shapes
     if LAUNCHED and os.environ.get("OMP_NUM_THREADS", "1") == "1":

@@ -18,8 +18,8 @@ def row_blocks(loss):
 
     Args:
         loss: function (*rows, **whole) -> (b,), or () their mean. Positional tensors with B rows
-            are cut into blocks, keyword arguments are passed whole. N is the number of rows of
-            those keyword arguments that are matrices.
+            are cut into blocks, keyword arguments are passed whole. N is the number of rows of all
+            keyword arguments that are matrices together.
     """
     @functools.wraps(loss)
     def wrapped(*rows, **whole):

@@ -81,6 +81,8 @@ def random_states(device):
 def load(run):
     """Restores a Run from the checkpoint that --resume names, else from its newest, if it has one.
 
+    set_newer_aside comes later, once nothing else can refuse the resume.
+
     Raises: UserError if it cannot be read, or is beyond the last step of the run.
     """
     path = checkpoint_to_load(run)
@@ -119,6 +121,29 @@ def checkpoint_to_load(run):
         return path
     paths = checkpoints_of(run.folder)
     return paths[0] if paths else None
+
+
+def set_newer_aside(run):
+    """Renames the checkpoints that are newer than the step of a resumed run. Collective.
+
+    The run repeats the steps that led to them, maybe with another --lr. If they stayed, the next
+    resume would load them, and the next save would keep them in place of its own.
+    """
+    on_main(rename_newer, run.folder, run.step)
+
+
+def rename_newer(folder, step):
+    """Renames step_N.pt to step_N.pt.abandoned where N is above a step.
+
+    The newest is the last: a kill on the way leaves it, and with it the run as it was.
+    """
+    for path in reversed(checkpoints_of(folder)):
+        if step_of(path) > step:
+            aside = path.with_name(path.name + ".abandoned")
+            with opening(path):
+                os.replace(path, aside)
+            say(f"{path.name} is newer than step {step}: it is now {aside.name}, which no run "
+                "reads and which you may delete")
 
 
 def restore_random_states(states, device):

@@ -21,20 +21,17 @@ from contrastive.data.registry import flags_of, partition_name
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.weights import packaged_encoders
 from contrastive.engine.checkpoints import folder_of
+from contrastive.evaluation.facts import BEFORE_THE_FLAG
 
 YES_OR_NO = argparse.BooleanOptionalAction
 # The flags that a resumed run may change. --max-steps and --epochs change the schedules,
-# --mixed-precision and --lr what a step computes, the others nothing.
+# --mixed-precision and --lr what a step computes, the others nothing. (--feature-cache none draws
+# the views in another way: check_resume refuses a change to it or from it.)
 CHANGEABLE = {
     "--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
     "--data-dir", "--video-dir", "--frame-cache", "--feature-cache", "--max-bad-fraction",
     "--workers", "--eval-datasets", "--max-steps", "--epochs", "--chunk-size",
     "--grad-checkpointing", "--mixed-precision", "--lr"}
-# what runs did that have no such flag in their args.json, since they are older than it
-BEFORE_THE_FLAG = {
-    "class_names": "wordnet", "eval_frames": 0, "expert_inputs": "training", "image_lr": 0.0,
-    "matching_weight": 0.0, "modalities": "v", "projection_bias": False, "prompts": "openai",
-    "randaugment_strengths": "torchvision", "test_fraction": 0.0}
 # those of CHANGEABLE that change the steps to come
 CHANGE_STEPS = ("lr", "mixed_precision", "epochs", "max_steps")
 # {flag of other code bases: ours; of several, that of the program}
@@ -254,7 +251,7 @@ class Parser(OneLine):
         self.settle_lengths(args)
         self.settle_modalities(args)
         args.changed = list(dict.fromkeys(saved.get("changed", []) + self.changed_flags(args)))
-        self.check_resume(chosen.resume)
+        self.check_resume(chosen.resume, saved, args)
         self.say_changes(saved, args)
         self.require_defaults(args)
         if self.texts and args.feature_cache and args.freeze not in FROZEN:
@@ -370,13 +367,20 @@ class Parser(OneLine):
                     changed.append(action.option_strings[0])
         return changed
 
-    def check_resume(self, resume):
+    def check_resume(self, resume, saved, args):
         """Refuses a flag that a resumed run may not change."""
-        if resume:
-            flags = self.command_line_flags & self._option_string_actions.keys()
-            fixed = sorted(flags - CHANGEABLE)
-            if fixed:
-                self.error(f"--resume {resume}: {fixed[0]} cannot change in a run")
+        if not resume:
+            return
+        flags = self.command_line_flags & self._option_string_actions.keys()
+        fixed = sorted(flags - CHANGEABLE)
+        if fixed:
+            self.error(f"--resume {resume}: {fixed[0]} cannot change in a run")
+        if "--feature-cache" in flags:
+            keeps_features = args.feature_cache != "none"
+            kept_features = saved.get("feature_cache") != "none"
+            if keeps_features != kept_features:
+                self.error(f"--resume {resume}: --feature-cache cannot change to or from none in a "
+                           "run: kept views are drawn in another way")
 
     def say_changes(self, saved, args):
         """Prints what a resumed run changes of the steps to come."""
@@ -575,12 +579,14 @@ class Parser(OneLine):
         add("--run-name", default="",
             help="name of this run's folder; empty = script, data set, seed and time")
         add("--resume", default="", metavar="RUN",
-            help="continue this run exactly, from its last checkpoint")
+            help="continue this run from its last checkpoint; or from the one that is given, "
+                 "RUN/checkpoints/step_N.pt")
         add("--cpu", action=YES_OR_NO, default=False, help="use the CPU even if there is a GPU")
         add("--compile", action=YES_OR_NO, default=False,
             help="compile the encoders and the colour changes of the views by torch.compile")
         add("--save-every", type=whole, default=500,
-            help="steps between checkpoints; 0 = one at the end")
+            help="steps between checkpoints, which are also written before each evaluation and at "
+                 "the end; 0 = only then")
         add("--eval-every", type=whole, default=0,
             help="steps between evaluations of the val split; 0 = at start and end")
         add("--log-every", type=whole, default=10,

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from contrastive import CORES
-from contrastive.core.files import flatten
+from contrastive.core.files import flatten, whole_file
 from contrastive.core.processes import barrier, opening, rank
 
 import torch
@@ -23,7 +23,7 @@ PACKAGES = (
 class Log:
     """The log of a run: metrics.jsonl, and a tracker with --tracker.
 
-    A resumed run first drops the rows that are younger than its checkpoint.
+    A resumed run keeps the rows up to its checkpoint; `open` drops the later ones from the file.
 
     Attributes: rows, all of them, for the pictures.
     """
@@ -32,16 +32,23 @@ class Log:
         self.path = run.folder / "metrics.jsonl"
         self.accelerator = run.accelerator
         self.tracker = run.args.tracker
-        self.rows = self.rows_before(run.step)
+        self.rows = self.rows_up_to(run.step)
+
+    def open(self, run):
+        """Makes the file hold these rows alone, and starts the tracker. Collective."""
         barrier()
         if rank() == 0 and self.path.exists():
             lines = [json.dumps(row) + "\n" for row in self.rows]
-            self.path.write_text("".join(lines), encoding="utf8")
+            with whole_file(self.path) as temporary:
+                temporary.write_text("".join(lines), encoding="utf8")
         if self.tracker:
             self.start_tracker(run)
 
-    def rows_before(self, step):
-        """The rows up to a checkpoint at a step, which is older than the evaluation at its step."""
+    def rows_up_to(self, step):
+        """The rows that are older than the checkpoint of a step.
+
+        Of that step, an evaluation is younger than the checkpoint: it will be made again.
+        """
         rows = []
         if self.path.exists():
             for row in logged_rows(self.path):
@@ -112,21 +119,23 @@ def versions(cpu=False):
 
 
 def commit():
-    """The git sha of this checkout, '+changes' behind it if the code is not that of the commit.
+    """The git sha of this checkout, with '+changes' if code that runs is not in that commit.
 
-    It is not if more than benchmarks/results differs, or if the script that runs, a fork, is not in
-    git. Outside git: 'unknown'.
+    That is so if a file outside benchmarks/results differs from it, or if the script that runs,
+    such as a fork, is not in git or stands outside this checkout. 'unknown' = this is no git
+    checkout.
     """
     script = Path(sys.argv[0]).resolve()
-    if script.suffix != ".py" or repository() not in script.parents:
-        script = Path(__file__)
+    is_script = script.suffix == ".py"  # not of `python -c` or a program without a file of ours
+    is_here = repository() in script.parents
     try:
         sha = git("rev-parse", "--short=12", "HEAD").strip()
-        untracked = git("ls-files", "--others", "--", str(script))
-        changed = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+        changes = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+        if is_script and is_here:
+            changes += git("ls-files", "--others", "--", str(script))
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    if untracked or changed:
+    if changes or is_script and not is_here:
         sha += "+changes"
     return sha
 
@@ -144,7 +153,8 @@ def git(*words):
 
 
 def peak_memory_mb():
-    """Peak memory of this process in MiB: of the GPU if it uses one, else resident."""
+    """Peak memory of this process in MiB, in spite of the name, which is a key of summary.json: of
+    the GPU if it uses one, else resident."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
     import resource

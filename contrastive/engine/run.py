@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-ENOUGH_STEPS = 500  # of a run on own data without --epochs and --max-steps
+ENOUGH_STEPS = 500  # at least, of a run on own data without --epochs and --max-steps
 
 
 # ===================================================== lengths ====================================
@@ -47,7 +47,7 @@ def count_steps(args, train):
     total = args.max_steps or max(1, round(args.epochs * per_epoch))
     warmup = min(round(args.warmup_epochs * per_epoch), total // 10)
     if args.warmup_fraction:
-        warmup = round(args.warmup_fraction * total) or warmup
+        warmup = round(args.warmup_fraction * total)
     return Steps(per_epoch, total, warmup)
 
 
@@ -55,8 +55,8 @@ def fit_to_data(args, train):
     """A copy of the flags in which the batch and the epochs fit a user's small data.
 
     A batch that is larger than the data becomes the largest that the processes can share. Fewer
-    than 500 steps become 500, with a warm-up in proportion. Values on the command line stay, and
-    changes are printed.
+    than 500 steps become as many whole epochs as make at least 500, with a warm-up in proportion.
+    Values on the command line stay, and changes are printed.
 
     Raises: UserError if the data have fewer examples than a batch.
     """
@@ -74,9 +74,11 @@ def fit_to_data(args, train):
                         f"examples of {train.name}")
     chooses_length = {"--epochs", "--max-steps"}.intersection(args.command_line)
     if own_data and not args.max_steps and not chooses_length:
-        epochs = float(math.ceil(ENOUGH_STEPS / (examples // args.batch_size)))
+        per_epoch = examples // args.batch_size
+        epochs = float(math.ceil(ENOUGH_STEPS / per_epoch))
         if args.epochs < epochs:
-            say(f"--epochs {args.epochs:g} -> {epochs:g}, which make {ENOUGH_STEPS} steps")
+            say(f"--epochs {args.epochs:g} -> {epochs:g}, which make {epochs * per_epoch:.0f} "
+                "steps")
             args.warmup_epochs = args.warmup_epochs * epochs / args.epochs
             args.epochs = epochs
     return args
@@ -229,7 +231,7 @@ class Run:
         return self.model, self.optimizer
 
     def resume(self):
-        """Restores the last checkpoint with --resume, and opens the log."""
+        """Restores a checkpoint with --resume, and reads the log up to it."""
         if self.args.resume:
             checkpoints.load(self)
         self.first = self.step
@@ -262,6 +264,9 @@ class Run:
         """
         self.evaluator, self.after_val = evaluator, after_val
         self.hub = self.hub | COMMITS  # a resumed run reads no published weights
+        # from here on nothing refuses a resume: until then its folder stays as it was
+        checkpoints.set_newer_aside(self)
+        self.log.open(self)
         self.write_args()
         say(banner(self, random_guess, lines or {}))
         # a checkpoint is written before the evaluation of its step
@@ -279,7 +284,7 @@ class Run:
         self.in_loop = True
 
     def write_args(self):
-        """Writes args.json. A resume that is refused before leaves that of the run."""
+        """Writes args.json."""
         if rank() == 0:
             flags = {"script": self.script} | vars(self.args) | {"resume": "", "hub": self.hub}
             write_json(self.folder / "args.json", flags)
@@ -486,11 +491,10 @@ class Run:
 
     def evaluate_val(self):
         """Evaluates and logs the val splits: val, chance and val_pieces. Collective."""
-        if self.step == self.last:  # the last evaluation is in float32, as those of eval.py
-            if self.args.compile:
-                vars(self.trained).pop("_original_forward", None)  # the compiled one has autocast
-            else:
-                self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        if self.step == self.last and not self.args.compile:
+            # Takes autocast off the encoders: the last evaluation is in float32, as in eval.py.
+            # With --compile it stands around the compiled module, which no evaluation calls.
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         self.val, self.chance, self.val_pieces = self.evaluator("val")
         samples_seen = self.step * self.args.batch_size
         row = {"step": self.step, "samples_seen": samples_seen, "eval": self.val}
@@ -535,7 +539,10 @@ class Run:
             "versions": versions(args.cpu), **extra}
 
     def write_ranks(self):
-        """Writes the rank of each test query to test_ranks.safetensors, for comparisons of runs."""
+        """Writes the rank of each test query by cosine to test_ranks.safetensors.
+
+        They serve comparisons of runs, and are without the biases of ncl.py's reported recalls.
+        """
         tensors = {}
         for name, pieces in self.test_pieces.items():
             if pieces.text is not None:

@@ -125,7 +125,7 @@ def choices_of_row(data, i):
     return data.cell("choices", i) or []
 
 
-def texts(data, limit=None):
+def texts_for_tokenizer(data, limit=None):
     """Yields the texts from which a tokenizer learns: captions, questions, answers and choices.
 
     Args:

@@ -91,9 +91,9 @@ def view_of(transform, name, trained_on):
     else:
         stats = "imagenet"
     mean_and_std = (STATS | CIFAR_STATS)[stats]
-    crop = transform.size / transform.short
-    view = EvalTransform(transform.size, *mean_and_std, "crop", crop)
-    return view, f"images of the tasks by class seen as crop, statistics {stats}"
+    part = transform.size / transform.short
+    view = EvalTransform(transform.size, *mean_and_std, "crop", part)
+    return view, f"images of the tasks by class are cropped, statistics {stats}"
 
 
 def labelled(model, data, options):
@@ -131,7 +131,7 @@ def padded_and_flipped(data, seed):
 
 
 # ======================================================= tasks ====================================
-def class_metrics(tasks, train, test, few=None, limits=None, *, device=None):
+def class_metrics(tasks, train, test, few=None, limits=None, *, train_labels=None, device=None):
     """Accuracy of nearest neighbours and of linear probes.
 
     Args:
@@ -140,9 +140,11 @@ def class_metrics(tasks, train, test, few=None, limits=None, *, device=None):
         few: those from which the few-shot probe learns; None = as many training images of each
             class as the smallest has.
         limits: as in accuracy_by_class_size.
+        train_labels: (N,) classes of the images that say how large each class is; None = those of
+            `train`.
         device: where neighbours are computed.
-    Returns: {knn@1, knn@10, few-shot, all: {top1, mean_per_class, head, mid, tail}} in percent; the
-        same for chance; {name: accuracy of each class}.
+    Returns: {knn@1, knn@10, few-shot, all: {top1, mean_per_class, head, mid, tail}} in percent;
+        {top1, mean_per_class} of each by chance; {name: {class: percent}}.
     """
     metrics, chance = {}, {}
     if "knn" in tasks:
@@ -153,7 +155,8 @@ def class_metrics(tasks, train, test, few=None, limits=None, *, device=None):
         probes, guess = probe_metrics(train, test, few)
         metrics.update(probes)
         chance.update(dict.fromkeys(probes, guess))
-    _, _, train_labels = train
+    if train_labels is None:
+        _, _, train_labels = train
     per_class = {}
     for name, result in metrics.items():
         per_class[name] = result.pop("per_class")
@@ -200,15 +203,15 @@ def zero_shot(model, tokenizer, image, labels, data, *, device):
     """Top-1, top-3 and top-5 by the nearest class embedding. Collective.
 
     The embedding of a class is the mean of its normalised prompt embeddings, as in CLIP and in
-    TeMo's code; for names_top1 and so on, that of its name alone. Prompts are not cleaned as
-    captions are.
+    TeMo's code. The keys names_top1, names_top3 and names_top5 have the accuracy with the embedding
+    of the class name alone. Prompts are not cleaned as captions are.
 
     Args:
         image, labels: embeddings (M, D), classes (M,).
         data: its label_names and prompts.
     Returns: {top1, ..., names_top5: percent}; the same for chance.
     """
-    # a repeated name has a trailing blank
+    # of two equal class names, data/images.py has added a blank to the second one
     names = [name.strip().replace("_", " ") for name in data.label_names]
     metrics, chance = {}, {}
     for prefix, prompts in (("", data.prompts or PROMPTS), ("names_", ["{c}"])):
@@ -219,7 +222,7 @@ def zero_shot(model, tokenizer, image, labels, data, *, device):
         embeddings = embeddings.view(len(names), len(prompts), -1).mean(1)               # (C, D)
         accuracy = zero_shot_accuracy(image, torch.from_numpy(labels), embeddings)
         for name, value in accuracy.items():
+            k = int(name.removeprefix("top"))
             metrics[prefix + name] = value
-        for k in (1, 3, 5):
-            chance[f"{prefix}top{k}"] = 100 * min(1.0, k / len(names))
+            chance[prefix + name] = 100 * min(1.0, k / len(names))
     return metrics, chance

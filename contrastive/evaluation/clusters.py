@@ -189,7 +189,7 @@ def make_clusters(folder, args, train, kmeans, *, device, items):
     if item_clusters is None:
         encoder = args.cluster_encoder
         num_items = len(items.embeddings)
-        # own data have no --num-clusters of their own
+        # --num-clusters 0, the default on own data: a quarter of the items, 2 to 200
         k = args.num_clusters or min(200, max(2, num_items // 4), num_items)
         with opening(f"--clusters {args.clusters}"):  # too few items, or not finite
             item_clusters, _ = kmeans(items.embeddings, k=k, counts=items.counts)
@@ -219,7 +219,8 @@ def make_clusters(folder, args, train, kmeans, *, device, items):
 
 
 def example_captions(items, labels, sizes, train, seed):
-    """Five captions of each of the largest, the middle and the smallest clusters (Tables 10 to 12).
+    """Five captions of each of the five largest clusters, the middle one and the five smallest
+    (Tables 10 to 12).
 
     Returns: list of {cluster, size, captions, rows}, the largest cluster first.
     """

@@ -17,19 +17,19 @@ from contrastive.encoders.texts import Tokenizer, build_tokenizer
 from contrastive.evaluation.by_class import padded_and_flipped
 from contrastive.evaluation.clusters import Clusters
 from contrastive.evaluation.embed import encode_images, encode_texts
-from contrastive.evaluation.facts import SCRIPTS, read_facts
+from contrastive.evaluation.facts import BEFORE_THE_FLAG, SCRIPTS, read_facts
 from contrastive.evaluation.measure import Towers
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
-# options of the training set that its evaluation is without
+# options that change a training set alone, at their values in an evaluation
 TRAINING_ONLY = {"unfold_captions": False, "caption_noise": 0.0, "extra_captions": ""}
-# flags that a run may be older than, as it was without them
-WITHOUT_FLAG = {"test_fraction": 0.0}
 NUM_QUERIES = 16_384  # training queries that are drawn where there is no queue; NCL's queue
-DSL_TAU = 0.01  # temperature of the dual softmax of CLIP-ViP
+# Temperature of the dual softmax, CLIP-ViP's. It holds in both directions here. CLIP-ViP's code has
+# it in text -> video: its softmax of video -> text runs over the candidates and leaves their order.
+DSL_TAU = 0.01
 # flags of eval.py that are compared with those of the run
 COMPARED_FLAGS = (
     "normalize", "queue_size", "text_length", "frames", "knn_features", "image_column",
@@ -50,7 +50,7 @@ class EvaluatedModel:
         facts: EvaluationFacts of its run.
         queues: {texts, videos: (K, D), gamma: (1,)} of a run of ncl.py, else {}.
         clusters: Clusters of a run of mmts.py, else None.
-        gamma: temperature of --normalize; 0 = there is no need of one.
+        gamma: temperature of --normalize; 0 = nothing is normalised.
         folder: where the result goes.
     """
 
@@ -59,7 +59,7 @@ class EvaluatedModel:
         self.run = Path(args.checkpoint)
         self.towers, self.flags = open_model(args, device)
         if self.flags:
-            self.flags = WITHOUT_FLAG | self.flags
+            self.flags = BEFORE_THE_FLAG | self.flags
         self.trained_on = self.flags.get("dataset")
         self.facts = read_facts(self.run)
         self.knn_features = args.knn_features or self.facts.knn_features
@@ -248,43 +248,64 @@ def resolve_name(name):
 
 
 # ======================================================= training queries =========================
-def training_queries(model, splits):
+def has_queue(model, splits):
+    """Whether a data set is that of a run of ncl.py, which has queues of its training queries."""
+    return bool(model.queues) and splits.name == model.trained_on
+
+
+def open_query_data(model, splits):
+    """The train split from which --normalize queue draws its queries; None if it needs none.
+
+    Args: model: EvaluatedModel. splits: EvaluatedSplits.
+    Raises: UserError if there is none, or if it is a stream.
+    """
+    args = model.args
+    if args.normalize != "queue" or args.as_trained or has_queue(model, splits):
+        return None
+    train = splits.open("train")
+    if train.streamed:
+        raise UserError(f"{splits.name}: --normalize queue: the checkpoint has no queue, and the "
+                        "training set is a stream, from which no queries are drawn; give "
+                        "--normalize none")
+    return train
+
+
+def training_queries(model, splits, query_data=None):
     """Embeddings of training queries for --normalize: the queues of a run of ncl.py, else
     those of randomly drawn training examples and of their captions.
 
-    Args: model: EvaluatedModel. splits: EvaluatedSplits.
-    Returns: texts, videos: (K, D) each; empty if the test queries alone are used (dsl, and oracle
-        without a queue).
+    Args:
+        model: EvaluatedModel.
+        splits: EvaluatedSplits.
+        query_data: as open_query_data returns it.
+    Returns: texts, videos: (K, D) each. They are empty for dsl, for oracle without a queue, and,
+        if the run's own normalisation is repeated, for a set of which it has no queue.
     """
     args = model.args
     script = model.flags.get("script", "ncl")
     if script not in SCRIPTS:
         say(f"WARNING: --normalize: by ncl.py's functions; those of {script}.py may differ")
-    has_queue = bool(model.queues) and splits.name == model.trained_on
-    if args.as_trained and not has_queue:
-        return (), ()  # training evaluates other sets without biases
     beginning = f"{splits.name}: --normalize {args.normalize}: by"
-    if args.normalize == "dsl" or args.normalize == "oracle" and not has_queue:
-        say(f"{beginning} all test queries, so no fair result; gamma {model.gamma:.3g}")
-        return (), ()
-    if has_queue:
-        source = "the run's queue"
+    gamma = f"gamma {model.gamma:.3g}"
+    if args.normalize in ("oracle", "dsl"):
+        say(f"{beginning} all test queries, so no fair result; {gamma}")
+    if args.normalize != "dsl" and has_queue(model, splits):
         texts = model.queues["texts"][-args.queue_size:]  # of size 0: all
         videos = model.queues["videos"][-args.queue_size:]
-    else:
+        source = "the run's queue"
+    elif query_data is not None:
+        texts, videos = draw_training_queries(model, query_data)
         source = "its train split"
-        train = splits.open("train")
-        if train.streamed:
-            raise UserError(f"{beginning} the checkpoint's queue, which it lacks: its training set "
-                            "is a stream")
-        texts, videos = draw_training_queries(model, train)
-    say(f"{beginning} {len(texts):,} texts and {len(videos):,} items of {source}; gamma "
-        f"{model.gamma:.3g}")
+    else:
+        return (), ()
+    if args.normalize == "queue":
+        say(f"{beginning} {len(texts):,} texts and {len(videos):,} items of {source}; {gamma}")
     return texts, videos
 
 
 def draw_training_queries(model, train):
-    """Embeddings (K, D) of K randomly drawn captions and of K training examples."""
+    """Embeddings of randomly drawn captions and of randomly drawn training examples, (K, D) each;
+    their numbers may differ."""
     most = model.args.queue_size or NUM_QUERIES
     encoder, tokenizer, transform = model.towers
     rows = np.sort(random_rows(len(train), most))  # encode_images returns them in this order
@@ -295,7 +316,7 @@ def draw_training_queries(model, train):
         captions += train.captions(row)
     captions = [captions[k] for k in random_rows(len(captions), most)]
     texts = encode_texts(encoder, tokenizer, captions, model.device)
-    # in a random order, because Fig. 5 of NCL takes the last ones
+    # in a random order, because Fig. 5 of NCL takes the last 16, 32, ... of them
     return texts, images.image[random_rows(len(images.image), most)]
 
 

@@ -4,8 +4,13 @@ import dataclasses
 
 from contrastive.core.files import read_json
 
-# the scripts whose normalisation, if they have one, is that of ncl.py
+# The scripts of this project. Only ncl.py has a normalisation; a fork may have another one.
 SCRIPTS = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
+# {flag: value} of what a run did whose args.json is older than the flag
+BEFORE_THE_FLAG = {
+    "class_names": "wordnet", "eval_frames": 0, "expert_inputs": "training", "image_lr": 0.0,
+    "matching_weight": 0.0, "modalities": "v", "projection_bias": False, "prompts": "openai",
+    "randaugment_strengths": "torchvision", "test_fraction": 0.0}
 
 
 @dataclasses.dataclass
@@ -15,7 +20,7 @@ class EvaluationFacts:
     The function evaluation_facts of a script makes it from the flags of the run.
     """
 
-    # Temperature that divides the cosines, from which it is learnt if it is; None = there is none,
+    # Temperature that divides the cosines, of a learnt one its first value. None = there is none,
     # or it changes over time or between pairs.
     tau: float | None = None
     learnable_tau: bool = False  # own.safetensors has the temperature

@@ -25,7 +25,7 @@ from contrastive.evaluation.embed import encode_images
 from contrastive.evaluation.pieces import EvaluationPieces, Measurement
 from contrastive.evaluation.retrieval import (
     encode_captions, gap_and_health, multi_instance_retrieval, retrieval_both_ways)
-from contrastive.evaluation.trivial import BodyFeatures, trivial_accuracy
+from contrastive.evaluation.trivial import BodyFeatures, drawn_images, trivial_accuracy
 
 import numpy as np
 
@@ -254,9 +254,13 @@ class SplitEvaluation:
             self.pieces.features, self.pieces.labels = self.features, self.labels
             self.pieces.label_names = self.data.label_names
         if options.untrained:
-            self.chance["trivial"] = self.trivial_chance(tasks, few_shot, feature_options)
+            self.chance["trivial"] = self.trivial_chance(
+                tasks, few_shot, feature_options, train.labels)
+            drawn = drawn_images(options.train, self.data)
+            if drawn:
+                self.chance["trivial_images"] = drawn
 
-    def trivial_chance(self, tasks, few_shot, feature_options):
+    def trivial_chance(self, tasks, few_shot, feature_options, train_labels):
         """The accuracies of raw pixels, of colours, and of the untrained model or, if the image
         encoder is frozen, of its features."""
         models = {}
@@ -269,7 +273,7 @@ class SplitEvaluation:
                 models["untrained"] = untrained_model.to(self.device)
         return trivial_accuracy(
             self.options.train, self.data, few_shot, feature_options, tasks=tasks, models=models,
-            limits=self.options.shot_limits)
+            limits=self.options.shot_limits, train_labels=train_labels)
 
 
 # ======================================================= all sets of a run ========================

@@ -3,8 +3,9 @@
 from contrastive.core.files import flatten
 from contrastive.core.words import counted
 
-# metrics that count, in the first line of a table; of the first four one may be too few
+# numbers of queries; of fewer than FEW_QUERIES a table warns
 QUERY_COUNTS = ("clips", "images", "captions", "questions")
+# all metrics that count something; they stand in the first line of a table
 COUNTS = (
     *QUERY_COUNTS, "captions_cut", "repeated_captions_positive", "repeated_captions_wrong",
     "texts_cut", "unreadable", "without_class")
@@ -76,7 +77,11 @@ def lines_of_groups(metrics, chance):
             if group in accuracies:
                 trivial.append(f"{name} {accuracies[group]['mean_per_class']:.2f}")
         if trivial:
-            lines.append(f"  {'':<24} mean_per_class of {', '.join(trivial)}")
+            line = f"mean_per_class of {', '.join(trivial)}"
+            drawn = chance.get("trivial_images")
+            if drawn:
+                line += f" ({drawn['train']:,} training, {drawn['test']:,} test images)"
+            lines.append(f"  {'':<24} {line}")
     return lines
 
 

@@ -8,7 +8,7 @@ from contrastive.core.metrics import (
     best_of_groups, fill_padding, normalize, ranks_of_best, recalls)
 from contrastive.encoders.vast import Pairs
 from contrastive.evaluation.embed import encode_images
-from contrastive.evaluation.retrieval import add_means, owners_of_captions
+from contrastive.evaluation.retrieval import add_means, image_to_text_positives
 
 import torch
 
@@ -37,10 +37,7 @@ def reranked_retrieval(pieces, towers, top, *, workers=0):
     is_pair.T[torch.arange(len(text))[:, None], best_images] = True
     scores = matching_scores(pieces, towers, is_pair, workers)             # (M, C)
 
-    to_text, groups = pieces.positives_of_image, None
-    if pieces.data.grouped:
-        groups = torch.from_numpy(pieces.owner)
-        to_text = owners_of_captions(to_text, pieces.owner)                # (M, P)
+    to_text, groups = image_to_text_positives(pieces)                      # (M, P), (C,)
     metrics = {
         "text_to_image": recalls(ranks(text, image, scores.T, best_images, pieces.positives)),
         "image_to_text": recalls(ranks(image, text, scores, best_texts, to_text,

@@ -99,10 +99,8 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
         R@1 (MM-TS, Table 1: "Avg.").
     """
     image, text = pieces.image.to(pieces.device), pieces.text.to(pieces.device)  # (M, D), (C, D)
-    to_text, groups, num_ranked = pieces.positives_of_image, None, len(text)
-    if pieces.data.grouped:
-        groups, num_ranked = torch.from_numpy(pieces.owner), len(image)
-        to_text = owners_of_captions(to_text, pieces.owner)                # (M, P)
+    to_text, groups = image_to_text_positives(pieces)                      # (M, P), (C,)
+    num_ranked = len(text) if groups is None else len(image)
     metrics = {
         "text_to_image": retrieval_metrics(text, image, pieces.positives, image_bias, dsl=dsl),
         "image_to_text": retrieval_metrics(image, text, to_text, text_bias, groups, dsl=dsl)}
@@ -114,16 +112,26 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
     return metrics, chance
 
 
+def image_to_text_positives(pieces):
+    """What is ranked for an image, and what is right: the captions or, in a grouped set, the images
+    by their best caption.
+
+    Returns: positives (M, P), padded with -1, of captions or images; groups (C,), the image of each
+        caption, or None.
+    """
+    if not pieces.data.grouped:
+        return pieces.positives_of_image, None
+    positives = owners_of_captions(pieces.positives_of_image, pieces.owner)              # (M, P)
+    return positives, torch.from_numpy(pieces.owner)
+
+
 def query_ranks(pieces):
-    """Rank of the best positive of each test query, without biases.
+    """Rank of the best positive of each test query by cosine, without biases.
 
     Returns: {text_to_image: (C,), image_to_text: (M,)} int, from 1.
     """
     image, text = pieces.image.to(pieces.device), pieces.text.to(pieces.device)  # (M, D), (C, D)
-    to_text, groups = pieces.positives_of_image, None
-    if pieces.data.grouped:
-        groups = torch.from_numpy(pieces.owner)
-        to_text = owners_of_captions(to_text, pieces.owner)                # (M, P)
+    to_text, groups = image_to_text_positives(pieces)                      # (M, P), (C,)
     return {"text_to_image": retrieval_ranks(text, image, pieces.positives),
             "image_to_text": retrieval_ranks(image, text, to_text, groups=groups)}
 

@@ -60,10 +60,10 @@ class BodyFeatures(nn.Module):
         return features, None, features
 
 
-def trivial_accuracy(train, test, few, options, *, tasks, models, limits=None):
-    """What a neighbour or a probe has to be clearly above. Collective.
+def trivial_accuracy(train, test, few, options, *, tasks, models, limits=None, train_labels=None):
+    """Accuracies of trivial features, which a trained model must clearly exceed. Collective.
 
-    Data sets of features from files have no pixels: only the models are measured.
+    Where the data are features from files, there are no pixels, and only `models` are measured.
 
     Args:
         train, test: Data; of more rows than MAX_TRAIN and MAX_TEST so many are drawn.
@@ -71,7 +71,8 @@ def trivial_accuracy(train, test, few, options, *, tasks, models, limits=None):
         options: FeatureOptions; pixels and colours are those of a smaller view.
         tasks: 'knn', 'probe' or both.
         models: {name: model}, measured beside pixels and colours.
-        limits: as in class_metrics.
+        limits, train_labels: as in class_metrics. Give the labels of all of `train`, so that head,
+            mid and tail are the classes that they are for the model.
     Returns: {pixels, colours and each of `models`: as class_metrics}.
     """
     view = small_view(options.transform, train)
@@ -85,7 +86,7 @@ def trivial_accuracy(train, test, few, options, *, tasks, models, limits=None):
     for name in train_features:
         result[name], _, _ = class_metrics(
             tasks, train_features[name], test_features[name], few_features.get(name), limits,
-            device=options.device)
+            train_labels=train_labels, device=options.device)
     return result
 
 
@@ -93,8 +94,15 @@ def small_view(transform, data):
     """The EvalTransform for pixels and colours: smaller, and without statistics."""
     max_side = CLIP_SIDE if frames_of(data) else IMAGE_SIDE
     size = min(transform.size, max_side)
-    crop = transform.size / transform.short
-    return EvalTransform(size, (0, 0, 0), (1, 1, 1), transform.resize, crop)
+    part = transform.size / transform.short
+    return EvalTransform(size, (0, 0, 0), (1, 1, 1), transform.resize, part)
+
+
+def drawn_images(train, test):
+    """{train, test: number of images} of the trivial baselines, {} if they use all images."""
+    if len(train) <= MAX_TRAIN and len(test) <= MAX_TEST:
+        return {}
+    return {"train": min(len(train), MAX_TRAIN), "test": min(len(test), MAX_TEST)}
 
 
 def at_most(data, num_rows):
