@@ -301,6 +301,21 @@ def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
         assert engine.log.commit().endswith("+changes") == dirty
 
 
+def test_a_fork_outside_the_checkout_has_no_clean_commit(tmp_path, monkeypatch):
+    write_files(tmp_path, {"ours/contrastive/engine/log.py": "", "mine.py": ""})
+    for words in (
+        ["init", "-q"],
+        ["add", "-A"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"],
+    ):
+        subprocess.run(["git", *words], cwd=tmp_path / "ours", check=True)
+    file = tmp_path / "ours" / "contrastive" / "engine" / "log.py"
+    monkeypatch.setattr(engine.log, "__file__", str(file))
+    for program, dirty in (("mine.py", True), ("pytest", False)):
+        monkeypatch.setattr(sys, "argv", [str(tmp_path / program)])
+        assert engine.log.commit().endswith("+changes") == dirty
+
+
 # ------------------------------------------------------- speed, memory, a GPU --------------------
 ROWS = {
     "jpeg": lambda: speed.jpeg(1, 8),

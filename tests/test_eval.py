@@ -191,6 +191,8 @@ def test_what_training_printed_is_printed_without_a_flag(name, runs, capsys):
             == "none"
         )
     assert all((folder / "eval" / f"{of}.png").exists() for of in DRAWN.get(name, "").split())
+    # the run has a queue beside, which does not make the reported numbers fair
+    assert ("by all test queries, so no fair result" in said) == (name == "oracle")
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -398,6 +400,9 @@ def test_the_sets_that_are_meant():
         "a",
         "",
     )
+    args = eval_py.parse_args("--checkpoint r --datasets coco temo-17".split())
+    assert eval_py.tasks_of_set(args, last) == ["zero-shot"]
+    assert eval_py.tasks_of_set(args, "coco") == []  # as in training
     assert wanted(eval_datasets=["emoji", "coco"], dataset="cc3m") == {"emoji": "", "coco": ""}
     assert wanted(dataset="coco") == {"coco": ""}
     with pytest.raises(UserError, match="--datasets is needed"):
@@ -439,6 +444,7 @@ def test_the_views_of_the_cc3m_trainer(runs, sets, tmp_path, monkeypatch):
         result["dtd"]["views"] == "images of the tasks by class are cropped, statistics imagenet"
     )
     assert not result["emoji"]["views"]
+    assert not result["coco"]["views"]  # no task by class
 
 
 def test_images_without_a_class_count_nowhere_among_classes(run, tmp_path):
@@ -527,6 +533,25 @@ def test_trivial_neighbours_by_hand(run):
     assert before["step"] == 0 and found["untrained"]["knn@1"] == before["eval"]["emoji"]["knn@1"]
 
 
+def test_trivial_baselines_of_some_images_are_of_the_same_classes(run, monkeypatch):
+    """Head and tail are those of all training images; the table has the number of those drawn."""
+    monkeypatch.setattr(evaluation.trivial, "MAX_TRAIN", 100)
+    train, val = (common.load_data("emoji", split) for split in ("train", "val"))
+    sizes = np.bincount(train.labels[train.labels >= 0])
+    options = evaluation.measure.ClassOptions(
+        train=train, shot_limits=(np.median(sizes), np.median(sizes)), untrained=lambda: None)
+    towers = evaluation.measure.Towers(*common.load_model(run))
+    metrics, chance, _ = evaluation.measure.measure(
+        towers, val, ["knn"], options, device=torch.device("cpu"))
+    keys = metrics["knn@1"].keys()
+    assert {"head", "tail"} <= keys
+    for accuracies in chance["trivial"].values():
+        assert accuracies["knn@1"].keys() == keys
+    assert chance["trivial_images"] == {"train": 100, "test": len(val)}
+    table = evaluation.report.table("emoji", metrics, chance)
+    assert f" (100 training, {len(val)} test images)" in table
+
+
 # ---------------------------------------- models by name -----------------------------------------
 def test_a_clip_by_name_sees_an_image_as_its_own_processor_does(tmp_path, tokenizer):
     own = CLIPImageProcessor(
@@ -568,12 +593,32 @@ def test_dual_softmax(run, tmp_path, capsys):
     )
 
 
+def test_recalls_by_cluster_size_are_by_cosine(runs, tmp_path):
+    """So they do not stand beside normalised ones."""
+    flags = ["--checkpoint", runs("mmts")[0], "--tasks", "retrieval", "--output-dir", tmp_path]
+    assert "by_cluster_size" in evaluate(*flags)["datasets"]["moving-emoji"]["metrics"]
+    metrics = evaluate(*flags, "--normalize", "oracle")["datasets"]["moving-emoji"]["metrics"]
+    assert metrics["normalized_by"] == "oracle" and "by_cluster_size" not in metrics
+
+
+def test_a_set_without_training_queries_is_refused_before_anything_is_encoded(
+    run, tmp_path, monkeypatch
+):
+    names = helpers.write_images(tmp_path / "data" / "test", range(6))
+    rows = [(name, f"picture {i}") for i, name in enumerate(names)]
+    helpers.write_rows(tmp_path / "data" / "test" / "metadata.csv", ["file_name", "caption"], rows)
+    monkeypatch.setattr(evaluation.measure, "encode_images", None)
+    flags = ["--datasets", "emoji", tmp_path / "data", "--tasks", "retrieval"]
+    with pytest.raises(UserError, match="has no train split"):
+        evaluate("--checkpoint", run, *flags, "--normalize", "queue")
+
+
 def test_queries_of_a_class_do_not_stand_together_in_the_queue(run, monkeypatch):
     """Fig. 5 takes the last 16, 32, ... of them."""
     seen, training_queries = [], eval_py.training_queries
 
-    def spy(model, data):
-        seen.append(training_queries(model, data))
+    def spy(*data):
+        seen.append(training_queries(*data))
         return seen[0]
 
     monkeypatch.setattr(eval_py, "training_queries", spy)

@@ -13,7 +13,7 @@ from contrastive import data as data_sets
 from contrastive.core.processes import UserError
 from contrastive.engine import banner
 from contrastive.engine.flags import Parser
-from contrastive.engine.run import fit_to_data
+from contrastive.engine.run import count_steps, fit_to_data
 
 import pytest
 import torch
@@ -464,9 +464,9 @@ def test_a_paper_s_recipe_needs_a_gpu_or_cpu(tmp_path, monkeypatch):
         temo.main(args)
 
 
-@pytest.mark.parametrize("examples, batch, epochs", [(23, 20, 500), (600, 256, 250)])
+@pytest.mark.parametrize("examples, batch, epochs", [(23, 20, 500), (800, 256, 167)])
 def test_own_data_take_the_batch_that_processes_share_and_500_steps(
-    examples, batch, epochs, monkeypatch
+    examples, batch, epochs, monkeypatch, capsys
 ):
     """Without --batch-size; without --epochs as many whole epochs as make 500 steps, the warm-up in
     proportion."""
@@ -481,6 +481,8 @@ def test_own_data_take_the_batch_that_processes_share_and_500_steps(
 
     args = fit("--dataset x.csv")
     assert (args.batch_size, args.epochs) == (batch, epochs)
+    steps = int(epochs * (examples // batch))
+    assert f"--epochs 24 -> {epochs}, which make {steps} steps" in capsys.readouterr().out
     args = fit("--dataset x.csv --epochs 3 --batch-size 20")
     assert (args.batch_size, args.epochs) == (20, 3)
     with pytest.raises(
@@ -507,6 +509,16 @@ def test_the_warm_up_is_a_part_of_the_run(tmp_path):
     assert log[7]["lr"] < log[4]["lr"] <= 2e-3
 
 
+def test_a_warm_up_of_less_than_half_a_step_is_none():
+    """And not that of --warmup-epochs, which a recipe of a fork may have beside it."""
+    train = Namespace(examples=160)
+    args = Namespace(
+        batch_size=16, max_steps=40, epochs=1, warmup_fraction=0.01, warmup_epochs=2.0)
+    assert count_steps(args, train).warmup == 0
+    args.warmup_fraction = 0.1
+    assert count_steps(args, train).warmup == 4
+
+
 # ----------------------------------------------- a resumed run ------------------------------------
 def test_what_a_resumed_run_may_change(tmp_path, capsys):
     with pytest.raises(UserError, match=f"^{tmp_path}/args.json: .*No such file"):
@@ -527,6 +539,24 @@ def test_what_a_resumed_run_may_change(tmp_path, capsys):
     assert f"--resume {tmp_path}: a run of temo.py, not of ncl.py" in said
     longer = parse("temo", ["--resume", str(tmp_path), "--epochs", "50"])
     assert (longer.epochs, longer.max_steps) == (50, 0)  # the saved number of steps would win
+
+
+@pytest.mark.parametrize(
+    "saved, words, refused_change", [("", "none", True), ("none", "x", True), ("", "x", False)]
+)
+def test_a_resume_goes_on_with_or_without_kept_features(
+    saved, words, refused_change, tmp_path, capsys
+):
+    """Their views are drawn in another way than those of pixels."""
+    flags = ["--freeze", "image", *(["--feature-cache", saved] if saved else [])]
+    run = vars(parse("ncl", flags)) | {"script": "ncl"}
+    (tmp_path / "args.json").write_text(json.dumps(run))
+    flags = ["--resume", str(tmp_path), "--feature-cache", words]
+    if refused_change:
+        said = refused(ncl.parse_args, flags, capsys)
+        assert "--feature-cache cannot change to or from none in a run" in said
+    else:
+        assert parse("ncl", flags).feature_cache == words
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import types
 import common
 from contrastive import core, encoders, evaluation
 from contrastive.core.processes import UserError
+from contrastive.core.words import counted
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.evaluation.evaluated_model import temperature_of_run
 
@@ -331,6 +332,12 @@ def test_classes_on_a_long_tail():
         "top1": 20,
         "mean_per_class": 20,
     }
+
+
+@pytest.mark.parametrize("number, text", [(1, "1 caption cut"), (2, "2 captions cut")])
+def test_counted_captions(number, text):
+    assert counted(number, "captions_cut") == text
+    assert counted(number, "without_class") == f"{number} without class"
 
 
 def test_images_are_padded_moved_and_flipped():

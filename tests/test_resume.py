@@ -227,6 +227,36 @@ def test_what_does_not_fit_the_run_is_refused(folder, data):
     assert (folder / "args.json").read_text() == before
 
 
+def test_from_the_older_checkpoint_the_newer_one_is_set_aside(folder, runs, monkeypatch):
+    """A resume that is refused leaves the folder as it was; one that is killed in its first step
+    leaves the older checkpoint as the last."""
+    older, before = folder / "checkpoints" / "step_10.pt", (folder / "metrics.jsonl").read_text()
+    names = sorted(path.name for path in older.parent.iterdir())
+    with pytest.raises(UserError, match="step_10.pt: is beyond the 3 steps"):
+        resume(older, "--max-steps", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "begin", stop)
+        with pytest.raises(RuntimeError, match="stopped"):
+            resume(older)
+    assert sorted(path.name for path in older.parent.iterdir()) == names
+    assert (folder / "metrics.jsonl").read_text() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "done", stop)
+        with pytest.raises(RuntimeError, match="stopped"):
+            resume(older, "--lr", 1e-3)
+    names = sorted(path.name for path in older.parent.iterdir())
+    assert names == ["step_10.pt", "step_12.pt.abandoned"]
+    assert max(row["step"] for row in rows(folder)) == 10
+    newest = torch.load(older.parent / names[1], weights_only=True)
+    assert newest["step"] == 12  # nothing is lost
+    resume(folder, "--lr", 3e-4)
+    assert same(folder, runs[1][0])
+
+
+def stop(*_, **__):
+    raise RuntimeError("stopped")
+
+
 # ----------------------------------------------- signals, NaN -------------------------------------
 def put_off(monkeypatch, lagged):
     """The report of a step is read a step later, as on a GPU."""
