@@ -214,6 +214,7 @@ REFUSED = [  # script, flags, words of the one line
     ("mama", "--a0 20", "the margin a0 / a1 must be at most pi / 2"),
     ("mama", "--learnable-tau --tau 2", "a learnt temperature must start within"),
     ("mama", "--chunk-size 4", "--chunk-size: --weighting meta encodes the whole batch"),
+    ("mama", "--beta1 1", "--beta1 1: must be between 0 and 0.9999999"),
 ]
 
 
