@@ -544,10 +544,11 @@ def main(args):  # noqa: C901, PLR0912
         if args.learnable_tau:
             value = loss_modules["tau"]()                                  # ()
         else:
-            shift = shifts.expand(len(texts))                              # (B,)
             if args.shifts:
                 cluster, num_missing = clusters.look_up(batch["keys"], texts)            # -1 = none
                 shift = shifts[cluster]                                    # (B,)
+            else:
+                shift = shifts.expand(len(texts))                          # (B,)
             value = sample_temperature(run.step, shift, period, alpha)     # (B,) tau_i or m_i
             value = to_device(value, run.device)
 
