@@ -712,7 +712,7 @@ def main(args):  # noqa: C901, PLR0912
         views.append(Augment(args.image_size, squash=True))                # the whole image
     draw_texts = functools.partial(
         text_pair, paraphrases=paraphrases, templates=train.templates, second=augmented,
-        anchor=paraphrase_anchor)                                          # T and T~
+        paraphrase_anchor=paraphrase_anchor)                               # T and T~
     # features of frozen encoders (--freeze), which are computed once
     cache = common.open_feature_cache(args, run, tower, tokenizer, transform, draw_texts)
     tokenizer = cache.tokenizer

@@ -241,7 +241,7 @@ def number(texts):
     }
 
 
-number.cut = lambda texts: 0
+number.count_cut = lambda texts: 0
 
 
 def scored(model, data, batch=256):

@@ -592,5 +592,7 @@ def test_a_resume_says_what_it_changes(tmp_path, capsys):
     capsys.readouterr()
     parse("temo", ["--resume", str(tmp_path / "run"), "--lr", "0.005", "--max-steps", "2"])
     assert capsys.readouterr().out == "resumed with --lr 0.002 -> 0.005\n"
+    parse("temo", ["--resume", str(tmp_path / "run"), "--frame-cache", "jpegs"])
+    assert capsys.readouterr().out == "resumed with --frame-cache '' -> jpegs\n"
     parse("temo", ["--resume", str(tmp_path / "run")])
     assert capsys.readouterr().out == ""

@@ -26,6 +26,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from timm.data import ImageNetInfo
 
 import helpers
 import temo
@@ -198,22 +199,50 @@ def test_a_split_that_a_set_lacks(hub):
         complains(name, "test", f"a local copy: --data-dir, to evaluate on {name}=DIR")
 
 
-def test_classes_of_imagenet_have_the_first_of_their_names(tmp_path):
-    names = [
-        "tench, Tinca tinca",
-        "crane",
-        "great white shark, white shark, man-eater",
-        "crane, machine",
-    ]
+def test_the_hub_s_imagenet_has_the_published_names(tmp_path):
+    """The first synonym of two classes is crane."""
+    info = ImageNetInfo("imagenet-1k")
+    names = [info.label_name_to_description(word) for word in info.label_names()]
+    names[517] = "crane, machine"
     file = tmp_path / "data" / "validation-00000-of-00001.parquet"  # the papers' test
-    write_table(file, range(8), [0, 1, 2, 3] * 2, names=names, image="image", label="label")
+    labels = [0, 134, 2, 517] * 2
+    write_table(file, range(8), labels, names=names, image="image", label="label")
     data = common.load_data("imagenet", "test", data_dir=str(tmp_path))
-    assert [n.strip() for n in data.label_names] == ["tench", "crane", "great white shark", "crane"]
-    assert data.captions(2) == ["great white shark"] and data.labels.tolist() == [0, 1, 2, 3] * 2
+    assert len(set(data.label_names)) == 1000 and data.labels.tolist() == labels
+    captions = [data.captions(k)[0] for k in range(4)]
+    assert captions == ["tench", "crane bird", "great white shark", "crane"]
     assert data.split == "test" and data.prompts == PROMPTS["imagenet"]
     flags = {"class_names": "clip", "prompts": "slip"}
     data = common.load_data("imagenet", "test", data_dir=str(tmp_path), **flags)
-    assert data.label_names[1] == "goldfish" and len(data.prompts) == 7
+    assert data.label_names[517] == "construction crane" and len(data.prompts) == 7
+
+
+def test_folders_of_wordnet_ids_are_imagenet(tmp_path):
+    """All of them or a part; other folders would get wrong names."""
+    ids = {"n01440764": "tench", "n02012849": "crane bird", "n03126707": "crane"}
+    for word in ids:
+        write_images(tmp_path / "val" / word, range(2), "jpg")
+    data = common.load_data("imagenet", "test", data_dir=str(tmp_path))
+    assert list(data.label_names) == list(ids.values())
+    assert [data.captions(k)[0] for k in (0, 2, 4)] == list(ids.values())
+    data = common.load_data("imagenet", "test", data_dir=str(tmp_path), class_names="clip")
+    assert data.label_names[2] == "construction crane"
+    (tmp_path / "val" / "n03126707").rename(tmp_path / "val" / "n03126708")
+    data_sets.open_named.cache_clear()
+    complains(
+        "imagenet", "test", "has 3 classes, of which n03126708 is no WordNet id of ImageNet's",
+        data_dir=str(tmp_path))
+
+
+def test_only_train_of_coco_may_differ_from_the_published_number(hub, monkeypatch):
+    for split in ("train", "test"):
+        count = len(common.load_data("coco", split, data_dir=str(hub / "coco")))
+        monkeypatch.setitem(SETS["coco"].splits, split, count + 1)
+        monkeypatch.setitem(SETS["coco"].tolerance, "train", 0.5)
+    data_sets.open_named.cache_clear()
+    assert "expected" not in common.load_data("coco", "train", data_dir=str(hub / "coco")).note
+    assert "expected" in common.load_data("coco", "test", data_dir=str(hub / "coco")).note
+    data_sets.open_named.cache_clear()
 
 
 def test_imagenet_has_clip_s_prompts_and_the_names_that_are_asked_for(tmp_path):
@@ -543,7 +572,10 @@ def test_index_files_of_sdclr_name_torchvision_s_images(tmp_path):
         )
     val = open_sets("tail.npy", val_file=str(tmp_path / "val.npy"))["val"]
     assert sorted(numbers_of(val)) == files["val"].tolist()
+    np.save(tmp_path / "shared.npy", [*files["val"][1:], files["tail"][0]])
+    shared = dict(val_file=str(tmp_path / "shared.npy"))
     for file, more, words in (
+        ("tail.npy", shared, "--val-file .*shared.npy: 1 of its images are in --index-file"),
         ("tail.npy", dict(root="other"), "torchvision's, and the images in the order of the hub"),
         ("uniform.npy", dict(root="other", ratio=1), "not a long tail of --imbalance-ratio 1: "),
         ("uniform.npy", {}, "not a long tail of --imbalance-ratio 10: "),

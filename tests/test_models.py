@@ -18,9 +18,11 @@ from contrastive.encoders.weights import init_from
 from contrastive.core.processes import UserError
 from contrastive.evaluation.embed import encode_images, encode_texts
 
+import numpy as np
 import pytest
 import torch
 import transformers as T
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import mama
@@ -315,6 +317,28 @@ def test_float_images_are_refused():
     for image in (torch.zeros(3, 40, 40), torch.zeros(4, 3, 40, 40)):
         with pytest.raises(ValueError, match="pixels are uint8"):
             transform(image)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+def test_a_pil_image_is_what_its_file_is(kind, tmp_path):
+    """Upright, and transparency over white."""
+    pixels = np.tile(np.array([0, 0, 0, 0], np.uint8), (40, 60, 1))
+    pixels[:, 30:] = 200, 30, 90, 255
+    image = Image.fromarray(pixels)
+    if kind == "jpeg":
+        image = image.convert("RGB")
+    exif = Image.Exif()
+    exif[274] = 6  # the camera was turned
+    file = tmp_path / f"a.{kind}"
+    image.save(file, exif=exif, quality=95)
+    transform = common.EvalTransform(32, (0.0,) * 3, (1.0,) * 3)
+    of_file = transform(file)
+    difference = (transform(Image.open(file)) - of_file).abs().max()
+    assert difference < 0.02  # of two decoders of JPEG
+    top = of_file[:, :8].mean((1, 2))
+    if kind == "png":
+        assert top.min() > 0.99  # transparent black, turned upwards
+    assert (of_file[0, -8:].mean() - 200 / 255).abs() < 0.05
 
 
 # -------------------------------------------- layers that run again -----------------------------

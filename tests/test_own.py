@@ -295,6 +295,39 @@ def test_windows_of_a_video_stay_together(tmp_path):
         assert found == held_out(sorted(videos)) and all(found.values())
 
 
+def test_names_of_one_video_are_in_one_split(tmp_path):
+    """Windows of a.mp4, ./a.mp4 and a; a video that all call alike stays where it is."""
+    videos = [f"v{k}.mp4" for k in range(60)]
+    for video in videos:
+        write_file(tmp_path / video, b"not opened")
+    for forms in (("{}", "./{}", "{}"), ("{}",) * 3):
+        rows = []
+        for start, form in enumerate(forms):
+            for k, video in enumerate(videos):
+                name = form.format(video)
+                if start == 2 and k < 30:
+                    name = video.removesuffix(".mp4")
+                rows.append((name, start, start + 1, video))
+        path = write_rows(tmp_path / "a.jsonl", ["video", "start", "end", "caption"], rows)
+        found = {
+            split: sorted({data.captions(i)[0] for i in range(len(data))})
+            for split, data in open_splits(path).items()
+        }
+        assert found == held_out(sorted(videos)) and all(found.values())
+
+
+def test_a_name_of_two_videos_is_noted(tmp_path):
+    write_clips(tmp_path / "all", {0: "a/1.mp4", 1: "b/1.mp4", 2: "b/2.mp4"})
+    for name, words in (("1", "1 name of several files"), ("b/1", "")):
+        path = write_rows(
+            tmp_path / f"{len(name)}.csv", ["video", "caption", "split"],
+            [(name, "x", "train"), ("2", "y", "train")])
+        data = open_splits(path, video_dir=str(tmp_path / "all"), frames=4)["train"]
+        assert ("several files" in data.note) == bool(words) and words in data.note
+        if words:
+            assert "1 is" in data.note and "a/1.mp4, not" in data.note and "b/1.mp4" in data.note
+
+
 def test_a_column_split_says_which_rows_are_whose(tmp_path):
     """Each row keeps its own picture, caption and class; a word that names no split is refused."""
     words, names = (

@@ -7,6 +7,7 @@ import tarfile
 
 from contrastive.core.processes import UserError
 from contrastive.data import folders, open_unnamed, user_data
+from contrastive.data.options import DataOptions
 from contrastive.data.folders import split_of_name, splits_of_paths
 
 import datasets
@@ -121,6 +122,18 @@ def test_tars_named_after_splits(names, tmp_path):
     assert firsts == {"train": "000000", "val": "000006", "test": "000012"}
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_stream_warns_where_one_split_serves_as_two(split, tmp_path):
+    for number, name in enumerate(("train", split)):
+        tar = tar_samples(range(6 * number, 6 * number + 6), "jpg", "txt")
+        write_tar(tmp_path / name / "0.tar", tar)
+    splits = open_unnamed(str(tmp_path), DataOptions(streaming=True))
+    assert list(splits["val"].keys()) == list(splits["test"].keys())
+    other = {"val": "test", "test": "val"}[split]
+    words = f"WARNING: no tar is named {other}: those of {split} are {other}, too"
+    assert words in splits["train"].note
+
+
 def test_words_of_the_column_split(names, tmp_path):
     rows = [(f"{split}/{i}.png", "x", f" {name} ") for split, name in names.items() for i in "123"]
     path = write_rows(tmp_path / "a.csv", ["image", "caption", "split"], rows)
@@ -188,6 +201,15 @@ def test_the_column_split_divides_a_single_split_of_any_name(tmp_path):
 
 
 # ---------------------------------------- words in other names -----------------------------------
+def test_a_column_split_beside_files_of_splits_is_noted(tmp_path):
+    for split in ("train", "test"):
+        rows = [(f"{split}/{i}.png", caption(i), "val") for i in range(3)]
+        write_rows(tmp_path / f"{split}.csv", ["image", "caption", "split"], rows)
+    splits = open_unnamed(str(tmp_path), DataOptions())
+    assert folders_of(opened(tmp_path))["test"] == {"test"}
+    assert "the column split is not read" in splits["train"].note
+
+
 def test_words_for_splits_in_names_of_files_and_classes(tmp_path):
     put(tmp_path, "bus", "train", "bullet_train", "test_tube", count=5)
     put(tmp_path, *[f"bus/test-{i}.png" for i in range(5)])

@@ -551,7 +551,7 @@ def test_text_pair_takes_the_first_source_there_is(tmp_path):
         "moo",
     ]  # another caption, else words
     assert common.text_pair(captions, u, known) == (["one cat", "a dog", "some cow"],) * 2
-    assert common.text_pair(captions, u, known, anchor=False)[0] == plain
+    assert common.text_pair(captions, u, known, paraphrase_anchor=False)[0] == plain
     assert common.text_pair(captions, u, known, second=False) == (plain, [])
     u[:, 0] = 0.7
     assert [texts[2] for texts in common.text_pair(captions, u)] == ["moo", "a cow"]

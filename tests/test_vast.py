@@ -7,9 +7,11 @@ import re
 
 import common
 from contrastive.core.processes import UserError
+from contrastive.data import data_options
 from contrastive.data.batches import Samples, collate
 from contrastive.data.sound import SLICE_LENGTH, filter_bank, read_sound, sound_slice
 from contrastive.encoders import vast
+from contrastive.encoders.build import input_spec
 from contrastive.encoders.models import build_model
 from contrastive.encoders.texts import Tokenizer, train_wordpiece
 from contrastive.evaluation import rerank
@@ -27,7 +29,7 @@ import launch
 import mmts
 from helpers import (
     drift, equal_files, few_steps, frame, open_splits, run_script, steps, tensors_of, unit,
-    write_files, write_rows, write_video)
+    write_files, write_rows, write_tar, write_video)
 
 D = 24  # width of the embeddings
 TEXTS = ["a red apple falls", "the blue bird flies", "one green car"]
@@ -198,14 +200,14 @@ def test_youcook2_in_vast_s_layout(tmp_path):
     assert "1 without sound, which is zeros" in train.note and "1 without a subtitle" in train.note
     for k, pitch in enumerate((440, 880, 1760)):
         assert pitch_of(train.samples(k)[4000:40000]) == pytest.approx(pitch, abs=2)
-        beside = train.beside(k)
-        assert torch.equal(beside["sound"], sound_slice(train.samples(k)))
-        assert beside["subtitle"] == rows[k]["subtitle"]
-    assert train.samples(3) is None and not train.beside(3)["sound"].any()
+        parts = train.sound_and_text(k)
+        assert torch.equal(parts["sound"], sound_slice(train.samples(k)))
+        assert parts["subtitle"] == rows[k]["subtitle"]
+    assert train.samples(3) is None and not train.sound_and_text(3)["sound"].any()
     assert train.available_modalities() == "vas"
     (tmp_path / "youcookii_annotations_trainval.json").unlink()
     only = common.load_data("youcook2", "test", data_dir=str(tmp_path), modalities="v")
-    assert len(only) == 3 and only.beside(0) == {}
+    assert len(only) == 3 and only.sound_and_text(0) == {}
 
 
 def test_own_csv_with_sound_and_subtitles(tmp_path):
@@ -228,14 +230,29 @@ def test_own_csv_with_sound_and_subtitles(tmp_path):
     note = data.note
     assert "2 without sound" in note and "2 without a subtitle" in note and "lost.wav" in note
     items = Samples(data, [common.Augment(16, 1.0)], seed=0).__getitems__([(0, 1), (0, 2)])
-    beside = collate(items)["beside"]
-    assert beside["subtitle"] == ["then others", ""]
-    assert beside["sound"].shape == (2, 1024, 64) and not beside["sound"][1].any()
-    assert open_splits(path, frames=3)["train"].beside(0) == {}
+    parts = collate(items)["sound_and_text"]
+    assert parts["subtitle"] == ["then others", ""]
+    assert parts["sound"].shape == (2, 1024, 64) and not parts["sound"][1].any()
+    assert open_splits(path, frames=3)["train"].sound_and_text(0) == {}
     rows = [(*row[:4], "train") for row in table]
     bare = write_rows(tmp_path / "bare.csv", [*header[:4], "split"], rows)
     note = common.load_data(str(bare), "train", modalities="vas", frames=3).note
     assert "no sound" in note and "no subtitles" in note
+
+
+def test_a_stream_of_tars_has_frames_alone(tmp_path):
+    write_video(tmp_path / "a.mp4", range(8))
+    content = (tmp_path / "a.mp4").read_bytes()
+    for shard in range(3):
+        samples = {f"{shard}{k}": {"mp4": content, "txt": b"a clip"} for k in range(4)}
+        write_tar(tmp_path / f"{shard}.tar", samples)
+    words = ["--dataset", str(tmp_path), "--streaming", "--image-encoder", "vast-small"]
+    args = mmts.parse_args(words)
+    train = common.load_data(str(tmp_path), "train", data_options(args))
+    spec = input_spec(args, train)
+    assert args.modalities == "vas" and spec["modalities"] == "v"
+    with pytest.raises(UserError, match="has no more than v; give that"):
+        input_spec(mmts.parse_args([*words, "--modalities", "va"]), train)
 
 
 # ------------------------------------------------------- BEATs -----------------------------------

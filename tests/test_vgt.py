@@ -7,7 +7,7 @@ import common
 from contrastive import evaluation
 from contrastive.data.clips import Regions
 from contrastive.encoders.texts import Tokenizer
-from contrastive.encoders.vgt import PostNorm, VideoGraph, attend_words, crops, places
+from contrastive.encoders.vgt import PostNorm, VideoGraph, attend_words, crops, sinusoids
 
 import h5py
 import numpy as np
@@ -137,7 +137,7 @@ def test_words_past_a_text_s_length_and_absent_choices_have_no_part():
                 weight = torch.softmax(torch.stack([video[b, n] @ w for w in some]), 0)
                 each.append(video[b, n] + sum(p * w for p, w in zip(weight, some)))
             assert torch.allclose(found[b, n], torch.stack(each).amax(0))
-    table = places(3, 6, words)
+    table = sinusoids(3, 6, words)
     assert table[2, 3].item() == pytest.approx(math.cos(2 / 10_000 ** (2 / 6)))
     assert table[0].tolist() == [0, 1] * 3 and table[1, 4].item() == pytest.approx(
         math.sin(1 / 10_000 ** (4 / 6))

@@ -13,11 +13,13 @@ tars.py         tars, by an index of their samples or as a stream
 table.py        Data, one split as a table; TrainingSet, what a run asks of its training data
 splits.py       splits that the data lack; --extra-captions and --extra-pairs
 pixels.py       image files; frames.py: videos; clips.py: clips of frames, or features of them
+sound.py        sound of clips, for VAST
+feature_cache.py  features of frozen encoders, which are computed once
 batches.py      training batches; views.py: random numbers and views of images
 annotations.py  what the readers of annotation files share
 
-Data sets by name: images.py, videos.py, epic.py, questions.py, emoji.py, moving_emoji.py, and
-long_tail.py, which cuts a long tail from a set of labelled images.
+Data sets by name: images.py, videos.py, epic.py, questions.py, emoji.py, moving_emoji.py,
+openclipart.py, and long_tail.py, which cuts a long tail from a set of labelled images.
 """
 
 import contextlib
@@ -108,8 +110,7 @@ def open_named(name, split, options):
     data_set = find_data_set(name)
     if split != "test" and options.hold_out_val and data_set.lacks_only_val():
         train = check_count(data_set, data_set.load(name, "train", options))
-        # without a least number of rows, as test is the set's own
-        return hold_out({"train": train}, ["val"], options.replace(test_fraction=0.0)).get(split)
+        return hold_out({"train": train}, ["val"], options, least=0).get(split)
     if split not in data_set.splits:
         return None
     data = data_set.load(name, split, options)
@@ -123,10 +124,11 @@ def check_count(data_set, data):
     if data.streamed or data_set.is_drawn:
         return data
     expected = data_set.splits.get(data.split)
+    tolerance = data_set.tolerance.get(data.split, 0.0)
     counts = [expected, data_set.other_counts.get(data.split)]
     counts = [count for count in counts if count]
     for count in counts:
-        if abs(len(data) - count) <= data_set.tolerance * count:
+        if abs(len(data) - count) <= tolerance * count:
             return data
     if not counts:
         return data

@@ -15,8 +15,10 @@ import os
 import pickle
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from contrastive.core.processes import UserError
+from contrastive.core.words import counted
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import files_below
 from contrastive.data.pixels import VIDEO_TYPES
@@ -120,6 +122,27 @@ def files_of(name, options):
 
 
 # ---- videos ----
+class FileIndex(NamedTuple):
+    """Files by their names."""
+
+    files: dict  # {name: path}; of several files with one name the first
+    duplicates: dict  # {name: another path} of the names that several files have
+
+    def add(self, name, path):
+        """Adds a file under a name."""
+        if self.files.setdefault(name, path) != path:
+            self.duplicates.setdefault(name, path)
+
+    def note(self, names):
+        """Words on those of these names that several files have; "" if there are none."""
+        ambiguous = [name for name in names if name in self.duplicates]
+        if not ambiguous:
+            return ""
+        name = ambiguous[0]
+        return (f"WARNING: {counted(len(ambiguous), 'names')} of several files, of which the first "
+                f"is read: {name} is {self.files[name]}, not {self.duplicates[name]}")
+
+
 class Videos:
     """The videos, or files of features, below a folder: `videos[name]` is a path or None.
 
@@ -127,7 +150,7 @@ class Videos:
     it.
 
     Args:
-        index: {name: path} in place of that of the folder.
+        index: FileIndex in place of that of the folder.
     """
 
     def __init__(self, folder, index=None):
@@ -135,24 +158,30 @@ class Videos:
         if index is None:
             index = video_index(str(self.folder))
         self.index = index
+        self.names = {}  # names in the index by which files were found so far, in this order
 
     def __getitem__(self, name):
         if os.path.isfile(self.folder / name):
             return str(self.folder / name)
         stem = os.path.splitext(name)[0]
         for alias in (name, stem, stem.removeprefix("v_"), f"v_{stem}"):
-            if self.index.get(alias):
-                return self.index[alias]
+            if self.index.files.get(alias):
+                self.names[alias] = True
+                return self.index.files[alias]
         return None
+
+    def note(self):
+        """Words on files that were found by a name which several have."""
+        return self.index.note(self.names)
 
 
 @functools.lru_cache(maxsize=16)
 def video_index(folder):
-    """{name: path} of the videos, or files of features, below a folder. Names of a path are its
-    ends, from any folder on, with and without suffix; the first path with a name counts."""
+    """The FileIndex of the videos, or files of features, below a folder. Names of a path are its
+    ends, from any folder on, with and without suffix."""
     if not os.path.isdir(folder):
         raise UserError(f"--video-dir {folder}: no such folder")
-    index = {}
+    index = FileIndex({}, {})
     for path in sorted(map(Path, files_below(folder))):
         is_video = path.suffix.lower()[1:] in (*VIDEO_TYPES, "gif", "npy")
         if not is_video or not path.is_file():  # EPIC-KITCHENS has folders called P01_01.MP4
@@ -160,17 +189,17 @@ def video_index(folder):
         folders = path.relative_to(folder).parts[:-1]
         for k in range(len(folders) + 1):
             for name in (path.name, path.stem):
-                index.setdefault("/".join((*folders[k:], name)), str(path))
+                index.add("/".join((*folders[k:], name)), str(path))
     return index
 
 
 @functools.lru_cache(maxsize=16)
 def sound_index(folder):
-    """{stem: path} of the files of sound below a folder."""
-    index = {}
+    """The FileIndex of the files of sound below a folder, by their stems."""
+    index = FileIndex({}, {})
     for path in sorted(map(Path, files_below(folder))):
         if path.suffix.lower()[1:] in SOUND_TYPES:
-            index.setdefault(path.stem, str(path))
+            index.add(path.stem, str(path))
     return index
 
 
@@ -256,13 +285,24 @@ def clips_of(name, split, rows, options, *, classes=None, clip=None, videos=None
         clip = clip_options(options)
     data = Data(name, split, table, clip=clip, **attributes)
     data = with_note(data, *left_out_notes(joined, folder, data.labels))
+    if isinstance(videos, Videos):
+        data = with_note(data, videos.note())
     if "a" in options.modalities:
-        sounds = {}
-        for root in filter(None, (options.video_dir, options.data_dir)):
-            sounds = sound_index(str(Path(root).expanduser())) | sounds
-        files = [sounds.get(Path(video).stem) for video, *_ in joined.examples]
-        data = with_sound(data, files)
+        data = with_sounds_by_name(data, [video for video, *_ in joined.examples], options)
     return with_subtitle_note(data, options)
+
+
+def with_sounds_by_name(data, videos, options):
+    """As with_sound, of the files of sound below the folders of the data set that have the stems of
+    these M videos."""
+    stems = [Path(video).stem for video in videos]
+    sounds = {}
+    for root in filter(None, (options.video_dir, options.data_dir)):
+        index = sound_index(str(Path(root).expanduser()))
+        new_stems = [stem for stem in dict.fromkeys(stems) if stem not in sounds]
+        data = with_note(data, index.note(new_stems))
+        sounds = index.files | sounds
+    return with_sound(data, [sounds.get(stem) for stem in stems])
 
 
 class JoinedRows:
@@ -295,8 +335,8 @@ def join_rows(rows, videos):
         if not joined.paths[video]:
             joined.num_without_video += 1
             continue
-        place = (video, row.get("start"), row.get("end"), row.get("key"))
-        example = joined.examples.setdefault(place, {**row, "captions": []})
+        example_key = (video, row.get("start"), row.get("end"), row.get("key"))
+        example = joined.examples.setdefault(example_key, {**row, "captions": []})
         example["captions"] += captions
     return joined
 
@@ -380,6 +420,10 @@ def window_key(video, start=None, end=None):
     """The key of a clip: the video's name and, if it has a window, the seconds: 'yt1 2-4 s'."""
     if start is None and end is None:
         return video
-    start = "" if start is None else f"{start:g}"
-    end = "" if end is None else f"{end:g}"
-    return f"{video} {start}-{end} s"
+    seconds = []
+    for second in (start, end):
+        if second is None:
+            seconds.append("")
+        else:
+            seconds.append(f"{second:g}")
+    return f"{video} {seconds[0]}-{seconds[1]} s"

@@ -77,17 +77,20 @@ class Samples(torch.utils.data.Dataset):
         self.augments = augments
         self.seed = seed
 
-    def __getitems__(self, places):
+    def __getitems__(self, epochs_and_rows):
         """Items of a list of (epoch, row number). The table is asked once for all their files."""
-        sources = self.data.sources[[index for _, index in places]]["source"]
-        return [self.item(epoch, index, source) for (epoch, index), source in zip(places, sources)]
+        sources = self.data.sources[[index for _, index in epochs_and_rows]]["source"]
+        items = []
+        for (epoch, index), source in zip(epochs_and_rows, sources):
+            items.append(self.item(epoch, index, source))
+        return items
 
     def item(self, epoch, index, source):
         """The item of a row whose cell of the column source is given."""
         data = self.data
         draws = frame_draws(data.clip, self.seed, epoch, index)
         item = {"views": None, "captions": None, "keys": "", "index": index, "rows": index,
-                "epochs": epoch, "bad": [], "beside": {}}
+                "epochs": epoch, "bad": [], "sound_and_text": {}}
         for attempt in range(min(TRIES, len(data))):
             row = (index + attempt) % len(data)
             try:
@@ -95,7 +98,7 @@ class Samples(torch.utils.data.Dataset):
                     image = data.read_source(source, draws)
                 else:
                     image = data.read(row, draws)
-                item["beside"] = beside_of(data, row, self.seed, epoch, index)
+                item["sound_and_text"] = draw_sound_and_text(data, row, self.seed, epoch, index)
             except Exception as error:
                 item["bad"].append((data.key(row), first_line(error)))
                 continue
@@ -114,11 +117,11 @@ def frame_draws(clip, seed, epoch, number):
     return uniforms(seed, epoch, [number], clip.frames, stream=FRAME_DRAWS)[0]
 
 
-def beside_of(data, row, seed, epoch, number):
+def draw_sound_and_text(data, row, seed, epoch, number):
     """What is read of a row beside its pixels, with a random slice of its sound."""
     if data.modalities == "v":
         return {}
-    return data.beside(row, uniforms(seed, epoch, [number], 1, stream=SOUND_DRAWS)[0, 0])
+    return data.sound_and_text(row, uniforms(seed, epoch, [number], 1, stream=SOUND_DRAWS)[0, 0])
 
 
 def crop_views(image, augments, seed, epoch, number):
@@ -148,11 +151,11 @@ def collate(items):
     for pairs in batch["bad"]:
         bad += pairs
     batch["bad"] = bad
-    batch["beside"] = join_beside(batch.pop("beside", []))
+    batch["sound_and_text"] = join_sounds_and_texts(batch.pop("sound_and_text", []))
     return batch
 
 
-def join_beside(parts):
+def join_sounds_and_texts(parts):
     """What lies beside the pixels of b examples, as one dict: sound (b, 1024, 64), subtitle, b
     texts; {} if there are pixels alone."""
     joined = {}
@@ -164,21 +167,21 @@ def join_beside(parts):
     return joined
 
 
-def clip_inputs(frames, beside, transform):
+def clip_inputs(frames, sound_and_text, transform):
     """What a model reads of clips: the frames (b, T, 3, S, S) or, with sounds or subtitles beside
     them, {frames, sound: (b, 1024, 64), subtitle: {input_ids, attention_mask: (b, L)}}.
 
     Args:
-        beside: as join_beside makes it.
+        sound_and_text: as join_sounds_and_texts makes it.
         transform: EvalTransform of the model, which has the tokenizer of subtitles.
     """
-    if not beside:
+    if not sound_and_text:
         return frames
     inputs = {"frames": frames}
-    if "sound" in beside:
-        inputs["sound"] = to_device(beside["sound"], frames.device)
-    if "subtitle" in beside and transform.subtitle_tokens is not None:
-        tokens = transform.subtitle_tokens(beside["subtitle"])
+    if "sound" in sound_and_text:
+        inputs["sound"] = to_device(sound_and_text["sound"], frames.device)
+    if "subtitle" in sound_and_text and transform.subtitle_tokens is not None:
+        tokens = transform.subtitle_tokens(sound_and_text["subtitle"])
         inputs["subtitle"] = {name: to_device(x, frames.device) for name, x in tokens.items()}
     return inputs
 
@@ -189,21 +192,21 @@ def read_batch(data, transform, rows, modalities="v"):
     Args: modalities: what the model reads; beside "v" only if the data are opened with them.
     Returns: the rows that can be read; their pixels (b, [T,] 3, S, S), one tensor because a worker
         sends each tensor as an open file, of which 1,024 is the usual limit, or None; {row: reason}
-        of the others; what lies beside the pixels, as join_beside makes it.
+        of the others; what lies beside the pixels, as join_sounds_and_texts makes it.
     """
-    readable, pixels, unreadable, beside = [], [], {}, []
+    readable, pixels, unreadable, sounds_and_texts = [], [], {}, []
     for row in rows:
         try:
             image = transform.raw(data.read(row))
             if modalities != "v":
-                beside.append(data.beside(row))
+                sounds_and_texts.append(data.sound_and_text(row))
             pixels.append(image)
             readable.append(row)
         except Exception as error:
             unreadable[row] = first_line(error)
     if not pixels:
         return readable, None, unreadable, {}
-    return readable, torch.stack(pixels), unreadable, join_beside(beside)
+    return readable, torch.stack(pixels), unreadable, join_sounds_and_texts(sounds_and_texts)
 
 
 # ---- the loader ----
@@ -321,7 +324,7 @@ class Batches:
         if self.data.pixels is not None:
             return self.crop_in_memory()
         samples = Samples(self.data, self.augments, self.seed)
-        return self.load(samples, batch_sampler=self.places())
+        return self.load(samples, batch_sampler=self.epochs_and_rows())
 
     def load(self, items, **options):
         """Iterator of the raw batches of a dataset of items."""
@@ -341,7 +344,7 @@ class Batches:
         for epoch, index in plan:
             yield epoch, index[start:start + self.local]
 
-    def places(self):
+    def epochs_and_rows(self):
         """Yields the list of (epoch, row number) of each step."""
         for epoch, index in self.local_batches():
             yield [(epoch, i) for i in index.tolist()]
@@ -357,10 +360,11 @@ class Batches:
                 draws = uniforms(self.seed, epoch, index, augment.DRAWS, stream)
                 views.append(crop_batch(augment, images, draws))
             captions = [data.training_captions(i, self.seed, epoch, i) for i in index]
-            beside = [beside_of(data, i, self.seed, epoch, i) for i in index]
+            sounds_and_texts = [
+                draw_sound_and_text(data, i, self.seed, epoch, i) for i in index]
             yield {"views": views, "captions": captions, "keys": [data.key(i) for i in index],
                    "index": index, "rows": index, "epochs": np.full(len(index), epoch), "bad": [],
-                   "beside": join_beside(beside)}
+                   "sound_and_text": join_sounds_and_texts(sounds_and_texts)}
 
     def choose_features(self):
         """Yields raw batches whose views are features of a frozen encoder."""
@@ -424,7 +428,7 @@ class Batches:
         views = []
         for view, function, u in zip(raw["views"], functions, draws):
             view = self.finish_view(view, function, u)
-            views.append(clip_inputs(view, raw["beside"], self.transform))
+            views.append(clip_inputs(view, raw["sound_and_text"], self.transform))
         return views
 
     def finish_view(self, view, function, draws):

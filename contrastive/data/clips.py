@@ -31,49 +31,51 @@ REGION_CLIP = 4  # F of VGT: frames of a clip, in which region r is the same thi
 REGION_PICTURE = (320.0, 240.0)  # width and height of a picture of unknown size
 
 
-def clip_options(options, at_rest="uniform", read=read_frames):
+def clip_options(options, eval_sampling="uniform", read=read_frames):
     """The reader of clips that DataOptions ask for: Features with feature_dir, else Clips.
 
     Args:
-        at_rest, read: as of Clips.
+        eval_sampling, read: as of Clips.
     """
     frames = options.frames or DEFAULT_FRAMES
     if options.feature_dir:
         return Features(options.feature_dir, frames)
     short = round((options.image_size or DEFAULT_SIDE) * 8 / 7)
     sampling = options.frame_sampling or "uniform"
-    return Clips(frames, sampling, short, options.frame_cache, at_rest=at_rest, read=read)
+    return Clips(
+        frames, sampling, short, options.frame_cache, eval_sampling=eval_sampling, read=read)
 
 
 # ---- frames ----
 class Clips:
     """Reads clips as (T, 3, H, W) uint8 frames.
 
-    A cache holds one JPEG (4:4:4) for each clip until its video changes, with its frames one below
-    the other (at most 65,500 rows): for each random frame three.
+    With a cache each clip is one JPEG file (4:4:4), in which its frames lie one below the other, at
+    most 65,500 rows in all. It is used until the video changes. Of random frames the file has three
+    in each segment, at fixed times, and one of the three is drawn.
 
     Args:
         frames: T.
         sampling: "uniform", "middle" or "random", as of read_frames.
         short: larger clips are scaled to this short side, in pixels.
         cache: folder of the cache; "" = none.
-        at_rest: the sampling of an evaluation if that of training is random.
+        eval_sampling: the sampling of an evaluation if that of training is random.
         read: a function like read_frames.
     """
 
     def __init__(self, frames=DEFAULT_FRAMES, sampling="uniform", short=256, cache="", *,
-                 at_rest="uniform", read=read_frames):
+                 eval_sampling="uniform", read=read_frames):
         self.frames = frames
         self.sampling = sampling
         self.short = short
         self.cache = cache
-        self.at_rest = at_rest
+        self.eval_sampling = eval_sampling
         self.read = read
 
     def __call__(self, source, start=None, end=None, draws=None):
         sampling = self.sampling
         if sampling == "random" and draws is None:
-            sampling = self.at_rest
+            sampling = self.eval_sampling
         if self.cache:
             return self.read_cached(source, start, end, sampling, draws)
         frames = self.read(

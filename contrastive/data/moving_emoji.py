@@ -182,9 +182,9 @@ def load(name, split, options):
 def load_moving_emoji(name, split, options):
     """One split of moving-emoji, (M, T, 3, H, W) in memory.
 
-    Columns: label = verb, noun, colour (classes), group (same verb, noun and colour), noisy
-    (no clip), question, answer, choices (five), question_type, with regions boxes, with
-    --modalities subtitle.
+    Columns: the classes label (the verb), noun and colour; group, equal for the same verb, noun and
+    colour; noisy, False; question, answer, five choices and question_type; boxes if there are
+    regions; subtitle if the modalities have it.
     Raises: UserError for too few training clips, or too many regions.
     """
     frames = options.frames or DEFAULT_FRAMES

@@ -43,6 +43,12 @@ def decode(source):
         check_jpeg_is_whole(content)
         if image.mode != "CMYK":
             return decode_jpeg(content)
+    return pixels_of(image)
+
+
+def pixels_of(image):
+    """A PIL image as (3, H, W) uint8 RGB: upright, transparency over white. Raises: ValueError for
+    more than 8 bits of grey."""
     if image.mode.startswith(("I", "F")):
         raise ValueError("more than 8 bits of grey, of which Pillow makes white")
     is_transparent = "A" in image.getbands() or "transparency" in image.info

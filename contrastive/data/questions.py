@@ -10,7 +10,8 @@ one `pair`. The caption is the question, unless --extra-captions has another.
 import hashlib
 from typing import NamedTuple
 
-from contrastive.data.annotations import Files, Videos, clips_of, files_of, video_folder
+from contrastive.data.annotations import (
+    FileIndex, Files, Videos, clips_of, files_of, video_folder)
 from contrastive.data.clips import Regions, clip_options
 from contrastive.data.table import with_note
 from contrastive.core.processes import opening, say
@@ -37,7 +38,7 @@ COLUMNS = ("video", "captions", "key", "question", "answer", "choices", "questio
 
 # ---- one reader for each layout ----
 # A reader yields dicts of video, id, question and answer (a text, or the number of the right
-# choice), and perhaps also (another name of the video), choices, question_type, pair, and size
+# choice), and perhaps other_name (of the video), choices, question_type, pair, and size
 # (width and height of the video).
 def msrvtt_qa(files, prefix="video"):
     """[{video_id, question, answer, id, category_id}]; a video is called video7010 or as its id."""
@@ -55,13 +56,13 @@ def msvd_qa(files):
     Its lines are "NAME vid1".
     """
     rows = list(msrvtt_qa(files, "vid"))
-    names = {}
+    other_names = {}
     if files.has("youtube_mapping.txt"):
         for line in files.lines("youtube_mapping.txt"):
             name, video = line.split()[:2]
-            names[video] = name
+            other_names[video] = name
     for row in rows:
-        yield {**row, "also": names.get(row["video"])}
+        yield {**row, "other_name": other_names.get(row["video"])}
 
 
 def tgif_choice(files):
@@ -146,11 +147,11 @@ def load(name, split, options):
         rows = [answered_row(row) for row in layout.read(files)]
     num_rows = len(rows)
     rows = filter_answered(rows)
-    clip, places = open_videos(rows, split, options)
+    clip, video_files = open_videos(rows, split, options)
     videos = {}                                                            # {name: path or None}
     for row in rows:
         video = row["video"]
-        videos[video] = places[video] or places[row.get("also") or video]
+        videos[video] = video_files[video] or video_files[row.get("other_name") or video]
     table = []
     for row in rows:
         table.append({column: row[column] for column in COLUMNS if column in row})
@@ -164,7 +165,7 @@ def load(name, split, options):
         notes.insert(0, warning)
     if len(rows) < num_rows:
         notes.append(f"{num_rows - len(rows):,} questions without an answer left out")
-    return with_note(data, *notes)
+    return with_note(data, *notes, video_files.note())
 
 
 def answered_row(row):
@@ -179,7 +180,9 @@ def answered_row(row):
     choices = [choice.strip() for choice in row.get("choices", [])]
     if choices:
         right = answer
-        answer = choices[right] if 0 <= right < len(choices) else ""
+        answer = ""
+        if 0 <= right < len(choices):
+            answer = choices[right]
         choices = [c for k, c in enumerate(choices) if c and (c != answer or k == right)]
     if not question or len(choices) == 1:
         answer = ""
@@ -198,9 +201,9 @@ def open_videos(rows, split, options):
     if not options.region_dir:
         return clip_options(options), Videos(video_folder(options))
     clip = Regions(options.region_dir, split, options.regions, options.frames)
-    places = Videos(options.region_dir, clip.index())
-    clip.sizes = {places[row["video"]]: row["size"] for row in rows if "size" in row}
-    return clip, places
+    videos = Videos(options.region_dir, FileIndex(clip.index(), {}))
+    clip.sizes = {videos[row["video"]]: row["size"] for row in rows if "size" in row}
+    return clip, videos
 
 
 def is_biased(row):

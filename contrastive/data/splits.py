@@ -30,25 +30,29 @@ def hash_fraction(key):
     return key_hash(f"held out {video}") / 2**63
 
 
-def hold_out(splits, missing, options):
+def hold_out(splits, missing, options, least=FEW_ROWS):
     """Takes missing splits out of train.
 
-    They have the parts of train that the options name, of which MAX_HELD_OUT rows are evaluated,
-    but of small data each has FEW_ROWS pictures or videos, if that is at most a sixth of them, else
-    a sixth. A hash of each name decides, so that of larger data a row is in the same split whatever
-    the other rows are. Test is the same for any val_fraction. A test_fraction of 0, of a run that
-    is older than this flag, is HELD_OUT_FRACTION without a least number of rows.
+    A hash of each name decides which pictures or videos they get: val_fraction and test_fraction of
+    train, but at least `least`, or a sixth of train if that is less. Above this number a row is in
+    the same split whatever the other rows are. Test is the same for any val_fraction. At most
+    MAX_HELD_OUT rows of a split are evaluated.
+
+    A run that is older than --test-fraction has test_fraction 0: its splits are HELD_OUT_FRACTION,
+    without a least number.
 
     Args:
         splits: {split: Data}.
         missing: val, test, both or none.
+        least: pictures or videos in each missing split.
     """
     train = splits.get("train")
     if train is None or train.streamed or not missing:
         return splits
-    names = train.column("video") or train.keys()  # "video" of sets with several rows of a video
+    # "video" of sets with several rows, or several names, of a video
+    names = train.column("video") or train.keys()
     fractions = np.array([hash_fraction(name) for name in names])           # (M,)
-    masks = choose_rows(fractions, missing, options)
+    masks = choose_rows(fractions, missing, options, least)
     is_train = ~(masks["val"] | masks["test"])
     result = dict(splits)
     num_held_out = len(train) - is_train.sum()
@@ -63,10 +67,10 @@ def hold_out(splits, missing, options):
     return result
 
 
-def choose_rows(fractions, missing, options):
+def choose_rows(fractions, missing, options, least=FEW_ROWS):
     """{"val": (M,) bool, "test": (M,) bool} of the rows that are held out."""
     units = np.unique(fractions)                    # (U,) ascending, one of each picture or video
-    least = min(FEW_ROWS, len(units) // 6)
+    least = min(least, len(units) // 6)
     test_fraction = options.test_fraction
     if not test_fraction:
         test_fraction = HELD_OUT_FRACTION

@@ -62,6 +62,10 @@ class TrainingSet:
         """Yields the captions of the first `limit` examples, for a tokenizer or paraphrases."""
         raise NotImplementedError
 
+    def available_modalities(self):
+        """What some example has beside its captions, letters of v, a and s."""
+        return "v"
+
 
 @dataclasses.dataclass
 class Data(TrainingSet):
@@ -204,7 +208,7 @@ class Data(TrainingSet):
             return decode(content)
         return self.clip(content, source.get("start"), source.get("end"), draws)
 
-    def beside(self, i, draw=None):
+    def sound_and_text(self, i, draw=None):
         """What is read of row i beside its pixels, by `modalities`: {sound: (1024, 64), a slice;
         subtitle: str}; zeros and "" if it has none.
 

@@ -75,6 +75,10 @@ def open_streaming(name, tars, options, note):
     train = tars.get("train", [])
     val = tars.get("val") or tars.get("test")
     test = tars.get("test") or tars.get("val")
+    if "val" in tars and "test" not in tars:
+        note = join_notes(note, "WARNING: no tar is named test: those of val are test, too")
+    if "test" in tars and "val" not in tars:
+        note = join_notes(note, "WARNING: no tar is named val: those of test are val, too")
     if not val:
         val = test = train[-1:]
         train = train[:-1]
@@ -188,19 +192,19 @@ def index_tars(name, split, tars, options):
     several samples share one, it is TAR/NAME."""
     table = read_index(name, tars, options)
     errors = table.data.column("error").to_numpy()
-    bad = errors[errors != ""]
-    good = np.flatnonzero(errors == "")
+    reasons = errors[errors != ""]
+    readable = np.flatnonzero(errors == "")
     note = ""
-    if len(bad):
-        note = f"{len(bad):,} samples left out, first {bad[0]}"
-    if len(good) <= len(bad):
+    if len(reasons):
+        note = f"{len(reasons):,} samples left out, first {reasons[0]}"
+    if len(readable) <= len(reasons):
         raise UserError(f"--dataset {name}: {note or 'no samples'}")
 
     has_videos = table.data.column("video").to_numpy().any()
-    shards = table.data.column("shard").to_numpy()[good]
-    keys = table.data.column("key").to_numpy()[good]
-    labels = table.data.column("label").to_numpy()[good]
-    table = table.select(good).remove_columns(["shard", "video", "error"])
+    shards = table.data.column("shard").to_numpy()[readable]
+    keys = table.data.column("key").to_numpy()[readable]
+    labels = table.data.column("label").to_numpy()[readable]
+    table = table.select(readable).remove_columns(["shard", "video", "error"])
     if len(set(keys)) < len(keys):  # every tar counts from 0
         table = table.remove_columns("key").add_column("key", keys_with_tars(keys, shards, tars))
     if labels.max() < 0:

@@ -137,7 +137,7 @@ def data_of_tables(name, tables, options, root, *, joins_rows=True):
             user.notes.append(f"{num_unknown:,} without a class")
     data = with_note(data, *user.notes)
     if is_video and options.modalities != "v":
-        data = add_beside(data, user, examples, options, root)
+        data = add_sound_and_subtitles(data, user, examples, options, root)
 
     splits = np.array([example.split for example in examples])
     result = {}
@@ -164,6 +164,8 @@ def describe_tables(name, tables, options):
     names = table.column_names
     if "split" in names and len(set(splits)) == 1:
         splits = read_split_column(name, table)
+    elif "split" in names:
+        notes.append("the column split is not read, since files or folders name the splits")
 
     media = find_media_columns(table, options)
     image = require_column("--image-column", options.image_column, names,
@@ -259,10 +261,10 @@ def group_examples(user, files):
         if not file or not texts:
             rows_left_out.append(row)
             continue
-        place = (user.splits[row], file, starts[row], ends[row])
-        if place not in examples:
-            examples[place] = UserExample(*place, row)
-        example = examples[place]
+        example_key = (user.splits[row], file, starts[row], ends[row])
+        if example_key not in examples:
+            examples[example_key] = UserExample(*example_key, row)
+        example = examples[example_key]
         if labels[row] is not None:
             example.labels.add(labels[row])
         for text in texts:
@@ -287,12 +289,16 @@ def seconds_of_rows(user, column):
     ValueError naming a text that is no number."""
     if column not in user.table.column_names:
         return [None] * len(user.table)
-    seconds = [float(text) if text else None for text in user.texts(column)]
+    seconds = []
     num_nan = 0
-    for row, second in enumerate(seconds):
-        if second is not None and math.isnan(second):
-            seconds[row] = None
-            num_nan += 1
+    for text in user.texts(column):
+        second = None
+        if text:
+            second = float(text)
+            if math.isnan(second):
+                second = None
+                num_nan += 1
+        seconds.append(second)
     if num_nan:
         user.notes.append(f"{num_nan:,} rows have nan in the column {column}, which counts as "
                           f"empty: the video's own {column}")
@@ -427,28 +433,53 @@ def find_files(user, options, root, is_video):
     missing = [path for path, file in files.items() if file is None]
     if missing:
         user.notes.append(f"{len(missing):,} videos are not there, first {missing[0]}")
+    if videos is not None and videos.note():
+        user.notes.append(videos.note())
     return [files[path] for path in user.path]
 
 
 def table_of_files(user, examples, root, is_video):
     """The table of examples with files of their own. A key is the path as the user wrote it, with
-    the window of a video."""
+    the window of a video.
+
+    Where examples of one file have it by several names (a.mp4, ./a.mp4, a), the column `video` has
+    one name for each file, by which splits are held out.
+    """
     sources = []
     keys = []
+    names = []
+    names_of_file = {}  # {file: names}
     for example in examples:
         source = {"path": example.file}
-        key = user.path[example.row]
+        name = user.path[example.row]
         if user.media:  # `datasets` has made it absolute
-            key = os.path.relpath(example.file, root)
+            name = os.path.relpath(example.file, root)
+        names.append(name)
+        names_of_file.setdefault(example.file, set()).add(name)
+        key = name
         if is_video:
             source.update(start=example.start, end=example.end)
-            key = window_key(key, example.start, example.end)
+            key = window_key(name, example.start, example.end)
         sources.append(source)
         keys.append(key)
-    return make_table([example.captions for example in examples], keys, sources)
+    columns = {}
+    if len(names_of_file) < len(set(names)):
+        columns["video"] = one_name_each(examples, names, names_of_file, root)
+    return make_table([example.captions for example in examples], keys, sources, **columns)
 
 
-def add_beside(data, user, examples, options, root):
+def one_name_each(examples, names, names_of_file, root):
+    """The names of the files of examples; of a file with several of {file: names} its path below
+    `root`, whatever the order of the rows."""
+    result = []
+    for example, name in zip(examples, names):
+        if len(names_of_file[example.file]) > 1:
+            name = os.path.relpath(example.file, root)
+        result.append(name)
+    return result
+
+
+def add_sound_and_subtitles(data, user, examples, options, root):
     """The data with the columns sound and subtitle, by the columns `audio` (a file; empty = the
     video's own sound) and `subtitle` of the first row of each example."""
     import datasets
@@ -464,10 +495,10 @@ def add_beside(data, user, examples, options, root):
     files = [None] * len(rows)
     if "audio" in table.column_names:
         missing = []
-        for place, name in enumerate(table["audio"][:]):
+        for k, name in enumerate(table["audio"][:]):
             path = os.path.join(root, name or "")
             if name and os.path.isfile(path):
-                files[place] = path
+                files[k] = path
             elif name:
                 missing.append(name)
         if missing:

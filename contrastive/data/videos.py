@@ -147,7 +147,7 @@ class Layout:
     window: dict = dataclasses.field(default_factory=dict)  # start and end of the part in use
     is_paragraph: bool = False  # whether the captions of a video are one text
     is_grouped: bool = False  # whether video -> text ranks videos by their best caption
-    at_rest: str = "uniform"  # where random frames lie in evaluation (VAST: in the middles)
+    eval_sampling: str = "uniform"  # where random frames lie in evaluation (VAST: in the middles)
     # {split: VAST's file of [{video_id, desc, subtitle}]}, which comes first if subtitles are read
     with_subtitles: dict = dataclasses.field(default_factory=dict)
 
@@ -179,11 +179,11 @@ LAYOUTS = {
         {"train": ["youcookii_annotations_trainval.json", "*train*.json*", "*train*.parquet"],
          "test": ["youcookii_annotations_trainval.json", "*val*.json*", "*val*.parquet",
                   "*descs*test*.json"]},
-        at_rest="middle",
+        eval_sampling="middle",
         with_subtitles={"train": "*descs*train*.json", "test": "*descs*test*.json"}),
     "ssv2-lt": Layout(
         ssv2_lt, {"train": ["train.csv"], "val": ["trainval.csv"], "test": ["val.csv"]},
-        at_rest="middle"),
+        eval_sampling="middle"),
     "howto100m": Layout(howto100m, {"train": ["caption.json"]}),
 }
 
@@ -201,7 +201,7 @@ def load(name, split, options):
         rows = ({**row, **layout.window} for row in rows)
         data = clips_of(
             name, split, rows, options, classes=layout.classes,
-            clip=clip_options(options, layout.at_rest), grouped=layout.is_grouped)
+            clip=clip_options(options, layout.eval_sampling), grouped=layout.is_grouped)
     if layout.is_paragraph:
         data = join_captions(data)
     return data

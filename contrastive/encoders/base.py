@@ -168,7 +168,7 @@ class ResidualBlock(nn.Module):
 
 
 def small_cnn(width=32):
-    """A four-stage residual network of about a million weights, with GroupNorm only.
+    """A four-stage residual network of about half a million weights, with GroupNorm only.
 
     Returns: a module (B, 3, S, S) -> (B, 4 * width).
     """
@@ -293,12 +293,16 @@ class Tower(typing.NamedTuple):
     @property
     def projection_width(self):
         """Width D of a CLIP's own projection; 0 without."""
-        return self.projection.out_features if self.projection is not None else 0
+        if self.projection is None:
+            return 0
+        return self.projection.out_features
 
     @property
     def model_type(self):
         """Of a transformers model, such as "clip"; else ""."""
-        return self.config["model_type"] if self.config else ""
+        if not self.config:
+            return ""
+        return self.config["model_type"]
 
 
 class TwoTower(nn.Module):

@@ -60,13 +60,14 @@ def open_feature_cache(args, run, tower, tokenizer, transform, draw_texts=None):
     if tower.text.frozen:
         cache.num_texts = max(1, args.cached_views)
         cache.tokenizer = CachedTokenizer(tokenizer, tower.text, root, run.device)
-        cache.tokenizer.keep(run.train.first_captions(), f"{run.train.name} (train)")
+        cache.tokenizer.load_or_encode(run.train.first_captions(), f"{run.train.name} (train)")
         for name, splits in run.evals.items():
             for split, data in splits.items():
-                cache.tokenizer.keep(data.first_captions(), f"{name} ({split})")
+                cache.tokenizer.load_or_encode(data.first_captions(), f"{name} ({split})")
         if draw_texts is not None:
             texts = drawn_texts(run.train, draw_texts, cache.num_texts)
-            cache.tokenizer.keep(texts, f"{run.train.name} (train), {cache.num_texts} draws")
+            title = f"{run.train.name} (train), {cache.num_texts} draws"
+            cache.tokenizer.load_or_encode(texts, title)
     return cache
 
 
@@ -130,7 +131,8 @@ def facts_of_tokenizer(tokenizer):
 class CachedTokenizer(Tokenizer):
     """Texts -> {features: (B, width)} of a frozen text encoder, in place of a Tokenizer.
 
-    A text that was not kept before is encoded and then stays in memory.
+    load_or_encode has the features of many texts in files. Any other text is encoded when it is
+    asked for, and its features stay in memory.
 
     Args:
         tokenizer: Tokenizer of the encoder.
@@ -172,7 +174,7 @@ class CachedTokenizer(Tokenizer):
         """The Tokenizer itself, for class names and prompts: the encoder reads their tokens."""
         return self.uncached.plain()
 
-    def keep(self, texts, title):
+    def load_or_encode(self, texts, title):
         """Reads the features of these texts from files, in which they are kept. Collective."""
         new_texts = {text for text in texts if text not in self.places}
         if not new_texts:

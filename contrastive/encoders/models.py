@@ -4,7 +4,7 @@ finished run."""
 import functools
 from pathlib import Path
 
-from contrastive.data.pixels import decode
+from contrastive.data.pixels import decode, pixels_of
 from contrastive.encoders.base import (
     STATS, SmallText, Tower, TwoTower, hub_encoder, masked_mean)
 from contrastive.encoders.kinds import encoder_kind
@@ -18,7 +18,6 @@ from contrastive.encoders.weights import init_from
 from contrastive.core.files import read_json
 from contrastive.core.processes import UserError, opening, say
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -65,8 +64,12 @@ class EvalTransform:
         from torchvision.transforms import v2
 
         modes = v2.InterpolationMode
-        interpolation = modes.BICUBIC if self.bicubic else modes.BILINEAR
-        side = [self.size, self.size] if self.resize == "squash" else [self.short]
+        interpolation = modes.BILINEAR
+        if self.bicubic:
+            interpolation = modes.BICUBIC
+        side = [self.short]
+        if self.resize == "squash":
+            side = [self.size, self.size]
         resized = v2.functional.resize(image, side, interpolation=interpolation, antialias=True)
         return v2.functional.center_crop(resized, [self.size, self.size])
 
@@ -79,7 +82,8 @@ class EvalTransform:
     def __call__(self, image):
         """(3, H, W) uint8, a PIL image or a path -> (3, size, size) float, normalised.
 
-        Precomputed features (T, F) are returned as they are.
+        PIL images and files are turned upright, and transparency is over white. Precomputed
+        features (T, F) are returned as they are.
 
         Raises:
             ValueError: for a float image, which may be normalised already.
@@ -87,7 +91,7 @@ class EvalTransform:
         if isinstance(image, (str, Path)):
             image = decode(image)
         elif not torch.is_tensor(image):
-            image = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+            image = pixels_of(image)
         if not image.is_floating_point():
             return self.normalise(self.raw(image).float() / 255)
         if image.ndim > 2 and image.shape[-3] == 3:
@@ -197,7 +201,9 @@ class VisionEncoder(Encoder):
             return self.body(pixels)
         if self.frame_features:
             return self.frame_features(self, pixels)
-        frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels    # (B * T, 3, S, S)
+        frames = pixels
+        if pixels.ndim == 5:
+            frames = pixels.flatten(0, 1)                                # (B * T, 3, S, S)
         if self.kind.family == "small":
             frames = frames.contiguous(memory_format=torch.channels_last)
         return self.body(frames)
@@ -254,7 +260,9 @@ class TextEncoder(Encoder):
         self.model_type = tower.model_type
         self.is_clip = tower.model_type.startswith("clip")
         self.pooling = pooling
-        self.head = TextHead(self.width, embed_dim) if pooling == "ssb" else None
+        self.head = None
+        if pooling == "ssb":
+            self.head = TextHead(self.width, embed_dim)
         # A new layer is made in every case, so that the random numbers after it are the same.
         self.projection = projection_layer(self.width, embed_dim, projection, projection_bias)
         if self.head:
@@ -377,17 +385,24 @@ def initial_model(spec, tokenizer, pretrained, vision_pretrained):
     if is_vast and questions:
         raise UserError("--image-encoder vast: it answers no questions; give --task retrieval, or "
                         "another encoder")
-    embed_dim = 0 if is_vgt else spec["embed_dim"]  # VGT has projections of its own
+    embed_dim = spec["embed_dim"]
+    if is_vgt:
+        embed_dim = 0  # it has projections of its own
+    vision_dim = embed_dim
+    if is_vast:
+        vision_dim = 0
     projection = {  # the spec of a CLIP by name lacks the keys
         "projection": spec.get("projection", "linear"),
         "projection_bias": spec.get("projection_bias", False)}
     vision = VisionEncoder(
-        spec["image_encoder"], 0 if is_vast else embed_dim, vision_pretrained, spec["image_size"],
+        spec["image_encoder"], vision_dim, vision_pretrained, spec["image_size"],
         spec.get("vision_config"), features=spec.get("features", (0, 0)),
         frames=spec.get("frames", 0), **projection)
     text = None
     if spec["text_encoder"]:
-        vocabulary = len(tokenizer.tokenizer) if tokenizer else 0
+        vocabulary = 0
+        if tokenizer:
+            vocabulary = len(tokenizer.tokenizer)
         pooling = spec["text_pooling"]
         tower = None
         if is_vast:
@@ -414,7 +429,9 @@ def complete_spec(spec, vision, text):
     mean, std = spec.get("stats") or choices[spec["image_stats"]]
     spec["stats"] = [list(mean), list(std)]
     spec["vision_config"] = vision.config
-    spec["text_config"] = text.config if text else None
+    spec["text_config"] = None
+    if text:
+        spec["text_config"] = text.config
 
 
 def untrained(spec, seed):

@@ -20,11 +20,11 @@ class SentenceEncoder:
     """Unit embeddings of texts. It needs no other process.
 
     Args:
-        name: "tf-idf", or a transformers id or folder, mean-pooled (a CLIP: its own pooling and
-            projection).
+        name: "tf-idf", or a transformers id or folder. A transformers model is mean-pooled, except
+            a CLIP, which has its own pooling and projection.
         device: of the transformers model.
-        texts: to which tf-idf is fitted.
-        state: of a fitted tf-idf, from which it is restored.
+        texts: from which tf-idf learns its words.
+        state: of a tf-idf that has learnt them before, in place of `texts`.
     """
 
     def __init__(self, name, device, texts=None, state=None):

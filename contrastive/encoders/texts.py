@@ -66,7 +66,7 @@ class Tokenizer:
             return list(texts)
         return [clean_caption(text) for text in texts]
 
-    def cut(self, texts):
+    def count_cut(self, texts):
         """How many of these texts have more than `length` tokens, of which the rest is cut off."""
         tokens = self.tokenizer(self.cleaned(texts), truncation=True, max_length=self.length)
         return sum(len(encoding.overflowing) > 0 for encoding in tokens.encodings)
@@ -204,7 +204,8 @@ def choose(options, draw):
     return options[int(draw * len(options))]
 
 
-def text_pair(captions, draws, paraphrases=None, templates=(), *, second=True, anchor=True):
+def text_pair(captions, draws, paraphrases=None, templates=(), *, second=True,
+              paraphrase_anchor=True):
     """Chooses T and its other view T~ for a batch.
 
     T~ is a paraphrase from the file, else a template around any caption, else another caption, else
@@ -216,7 +217,7 @@ def text_pair(captions, draws, paraphrases=None, templates=(), *, second=True, a
         paraphrases: a Paraphrases or None.
         templates: formats such as "a drawing of {}".
         second: whether T~ is needed.
-        anchor: T is one of the caption and its paraphrases; else it is the caption.
+        paraphrase_anchor: T is one of the caption and its paraphrases; else it is the caption.
 
     Returns: two lists of B str; the second is empty when `second` is False.
     """
@@ -229,7 +230,7 @@ def text_pair(captions, draws, paraphrases=None, templates=(), *, second=True, a
     texts, texts_aug = [], []
     for i, text in enumerate(first):
         texts_aug.append(second_text(text, captions[i], paraphrase_lists[i], templates, draws[i]))
-        if anchor:
+        if paraphrase_anchor:
             text = choose([text, *paraphrase_lists[i]], draws[i][2])
         texts.append(text)
     return texts, texts_aug
@@ -290,14 +291,15 @@ class Paraphrases:
         return lists
 
 
-def text_words(train, paraphrases, anchor, recipe):
-    """The sources of T and T~ in words, for the banner; a warning if paraphrases are missing.
+def text_words(train, paraphrases, paraphrase_anchor, recipe):
+    """Where T and T~ come from, in words for the banner. They begin with WARNING if the paper has
+    paraphrases and the run has none, or if some captions have none.
 
     Args:
         train: training data.
         paraphrases: a Paraphrases or None.
-        anchor: as in text_pair.
-        recipe: the recipe's remark; "paper..." says that its values are the paper's.
+        paraphrase_anchor: as in text_pair.
+        recipe: the recipe's remark, which begins with "paper" if its values are the paper's.
     """
     fallback = "another caption, else word dropout and swap"
     if train.templates:
@@ -314,7 +316,7 @@ def text_words(train, paraphrases, anchor, recipe):
         first_captions = list(train.first_captions(BANNER_CAPTIONS))
     num_missing = paraphrases.get(first_captions).count([])
     words = "T is the caption"
-    if anchor:
+    if paraphrase_anchor:
         words += " or a paraphrase"
     words += f", T~ a paraphrase, of {len(paraphrases.hashes):,} captions"
     if num_missing or train.streamed:

@@ -15,7 +15,7 @@ Linear, a LayerNorm and embeddings of their frame and kind, are one sequence, wh
 BERT reads by cross-attention in all of its layers; two layers on its CLS give the logits of no and
 yes. It learns from the true pairs and from one hard negative of each caption and of each clip:
 
-    p_ij = softmax_j(s_ij / temperature) + 1e-4, p_ii = 0                               hard_pairs
+    p_ij = softmax_j(s_ij / temperature) + 1e-4, p_ii = 0                           hard_negatives
     L_match = mean of the cross-entropies of the 3 N pairs                           matching_loss
 
 `vast` has the released widths. `vast-small` is the same model at small widths, without published

@@ -159,11 +159,12 @@ def attend_words(video, words, keep, choice_mask):
     return attended.masked_fill(~choice_mask[..., None, None], -math.inf).amax(1)
 
 
-def places(n, width, like):
-    """Sinusoids of n places (n, width), of like's type: sines in even columns, cosines in odd."""
+def sinusoids(n, width, like):
+    """Sinusoids of n positions (n, width), of like's type: sines in even columns, cosines in odd
+    ones."""
     column = torch.arange(width, device=like.device)                       # (width,)
-    place = torch.arange(n, device=like.device)[:, None]                   # (n, 1)
-    angle = place / 10_000 ** (2 * (column // 2) / width)                  # (n, width)
+    position = torch.arange(n, device=like.device)[:, None]                # (n, 1)
+    angle = position / 10_000 ** (2 * (column // 2) / width)                  # (n, width)
     return torch.where(column % 2 == 0, angle.sin(), angle.cos()).to(like.dtype)
 
 
@@ -307,7 +308,7 @@ class VGT(TwoTower):
         if words is not None:
             clips = attend_words(clips, words, keep, choice_mask)
         K, d = clips.shape[1:]
-        x = self.drop(self.norm(clips + places(K, d, clips)))              # (B, K, d)
+        x = self.drop(self.norm(clips + sinusoids(K, d, clips)))              # (B, K, d)
         return self.out(self.drop(self.whole(x).mean(1)))
 
 

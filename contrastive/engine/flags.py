@@ -25,15 +25,16 @@ from contrastive.evaluation.facts import BEFORE_THE_FLAG
 
 YES_OR_NO = argparse.BooleanOptionalAction
 # The flags that a resumed run may change. --max-steps and --epochs change the schedules,
-# --mixed-precision and --lr what a step computes, the others nothing. (--feature-cache none draws
-# the views in another way: check_resume refuses a change to it or from it.)
+# --mixed-precision and --lr what a step computes, --frame-cache its frames (JPEGs), the others
+# nothing. (--feature-cache none draws the views in another way: check_resume refuses a change to
+# it or from it.)
 CHANGEABLE = {
     "--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
     "--data-dir", "--video-dir", "--frame-cache", "--feature-cache", "--max-bad-fraction",
     "--workers", "--eval-datasets", "--max-steps", "--epochs", "--chunk-size",
     "--grad-checkpointing", "--mixed-precision", "--lr"}
 # those of CHANGEABLE that change the steps to come
-CHANGE_STEPS = ("lr", "mixed_precision", "epochs", "max_steps")
+CHANGE_STEPS = ("lr", "mixed_precision", "epochs", "max_steps", "frame_cache")
 # {flag of other code bases: ours; of several, that of the program}
 OTHER_NAMES = {
     "--learning-rate": ["--lr"],
@@ -385,9 +386,12 @@ class Parser(OneLine):
     def say_changes(self, saved, args):
         """Prints what a resumed run changes of the steps to come."""
         for name in CHANGE_STEPS:
-            flag, value = flag_of(name), vars(args).get(name)
+            flag = flag_of(name)
+            value = vars(args).get(name)
             if name in saved and flag in self.command_line_flags and value != saved[name]:
-                say(f"resumed with {flag} {saved[name]} -> {value}")
+                before = shlex.quote(str(saved[name]))
+                after = shlex.quote(str(value))
+                say(f"resumed with {flag} {before} -> {after}")
         for name, value in vars(args).items():
             if saved and name not in saved:
                 say(f"WARNING: the run is older than {flag_of(name)}, which is now {value}")
@@ -428,7 +432,9 @@ class Parser(OneLine):
         add("--label-column", default="",
             help="column of the class of each image, for kNN; empty = the usual names")
         add("--frame-cache", default="", metavar="DIR",
-            help="folder into which each video is decoded once, as JPEGs; empty = decode always")
+            help="folder into which the frames of each clip are decoded once, as JPEGs of quality "
+                 "92, which changes them slightly; of random frames 3 fixed ones a segment, of "
+                 "which one is drawn; empty = decode always")
         add("--max-bad-fraction", type=part, default=0.01,
             help="stop when a larger share of the samples cannot be read, 0..1")
         workers = max(4, min(16, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
@@ -502,7 +508,8 @@ class Parser(OneLine):
                 help="frames T of a clip of val and test; VAST 16; 0 = as in training")
         add("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform",
             help="frames of a clip: spread from first to last; the middles of T segments; a "
-                 "random one of each segment (their middles in evaluation)")
+                 "random one of each segment (in evaluation uniform; middle on epic-kitchens-100, "
+                 "youcook2 and ssv2-lt)")
         add = self.add_argument_group("model").add_argument
         add("--image-encoder", default="small",
             help="image encoder: small, resnet18-cifar, any timm name, a transformers id or "

@@ -438,7 +438,7 @@ def count_cut_texts(data, index, model, tokenizer):
     """Number of questions, or of texts "question choice", that are longer than --text-length."""
     questions = [data.cell("question", i) for i in index]
     if model.answers:
-        return tokenizer.cut(questions)
+        return tokenizer.count_cut(questions)
     choices = [choices_of_row(data, i) for i in index]
     kind = getattr(model, "model", "fusion")
-    return tokenizer.cut(choice_texts(questions, choices, kind, tokenizer))
+    return tokenizer.count_cut(choice_texts(questions, choices, kind, tokenizer))

@@ -76,7 +76,7 @@ def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=
     was_training = model.training
     model.eval()
     index, image, features, unreadable = [], [], [], {}
-    for readable, pixels, reasons, beside in batches:
+    for readable, pixels, reasons, sound_and_text in batches:
         for row, reason in reasons.items():
             unreadable[data.key(row)] = reason
         if not readable:
@@ -84,7 +84,7 @@ def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=
         pixels = pixels.to(device, non_blocking=True)
         if pixels.dtype == torch.uint8:
             pixels = transform.normalise(pixels.float() / 255)
-        pixels = clip_inputs(pixels, beside, transform)
+        pixels = clip_inputs(pixels, sound_and_text, transform)
         if forward:
             embeddings, hidden = forward(readable, pixels)                 # (b, ...)
         else:

@@ -36,7 +36,7 @@ def encode_captions(pieces, model, tokenizer, device):
     pieces.text = encode_texts(model, tokenizer, texts, device)            # (C, D)
     pieces.positives = positives_table(groups[owner], groups)              # (C, P)
     pieces.positives_of_image = of_image
-    pieces.num_cut = tokenizer.cut(texts)
+    pieces.num_cut = tokenizer.count_cut(texts)
     pieces.device = device
 
 
