@@ -110,7 +110,7 @@ WITH_EFFECT = {
     "temperature_schedules": [
         "",
         "--loss moco --queue-size 32 --momentum .5",
-        "--loss sdclr --prune .5",
+        "--loss sdclr --prune .5 --schedule cos",
         "--schedule cos --tau-min .2 --tau-max .5",
     ],
 }

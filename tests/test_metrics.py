@@ -173,7 +173,7 @@ def test_a_perfect_model_and_a_text_that_two_items_have(same_text, grouped, monk
     )
     captions, words, right = (
         [*"abcdefbg"],
-        types.SimpleNamespace(cut=lambda texts: 0),
+        types.SimpleNamespace(count_cut=lambda texts: 0),
         same_text == "positive",
     )
     data = common.Data(

@@ -406,7 +406,7 @@ def test_a_loss_of_one_s_own_in_mmts_touches_two_places(words, tmp_path, capsys)
     assert all(row["loss"] > 0 and row["tau_min"] > 0 for row in log)
     args = mmts.parse_args([])
     args.loss = "mine"
-    assert figures.mmts.quantity(args)[0] == mmts.quantity("mine") == "tau"
+    assert figures.mmts.quantity(args)[0] == mmts.value_name("mine") == "tau"
 
 
 def test_a_loss_of_one_s_own_in_mama_touches_two_places(tmp_path, capsys):
@@ -558,7 +558,8 @@ def test_wandb_gets_a_project_and_the_name_of_the_run(tmp_path, monkeypatch):
             init_trackers=lambda *args, **options: calls.append((args, options)),  # noqa: B023
         )
         args = SimpleNamespace(tracker="wandb", lr=0.1)
-        Log(SimpleNamespace(folder=tmp_path / "r", accelerator=accelerator, args=args, step=0))
+        run = SimpleNamespace(folder=tmp_path / "r", accelerator=accelerator, args=args, step=0)
+        Log(run).open(run)
         ((name,), options), = calls
         assert name == project and options["init_kwargs"]["wandb"]["name"] == "r"
         monkeypatch.setenv("WANDB_PROJECT", "mine")
