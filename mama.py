@@ -721,7 +721,8 @@ def main(args):  # noqa: C901, PLR0912
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        tau = loss_modules["tau"].clamp()
+        # the log has tau after the step; the loss used the one before
+        new_tau = loss_modules["tau"].clamp()
         columns = {}
         if run.due("log"):
             mismatched = mismatched_pairs(train, batch["rows"], sample_loss)  # (B,) 0 or 1
@@ -732,7 +733,7 @@ def main(args):  # noqa: C901, PLR0912
                 answer_losses = answer_loss(scores, target)                # (B,)
                 columns.update(answers.log_columns(scores, target, answer_losses, batch["rows"],
                                                    train))
-        run.done(batch, loss, tau, columns)                                # count, log, save, stop
+        run.done(batch, loss, new_tau, columns)                            # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     if rank() == 0:

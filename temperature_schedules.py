@@ -387,7 +387,9 @@ def check_flags(parser, args):
 def check_end(parser, args):
     """Refuses a --stop-at-phase that the run does not reach and an --eval-epoch that is no epoch;
     last_step compares it with the end, which small own data move."""
-    if args.stop_at_phase and not args.max_steps and args.epochs < args.period:
+    # the epochs of own data may become more
+    has_epochs = not args.max_steps and args.recipe != "own"
+    if args.stop_at_phase and has_epochs and args.epochs < args.period:
         parser.error(f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full "
                      f"--period {args.period:g}")
     if args.eval_epoch not in ("", "auto"):
@@ -498,22 +500,24 @@ def parse_args(argv=None):
 def last_step(args, steps):
     """The optimiser step at which a run ends; its schedules still span all of `steps`.
 
-    Raises: UserError for an --eval-epoch after the end.
+    Raises: UserError for an --eval-epoch after the end, except in a resumed run.
     """
     if args.eval_epoch not in ("", "auto"):
         step = max(1, round(float(args.eval_epoch) * steps.per_epoch))
-        if step > steps.total:
+        if step > steps.total and not args.resume:
             raise UserError(f"--eval-epoch {args.eval_epoch}: the run ends after epoch "
                             f"{steps.total / steps.per_epoch:g}")
-        return step
+        return min(steps.total, step)
     if args.stop_at_phase:
         epochs = args.epochs
         if args.max_steps:
             epochs = steps.total / steps.per_epoch
         num_periods = math.floor(epochs / args.period + 1e-9)
-        if num_periods > 0:                        # a few --max-steps may hold no period
+        if num_periods > 0:
             epoch = (num_periods - 1 + args.stop_at_phase) * args.period
             return min(steps.total, round(epoch * steps.per_epoch))
+        say(f"WARNING: --stop-at-phase {args.stop_at_phase}: the run holds no full --period and "
+            "goes to its end")
     return steps.total
 
 
@@ -653,15 +657,17 @@ def main(args):  # noqa: C901, PLR0912
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
+        new_tau = tau
         if "tau" in loss_modules:
-            tau = loss_modules["tau"].clamp()
+            # the log has tau after the step; the loss used the one before
+            new_tau = loss_modules["tau"].clamp()
         if args.loss == "moco":
             update_momentum(loss_modules["key"], network, args.momentum)
             loss_modules["queue"].push(z2)
         columns = {}
         if run.due("log"):
             columns = log_columns(z1, z2)
-        run.done(batch, loss, tau, columns)                                # count, log, save, stop
+        run.done(batch, loss, new_tau, columns)                            # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     val_row = chosen_row(run.log.rows, args)

@@ -18,7 +18,7 @@ a command's runs.
 
 A finished run is one small file below OUT/runs, so that the same words go on where they stopped. It
 counts until the script, common.py, the package or a file that the command names is edited. Edits
-inside a folder of images are not seen: give another --out. A run's warnings of flags without an
+inside folders are not seen: give another --out. A run's warnings of flags without an
 effect are printed. Writes OUT/comparison.json, .md and .png.
 """
 
@@ -382,6 +382,7 @@ class Runs:
         environment = os.environ.copy()
         path = environment.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}"  # for forks elsewhere
+        file = self.file(words)  # that of the code with which the run starts
         command = f"python {' '.join(words)}"
         if self.jobs:
             environment["OMP_NUM_THREADS"] = "1"
@@ -407,7 +408,7 @@ class Runs:
             record["hits"] = hits
         record["version"] = recipe_version(record)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.file(words), record)
+        write_json(file, record)
         return True
 
     def run_all(self, missing_runs):
@@ -428,21 +429,27 @@ class Runs:
                         failed.add(str(words))
 
 
-@functools.cache
 def hash_of_package():
-    """Digest of common.py and of all modules of the package."""
+    """Digest of common.py and of all modules of the package, as they are now."""
+    paths = [ROOT / "common.py", *sorted((ROOT / "contrastive").rglob("*.py"))]
+    return hash_of_files(tuple((path, path.stat().st_mtime_ns) for path in paths))
+
+
+@functools.cache
+def hash_of_files(states):
+    """Digest of the files of (path, time) pairs."""
     digest = hashlib.sha256()
-    for path in [ROOT / "common.py", *sorted((ROOT / "contrastive").rglob("*.py"))]:
+    for path, _ in states:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def state_of_file(word):
     """Size and time of the file that a word of a command names; empty if it names none."""
-    path = Path(word).expanduser()
-    if not path.is_file():
+    path = os.path.expanduser(word)
+    if not os.path.isfile(path):  # False for a word that is too long for a path, too
         return ""
-    state = path.stat()
+    state = os.stat(path)
     return f"{state.st_size} {state.st_mtime_ns}"
 
 

@@ -365,10 +365,13 @@ def missing_runs(runs, claims, pairs, further=False):
     commands = []
     if further:
         for name in claims:
-            for trial in first_trials(runs, CLAIMS[name]):
+            trials = first_trials(runs, CLAIMS[name])
+            # the names of this file are drawings of openclipart
+            has_meta_set = any(META_SET in trial for trial in trials)
+            for trial in trials:
                 for title, condition in FURTHER_CONDITIONS.items():
-                    if title == "emoji" and META_SET in trial:
-                        continue  # its names are drawings of openclipart
+                    if title == "emoji" and has_meta_set:
+                        continue
                     words = command_words(trial, condition)
                     commands += [runs.words(words, seed) for seed in pairs]
         return without_finished(runs, commands)
@@ -586,8 +589,9 @@ def results_of(runs):
             result.p = joint_p(result.lines)
             if result.lines:
                 result.has_ground = baseline_has_ground(runs, claim, baseline)
-            if result.has_ground:
-                families.setdefault((claim.paper, claim.main), []).append(result)
+            if not result.has_ground:
+                result.p = 1.0
+            families.setdefault((claim.paper, claim.main), []).append(result)
     for family in families.values():
         correct(family)
     return results

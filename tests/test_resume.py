@@ -249,8 +249,17 @@ def test_from_the_older_checkpoint_the_newer_one_is_set_aside(folder, runs, monk
     assert max(row["step"] for row in rows(folder)) == 10
     newest = torch.load(older.parent / names[1], weights_only=True)
     assert newest["step"] == 12  # nothing is lost
+    assert not (folder / "summary.json").exists()  # eval.py must not read the weights of before
+    assert not (folder / "model.safetensors").exists()
+    assert (folder / "model.safetensors.abandoned").exists()
     resume(folder, "--lr", 3e-4)
     assert same(folder, runs[1][0])
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "done", stop)
+        with pytest.raises(RuntimeError, match="stopped"):
+            resume(older, "--lr", 1e-3)
+    names = sorted(path.name for path in older.parent.iterdir())
+    assert names == ["step_10.pt", "step_12.pt.abandoned", "step_12.pt.abandoned-2"]
 
 
 def stop(*_, **__):

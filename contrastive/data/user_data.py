@@ -443,7 +443,7 @@ def table_of_files(user, examples, root, is_video):
     the window of a video.
 
     Where examples of one file have it by several names (a.mp4, ./a.mp4, a), the column `video` has
-    one name for each file, by which splits are held out.
+    one name for each file, the first by alphabet, by which splits are held out.
     """
     sources = []
     keys = []
@@ -464,19 +464,8 @@ def table_of_files(user, examples, root, is_video):
         keys.append(key)
     columns = {}
     if len(names_of_file) < len(set(names)):
-        columns["video"] = one_name_each(examples, names, names_of_file, root)
+        columns["video"] = [min(names_of_file[example.file]) for example in examples]
     return make_table([example.captions for example in examples], keys, sources, **columns)
-
-
-def one_name_each(examples, names, names_of_file, root):
-    """The names of the files of examples; of a file with several of {file: names} its path below
-    `root`, whatever the order of the rows."""
-    result = []
-    for example, name in zip(examples, names):
-        if len(names_of_file[example.file]) > 1:
-            name = os.path.relpath(example.file, root)
-        result.append(name)
-    return result
 
 
 def add_sound_and_subtitles(data, user, examples, options, root):

@@ -17,6 +17,11 @@ import numpy as np
 import torch
 
 
+# what Run.finish and the pictures of ncl.py write, without which no evaluation reads the run
+FINAL_FILES = ("summary.json", "model.safetensors", "own.safetensors", "queues.safetensors",
+               "test_ranks.safetensors")
+
+
 def checkpoints_of(folder):
     """The paths of a run's checkpoints, newest first."""
     paths = (folder / "checkpoints").glob("step_*.pt")
@@ -124,26 +129,45 @@ def checkpoint_to_load(run):
 
 
 def set_newer_aside(run):
-    """Renames the checkpoints that are newer than the step of a resumed run. Collective.
+    """Renames the checkpoints that are newer than the step of a resumed run, and with them what the
+    end of that run has written. Collective.
 
     The run repeats the steps that led to them, maybe with another --lr. If they stayed, the next
-    resume would load them, and the next save would keep them in place of its own.
+    resume would load them, the next save would keep them in place of its own, and eval.py would
+    read their weights.
     """
     on_main(rename_newer, run.folder, run.step)
 
 
 def rename_newer(folder, step):
-    """Renames step_N.pt to step_N.pt.abandoned where N is above a step.
+    """Renames step_N.pt to step_N.pt.abandoned where N is above a step, and the files of the end.
 
-    The newest is the last: a kill on the way leaves it, and with it the run as it was.
+    The newest checkpoint is the last: after a kill on the way the next resume loads it, and writes
+    the files of the end again.
     """
+    newer = []
     for path in reversed(checkpoints_of(folder)):
         if step_of(path) > step:
-            aside = path.with_name(path.name + ".abandoned")
-            with opening(path):
-                os.replace(path, aside)
-            say(f"{path.name} is newer than step {step}: it is now {aside.name}, which no run "
-                "reads and which you may delete")
+            newer.append(path)
+    if not newer:
+        return
+    final_files = [folder / name for name in FINAL_FILES if (folder / name).exists()]
+    for path in final_files + newer:
+        aside = free_path(path.with_name(path.name + ".abandoned"))
+        with opening(path):
+            os.replace(path, aside)
+        say(f"{path.name} is newer than step {step}: it is now {aside.name}, which no run reads "
+            "and which you may delete")
+
+
+def free_path(path):
+    """The path, or if it exists PATH-2, PATH-3, ..."""
+    candidate = path
+    number = 2
+    while candidate.exists():
+        candidate = path.with_name(f"{path.name}-{number}")
+        number += 1
+    return candidate
 
 
 def restore_random_states(states, device):

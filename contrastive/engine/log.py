@@ -135,7 +135,7 @@ def commit():
             changes += git("ls-files", "--others", "--", str(script))
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    if changes or is_script and not is_here:
+    if changes or (is_script and not is_here):
         sha += "+changes"
     return sha
 

@@ -131,7 +131,7 @@ def padded_and_flipped(data, seed):
 
 
 # ======================================================= tasks ====================================
-def class_metrics(tasks, train, test, few=None, limits=None, *, train_labels=None, device=None):
+def class_metrics(tasks, train, test, few=None, limits=None, *, device=None):
     """Accuracy of nearest neighbours and of linear probes.
 
     Args:
@@ -140,8 +140,6 @@ def class_metrics(tasks, train, test, few=None, limits=None, *, train_labels=Non
         few: those from which the few-shot probe learns; None = as many training images of each
             class as the smallest has.
         limits: as in accuracy_by_class_size.
-        train_labels: (N,) classes of the images that say how large each class is; None = those of
-            `train`.
         device: where neighbours are computed.
     Returns: {knn@1, knn@10, few-shot, all: {top1, mean_per_class, head, mid, tail}} in percent;
         {top1, mean_per_class} of each by chance; {name: {class: percent}}.
@@ -155,8 +153,7 @@ def class_metrics(tasks, train, test, few=None, limits=None, *, train_labels=Non
         probes, guess = probe_metrics(train, test, few)
         metrics.update(probes)
         chance.update(dict.fromkeys(probes, guess))
-    if train_labels is None:
-        _, _, train_labels = train
+    _, _, train_labels = train
     per_class = {}
     for name, result in metrics.items():
         per_class[name] = result.pop("per_class")

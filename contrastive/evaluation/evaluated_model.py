@@ -57,9 +57,10 @@ class EvaluatedModel:
     def __init__(self, args, device):
         self.args, self.device = args, device
         self.run = Path(args.checkpoint)
-        self.towers, self.flags = open_model(args, device)
-        if self.flags:
-            self.flags = BEFORE_THE_FLAG | self.flags
+        self.towers, saved_flags = open_model(args, device)
+        self.flags = {}
+        if saved_flags:
+            self.flags = BEFORE_THE_FLAG | saved_flags
         self.trained_on = self.flags.get("dataset")
         self.facts = read_facts(self.run)
         self.knn_features = args.knn_features or self.facts.knn_features
@@ -69,7 +70,7 @@ class EvaluatedModel:
             self.clusters = Clusters(self.run, device)
         self.gamma = self.temperature()
         self.meta_data = read_json(self.run / "meta_data.json", {})  # of a run of mama.py
-        self.compare_flags()
+        self.compare_flags(saved_flags)
         self.folder = self.make_folder()
 
     def read_queues(self):
@@ -95,10 +96,10 @@ class EvaluatedModel:
             return 0.0
         return temperature_of_run(self.facts, self.run)
 
-    def compare_flags(self):
-        """Prints the flags whose values differ from those of the run."""
+    def compare_flags(self, saved_flags):
+        """Prints the flags whose values differ from those that the run had."""
         for name in COMPARED_FLAGS:
-            value, trained = getattr(self.args, name), self.flags.get(name)
+            value, trained = getattr(self.args, name), saved_flags.get(name)
             if trained is not None and value not in ("", 0, trained):
                 say(f"--{name.replace('_', '-')} {value}: {trained} in training")
 

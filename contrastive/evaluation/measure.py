@@ -254,13 +254,12 @@ class SplitEvaluation:
             self.pieces.features, self.pieces.labels = self.features, self.labels
             self.pieces.label_names = self.data.label_names
         if options.untrained:
-            self.chance["trivial"] = self.trivial_chance(
-                tasks, few_shot, feature_options, train.labels)
+            self.chance["trivial"] = self.trivial_chance(tasks, few_shot, feature_options)
             drawn = drawn_images(options.train, self.data)
             if drawn:
                 self.chance["trivial_images"] = drawn
 
-    def trivial_chance(self, tasks, few_shot, feature_options, train_labels):
+    def trivial_chance(self, tasks, few_shot, feature_options):
         """The accuracies of raw pixels, of colours, and of the untrained model or, if the image
         encoder is frozen, of its features."""
         models = {}
@@ -273,7 +272,7 @@ class SplitEvaluation:
                 models["untrained"] = untrained_model.to(self.device)
         return trivial_accuracy(
             self.options.train, self.data, few_shot, feature_options, tasks=tasks, models=models,
-            limits=self.options.shot_limits, train_labels=train_labels)
+            limits=self.options.shot_limits)
 
 
 # ======================================================= all sets of a run ========================

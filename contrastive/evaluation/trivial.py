@@ -60,21 +60,24 @@ class BodyFeatures(nn.Module):
         return features, None, features
 
 
-def trivial_accuracy(train, test, few, options, *, tasks, models, limits=None, train_labels=None):
+def trivial_accuracy(train, test, few, options, *, tasks, models, limits=None):
     """Accuracies of trivial features, which a trained model must clearly exceed. Collective.
 
-    Where the data are features from files, there are no pixels, and only `models` are measured.
+    Where the data are features from files, there are no pixels, and only `models` are measured. Of
+    more than MAX_TRAIN or MAX_TEST images with a class so many are drawn. Then there are no
+    accuracies of head, mid and tail, which would be other classes than the model's, and no
+    few-shot probe without `few`, which would have fewer images than the model's.
 
     Args:
-        train, test: Data; of more rows than MAX_TRAIN and MAX_TEST so many are drawn.
+        train, test: Data.
         few: Data of the few-shot probe, or None.
         options: FeatureOptions; pixels and colours are those of a smaller view.
         tasks: 'knn', 'probe' or both.
         models: {name: model}, measured beside pixels and colours.
-        limits, train_labels: as in class_metrics. Give the labels of all of `train`, so that head,
-            mid and tail are the classes that they are for the model.
+        limits: as in class_metrics.
     Returns: {pixels, colours and each of `models`: as class_metrics}.
     """
+    has_drawn_images = bool(drawn_images(train, test))
     view = small_view(options.transform, train)
     forward = functools.partial(pixels_and_colours, frames=frames_of(train))
     train_features = features_of(at_most(train, MAX_TRAIN), view, options, models, forward)
@@ -86,7 +89,18 @@ def trivial_accuracy(train, test, few, options, *, tasks, models, limits=None, t
     for name in train_features:
         result[name], _, _ = class_metrics(
             tasks, train_features[name], test_features[name], few_features.get(name), limits,
-            train_labels=train_labels, device=options.device)
+            device=options.device)
+        if has_drawn_images:
+            result[name] = comparable_accuracies(result[name], few)
+    return result
+
+
+def comparable_accuracies(accuracies, few):
+    """Those of drawn images that are about the same classes and shots as the model's."""
+    result = {}
+    for task, values in accuracies.items():
+        if task != "few-shot" or few:
+            result[task] = {name: values[name] for name in ("top1", "mean_per_class")}
     return result
 
 
@@ -100,17 +114,19 @@ def small_view(transform, data):
 
 def drawn_images(train, test):
     """{train, test: number of images} of the trivial baselines, {} if they use all images."""
-    if len(train) <= MAX_TRAIN and len(test) <= MAX_TEST:
+    num_train, num_test = np.sum(train.labels >= 0), np.sum(test.labels >= 0)
+    if num_train <= MAX_TRAIN and num_test <= MAX_TEST:
         return {}
-    return {"train": min(len(train), MAX_TRAIN), "test": min(len(test), MAX_TEST)}
+    return {"train": int(min(num_train, MAX_TRAIN)), "test": int(min(num_test, MAX_TEST))}
 
 
 def at_most(data, num_rows):
-    """Data with so many rows at most, drawn with a fixed seed."""
-    if len(data) <= num_rows:
+    """Data with so many labelled rows at most, drawn with a fixed seed."""
+    rows = np.flatnonzero(data.labels >= 0)
+    if len(rows) <= num_rows:
         return data
-    say(f"{data.full_name}: trivial baselines on {num_rows:,} of {len(data):,} images")
-    rows = np.random.default_rng(42).permutation(len(data))[:num_rows]
+    say(f"{data.full_name}: trivial baselines on {num_rows:,} of {len(rows):,} images")
+    rows = rows[np.random.default_rng(42).permutation(len(rows))[:num_rows]]
     return data.select(np.sort(rows))
 
 
