@@ -260,8 +260,8 @@ class ImageFeatures:
         self.num_views = num_views
         self.device = device
         self.workers = workers
-        # By the id of a Data. `hashes` holds the Data, too, so that no other gets its id: this keeps
-        # `tables` right as well.
+        # By the id of a Data. `hashes` holds the Data, too, so that no other one gets its id, in
+        # `tables` either.
         self.hashes = {}  # {id: (Data, hash of their pixels)}
         self.tables = {}  # {(id, hash of the transform): FeatureTable} of plain images
 
