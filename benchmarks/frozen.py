@@ -133,7 +133,7 @@ ROW_C = temo_method("row c", "--row c")
 PRINTED = "--row g --similarity cosine --grad-augmented --image-aug simclr"
 META = f"--weighting meta --a0 2 --meta-set {META_SET}"
 NO_WEIGHTS = "--weighting none --a0 2"
-NOISY_META = mama_method("meta", f"0.3 {META}")
+NOISY_META = mama_method("meta, 30 %", f"0.3 {META}")
 
 CLAIMS = {
     "ncl-training": Claim(
@@ -295,14 +295,14 @@ CLAIMS = {
         main=True,
         says="weights learnt by looking ahead beat none, 30 % of the captions exchanged",
         source="none; see Table 8",
-        methods=[NOISY_META, mama_method("no weights", f"0.3 {NO_WEIGHTS}")]),
+        methods=[NOISY_META, mama_method("no weights, 30 %", f"0.3 {NO_WEIGHTS}")]),
     "mama-weights-clean": Claim(
         paper="MAMA",
         says="weights learnt by looking ahead beat none, captions as they are",
         source="Table 5",
         methods=[
             mama_method("meta", f"0 {META}"),
-            mama_method("no weights", f"0 {NO_WEIGHTS}"),
+            mama_method("0.2 rad", f"0 {NO_WEIGHTS}"),
         ]),
     "mama-others": Claim(
         paper="MAMA",
@@ -310,9 +310,9 @@ CLAIMS = {
         source="Tables 6 and 8",
         methods=[
             NOISY_META,
-            mama_method("focal", "0.3 --weighting focal --a0 2"),
-            mama_method("SPL", "0.3 --weighting spl --a0 2"),
-            mama_method("joint", "0.3 --weighting joint --a0 2"),
+            mama_method("focal, 30 %", "0.3 --weighting focal --a0 2"),
+            mama_method("SPL, 30 %", "0.3 --weighting spl --a0 2"),
+            mama_method("joint, 30 %", "0.3 --weighting joint --a0 2"),
         ]),
 }
 
@@ -687,14 +687,14 @@ def draw_tuning(runs, path):
                 panels.setdefault(claim.paper, {})[method.name] = values
     if not panels:
         return
-    fig, axes = figure(len(panels))
+    fig, axes = figure(len(panels), columns=2, width=6)
     for ax, (paper, methods) in zip(axes, panels.items()):
         for name, values in methods.items():
             ax.plot(TAUS, [mean(of_trial) for of_trial in values.values()], marker=".", label=name)
         ax.set(title=paper, xlabel="temperature", ylabel="R@1 on val, %", xscale="log")
         ax.set_xticks(TAUS, [f"{tau:g}" for tau in TAUS])
         ax.minorticks_off()
-        ax.legend()
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     save_figure(fig, path)
 
 
