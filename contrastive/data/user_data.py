@@ -443,7 +443,7 @@ def table_of_files(user, examples, root, is_video):
     the window of a video.
 
     Where examples of one file have it by several names (a.mp4, ./a.mp4, a), the column `video` has
-    one name for each file, the first by alphabet, by which splits are held out.
+    one name for each file, by which splits are held out.
     """
     sources = []
     keys = []
@@ -464,8 +464,15 @@ def table_of_files(user, examples, root, is_video):
         keys.append(key)
     columns = {}
     if len(names_of_file) < len(set(names)):
-        columns["video"] = [min(names_of_file[example.file]) for example in examples]
+        columns["video"] = [longest_name(names_of_file[example.file]) for example in examples]
     return make_table([example.captions for example in examples], keys, sources, **columns)
+
+
+def longest_name(names):
+    """The longest of a file's names, without ./ and the like: the one with its ending, in whatever
+    order the rows and folder the files are."""
+    normalized = sorted({os.path.normpath(name) for name in names})
+    return max(normalized, key=len)
 
 
 def add_sound_and_subtitles(data, user, examples, options, root):
