@@ -367,12 +367,8 @@ def missing_runs(runs, claims, pairs, further=False):
     if further:
         for name in claims:
             trials = first_trials(runs, CLAIMS[name])
-            # the names of this file are drawings of openclipart
-            has_meta_set = any(META_SET in trial for trial in trials)
             for trial in trials:
-                for title, condition in FURTHER_CONDITIONS.items():
-                    if title == "emoji" and has_meta_set:
-                        continue
+                for condition in further_conditions(CLAIMS[name], trials).values():
                     words = command_words(trial, condition)
                     commands += [runs.words(words, seed) for seed in pairs]
         return without_finished(runs, commands)
@@ -396,6 +392,15 @@ def first_trials(runs, claim):
     if len(trials) < 2:
         return []
     return trials
+
+
+def further_conditions(claim, trials):
+    """Those of FURTHER_CONDITIONS in which these trials of a claim can be compared."""
+    conditions = dict(FURTHER_CONDITIONS)
+    # META_SET names drawings of openclipart, and emoji has no kNN
+    if claim.test_metric == KNN or any(META_SET in trial for trial in trials):
+        del conditions["emoji"]
+    return conditions
 
 
 def without_finished(runs, commands):
@@ -650,7 +655,7 @@ def further_table(runs):
     for claim in CLAIMS.values():
         trials = first_trials(runs, claim)
         baseline = claim.methods[1]
-        for title, condition in FURTHER_CONDITIONS.items():
+        for title, condition in further_conditions(claim, trials).items():
             line = None
             if trials:
                 line = compare_trials(runs, claim, baseline, trials, condition)
