@@ -545,7 +545,8 @@ def main(args):  # noqa: C901, PLR0912
             value = loss_modules["tau"]()                                  # ()
         else:
             if args.shifts:
-                cluster, num_missing = clusters.look_up(batch["keys"], texts)            # -1 = none
+                # -1 is no cluster, and the last of `shifts`
+                cluster, num_missing = clusters.look_up(batch["keys"], texts)            # (B,)
                 shift = shifts[cluster]                                    # (B,)
             else:
                 shift = shifts.expand(len(texts))                          # (B,)

@@ -6,7 +6,7 @@ NCL adds a bias to each text and video, computed from the similarity matrix by S
 that all items collect the same share. The biases add no parameters, and the encoders stay what they
 are. In training the biases come from the batch; at test time from training queries in a queue.
 
-Equations (s_ij = <t_i, v_j>, not over gamma as in the paper's S; rows are texts, columns videos)
+Equations (s_ij = <t_i, v_j>, without the paper's 1 / gamma; rows are texts, columns videos)
     (2, 3)   P_t2v(v_j | t_i) = exp(s_ij / gamma) / sum_k exp(s_ik / gamma), P_v2t likewise
     (4)      L = 1/2 (L_t2v + L_v2t), each the mean cross-entropy of the pairs ncl_terms, ncl_loss
     (5)      error = mean_j |1 - sum_i P_t2v(v_j | t_i)|              common.normalization_error

@@ -120,7 +120,8 @@ def per_pair_cross_entropy(anchor, target, *, candidates, temperature):
         temperature: function of cosines (b, N) -> temperatures (b, N).
     """
     sim = anchor @ candidates.T                                            # (b, N)
-    return F.cross_entropy(sim / temperature(sim), target, reduction="none")         # (b,)
+    tau = temperature(sim)                                                 # (b, N)
+    return F.cross_entropy(sim / tau, target, reduction="none")            # (b,)
 
 
 @fp32

@@ -385,9 +385,12 @@ def check_flags(parser, args):
 
 
 def check_end(parser, args):
-    """Refuses a --stop-at-phase that the run does not reach and an --eval-epoch that is no epoch;
-    last_step compares it with the end, which small own data move."""
-    # the epochs of own data may become more
+    """Refuses a --stop-at-phase that the run does not reach and an --eval-epoch that is no epoch.
+
+    Whether that epoch is before the end of the run, last_step checks: fit_to_data may raise the
+    number of epochs.
+    """
+    # fit_to_data may raise the epochs of own data
     has_epochs = not args.max_steps and args.recipe != "own"
     if args.stop_at_phase and has_epochs and args.epochs < args.period:
         parser.error(f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full "

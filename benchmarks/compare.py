@@ -18,8 +18,8 @@ a command's runs.
 
 A finished run is one small file below OUT/runs, so that the same words go on where they stopped. It
 counts until the script, common.py, the package or a file that the command names is edited. Edits
-inside folders are not seen: give another --out. A run's warnings of flags without an
-effect are printed. Writes OUT/comparison.json, .md and .png.
+inside folders are not seen: give another --out. A run's warnings of flags without an effect are
+printed. Writes OUT/comparison.json, .md and .png.
 """
 
 import argparse
@@ -291,7 +291,7 @@ class Runs:
         key = " ".join([*words[:3], "--threads", "1", *words[3:]])
         if self.by_source:
             key += Path(words[0]).read_text(encoding="utf8") + hash_of_package()
-            for word in words[1:]:
+            for word in words[1:]:  # PATH, or --FLAG=PATH
                 key += state_of_file(word.partition("=")[2] or word)
         digest = hashlib.sha256(key.encode()).hexdigest()
         return self.folder / f"{Path(words[0]).stem}-{digest[:12]}.json"

@@ -469,8 +469,10 @@ def table_of_files(user, examples, root, is_video):
 
 
 def longest_name(names):
-    """The longest of a file's names, without ./ and the like: the one with its ending, in whatever
-    order the rows and folder the files are."""
+    """The longest of a file's names, without ./ and the like: the one with its ending.
+
+    It depends neither on the order of the rows nor on the folder in which the files are.
+    """
     normalized = sorted({os.path.normpath(name) for name in names})
     return max(normalized, key=len)
 

@@ -164,7 +164,7 @@ def sinusoids(n, width, like):
     ones."""
     column = torch.arange(width, device=like.device)                       # (width,)
     position = torch.arange(n, device=like.device)[:, None]                # (n, 1)
-    angle = position / 10_000 ** (2 * (column // 2) / width)                  # (n, width)
+    angle = position / 10_000 ** (2 * (column // 2) / width)               # (n, width)
     return torch.where(column % 2 == 0, angle.sin(), angle.cos()).to(like.dtype)
 
 
@@ -308,7 +308,7 @@ class VGT(TwoTower):
         if words is not None:
             clips = attend_words(clips, words, keep, choice_mask)
         K, d = clips.shape[1:]
-        x = self.drop(self.norm(clips + sinusoids(K, d, clips)))              # (B, K, d)
+        x = self.drop(self.norm(clips + sinusoids(K, d, clips)))           # (B, K, d)
         return self.out(self.drop(self.whole(x).mean(1)))
 
 

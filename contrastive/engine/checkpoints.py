@@ -16,8 +16,7 @@ from contrastive.core.processes import (
 import numpy as np
 import torch
 
-
-# what Run.finish and the pictures of ncl.py write, without which no evaluation reads the run
+# what a run writes at its end; no evaluation reads a run without model.safetensors
 FINAL_FILES = ("summary.json", "model.safetensors", "own.safetensors", "queues.safetensors",
                "test_ranks.safetensors")
 
@@ -140,10 +139,10 @@ def set_newer_aside(run):
 
 
 def rename_newer(folder, step):
-    """Renames step_N.pt to step_N.pt.abandoned where N is above a step, and the files of the end.
+    """Renames step_N.pt to step_N.pt.abandoned where N is above a step, and FINAL_FILES alike.
 
-    The newest checkpoint is the last: after a kill on the way the next resume loads it, and writes
-    the files of the end again.
+    The newest checkpoint is renamed last: if the process is killed before that, the next resume
+    loads it and writes the final files again.
     """
     newer = []
     for path in reversed(checkpoints_of(folder)):
@@ -161,7 +160,7 @@ def rename_newer(folder, step):
 
 
 def free_path(path):
-    """The path, or if it exists PATH-2, PATH-3, ..."""
+    """The path; if it exists, the first of PATH-2, PATH-3, ... that does not."""
     candidate = path
     number = 2
     while candidate.exists():

@@ -271,7 +271,7 @@ def open_query_data(model, splits):
     return train
 
 
-def training_queries(model, splits, query_data=None):
+def training_queries(model, splits, query_data):
     """Embeddings of training queries for --normalize: the queues of a run of ncl.py, else
     those of randomly drawn training examples and of their captions.
 
@@ -287,9 +287,9 @@ def training_queries(model, splits, query_data=None):
     if script not in SCRIPTS:
         say(f"WARNING: --normalize: by ncl.py's functions; those of {script}.py may differ")
     beginning = f"{splits.name}: --normalize {args.normalize}: by"
-    gamma = f"gamma {model.gamma:.3g}"
+    gamma_words = f"gamma {model.gamma:.3g}"
     if args.normalize in ("oracle", "dsl"):
-        say(f"{beginning} all test queries, so no fair result; {gamma}")
+        say(f"{beginning} all test queries, so no fair result; {gamma_words}")
     if args.normalize != "dsl" and has_queue(model, splits):
         texts = model.queues["texts"][-args.queue_size:]  # of size 0: all
         videos = model.queues["videos"][-args.queue_size:]
@@ -300,7 +300,8 @@ def training_queries(model, splits, query_data=None):
     else:
         return (), ()
     if args.normalize == "queue":
-        say(f"{beginning} {len(texts):,} texts and {len(videos):,} items of {source}; {gamma}")
+        say(f"{beginning} {len(texts):,} texts and {len(videos):,} items of {source}; "
+            f"{gamma_words}")
     return texts, videos
 
 

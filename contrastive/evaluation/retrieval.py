@@ -100,9 +100,9 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
     """
     image, text = pieces.image.to(pieces.device), pieces.text.to(pieces.device)  # (M, D), (C, D)
     to_text, groups = image_to_text_positives(pieces)                      # (M, P), (C,)
-    num_ranked = len(image)                                                # groups, or captions
-    if groups is None:
-        num_ranked = len(text)
+    num_ranked = len(text)
+    if groups is not None:
+        num_ranked = len(image)                                            # each with its captions
     metrics = {
         "text_to_image": retrieval_metrics(text, image, pieces.positives, image_bias, dsl=dsl),
         "image_to_text": retrieval_metrics(image, text, to_text, text_bias, groups, dsl=dsl)}
