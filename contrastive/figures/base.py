@@ -110,7 +110,7 @@ def legend_above(ax):
     # height of a row as a part of the panel, which the layout makes lower
     row_height = 1.7 * LETTERS / 72 * ax.figure.dpi / ax.bbox.height
     rows = math.ceil(len(names) / columns)
-    legend_height = min(0.6, row_height * rows)
+    legend_height = min(0.6, row_height * (rows + 0.5))
     low, high = ax.get_ylim()
     # no ticks beside the legend, such as 150 %
     ticks = ax.get_yticks()
