@@ -47,7 +47,7 @@ def draw_training(run):
     total_loss = "total loss"
     blended_terms = terms.keys() - {"L_MM", "L_E-image", "L_E-text"}
     if "L_MM" in terms and blended_terms and run.args.blend == "quadratic":
-        total_loss = "total loss (the weights of its terms change along the run, Eq. 8)"
+        total_loss = "total loss (weights change along the run, Eq. 8)"
     panels = [
         ("terms of the loss, without their weights", "loss", terms),
         base.recall_panel(run),
