@@ -389,18 +389,20 @@ def learning_rate(step, steps, args):
         steps: Steps, as count_steps returns them.
         args: lr, lr_schedule and, unless that is constant, lr_end.
     """
-    if step < steps.warmup:
-        return args.lr * (step + 1) / steps.warmup
-    position = step - steps.warmup
+    position = max(0, step - steps.warmup)
     length = max(1, steps.total - steps.warmup)
     if args.lr_schedule == "constant":
-        return args.lr
-    if args.lr_schedule == "linear":
-        return args.lr_end + (args.lr - args.lr_end) * (1 - position / length)
-    if args.lr_schedule == "cosine":
+        rate = args.lr
+    elif args.lr_schedule == "linear":
+        rate = args.lr_end + (args.lr - args.lr_end) * (1 - position / length)
+    elif args.lr_schedule == "cosine":
         cosine = math.cos(math.pi * position / length)
-        return args.lr_end + (args.lr - args.lr_end) * 0.5 * (1 + cosine)
-    raise ValueError(f"--lr-schedule {args.lr_schedule} has no branch in learning_rate")
+        rate = args.lr_end + (args.lr - args.lr_end) * 0.5 * (1 + cosine)
+    else:
+        raise ValueError(f"--lr-schedule {args.lr_schedule} has no branch in learning_rate")
+    if step < steps.warmup:
+        return args.lr * (step + 1) / steps.warmup
+    return rate
 
 
 def decay_groups(modules, weight_decay):

@@ -117,4 +117,4 @@ def test_learning_rates():
     assert rates["cosine"] == pytest.approx([2, 4, 4, 1 + 1.5 * (1 + 0.5**0.5), 2.5, 1])
     assert rates["constant"] == [2, 4, 4, 4, 4, 4]
     with pytest.raises(ValueError, match="--lr-schedule step has no branch"):
-        common.learning_rate(5, steps, Namespace(lr=4.0, lr_end=1.0, lr_schedule="step"))
+        common.learning_rate(0, steps, Namespace(lr=4.0, lr_end=1.0, lr_schedule="step"))

@@ -5,6 +5,7 @@ from argparse import Namespace
 
 import common
 from contrastive import evaluation
+from contrastive.core.processes import UserError
 from contrastive.data.clips import Regions
 from contrastive.encoders.texts import Tokenizer
 from contrastive.encoders.vgt import PostNorm, VideoGraph, attend_words, crops, sinusoids
@@ -324,6 +325,22 @@ def test_both_layouts_give_the_numbers_of_their_files(tmp_path):
         :, :, 0, :W
     ]  # two whole clips
     assert np.array_equal(few, frames[2, [0, 7]])
+
+
+def test_features_of_a_video_that_are_there_twice_end_the_run(tmp_path):
+    write_npz(tmp_path / "npz", ["a", "b"])
+    other = tmp_path / "npz" / "older"
+    other.mkdir()
+    (other / "b.npz").write_bytes((tmp_path / "npz" / "region_feat_aln" / "b.npz").read_bytes())
+    with pytest.raises(UserError, match=r"the video b is there twice, in .*b\.npz and in .*b\.npz"):
+        Regions(tmp_path / "npz", "val", 5, 32)
+    write_h5(tmp_path / "h5", "val", ["a", "b", "a"])
+    with pytest.raises(UserError, match="the video a is there twice"):
+        Regions(tmp_path / "h5", "val", 5, 32)
+    table = tmp_path / "h5" / "region_feat_n" / f"acregion_8c{N}b_val.h5"
+    table.with_name("acregion_8c20b_val.h5").write_bytes(table.read_bytes())
+    with pytest.raises(UserError, match="both acregion_8c20b_val.h5 and"):
+        Regions(tmp_path / "h5", "val", 5, 32)
 
 
 def test_a_run_on_files_with_captions(tmp_path, capsys):

@@ -184,7 +184,7 @@ class Regions:
         split: in the names of the h5 files.
         regions: R, of which the first of n are used.
         frames: T = 4 K, which are K whole clips, evenly spaced.
-    Raises: UserError if one of the two kinds of file is missing.
+    Raises: UserError if one of the two kinds of file is missing, or a video is there twice.
     """
 
     sampling = "uniform"
@@ -203,19 +203,28 @@ class Regions:
         """{video: Place} of an h5 file with this pattern, else of files with this ending."""
         paths = sorted(map(Path, files_below(self.folder)))
         tables = [path for path in paths if path.match(pattern)]
+        if len(tables) > 1:
+            raise UserError(f"--region-dir {self.folder}: both {tables[0].name} and "
+                            f"{tables[1].name} have features of this split; leave one")
         if tables:
-            places = {}
             names = read_array(Place(tables[0], slice(None)), "ids").tolist()
-            for row, name in enumerate(names):
-                if isinstance(name, bytes):
-                    name = name.decode()
-                places[str(name)] = Place(tables[0], row)
-            return places
-        files = [path for path in paths if path.suffix == f".{ending}"]
-        if not files:
+            places = [Place(tables[0], row) for row in range(len(names))]
+        else:
+            files = [path for path in paths if path.suffix == f".{ending}"]
+            names = [file.stem for file in files]
+            places = [Place(file, None) for file in files]
+        if not places:
             raise UserError(f"--region-dir {self.folder}: neither an h5 file of VGT's nor a "
                             f"VIDEO.{ending} is there")
-        return {file.stem: Place(file, None) for file in files}
+        result = {}
+        for name, place in zip(names, places):
+            if isinstance(name, bytes):
+                name = name.decode()
+            if str(name) in result:
+                raise UserError(f"--region-dir {self.folder}: the video {name} is there twice, in "
+                                f"{result[str(name)].file} and in {place.file}; leave one")
+            result[str(name)] = place
+        return result
 
     def index(self):
         """{name: video}; a video called 7 is also video7 and vid7."""
