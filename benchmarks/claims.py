@@ -10,8 +10,9 @@ compares arms on one metric of the test split; arms share data, order, views and
 a claim has equally many trials, compared by one metric on val. Longer than 1, epochs, warm-up, the
 period of TS and the rise of MAMA's margin grow with the run; arms are tuned again at length 3, last
 by half and twice the learning rate of the best trial, and longer runs keep that choice. Holm's
-correction is over the claims of one paper at one length, as far as they have run; no two claims
-compare the same runs on one metric. A claim tuned by kNN decides nothing
+correction is over the claims of one paper at one length; comparisons that have not run count with
+p = 1, at length 1 all of them, at the others those of claims that have run there in part. No two
+claims compare the same runs on one metric. A claim tuned by kNN decides nothing
 unless its baseline's kNN is clearly above raw pixels, colours and the untrained tower ("no
 ground").
 
@@ -27,7 +28,8 @@ from statistics import mean
 from contrastive.core.number_types import count
 
 from benchmarks.compare import (
-    COLUMNS, RESULTS, Arm, Runs, cells, compare_pairs, decide, interval, markdown, to_json, write)
+    COLUMNS, NARROW, RESULTS, Arm, Runs, cells, compare_pairs, correct, interval, markdown, to_json,
+    verdict_of, write)
 
 LENGTHS = (1, 3, 10)  # times the steps of a run; those that have a table
 TUNED_LENGTH = 3  # at which longer runs are tuned
@@ -360,7 +362,7 @@ CLAIMS = {
         methods=AGAINST_TEMO,
         test_metric="modality_gap",
         scale=-100),
-    # three seeds tune, since one has misled
+    # three seeds are to tune, since one has misled; the stored table has one
     "mama-weights": Claim(
         paper="MAMA",
         says="weights learnt by looking ahead beat none under mismatched captions "
@@ -625,19 +627,35 @@ def has_ground(claim, baseline):
 def judge_all(runs, length):
     """{claim: Result} of a length, with verdicts, from its finished runs."""
     results = {name: measure_claim(runs, claim, length) for name, claim in CLAIMS.items()}
-    decidable = {}  # {paper: its comparisons}
+    families = {}  # {paper: its results that are corrected together}
     for result in results.values():
-        of_paper = decidable.setdefault(result.claim.paper, [])
+        if length == 1 or result.comparisons:
+            families.setdefault(result.claim.paper, []).append(result)
+    for family in families.values():
+        judge(family)
+    return results
+
+
+def judge(family):
+    """Sets the verdicts of the Results of a paper."""
+    number = 0
+    decidable = []
+    for result in family:
+        number += len(result.claim.methods) - 1
         for baseline, comparison in result.comparisons.items():
             if has_ground(result.claim, result.measured[baseline]):
-                of_paper.append(comparison)
+                decidable.append(comparison)
             else:
                 comparison.verdict = "no ground"
-    for comparisons in decidable.values():
-        decide(comparisons)
-        for comparison in comparisons:
-            comparison.verdict = VERDICTS.get(comparison.verdict, comparison.verdict)
-    return results
+    correct(decidable, number)
+    for result in family:
+        narrow = NARROW
+        if result.claim.scale != 1:  # no points: other metrics have other units
+            narrow = 0
+        for comparison in result.comparisons.values():
+            if comparison.verdict != "no ground":
+                verdict = verdict_of(comparison, narrow)
+                comparison.verdict = VERDICTS.get(verdict, verdict)
 
 
 def rows_of(name, result):

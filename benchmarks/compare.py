@@ -77,7 +77,7 @@ class Comparison:
         smallest_effect: seen with 80 % power at a two-sided 5 %, given the spread of the pairs; the
             sum of two quantiles, whose power is 73 % at 2 pairs, 77 at 3, 79 at 5.
         p: two-sided.
-        p_holm, verdict: by `decide`.
+        p_holm, verdict: by `correct` and `verdict_of`.
         further: {title of a further metric: (mean, half)}.
     """
 
@@ -129,32 +129,34 @@ def compare_pairs(first, second, sign=1):
     return Comparison(seeds, differences, mean, half, sign, smallest_effect, p)
 
 
-def correct(comparisons):
-    """Sets p_holm of comparisons that are read together, from their p (Holm 1979)."""
+def correct(comparisons, number=0):
+    """Sets p_holm of comparisons that are read together, from their p (Holm 1979).
+
+    Args:
+        number: of all that are read together, if it is larger; those that are not there, such as
+            runs that are not done, count with p = 1.
+    """
+    number = max(number, len(comparisons))
     p_holm = 0.0
     for k, comparison in enumerate(sorted(comparisons, key=lambda comparison: comparison.p)):
-        p_holm = max(p_holm, min(1.0, (len(comparisons) - k) * comparison.p))
+        p_holm = max(p_holm, min(1.0, (number - k) * comparison.p))
         comparison.p_holm = p_holm
 
 
-def decide(comparisons, narrow=NARROW):
-    """Sets p_holm and the verdict of comparisons that are read together.
+def verdict_of(comparison, narrow=NARROW):
+    """The verdict of a Comparison, in words.
 
     Args:
         narrow: largest half width of an interval that counts as "no difference".
     """
-    correct(comparisons)
-    for comparison in comparisons:
-        p_holm = comparison.p_holm
-        size = abs(comparison.mean)
-        if p_holm < 0.05 and comparison.sign * comparison.mean > 0:
-            comparison.verdict = "better"
-        elif p_holm < 0.05:
-            comparison.verdict = "worse"
-        elif comparison.half <= narrow and size <= comparison.half:
-            comparison.verdict = f"no difference above {size + comparison.half:.1f}"
-        else:
-            comparison.verdict = "not decidable"
+    size = abs(comparison.mean)
+    if comparison.p_holm < 0.05 and comparison.sign * comparison.mean > 0:
+        return "better"
+    if comparison.p_holm < 0.05:
+        return "worse"
+    if comparison.half <= narrow and size <= comparison.half:
+        return f"no difference above {size + comparison.half:.1f}"
+    return "not decidable"
 
 
 def sign_of(metric):
@@ -518,7 +520,7 @@ def draw(comparisons, title, unit, path):
         names.append(f"{textwrap.fill(command, 44)}\n{comparison.verdict}")
     ax.axvline(0, color="grey", linewidth=1)
     ax.set(ylim=(-0.5, len(comparisons) - 0.3),
-           xlabel=f"{unit}; dots: pairs; square and bar: mean, 95 %")
+           xlabel=f"difference in {unit}; dots: pairs; square and bar: mean, 95 %")
     ax.set_yticks(range(len(comparisons)), names)
     fig.suptitle(title)
     save_figure(fig, path)
@@ -642,7 +644,9 @@ def main(argv=None):
     comparisons = {}
     for command in other_commands:
         comparisons[command] = compare_pairs(measured[command].test, measured[first].test, sign)
-    decide(comparisons.values(), narrow)
+    correct(comparisons.values())
+    for comparison in comparisons.values():
+        comparison.verdict = verdict_of(comparison, narrow)
 
     table = table_of(args, measured, comparisons)
     stem = args.out / "comparison"

@@ -1,4 +1,4 @@
-"""The claims of the papers with frozen published encoders, on real pictures and titles.
+"""The claims of the papers with frozen published encoders, on drawings that people made and named.
 
     python -m benchmarks.frozen --claims ncl-training temo --seeds 10 --jobs 2
     python -m benchmarks.frozen --claims temo --further --seeds 5  # other conditions, no verdict
@@ -189,7 +189,7 @@ CLAIMS = {
         says="the schedule alone beats a fixed temperature",
         source="Table 4",
         methods=[
-            Method("TS", "mmts.py --no-shifts", over_taus(tau=1, alpha=4 / 7), R1),
+            Method("schedule", "mmts.py --no-shifts", over_taus(tau=1, alpha=4 / 7), R1),
             INFONCE,
         ]),
     "mmts-shifts": Claim(
@@ -198,7 +198,8 @@ CLAIMS = {
         source="Table 4",
         methods=[
             Method(
-                "ICS", "mmts.py --no-schedule", over_taus(shift_min=5 / 7, shift_max=10 / 7), R1),
+                "shifts", "mmts.py --no-schedule", over_taus(shift_min=5 / 7, shift_max=10 / 7),
+                R1),
             INFONCE,
         ]),
     "mmts-margin": Claim(
@@ -291,6 +292,7 @@ CLAIMS = {
         says="a subtractive margin of 0.01 rad, our default, beats none",
         source="Fig. 4",
         methods=[mama_method("0.01 rad", "0 --weighting none --a0 0.1"), INFONCE]),
+    # the paper has no such comparison, but its weights are the method, and they need noise to act
     "mama-weights": Claim(
         paper="MAMA",
         main=True,
@@ -687,19 +689,27 @@ def to_json(result):
 
 
 def draw_tuning(runs, path):
-    """Draws R@1 on val over the temperature, a panel for each paper."""
-    panels = {}  # {paper: {name of a method: its values on val}}
+    """Draws R@1 on val over the temperature, a panel for each paper.
+
+    Bars are the standard error over the seeds. A method whose values another one has, since it is
+    the same run in another script, is drawn once.
+    """
+    panels = {}  # {paper: {name of a method: for each of TAUS its values on val}}
     for claim in CLAIMS.values():
         for method in claim.methods:
-            values = val_values(runs, method)
-            if values and len(method.trials) > 1:
-                panels.setdefault(claim.paper, {})[method.name] = values
+            values = list(val_values(runs, method).values())
+            panel = panels.setdefault(claim.paper, {})
+            if len(values) > 1 and values not in panel.values():
+                panel[method.name] = values
+    panels = {paper: methods for paper, methods in panels.items() if methods}
     if not panels:
         return
     fig, axes = figure(len(panels), columns=2, width=6)
     for ax, (paper, methods) in zip(axes, panels.items()):
         for name, values in methods.items():
-            ax.plot(TAUS, [mean(of_trial) for of_trial in values.values()], marker=".", label=name)
+            means = [mean(of_trial) for of_trial in values]
+            errors = [stdev(of_trial) / len(of_trial) ** 0.5 for of_trial in values]
+            ax.errorbar(TAUS, means, errors, marker=".", capsize=2, label=name)
         ax.set(title=paper, xlabel="temperature", ylabel="R@1 on val, %", xscale="log")
         ax.set_xticks(TAUS, [f"{tau:g}" for tau in TAUS])
         ax.minorticks_off()
@@ -712,7 +722,8 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS),
                    help="claims whose missing runs are run")
-    p.add_argument("--seeds", type=count, default=10, help="pairs of runs of each trial")
+    p.add_argument("--seeds", type=count, default=10,
+                   help="pairs of runs of a method, at its best trials")
     p.add_argument("--jobs", type=count, default=os.cpu_count(),
                    help="runs side by side, one thread each")
     p.add_argument("--report", action="store_true", help="run nothing, write the table")

@@ -75,26 +75,36 @@ def test_without_a_spread_there_is_no_evidence():
 
 
 def comparison(p, mean, half=1.0, sign=1):
-    """A Comparison with what `decide` reads."""
+    """A Comparison with what `correct` and `verdict_of` read."""
     return compare.Comparison([], [], mean, half, sign, 0.0, p)
 
 
 def test_holm_decides_over_all_lines():
     ps = (0.04, 0.001, 0.02, 0.6)
     lines = [comparison(p, mean) for p, mean in zip(ps, (2, -2, 3, 0.4))]
-    compare.decide(lines)
+    compare.correct(lines)
     assert [line.p_holm for line in lines] == pytest.approx([0.08, 0.004, 0.06, 0.6])
-    assert [line.verdict for line in lines] == [
+    assert [compare.verdict_of(line) for line in lines] == [
         "not decidable",
         "worse",
         "not decidable",
         "no difference above 1.4",
     ]
+    assert compare.verdict_of(lines[3], narrow=0) == "not decidable"
     less_is_better, too_wide = comparison(0.04, -2, 1.9, sign=-1), comparison(0.9, 0.1, 3.0)
     for line in (less_is_better, too_wide):
-        compare.decide([line])
-    assert less_is_better.verdict == "better"
-    assert too_wide.verdict == "not decidable"
+        compare.correct([line])
+    assert compare.verdict_of(less_is_better) == "better"
+    assert compare.verdict_of(too_wide) == "not decidable"
+
+
+def test_comparisons_that_have_not_run_count_as_lines_with_p_1():
+    ps, means = (0.04, 0.001, 0.02), (2, -2, 3)
+    some = [comparison(p, mean) for p, mean in zip(ps, means)]
+    everything = [comparison(p, mean) for p, mean in zip((*ps, 1, 1), (*means, 0.1, 0.1))]
+    compare.correct(some, 5)
+    compare.correct(everything)
+    assert [line.p_holm for line in some] == [line.p_holm for line in everything[:3]]
 
 
 @pytest.mark.parametrize("pairs", [2, 5, 30])

@@ -112,7 +112,7 @@ def draw_gap(results, path):
                     knn[run][f"{name}\nkNN@{k}"] = accuracies["mean_per_class"]
     panels = {"modality gap (Fig. 3)": gap}
     if any(knn.values()):
-        panels["mean per class, % (Fig. 3)"] = knn
+        panels["kNN, mean per class, % (Fig. 3)"] = knn
     return draw_bars(panels, path)
 
 

@@ -1,4 +1,4 @@
-"""Figures of temo.py: curves, retrieval, and those of the paper's Figures 2 to 7 of one run."""
+"""Figures of temo.py: curves, retrieval, and those of the paper's Figures 2 to 5 and 7."""
 
 from contrastive.core.files import read_json, write_json
 from contrastive.core.processes import rank
@@ -20,7 +20,7 @@ def save_similarities(run):
 
 
 def draw(run):
-    """Draws the figures of a run: curves, retrieval, and the paper's Figures 2 to 7."""
+    """Draws the figures of a run: curves, retrieval, and the paper's Figures 2 to 5 and 7."""
     draw_training(run)
     before = read_json(run.folder / "similarity_before.json", {})
     for name, suffix, pieces in base.by_set(run.val_pieces or run.test_pieces):
