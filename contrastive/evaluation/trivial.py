@@ -6,7 +6,7 @@ from contrastive.core.processes import say
 from contrastive.data.table import frames_of
 from contrastive.encoders.models import EvalTransform
 from contrastive.evaluation.by_class import LabelledFeatures, class_metrics, labelled
-from contrastive.evaluation.embed import encode_images
+from contrastive.evaluation.embed import outputs_of_images
 
 import numpy as np
 import torch
@@ -134,9 +134,9 @@ def features_of(data, view, options, models, forward):
     """{name: LabelledFeatures} of pixels and colours, which `forward` returns, and the models."""
     features = {}
     if getattr(data.clip, "has_pixels", True):
-        index, pixels, compact, _ = encode_images(
-            nn.Identity(), data, view, options.device, workers=options.workers,
-            rows=np.flatnonzero(data.labels >= 0), forward=forward)
+        index, (pixels, compact), _ = outputs_of_images(
+            nn.Identity(), data, view, options.device, forward=forward, workers=options.workers,
+            rows=np.flatnonzero(data.labels >= 0))
         labels = data.labels[index]
         colours, small = compact[:, :64], compact[:, 64:]
         features["pixels"] = LabelledFeatures(pixels, small, labels)
