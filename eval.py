@@ -296,7 +296,7 @@ def evaluate(model, opened):
     if tasks:
         options = ClassOptions(
             train=opened.train, few_shot=opened.splits.few_shot, knn_features=model.knn_features,
-            view=view, untrained=model.untrained)
+            view=view, with_trivial=True, build_untrained=model.build_untrained)
         if name == model.trained_on:
             options.shot_limits = model.facts.shot_limits
         metrics, chance, pieces = measure(

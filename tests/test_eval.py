@@ -508,7 +508,7 @@ def test_trivial_neighbours_by_hand(run):
     data = {split: common.load_data("emoji", split, image_size=24) for split in ("train", "val")}
     (*_, transform), spec = common.load_model(run), json.loads((run / "model.json").read_text())
     first = encoders.models.untrained(spec, seed=42)
-    options = evaluation.by_class.FeatureOptions(transform, torch.device("cpu"), 0, projected=True)
+    options = evaluation.by_class.FeatureOptions(transform, torch.device("cpu"), 0, "projected")
     found = evaluation.trivial.trivial_accuracy(
         data["train"], data["val"], None, options, tasks=["knn"], models={"untrained": first}
     )
@@ -539,13 +539,15 @@ def test_trivial_baselines_of_some_images_have_no_classes_by_size(run, monkeypat
     train, val = (common.load_data("emoji", split) for split in ("train", "val"))
     sizes = np.bincount(train.labels[train.labels >= 0])
     options = evaluation.measure.ClassOptions(
-        train=train, shot_limits=(np.median(sizes), np.median(sizes)), untrained=lambda: None)
+        train=train, shot_limits=(np.median(sizes), np.median(sizes)), with_trivial=True,
+        build_untrained=lambda: None)
     towers = evaluation.measure.Towers(*common.load_model(run))
     metrics, chance, _ = evaluation.measure.measure(
-        towers, val, ["knn"], options, device=torch.device("cpu"))
-    assert {"head", "tail"} <= metrics["knn@1"].keys()
+        towers, val, ["knn", "probe"], options, device=torch.device("cpu"))
+    assert {"head", "tail"} <= metrics["knn@1"].keys() and "few-shot" in metrics
     for accuracies in chance["trivial"].values():
         assert accuracies["knn@1"].keys() == {"top1", "mean_per_class"}
+        assert accuracies.keys() == {"knn@1", "knn@10", "all"}
     assert chance["trivial_images"] == {"train": 100, "test": len(val)}
     table = evaluation.report.table("emoji", metrics, chance)
     assert f" (100 training, {len(val)} test images)" in table

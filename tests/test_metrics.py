@@ -280,6 +280,19 @@ def test_chance_of_a_random_neighbour(truth, top1, mean):
     assert chance == {"top1": top1, "mean_per_class": mean}
 
 
+def test_chance_is_what_noise_gets():
+    """Of ten neighbours and of a probe on all: the most frequent class; of one: a random image."""
+    rng = np.random.default_rng(0)
+    noise = [torch.from_numpy(rng.standard_normal((2000, 8))) for _ in range(2)]
+    labels = np.arange(2000) % 10 == 0  # 90 % of class 0
+    rows = [(x, x, labels.astype(int)) for x in noise]
+    metrics, chance, _ = evaluation.by_class.class_metrics(["knn", "probe"], *rows)
+    for name, top1 in (("knn@1", 82), ("knn@10", 90), ("all", 90), ("few-shot", 50)):
+        assert chance[name] == pytest.approx({"top1": top1, "mean_per_class": 50})
+        assert metrics[name]["top1"] == pytest.approx(top1, abs=5), name
+    assert metrics["few-shot"]["shots"] == 200
+
+
 def test_linear_probe_is_linear_svc():
     rng = np.random.default_rng(0)
     x, q = unit(120, 10, seed=2).numpy(), unit(600, 10, seed=3).numpy()
@@ -325,7 +338,7 @@ def test_classes_on_a_long_tail():
             "knn@1",
             "knn@10",
         }
-        assert per_class["knn@1"] == of_class
+        assert per_class == of_class
     few = common.linear_probe(known, known_labels, features, labels, 8)
     metrics, chance, _ = evaluation.by_class.class_metrics(["probe"], *data)
     assert few.items() <= metrics["few-shot"].items() and chance["all"] == {
@@ -372,11 +385,14 @@ def test_zero_shot_by_prompts_which_are_not_cleaned_and_by_names(prompts, monkey
         ),
     )
     words = encoders.texts.Tokenizer(
-        encoders.texts.train_wordpiece(["a t-shirt."] * 9), 16, clean=True
+        encoders.texts.train_wordpiece(["a t-shirt."] * 9), 8, clean=True
     )
     data = types.SimpleNamespace(label_names=["t-shirt", "pear_tree", "zebra "], prompts=prompts)
     image, labels = torch.randn(60, 4, generator=generator), np.arange(60) % 3
-    found, chance = evaluation.by_class.zero_shot(None, words, image, labels, data, device="cpu")
+    found, chance, num_cut = evaluation.by_class.zero_shot(
+        None, words, image, labels, data, device="cpu")
+    long = [text for text in of_text if len(words.tokenizer(text)["input_ids"]) > words.length]
+    assert num_cut == len(long) > 0
     for reading, formats in (("top1", prompts or ["a photo of a {c}."]), ("names_top1", ["{c}"])):
         texts = [
             [f.replace("{c}", name) for f in formats] for name in ("t-shirt", "pear tree", "zebra")

@@ -115,7 +115,7 @@ class EvaluatedModel:
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def untrained(self):
+    def build_untrained(self):
         """The run's tower at random weights; None for a model by name."""
         if not self.flags:
             return None

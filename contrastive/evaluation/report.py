@@ -7,8 +7,8 @@ from contrastive.core.words import counted
 QUERY_COUNTS = ("clips", "images", "captions", "questions")
 # all metrics that count something; they stand in the first line of a table
 COUNTS = (
-    *QUERY_COUNTS, "captions_cut", "repeated_captions_positive", "repeated_captions_wrong",
-    "texts_cut", "unreadable", "without_class")
+    *QUERY_COUNTS, "captions_cut", "prompts_cut", "repeated_captions_positive",
+    "repeated_captions_wrong", "texts_cut", "unreadable", "without_class")
 FEW_QUERIES = 50  # with fewer, a single query moves the numbers
 # what groups of numbers are called in a table, where their name in summary.json does not say it
 LABELS = {

@@ -89,18 +89,17 @@ def trivial_accuracy(train, test, few, options, *, tasks, models, limits=None):
     for name in train_features:
         result[name], _, _ = class_metrics(
             tasks, train_features[name], test_features[name], few_features.get(name), limits,
-            device=options.device)
+            with_few_shot=not has_drawn_images, device=options.device)
         if has_drawn_images:
-            result[name] = comparable_accuracies(result[name], few)
+            result[name] = of_all_classes(result[name])
     return result
 
 
-def comparable_accuracies(accuracies, few):
-    """Those of drawn images that are about the same classes and shots as the model's."""
+def of_all_classes(accuracies):
+    """{task: {top1, mean_per_class}}: the accuracies without those of head, mid and tail."""
     result = {}
     for task, values in accuracies.items():
-        if task != "few-shot" or few:
-            result[task] = {name: values[name] for name in ("top1", "mean_per_class")}
+        result[task] = {name: values[name] for name in ("top1", "mean_per_class")}
     return result
 
 
