@@ -6,9 +6,9 @@ from pathlib import Path
 
 from contrastive.core.files import read_json, slug
 from contrastive.core.processes import UserError, opening, say
-from contrastive.data import data_options, load_data
+from contrastive.data import data_options, load_data, open_pairs
 from contrastive.data.long_tail import labelled_sets
-from contrastive.data.registry import find_data_set
+from contrastive.data.registry import find_data_set, partition_name
 from contrastive.data.splits import without_trained
 from contrastive.data.table import EmptySplit
 from contrastive.encoders.kinds import encoder_kind
@@ -163,7 +163,8 @@ class EvaluatedSplits:
     def open(self, split):
         """The Data of a split. Raises: EmptySplit if there is no such split."""
         if not self.long_tail:
-            data = self.untrained_rows(load_data(self.name, split, self.options))
+            data = load_data(self.name, split, self.options)
+            data = without_trained(data, *self.training_sets(split))
         elif split in self.long_tail:
             data = self.long_tail[split]
         else:
@@ -174,20 +175,42 @@ class EvaluatedSplits:
         # mama.py has learnt its weights from these examples
         return data.select([row for row, key in enumerate(data.keys()) if key not in meta_data])
 
-    def untrained_rows(self, data):
-        """A split of another set of the user's own, without the files that the run trained on."""
+    def training_sets(self, split):
+        """What the run trained on and whose files are left out of a split: a list of Data.
+
+        They are its data set, if both are the user's own, and, for val and test, its --extra-pairs.
+        Of those, training has left out the clips of the sets that the run evaluated.
+        """
         trained_on = self.model.trained_on
-        if self.name == trained_on or find_data_set(self.name) is not None:
-            return data
-        if trained_on is None or find_data_set(trained_on) is not None:
-            return data
-        if not Path(trained_on).expanduser().exists():
-            say(f"WARNING: {trained_on} is not there, so rows of {self.name} that were trained on "
-                "count, too")
-            return data
+        if trained_on is None:
+            return []
         flags = argparse.Namespace(**self.model.flags)
-        options = data_options(flags).replace(by_class=self.options.by_class)
-        return without_trained(data, load_data(trained_on, "train", options))
+        are_own = find_data_set(self.name) is None and find_data_set(trained_on) is None
+        result = []
+        if are_own and self.name != trained_on and self.is_there(trained_on):
+            options = data_options(flags).replace(by_class=self.options.by_class)
+            result.append(load_data(trained_on, "train", options))
+        if split == "train" or self.was_evaluated():
+            return result
+        for word in self.model.flags.get("extra_pairs", ()):
+            name, _ = partition_name(word, "=")
+            if self.is_there(name):
+                result.append(open_pairs(word, flags))
+        return result
+
+    def is_there(self, trained_on):
+        """Whether a training set of the run can be read; else it prints what follows."""
+        if find_data_set(trained_on) is not None or Path(trained_on).expanduser().exists():
+            return True
+        say(f"WARNING: {trained_on} is not there, so rows of {self.name} that were trained on "
+            "count, too")
+        return False
+
+    def was_evaluated(self):
+        """Whether the run itself evaluated this set."""
+        words = self.model.flags.get("eval_datasets") or [self.model.trained_on]
+        names = [resolve_name(partition_name(word, "=")[0]) for word in words]
+        return resolve_name(self.name) in names
 
 
 # ======================================================= the model ================================
