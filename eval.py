@@ -334,8 +334,9 @@ def other_rankings(model, opened, metrics, pieces):
     Returns: what normalized_metrics, reranked_metrics or head_mid_tail return.
     """
     args = model.args
-    # a run of ncl.py prints recalls by queue and oracle beside those of --normalize none
-    prints_all = args.as_trained and bool(model.queues)
+    # a run of ncl.py prints recalls by queue and oracle beside those of --normalize none, unless
+    # it has no temperature
+    prints_all = args.as_trained and bool(model.queues) and model.gamma > 0
     if args.normalize != "none" or prints_all:
         return normalized_metrics(model, opened, metrics, pieces)
     if args.rerank:

@@ -82,7 +82,7 @@ class EvaluatedModel:
             return load_file(file)
 
     def temperature(self):
-        """The temperature of --normalize.
+        """The temperature of --normalize, and of the biases by the queues of a run of ncl.py.
 
         Raises: UserError if the run has no single one.
         """
@@ -90,7 +90,7 @@ class EvaluatedModel:
             return self.args.gamma
         if self.args.normalize == "dsl":
             return DSL_TAU  # that of a run, such as MAMA's 1, may do nothing
-        if self.queues:
+        if self.queues and self.facts.tau is not None:  # ncl.py --loss max-margin trains none
             return self.queues["gamma"].item()
         if self.args.normalize == "none" or self.towers.tokenizer is None:
             return 0.0
