@@ -3,6 +3,7 @@ health; chance."""
 
 import collections
 import dataclasses
+import itertools
 import math
 import types
 
@@ -230,17 +231,37 @@ def test_no_image_is_its_own_negative():
     """gap: the health of the space by one caption of each image; one image has none."""
     image, text = torch.randn(6, 5, generator=torch.manual_seed(0)).split([3, 3])
     four_texts = text.repeat_interleave(4, 0)
-    pieces = EvaluationPieces(image=image, text=four_texts, owner=np.arange(3).repeat(4))
+    data = types.SimpleNamespace(has_captions=True, groups=np.arange(3))
+    pieces = EvaluationPieces(
+        data, np.arange(3), image=image, text=four_texts, owner=np.arange(3).repeat(4))
     metrics, chance = evaluation.retrieval.gap_and_health(pieces)
     expected = common.embedding_health(image, text)
     assert (
         metrics["embeddings"].items() <= expected.items()
         and chance["modality_gap"] == (1 / 3 + 1 / 12) ** 0.5
     )
-    one = EvaluationPieces(image=image[:1], text=text[:2], owner=np.zeros(2, int))
+    one = EvaluationPieces(
+        data, np.arange(1), image=image[:1], text=text[:2], owner=np.zeros(2, int))
     assert not evaluation.retrieval.gap_and_health(one)[0][
         "embeddings"
     ]  # a spread of one is nan, which is no JSON
+
+
+def test_no_image_of_a_group_is_a_negative_of_another(monkeypatch):
+    """One image of each class whose name is the caption; of many classes not the first ones."""
+    image, text = torch.randn(40, 5, generator=torch.Generator().manual_seed(3)).split([20, 20])
+    data = types.SimpleNamespace(has_captions=False, labels=np.arange(20) // 4)
+    pieces = EvaluationPieces(data, np.arange(20), image=image, text=text, owner=np.arange(20))
+    found = evaluation.retrieval.gap_and_health(pieces)[0]["embeddings"]
+    assert found.items() <= common.embedding_health(image[::4], text[::4]).items()
+    monkeypatch.setattr(evaluation.retrieval, "MAX_HEALTH", 3)
+    some = evaluation.retrieval.gap_and_health(pieces)[0]["embeddings"]
+    assert some == evaluation.retrieval.gap_and_health(pieces)[0]["embeddings"]
+    of_sets = []
+    for rows in itertools.combinations(range(0, 20, 4), 3):
+        rows = list(rows)
+        of_sets.append(some.items() <= common.embedding_health(image[rows], text[rows]).items())
+    assert sum(of_sets) == 1 and not of_sets[0]
 
 
 # ---------------------------------------- classes ------------------------------------------------

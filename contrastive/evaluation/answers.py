@@ -142,7 +142,7 @@ def texts_for_tokenizer(data, limit=None):
 def shuffle_videos(data, seed=0):
     """The same questions, each with the video of another row, to show what videos add."""
     order = np.random.default_rng([7, seed]).permutation(len(data))
-    # a single cycle, so that no row keeps its video
+    # A single cycle: no row keeps its own row's video. That of the other row may be the same video.
     rows = np.roll(order, 1)[np.argsort(order)]
     boxes = data.column("boxes")
     if boxes is not None:

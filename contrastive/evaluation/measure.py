@@ -113,6 +113,8 @@ def reason_against_captions(task, data, class_names_as_captions):
     """Why a split does not support a task by caption; "" if it does."""
     if not data.has_captions and not class_names_as_captions:
         return "the set has no captions"
+    if answers.has_questions_as_captions(data):
+        return "the captions of the set are its questions, which say nothing of the videos"
     has_classes = data.column("verb") is not None and data.column("noun") is not None
     if task == "mir" and data.sentences is None and not has_classes:
         return "the set has no relevancies (no verb and noun classes)"
@@ -124,11 +126,18 @@ def reason_against_classes(task, data, train):
     if data.labels is None or not (data.labels >= 0).any():
         return "the set has no classes"
     if task in WITH_TRAINING:
-        if train is None or train.streamed or train.label_names != data.label_names:
+        if train is None or train.streamed or not have_same_classes(train, data):
             return "there are no other training images of the same classes"
     elif not data.label_names:
         return "the classes have no names"
     return ""
+
+
+def have_same_classes(train, data):
+    """Whether the classes of both splits are the same: by their names, or splits of one set."""
+    if train.label_names != data.label_names:
+        return False
+    return bool(data.label_names) or train.name == data.name
 
 
 def reason_of_model(task, model, tokenizer, knn_features):
@@ -181,7 +190,8 @@ def measure(towers, data, tasks, options=None, *, device, workers=0):
             towers.model, towers.tokenizer, split.labelled_image, split.labels, data,
             device=device)
         split.add({"zero-shot": metrics}, {"zero-shot": chance})
-        split.counts["prompts_cut"] = num_cut
+        if num_cut:
+            split.counts["prompts_cut"] = num_cut
     if WITH_TRAINING.intersection(tasks):
         split.learn_classes(tasks)
     return Measurement(split.counts | split.metrics, split.chance, split.pieces)

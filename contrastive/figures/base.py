@@ -46,7 +46,7 @@ STYLE = {
     # TrueType: journals refuse matplotlib's default, Type 3
     "pdf.fonttype": 42,
     "axes.prop_cycle": f"cycler(color={COLOURS}, ls={LINES})"}
-FEW_QUERIES = 20  # of a set; with fewer there are no pictures
+NO_PICTURES_BELOW = 20  # of a set; with fewer there are no pictures
 # (text, width in letters)
 wrap = functools.partial(textwrap.fill, max_lines=3, placeholder=" ...")
 
@@ -127,7 +127,7 @@ def whole_ticks(ax):
 def by_set(pieces):
     """The data sets of a run: [(name, suffix of its pictures' file names, pieces)].
 
-    The first has no suffix. Sets of fewer than FEW_QUERIES queries have no pictures.
+    The first has no suffix. Sets of fewer than NO_PICTURES_BELOW queries have no pictures.
     """
     sets = []
     for place, (name, pieces_of_set) in enumerate(pieces.items()):
@@ -140,7 +140,7 @@ def by_set(pieces):
 def has_few_queries(pieces):
     """Whether a set has so few captions, or questions, that pictures of them would mislead."""
     queries = pieces.index if pieces.texts is None else pieces.texts
-    return len(queries) < FEW_QUERIES
+    return len(queries) < NO_PICTURES_BELOW
 
 
 # ======================================================= curves ===================================
