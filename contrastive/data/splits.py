@@ -121,7 +121,7 @@ def without_trained(data, *training_sets):
     trained = set()
     for train in training_sets:
         trained |= files_of(train)
-    if not trained.intersection(files_of(data)):
+    if not trained or not trained.intersection(files_of(data)):
         return data
     rows = [row for row, file in enumerate(file_of_rows(data)) if file not in trained]
     num_trained = len(data) - len(rows)
