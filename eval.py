@@ -145,8 +145,8 @@ def parse_args(argv=None):
     run.add_argument("--cpu", action="store_true", help="stay on the CPU")
     args = parser.parse_args(argv)
 
-    # whether retrieval is normalised as the run did it at its end: on the sets that it normalised,
-    # with the biases of its own queue
+    # Without --normalize, retrieval is normalised as at the end of training: only on the run's own
+    # set for queue, with its own queue.
     args.as_trained = not args.normalize
     if args.as_trained:
         args.normalize = "none"
@@ -180,20 +180,21 @@ def sets_to_evaluate(args, trained_on, evaluated_in_training):
     Args:
         trained_on: data set of the run, None for a model by name.
         evaluated_in_training: words of the run's --eval-datasets.
-    Returns: {name: its local copy or ""}.
-    Raises: UserError if there are none.
+    Returns: {name: its local copy or ""}; a set of temo-17 that is named as well has its own.
+    Raises: UserError if there are none, or if one is named with two folders.
     """
     words = args.datasets or evaluated_in_training or [trained_on or ""]
-    folders = {}
+    folders, members = {}, {}
     for word in words:
         name, folder = partition_name(word, "=")
         if trained_on and resolve_name(name) == resolve_name(trained_on):
             name = trained_on
-        if name != SEVENTEEN:
-            folders[name] = folder
-            continue
-        for member in TEMO_17:
-            folders[member] = str(Path(folder) / member) if folder else ""
+        if name == SEVENTEEN:
+            for member in TEMO_17:
+                members[member] = str(Path(folder) / member) if folder else ""
+        elif folders.setdefault(name, folder) != folder:
+            raise UserError(f"--datasets {name}: named with two folders")
+    folders = members | folders
     if "" in folders:
         raise UserError("--datasets is needed: the data set of this model is not known")
     has_imagenet = any("--class-names" in flags_of(name) for name in folders)
@@ -256,7 +257,10 @@ def open_set(model, name, folder):
     if data.streamed:
         raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val "
                         "or test")
-    if args.max_captions:
+    if args.max_captions and data.has_captions:
+        usual = data.max_captions or "all"
+        if args.max_captions != usual:
+            say(f"{name}: --max-captions {args.max_captions}: {usual} without it")
         data = dataclasses.replace(data, max_captions=args.max_captions)
     as_in_training = not tasks
     if as_in_training:
@@ -296,7 +300,7 @@ def evaluate(model, opened):
     if tasks:
         options = ClassOptions(
             train=opened.train, few_shot=opened.splits.few_shot, knn_features=model.knn_features,
-            view=view, untrained=model.untrained)
+            view=view, with_trivial=True, build_untrained=model.build_untrained)
         if name == model.trained_on:
             options.shot_limits = model.facts.shot_limits
         metrics, chance, pieces = measure(
@@ -334,8 +338,9 @@ def other_rankings(model, opened, metrics, pieces):
     Returns: what normalized_metrics, reranked_metrics or head_mid_tail return.
     """
     args = model.args
-    # a run of ncl.py prints recalls by queue and oracle beside those of --normalize none
-    prints_all = args.as_trained and bool(model.queues)
+    # a run of ncl.py prints recalls by queue and oracle beside those of --normalize none, unless
+    # it has no temperature
+    prints_all = args.as_trained and bool(model.queues) and model.gamma > 0
     if args.normalize != "none" or prints_all:
         return normalized_metrics(model, opened, metrics, pieces)
     if args.rerank:

@@ -329,6 +329,9 @@ def check_flags(parser, args):
     """Refuses flags that contradict each other."""
     if args.learnable_tau and args.tau < LOWEST_TAU:
         parser.error(f"--tau {args.tau}: a learnt temperature must start at {LOWEST_TAU} or above")
+    if args.loss == "max-margin" and args.normalize != "none":
+        parser.error(f"--normalize {args.normalize}: --loss max-margin trains no temperature; give "
+                     "one to the run afterwards, eval.py --normalize queue --gamma GAMMA")
     if args.image_encoder == "ssb" and not args.feature_dir:
         parser.error("--image-encoder ssb reads features: give their folder, --feature-dir DIR")
     if args.captioning_weight and args.freeze in ("text", "both"):
@@ -358,7 +361,8 @@ def parse_args(argv=None):
                         help="rounds of Sinkhorn-Knopp for the biases; paper 4")
     method.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
                         help="biases of the reported retrieval: from training queries, from the "
-                             "test queries (not a fair result), or none")
+                             "test queries (not a fair result), or none; --loss max-margin, "
+                             "which trains no temperature, has none")
     method.add_argument("--queue-size", type=count, default=2000,
                         help="K: how many of the latest training texts, and as many videos, are "
                              "kept for the biases; paper 16,384")
@@ -465,9 +469,11 @@ def main(args):  # noqa: C901, PLR0912
     batches = run.batches([clip_view(args)], transform, cache)
 
     # ------------------------------------------- loop ---------------------------------------------
-    evaluate = functools.partial(evaluate_normalized, loss_modules=loss_modules,
-                                 dataset=args.dataset, mode=args.normalize,
-                                 iterations=args.iterations)
+    evaluate = None
+    if args.loss != "max-margin":  # which trains no temperature for biases
+        evaluate = functools.partial(evaluate_normalized, loss_modules=loss_modules,
+                                     dataset=args.dataset, mode=args.normalize,
+                                     iterations=args.iterations)
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
                           args=args, method_metrics=evaluate)
     run.begin(evaluator, random_guess(tokenizer, args))
@@ -581,6 +587,8 @@ def log_columns(text, video, gamma, captioning_terms, run):
     columns = common.mean_over_processes(terms | captioning_terms, run.device)
     text, video = gather(normalize(text)), gather(normalize(video))        # (N, D)
     columns.update(common.embedding_health(video, text))
+    if args.loss == "max-margin":
+        return columns  # no temperature was trained
     sim = text @ video.T                                                   # (N, N)
     _, b = sinkhorn_biases(sim, gamma, args.iterations)                    # (N,)
     columns["error"] = common.normalization_error(sim, gamma)

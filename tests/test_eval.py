@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import shutil
+import types
 
 import common
 from contrastive import core, encoders, evaluation
@@ -375,10 +376,12 @@ def test_all_tasks_on_several_sets(run, sets, tmp_path, capsys, monkeypatch):
     assert list(beside) == ["pixels", "colours", "untrained"] and all(
         of.keys() == learnt for of in beside.values()
     )
+    table = capsys.readouterr().out
+    assert "coco: --max-captions 1: all without it" in table
     said = ", ".join(
         f"{name} {of['few-shot']['mean_per_class']:.2f}" for name, of in beside.items()
     )
-    assert f"mean_per_class of {said}" in capsys.readouterr().out
+    assert f"mean_per_class of {said}" in table
     monkeypatch.setattr(
         evaluation.measure, "encode_images", None
     )  # all are opened before the first is encoded
@@ -405,6 +408,10 @@ def test_the_sets_that_are_meant():
     assert eval_py.tasks_of_set(args, "coco") == []  # as in training
     assert wanted(eval_datasets=["emoji", "coco"], dataset="cc3m") == {"emoji": "", "coco": ""}
     assert wanted(dataset="coco") == {"coco": ""}
+    assert wanted("--datasets", "coco=a", "coco=a") == {"coco": "a"}
+    assert wanted("--datasets", "dtd=a", "temo-17")["dtd"] == "a"
+    with pytest.raises(UserError, match="--datasets coco: named with two folders"):
+        wanted("--datasets", "coco", "coco=a")
     with pytest.raises(UserError, match="--datasets is needed"):
         wanted()
 
@@ -502,13 +509,34 @@ def test_training_images_of_other_classes_are_none(run, sets, tmp_path):
         assert evaluation.measure.unsupported_tasks(["knn"], data, towers, train) == lacking
 
 
+def test_class_three_of_another_set_is_another_class():
+    """Where classes have no names."""
+    train, test, other = (common.load_data("emoji", split) for split in ("train", "test", "test"))
+    other = dataclasses.replace(other, name="other.csv")
+    for data in (train, test, other):
+        data.label_names = None
+    towers, reasons = (None, None, None), []
+    for data in (test, other):
+        reasons.append(evaluation.measure.unsupported_tasks(["knn"], data, towers, train))
+    assert reasons == [{}, {"knn": "there are no other training images of the same classes"}]
+
+
+def test_frames_are_compared_with_those_of_the_run_s_evaluations(capsys):
+    flags = {"frames": 8, "eval_frames": 16}
+    for frames in ("8", "16"):
+        model = types.SimpleNamespace(
+            args=eval_py.parse_args(["--checkpoint", "x", "--frames", frames]))
+        evaluation.evaluated_model.EvaluatedModel.compare_flags(model, flags)
+    assert capsys.readouterr().out == "--frames 8: 16 in the evaluations of the run\n"
+
+
 def test_trivial_neighbours_by_hand(run):
     """One neighbour by cosine on pixels and on 64 colours, in numpy; the untrained tower is the
     run's before its first step."""
     data = {split: common.load_data("emoji", split, image_size=24) for split in ("train", "val")}
     (*_, transform), spec = common.load_model(run), json.loads((run / "model.json").read_text())
     first = encoders.models.untrained(spec, seed=42)
-    options = evaluation.by_class.FeatureOptions(transform, torch.device("cpu"), 0, projected=True)
+    options = evaluation.by_class.FeatureOptions(transform, torch.device("cpu"), 0, "projected")
     found = evaluation.trivial.trivial_accuracy(
         data["train"], data["val"], None, options, tasks=["knn"], models={"untrained": first}
     )
@@ -539,13 +567,15 @@ def test_trivial_baselines_of_some_images_have_no_classes_by_size(run, monkeypat
     train, val = (common.load_data("emoji", split) for split in ("train", "val"))
     sizes = np.bincount(train.labels[train.labels >= 0])
     options = evaluation.measure.ClassOptions(
-        train=train, shot_limits=(np.median(sizes), np.median(sizes)), untrained=lambda: None)
+        train=train, shot_limits=(np.median(sizes), np.median(sizes)), with_trivial=True,
+        build_untrained=lambda: None)
     towers = evaluation.measure.Towers(*common.load_model(run))
     metrics, chance, _ = evaluation.measure.measure(
-        towers, val, ["knn"], options, device=torch.device("cpu"))
-    assert {"head", "tail"} <= metrics["knn@1"].keys()
+        towers, val, ["knn", "probe"], options, device=torch.device("cpu"))
+    assert {"head", "tail"} <= metrics["knn@1"].keys() and "few-shot" in metrics
     for accuracies in chance["trivial"].values():
         assert accuracies["knn@1"].keys() == {"top1", "mean_per_class"}
+        assert accuracies.keys() == {"knn@1", "knn@10", "all"}
     assert chance["trivial_images"] == {"train": 100, "test": len(val)}
     table = evaluation.report.table("emoji", metrics, chance)
     assert f" (100 training, {len(val)} test images)" in table
@@ -657,6 +687,7 @@ def test_bad_flags(flags, message, run, capsys):
             "^--tasks: nothing can be measured: emoji: qa: the model answers no questions$",
         ),
         ("temo", "--class-names clip", "--class-names: only with an ImageNet"),
+        ("temo", "--text-length 25", "--text-length 25: .* learnt the positions of 24 tokens"),
         ("stream", "--split train", "--split train: .* is a stream"),
         ("half", "", "half.model.json: .*No such file"),  # of a run that has not ended
         (

@@ -676,6 +676,7 @@ def test_few_shot_probe_learns_from_its_own_images():
     data = ["probe"], (None, train, np.array(y)), (None, eye, np.arange(4))
     metrics, _, _ = evaluation.by_class.class_metrics(*data, few=(None, eye, np.arange(4)))
     assert metrics["few-shot"]["top1"] == 100 and metrics["all"]["top1"] == 0
+    assert metrics["few-shot"]["shots"] == 1
     assert evaluation.by_class.class_metrics(*data)[0]["few-shot"]["top1"] == 0
 
 

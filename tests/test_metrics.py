@@ -3,6 +3,7 @@ health; chance."""
 
 import collections
 import dataclasses
+import itertools
 import math
 import types
 
@@ -230,17 +231,37 @@ def test_no_image_is_its_own_negative():
     """gap: the health of the space by one caption of each image; one image has none."""
     image, text = torch.randn(6, 5, generator=torch.manual_seed(0)).split([3, 3])
     four_texts = text.repeat_interleave(4, 0)
-    pieces = EvaluationPieces(image=image, text=four_texts, owner=np.arange(3).repeat(4))
+    data = types.SimpleNamespace(has_captions=True, groups=np.arange(3))
+    pieces = EvaluationPieces(
+        data, np.arange(3), image=image, text=four_texts, owner=np.arange(3).repeat(4))
     metrics, chance = evaluation.retrieval.gap_and_health(pieces)
     expected = common.embedding_health(image, text)
     assert (
         metrics["embeddings"].items() <= expected.items()
         and chance["modality_gap"] == (1 / 3 + 1 / 12) ** 0.5
     )
-    one = EvaluationPieces(image=image[:1], text=text[:2], owner=np.zeros(2, int))
+    one = EvaluationPieces(
+        data, np.arange(1), image=image[:1], text=text[:2], owner=np.zeros(2, int))
     assert not evaluation.retrieval.gap_and_health(one)[0][
         "embeddings"
     ]  # a spread of one is nan, which is no JSON
+
+
+def test_no_image_of_a_group_is_a_negative_of_another(monkeypatch):
+    """One image of each class whose name is the caption; of many classes not the first ones."""
+    image, text = torch.randn(40, 5, generator=torch.Generator().manual_seed(3)).split([20, 20])
+    data = types.SimpleNamespace(has_captions=False, labels=np.arange(20) // 4)
+    pieces = EvaluationPieces(data, np.arange(20), image=image, text=text, owner=np.arange(20))
+    found = evaluation.retrieval.gap_and_health(pieces)[0]["embeddings"]
+    assert found.items() <= common.embedding_health(image[::4], text[::4]).items()
+    monkeypatch.setattr(evaluation.retrieval, "MAX_HEALTH", 3)
+    some = evaluation.retrieval.gap_and_health(pieces)[0]["embeddings"]
+    assert some == evaluation.retrieval.gap_and_health(pieces)[0]["embeddings"]
+    of_sets = []
+    for rows in itertools.combinations(range(0, 20, 4), 3):
+        rows = list(rows)
+        of_sets.append(some.items() <= common.embedding_health(image[rows], text[rows]).items())
+    assert sum(of_sets) == 1 and not of_sets[0]
 
 
 # ---------------------------------------- classes ------------------------------------------------
@@ -278,6 +299,19 @@ def test_chance_of_a_random_neighbour(truth, top1, mean):
     rows = [(x := torch.eye(4)[: len(y)], x, np.array(y)) for y in ([0, 0, 0, 1], truth)]
     chance = evaluation.by_class.class_metrics(["knn"], *rows)[1]["knn@1"]
     assert chance == {"top1": top1, "mean_per_class": mean}
+
+
+def test_chance_is_what_noise_gets():
+    """Of ten neighbours and of a probe on all: the most frequent class; of one: a random image."""
+    rng = np.random.default_rng(0)
+    noise = [torch.from_numpy(rng.standard_normal((2000, 8))) for _ in range(2)]
+    labels = np.arange(2000) % 10 == 0  # 90 % of class 0
+    rows = [(x, x, labels.astype(int)) for x in noise]
+    metrics, chance, _ = evaluation.by_class.class_metrics(["knn", "probe"], *rows)
+    for name, top1 in (("knn@1", 82), ("knn@10", 90), ("all", 90), ("few-shot", 50)):
+        assert chance[name] == pytest.approx({"top1": top1, "mean_per_class": 50})
+        assert metrics[name]["top1"] == pytest.approx(top1, abs=5), name
+    assert metrics["few-shot"]["shots"] == 200
 
 
 def test_linear_probe_is_linear_svc():
@@ -325,7 +359,7 @@ def test_classes_on_a_long_tail():
             "knn@1",
             "knn@10",
         }
-        assert per_class["knn@1"] == of_class
+        assert per_class == of_class
     few = common.linear_probe(known, known_labels, features, labels, 8)
     metrics, chance, _ = evaluation.by_class.class_metrics(["probe"], *data)
     assert few.items() <= metrics["few-shot"].items() and chance["all"] == {
@@ -372,11 +406,14 @@ def test_zero_shot_by_prompts_which_are_not_cleaned_and_by_names(prompts, monkey
         ),
     )
     words = encoders.texts.Tokenizer(
-        encoders.texts.train_wordpiece(["a t-shirt."] * 9), 16, clean=True
+        encoders.texts.train_wordpiece(["a t-shirt."] * 9), 8, clean=True
     )
     data = types.SimpleNamespace(label_names=["t-shirt", "pear_tree", "zebra "], prompts=prompts)
     image, labels = torch.randn(60, 4, generator=generator), np.arange(60) % 3
-    found, chance = evaluation.by_class.zero_shot(None, words, image, labels, data, device="cpu")
+    found, chance, num_cut = evaluation.by_class.zero_shot(
+        None, words, image, labels, data, device="cpu")
+    long = [text for text in of_text if len(words.tokenizer(text)["input_ids"]) > words.length]
+    assert num_cut == len(long) > 0
     for reading, formats in (("top1", prompts or ["a photo of a {c}."]), ("names_top1", ["{c}"])):
         texts = [
             [f.replace("{c}", name) for f in formats] for name in ("t-shirt", "pear tree", "zebra")

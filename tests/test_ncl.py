@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import eval as eval_py
 import ncl
-from helpers import few_steps, fork, panel, rows, run_script, unit
+from helpers import few_steps, fork, panel, refused, rows, run_script, unit
 
 N, D = 12, 6
 SMALL = (
@@ -230,6 +230,31 @@ def test_normalize_chooses_the_reported_numbers_and_eval_takes_the_latest_querie
     result = eval_py.main(args)["datasets"]["moving-emoji"]["metrics"]["normalize"]
     of_few = flatten(summaries["oracle"]["test"]["moving-emoji"]["normalize"])
     assert flatten(result) == pytest.approx(of_few, rel=1e-4, abs=1e-4)
+
+
+def test_max_margin_has_no_biases_at_a_temperature_that_nothing_trained(tmp_path, capsys):
+    """Neither in the log, the result and the pictures nor in eval.py, which needs --gamma."""
+    flags = ["--loss", "max-margin", "--eval-every", 2]
+    summary = run_script(ncl, tmp_path / "run", *flags, base=SMALL, pictures=True)
+    metrics = summary["test"]["moving-emoji"]
+    assert "R-Mean" in metrics and not {"normalize", "normalized_by"} & metrics.keys()
+    assert all("error" not in row for row in rows(tmp_path / "run"))
+    drawn = {path.stem for path in (tmp_path / "run").glob("*.png")}
+    assert {"curves", "retrieval", "modalities"} <= drawn and "normalization" not in drawn
+
+    def evaluate(*flags):
+        words = "--cpu --workers 0 --tasks retrieval --output-dir".split()
+        words += [str(tmp_path), "--checkpoint", str(tmp_path / "run"), *flags]
+        result = eval_py.main(eval_py.parse_args(words))
+        return result["datasets"]["moving-emoji"]["metrics"]
+
+    found = evaluate()
+    assert found["R-Mean"] == metrics["R-Mean"] and "normalize" not in found
+    with pytest.raises(UserError, match="no single temperature .* give --gamma"):
+        evaluate("--normalize", "queue")
+    assert evaluate("--normalize", "queue", "--gamma", "0.1")["normalized_by"] == "queue"
+    words = ["--loss", "max-margin", "--normalize", "queue"]
+    assert "--loss max-margin trains no temperature" in refused(ncl.parse_args, words, capsys)
 
 
 def test_the_loss_is_that_of_its_terms(tmp_path):

@@ -1,9 +1,10 @@
 """Splits of the user's own data: files that are test alone, small data, names that are held out."""
 
+import argparse
 import json
 
 from contrastive.core.processes import UserError
-from contrastive.data import load_data, open_data
+from contrastive.data import load_data, open_data, open_pairs
 from contrastive.data.options import DataOptions
 from contrastive.data.splits import choose_rows, hash_fraction
 from contrastive.data.table import EmptySplit
@@ -103,6 +104,33 @@ def test_eval_py_reads_a_test_file_as_a_whole(root, run, tmp_path, capsys):
     found = eval_py.main(eval_py.parse_args([*flags, "--datasets", *files]))["datasets"]
     assert [found[file]["metrics"]["images"] for file in files] == [30, 42]
     assert "28 rows left out, whose files were trained on" in capsys.readouterr().out
+
+
+def test_files_of_extra_pairs_are_left_out_of_other_sets_alone(root, tmp_path, capsys):
+    """The sets that the run evaluated keep all rows: training has left those out of the pairs."""
+    names = sorted(path.name for path in root.glob("*.png"))
+    for file, some in (("pairs", names[30:50]), ("evaluated", names[45:60])):
+        rows = [(name, f"words of {name}") for name in some]
+        write_rows(root / f"{file}.csv", ["image", "caption"], rows)
+    flags = ["--extra-pairs", root / "pairs.csv", "--eval-datasets", root / "evaluated.csv"]
+    run_script(temo, tmp_path / "run", *TINY, "--dataset", root / "train.csv", *flags)
+    args = json.loads((tmp_path / "run" / "args.json").read_text())
+    args = argparse.Namespace(**args)
+    train, _ = open_data(args)
+    trained = set(train.keys()) | set(open_pairs(str(root / "pairs.csv"), args).keys())
+    files = [str(root / "test.csv"), str(root / "evaluated.csv")]
+    flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--workers", "0"]
+    flags += ["--tasks", "retrieval", "--output-dir", str(tmp_path)]
+    found = eval_py.main(eval_py.parse_args([*flags, "--datasets", *files]))["datasets"]
+    num_trained = len(trained & set(names[40:]))
+    assert num_trained >= 5
+    images = [found[file]["metrics"]["images"] for file in files]
+    assert images == [30 - num_trained, 15]
+    assert f"{num_trained} rows left out, whose files were" in capsys.readouterr().out
+    (root / "pairs.csv").rename(root / "moved.csv")
+    found = eval_py.main(eval_py.parse_args([*flags, "--datasets", files[0]]))["datasets"]
+    assert found[files[0]]["metrics"]["images"] == 30
+    assert "pairs.csv is not there, so rows of" in capsys.readouterr().out
 
 
 def test_a_test_file_of_classes_learns_from_the_training_images(root, tmp_path, capsys):

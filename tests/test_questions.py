@@ -11,6 +11,7 @@ from contrastive.data import add_captions
 from contrastive.encoders.texts import Tokenizer
 from contrastive.core.processes import UserError
 from contrastive.evaluation import answers
+from contrastive.evaluation.measure import unsupported_tasks
 from contrastive.evaluation.meta import meta_data
 
 import pytest
@@ -519,6 +520,9 @@ def test_all_questions_about_a_video_take_its_caption(files):
     assert len(data) == 18 and "18 captions added from own.csv" in data.note
     assert data.column("captions") == [[f"clip {k} by a model"] for k in range(6) for _ in range(3)]
     assert evals["msrvtt-qa"]["test"].captions(0) == ["what is number 7, 0"]
+    reasons = unsupported_tasks(
+        ["retrieval"], evals["msrvtt-qa"]["test"], (None, None, None), class_names_as_captions=True)
+    assert "the captions of the set are its questions" in reasons["retrieval"]
 
 
 @pytest.mark.parametrize("name, known", [("msrvtt-qa", ["a", "b", "c"]), ("nextqa", [])])

@@ -4,6 +4,7 @@ whole runs of mmts.py with it."""
 import functools
 import math
 import re
+import shutil
 
 import common
 from contrastive.core.processes import UserError
@@ -28,8 +29,8 @@ import eval as eval_py
 import launch
 import mmts
 from helpers import (
-    drift, equal_files, few_steps, frame, open_splits, run_script, steps, tensors_of, unit,
-    write_files, write_rows, write_tar, write_video)
+    drift, equal_files, few_steps, frame, open_splits, run_script, steps, tensors_in, tensors_of,
+    unit, write_files, write_rows, write_tar, write_video)
 
 D = 24  # width of the embeddings
 TEXTS = ["a red apple falls", "the blue bird flies", "one green car"]
@@ -634,7 +635,7 @@ def test_a_resume_with_another_lr_keeps_the_image_lr(tmp_path):
 
 
 def test_reranking_by_hand():
-    """The first two by cosine by their probability alone, the others behind them by cosine."""
+    """The first two by cosine by their logits alone, the others behind them by cosine."""
     query = F.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), dim=1)
     angles = torch.tensor([0.1, 0.2, 0.3, 1.5])
     gallery = torch.stack([angles.cos(), angles.sin()], 1)
@@ -649,9 +650,11 @@ def test_reranking_by_hand():
     ):
         positives = torch.tensor(positives)[:, None]
         assert rerank.ranks(query, gallery, scores, best, positives).tolist() == expected
-    tiny = torch.tensor([[1e-9, 2e-9, 0, 0], [0, 0, 2e-9, 1e-9]])
     positives = torch.tensor([[1], [2]])
-    assert rerank.ranks(query, gallery, tiny, best, positives).tolist() == [1, 1]
+    for low, high in ((-30, -20), (17, 20), (20, 30), (99, 100), (1e-9, 2e-9)):
+        # logits whose probabilities are the same number in float32; those behind them are not read
+        logits = torch.tensor([[low, high, 200, 200], [200, 200, high, low]])
+        assert rerank.ranks(query, gallery, logits, best, positives).tolist() == [1, 1], low
     groups = torch.tensor([0, 0, 1, 1])  # the best of each is ranked
     positives = torch.tensor([[1], [0]])
     found = rerank.ranks(query, gallery, scores, best, positives, groups=groups)
@@ -702,6 +705,15 @@ def test_eval_reranks_and_says_so(trained, tmp_path, capsys):
     for direction in ("text_to_image", "image_to_text"):
         assert found[direction]["R@10"] == plain[direction]["R@10"]
         assert found[direction]["R@1"] != plain[direction]["R@1"]
+
+    # the same order at logits whose probabilities are 0 or 1 in float32
+    shutil.copytree(folder / "vas", tmp_path / "confident")
+    tensors = tensors_in(folder / "vas" / "model.safetensors")
+    for name in ("matching.linear2.weight", "matching.linear2.bias"):
+        tensors[name] = 1024 * tensors[name]
+    common.write_tensors(tmp_path / "confident" / "model.safetensors", tensors)
+    assert evaluate("--checkpoint", tmp_path / "confident", "--rerank", 10) == found
+
     with pytest.raises(UserError, match="--rerank: .* has no matching head; mmts.py trains one"):
         evaluate("--checkpoint", folder / "a", "--rerank", 10)
 

@@ -109,17 +109,19 @@ def held_out_split(train, split, mask, fractions):
 
 
 # ---- sets that are evaluated alone ----
-def without_trained(data, train):
-    """A split of the user's data without the rows whose image or video file was trained on.
+def without_trained(data, *training_sets):
+    """A split without the rows whose image or video file was trained on.
 
     They are counted in its note. Files inside tables and tars are not compared.
     Args:
         data: the split.
-        train: the training set.
+        training_sets: Data.
     Raises: EmptySplit if no row is left.
     """
-    trained = files_of(train)
-    if not trained.intersection(files_of(data)):
+    trained = set()
+    for train in training_sets:
+        trained |= files_of(train)
+    if not trained or not trained.intersection(files_of(data)):
         return data
     rows = [row for row, file in enumerate(file_of_rows(data)) if file not in trained]
     num_trained = len(data) - len(rows)

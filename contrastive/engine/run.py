@@ -514,7 +514,7 @@ class Run:
         self.in_loop = False
         self.bar.close()
         on_main(self.save_model)
-        test, chance, self.test_pieces = self.evaluator("test", beside_untrained=True)
+        test, chance, self.test_pieces = self.evaluator("test", with_trivial=True)
         summary = self.summary(test, chance, extra)
         if rank() == 0:
             self.write_ranks()

@@ -12,7 +12,7 @@ from collections import Counter
 from contrastive.encoders.vgt import CLIP_FRAMES
 from contrastive.core.processes import UserError, mean_over_processes, say, to_device
 from contrastive.core.number_types import below_one, between, count
-from contrastive.evaluation.embed import check_outputs, encode_images
+from contrastive.evaluation.embed import check_outputs, outputs_of_images
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.core.metrics import answer_hits, answer_vocabulary, question_metrics
 
@@ -142,7 +142,7 @@ def texts_for_tokenizer(data, limit=None):
 def shuffle_videos(data, seed=0):
     """The same questions, each with the video of another row, to show what videos add."""
     order = np.random.default_rng([7, seed]).permutation(len(data))
-    # a single cycle, so that no row keeps its video
+    # A single cycle: no row keeps its own row's video. That of the other row may be the same video.
     rows = np.roll(order, 1)[np.argsort(order)]
     boxes = data.column("boxes")
     if boxes is not None:
@@ -355,17 +355,17 @@ def evaluate(towers, data, device, *, workers=0, batch=256):
     width = len(model.answers)
     if not model.answers:
         width = max(len(choices_of_row(data, i)) for i in range(len(data)))
-    kind = getattr(model, "model", "fusion")
+    kind = model.model
 
     def answer(rows, pixels):
         inputs = question_inputs(data, rows, tokenizer, model.answers, device, model=kind)
-        video, _, scores = model(pixels, None, inputs["question"], inputs.get("choices"))
+        _, _, scores = model(pixels, None, inputs["question"], inputs.get("choices"))
         # other batches may have more choices
         num_missing = width - scores.shape[1]
-        return video, F.pad(scores, (0, num_missing), value=-math.inf)     # (b, width)
+        return (F.pad(scores, (0, num_missing), value=-math.inf),)         # (b, width)
 
-    index, _, scores, bad = encode_images(model, data, transform, device, batch=batch,
-                                          workers=workers, forward=answer)
+    index, (scores,), unreadable = outputs_of_images(
+        model, data, transform, device, forward=answer, batch=batch, workers=workers)
     check_outputs(data.full_name, scores.masked_fill(scores == -math.inf, 0))
     is_complete = complete_pairs(data, index)                              # (M,)
     index, scores = index[is_complete], scores[torch.from_numpy(is_complete)]
@@ -375,7 +375,7 @@ def evaluate(towers, data, device, *, workers=0, batch=256):
     types = cells_of(data, "question_type", index)
     pairs = cells_of(data, "pair", index)
     metrics = question_metrics(hits, types, pairs, in_vocabulary)
-    metrics.update(questions=len(index), unreadable=len(bad))
+    metrics.update(questions=len(index), unreadable=len(unreadable))
     num_cut = count_cut_texts(data, index, model, tokenizer)
     if num_cut:
         metrics["texts_cut"] = num_cut
@@ -440,5 +440,4 @@ def count_cut_texts(data, index, model, tokenizer):
     if model.answers:
         return tokenizer.count_cut(questions)
     choices = [choices_of_row(data, i) for i in index]
-    kind = getattr(model, "model", "fusion")
-    return tokenizer.count_cut(choice_texts(questions, choices, kind, tokenizer))
+    return tokenizer.count_cut(choice_texts(questions, choices, model.model, tokenizer))

@@ -60,7 +60,7 @@ class FeatureOptions(NamedTuple):
     transform: object  # EvalTransform
     device: torch.device
     workers: int
-    projected: bool  # neighbours by embeddings, else by features before the projection
+    knn_features: str  # 'projected': embeddings; 'backbone': features before the projection
 
 
 class LabelledFeatures(NamedTuple):
@@ -102,7 +102,7 @@ def labelled(model, data, options):
     index, image, features, _ = encode_images(
         model, data, options.transform, options.device, workers=options.workers, rows=rows)
     neighbour_features = features
-    if options.projected:
+    if options.knn_features == "projected":
         neighbour_features = image
     return LabelledFeatures(neighbour_features, features, data.labels[index])
 
@@ -131,7 +131,7 @@ def padded_and_flipped(data, seed):
 
 
 # ======================================================= tasks ====================================
-def class_metrics(tasks, train, test, few=None, limits=None, *, device=None):
+def class_metrics(tasks, train, test, few=None, limits=None, *, with_few_shot=True, device=None):
     """Accuracy of nearest neighbours and of linear probes.
 
     Args:
@@ -140,60 +140,89 @@ def class_metrics(tasks, train, test, few=None, limits=None, *, device=None):
         few: those from which the few-shot probe learns; None = as many training images of each
             class as the smallest has.
         limits: as in accuracy_by_class_size.
+        with_few_shot: whether there is a few-shot probe without `few`.
         device: where neighbours are computed.
-    Returns: {knn@1, knn@10, few-shot, all: {top1, mean_per_class, head, mid, tail}} in percent;
-        {top1, mean_per_class} of each by chance; {name: {class: percent}}.
+    Returns: {knn@1, knn@10, few-shot, all: {top1, mean_per_class, head, mid, tail}} in percent, and
+        `shots` of few-shot; {top1, mean_per_class} of each by chance; {class: percent} of knn@1, or
+        None.
     """
-    metrics, chance = {}, {}
-    if "knn" in tasks:
-        neighbours, guess = neighbour_metrics(train, test, device)
-        metrics.update(neighbours)
-        chance.update(dict.fromkeys(neighbours, guess))
-    if "probe" in tasks:
-        probes, guess = probe_metrics(train, test, few)
-        metrics.update(probes)
-        chance.update(dict.fromkeys(probes, guess))
     _, _, train_labels = train
-    per_class = {}
+    metrics, chance, per_class = {}, {}, None
+    if "knn" in tasks:
+        neighbours, guesses = neighbour_metrics(train, test, device)
+        metrics.update(neighbours)
+        chance.update(guesses)
+    if "probe" in tasks:
+        probes, guesses = probe_metrics(train, test, few, with_few_shot)
+        metrics.update(probes)
+        chance.update(guesses)
     for name, result in metrics.items():
-        per_class[name] = result.pop("per_class")
-        result.update(accuracy_by_class_size(train_labels, per_class[name], limits))
+        accuracies = result.pop("per_class")
+        result.update(accuracy_by_class_size(train_labels, accuracies, limits))
+        if name == "knn@1":
+            per_class = accuracies
     return metrics, chance, per_class
 
 
 def neighbour_metrics(train, test, device):
-    """{knn@1, knn@10: accuracies} by the nearest training images; accuracies of a random one."""
+    """{knn@1, knn@10: accuracies} by the nearest training images; the accuracies of each by chance.
+
+    By chance one neighbour is a random training image. Ten random ones mostly vote for the most
+    frequent class.
+    """
     features, _, labels = train
     test_features, _, test_labels = test
     features, test_features = features.to(device), test_features.to(device)
-    metrics = {}
+    share = np.bincount(labels, minlength=test_labels.max() + 1) / len(labels)          # (classes,)
+    guess = {"top1": float(100 * share[test_labels].mean()),
+             "mean_per_class": float(100 * share[np.unique(test_labels)].mean())}
+    guesses = {1: guess, 10: guess_or_constant(guess, labels, test_labels)}
+    metrics, chance = {}, {}
     for k in (1, 10):
         if k <= len(labels):
             metrics[f"knn@{k}"] = knn_accuracy(
                 features, torch.from_numpy(labels), test_features, torch.from_numpy(test_labels),
                 k, per_class=True)
-    share = np.bincount(labels, minlength=test_labels.max() + 1) / len(labels)          # (classes,)
-    guess = {"top1": float(100 * share[test_labels].mean()),
-             "mean_per_class": float(100 * share[np.unique(test_labels)].mean())}
-    return metrics, guess
+            chance[f"knn@{k}"] = guesses[k]
+    return metrics, chance
 
 
-def probe_metrics(train, test, few=None):
-    """{few-shot, all: accuracies} of probes of a few and of all images; accuracies by chance."""
+def guess_or_constant(guess, labels, test_labels):
+    """A guess {top1, mean_per_class} with the top1 of a constant answer if that is higher.
+
+    The answer is the most frequent training class, which features of pure noise lead to.
+
+    Args: labels, test_labels: of training (M,) and test images (Q,), numpy.
+    """
+    constant = np.bincount(labels).argmax()
+    top1 = float(100 * (test_labels == constant).mean())
+    return guess | {"top1": max(guess["top1"], top1)}
+
+
+def probe_metrics(train, test, few=None, with_few_shot=True):
+    """{few-shot, all: accuracies} of probes of a few and of all images; the accuracies of each by
+    chance. The `shots` of few-shot are the images of a class, on average."""
     _, features, labels = train
     _, test_features, test_labels = test
+    num_classes = len(np.unique(labels))
+    guess = dict.fromkeys(("top1", "mean_per_class"), 100 / num_classes)
+    metrics = {}
+    chance = {"all": guess_or_constant(guess, labels, test_labels)}
     labels, test_labels = torch.from_numpy(labels), torch.from_numpy(test_labels)
-    class_sizes = labels.unique(return_counts=True)[1]                     # (classes,)
     if few:
         _, few_features, few_labels = few
-        few_shot = linear_probe(few_features, torch.from_numpy(few_labels), test_features,
-                                test_labels, per_class=True)
-    else:
-        few_shot = linear_probe(features, labels, test_features, test_labels,
-                                few_shot=int(class_sizes.min()), per_class=True)
-    all_images = linear_probe(features, labels, test_features, test_labels, per_class=True)
-    guess = dict.fromkeys(("top1", "mean_per_class"), 100 / len(class_sizes))
-    return {"few-shot": few_shot, "all": all_images}, guess
+        metrics["few-shot"] = linear_probe(
+            few_features, torch.from_numpy(few_labels), test_features, test_labels, per_class=True)
+        metrics["few-shot"]["shots"] = round(len(few_labels) / len(np.unique(few_labels)))
+    elif with_few_shot:
+        smallest = int(labels.unique(return_counts=True)[1].min())
+        metrics["few-shot"] = linear_probe(
+            features, labels, test_features, test_labels, few_shot=smallest, per_class=True)
+        metrics["few-shot"]["shots"] = smallest
+    if "few-shot" in metrics:
+        chance["few-shot"] = guess
+    metrics["all"] = linear_probe(features, labels, test_features, test_labels, per_class=True)
+    return metrics, chance
 
 
 def zero_shot(model, tokenizer, image, labels, data, *, device):
@@ -206,20 +235,22 @@ def zero_shot(model, tokenizer, image, labels, data, *, device):
     Args:
         image, labels: embeddings (M, D), classes (M,).
         data: its label_names and prompts.
-    Returns: {top1, ..., names_top5: percent}; the same for chance.
+    Returns: {top1, ..., names_top5: percent}; the same for chance; how many of the prompts and
+        names are cut.
     """
     # of two equal class names, data/images.py has added a blank to the second one
     names = [name.strip().replace("_", " ") for name in data.label_names]
-    metrics, chance = {}, {}
+    plain_tokenizer = tokenizer.plain()
+    metrics, chance, num_cut = {}, {}, 0
     for prefix, prompts in (("", data.prompts or PROMPTS), ("names_", ["{c}"])):
         texts = []
         for name in names:
             texts += [prompt.replace("{c}", name) for prompt in prompts]
-        embeddings = normalize(encode_texts(model, tokenizer.plain(), texts, device))   # (C * P, D)
+        num_cut += plain_tokenizer.count_cut(texts)
+        embeddings = normalize(encode_texts(model, plain_tokenizer, texts, device))     # (C * P, D)
         embeddings = embeddings.view(len(names), len(prompts), -1).mean(1)               # (C, D)
         accuracy = zero_shot_accuracy(image, torch.from_numpy(labels), embeddings)
-        for name, value in accuracy.items():
-            k = int(name.removeprefix("top"))
-            metrics[prefix + name] = value
-            chance[prefix + name] = 100 * min(1.0, k / len(names))
-    return metrics, chance
+        for k in (1, 3, 5):
+            metrics[f"{prefix}top{k}"] = accuracy[f"top{k}"]
+            chance[f"{prefix}top{k}"] = 100 * min(1.0, k / len(names))
+    return metrics, chance, num_cut

@@ -41,21 +41,47 @@ def gather_rows(parts, piece=4096):
     return torch.cat(sum(rows_of_process, []))
 
 
-@torch.no_grad()
-def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=None, forward=None):
+class Outputs(NamedTuple):
+    """What a function returned for the images or clips of a split that could be read."""
+
+    index: np.ndarray  # (M,) their rows, in the order of the split
+    tensors: list  # of (M, ...), on the CPU: one for each tensor that the function returns
+    unreadable: dict  # {key: reason} of the others
+
+
+def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=None):
     """Embeddings of the images or clips of a split. Collective.
 
     Args:
-        model: function of pixels (b, [T,] 3, S, S) -> embeddings, another value, features. If it
-            has `cached_images`, the ImageFeatures of its frozen encoder, it reads these features.
+        model: function of pixels (b, [T,] 3, S, S) -> embeddings, another value, features.
+        data, transform, device, batch, workers, rows: as in outputs_of_images.
+    Returns: EncodedImages.
+    Raises: UserError if none can be read, or if an embedding is not finite.
+    """
+    def encode(_, pixels):
+        embeddings, _, features = model(pixels)                            # (b, D), (b, width)
+        return embeddings, features
+
+    index, (image, features), unreadable = outputs_of_images(
+        model, data, transform, device, forward=encode, batch=batch, workers=workers, rows=rows)
+    check_outputs(data.full_name, image)
+    return EncodedImages(index, image, features, unreadable)
+
+
+@torch.no_grad()
+def outputs_of_images(model, data, transform, device, *, forward, batch=256, workers=0, rows=None):
+    """What a function returns for the images or clips of a split. Collective.
+
+    Args:
+        model: in evaluation mode meanwhile. If it has `cached_images`, the ImageFeatures of its
+            frozen encoder, `forward` gets these features in place of pixels.
         data, transform: the split, and the view that the model reads.
+        forward: function (rows, pixels (b, [T,] 3, S, S)) -> tuple of tensors (b, ...).
         batch: images at a time, or frames of clips.
         workers: loader processes.
         rows: of the data; None = all.
-        forward: function (rows, pixels) -> two tensors (b, ...) that take the place of the
-            embeddings and the features.
-    Returns: EncodedImages.
-    Raises: UserError if none can be read, or if an embedding is not finite.
+    Returns: Outputs.
+    Raises: UserError if none can be read.
     """
     if rows is None:
         rows = np.arange(len(data))
@@ -75,7 +101,7 @@ def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=
 
     was_training = model.training
     model.eval()
-    index, image, features, unreadable = [], [], [], {}
+    index, parts, unreadable = [], [], {}
     for readable, pixels, reasons, sound_and_text in batches:
         for row, reason in reasons.items():
             unreadable[data.key(row)] = reason
@@ -85,23 +111,20 @@ def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=
         if pixels.dtype == torch.uint8:
             pixels = transform.normalise(pixels.float() / 255)
         pixels = clip_inputs(pixels, sound_and_text, transform)
-        if forward:
-            embeddings, hidden = forward(readable, pixels)                 # (b, ...)
-        else:
-            embeddings, _, hidden = model(pixels)                          # (b, D), (b, width)
+        outputs = forward(readable, pixels)                                # tuple of (b, ...)
         index += readable
-        image.append(embeddings.float().cpu())
-        features.append(hidden.float().cpu())
+        parts.append([tensor.float().cpu() for tensor in outputs])
     model.train(was_training)
 
     index, unreadable = gather_index(index, unreadable)
     report_unreadable(data, len(rows), index, unreadable)
     order = np.argsort(index)
-    images = EncodedImages(
-        index[order], gather_rows(image)[order], gather_rows(features)[order], unreadable)
-    if forward is None:
-        check_outputs(data.full_name, images.image)
-    return images
+    # a process may have no image that can be read
+    num_tensors = max(gather_objects(len(parts[0]) if parts else 0))
+    tensors = []
+    for k in range(num_tensors):
+        tensors.append(gather_rows([outputs[k] for outputs in parts])[order])
+    return Outputs(index[order], tensors, unreadable)
 
 
 def check_outputs(name, outputs):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from contrastive.core.files import read_json, slug
 from contrastive.core.processes import UserError, opening, say
-from contrastive.data import data_options, load_data
+from contrastive.data import data_options, load_data, open_pairs
 from contrastive.data.long_tail import labelled_sets
-from contrastive.data.registry import find_data_set
+from contrastive.data.registry import find_data_set, partition_name
 from contrastive.data.splits import without_trained
 from contrastive.data.table import EmptySplit
 from contrastive.encoders.kinds import encoder_kind
@@ -27,13 +27,14 @@ from safetensors.torch import load_file
 # options that change a training set alone, at their values in an evaluation
 TRAINING_ONLY = {"unfold_captions": False, "caption_noise": 0.0, "extra_captions": ""}
 NUM_QUERIES = 16_384  # training queries that are drawn where there is no queue; NCL's queue
-# Temperature of the dual softmax, CLIP-ViP's. It holds in both directions here. CLIP-ViP's code has
-# it in text -> video: its softmax of video -> text runs over the candidates and leaves their order.
+# The dual softmax of CLIP-ViP, at its temperature. Here it runs over the queries in both
+# directions. In CLIP-ViP's code the one of video -> text runs over the candidates, which does not
+# change their order.
 DSL_TAU = 0.01
 # flags of eval.py that are compared with those of the run
 COMPARED_FLAGS = (
-    "normalize", "queue_size", "text_length", "frames", "knn_features", "image_column",
-    "caption_column", "label_column", "same_text", "class_names", "prompts")
+    "normalize", "queue_size", "text_length", "knn_features", "image_column", "caption_column",
+    "label_column", "same_text", "class_names", "prompts")
 
 
 class EvaluatedModel:
@@ -74,7 +75,7 @@ class EvaluatedModel:
         self.folder = self.make_folder()
 
     def read_queues(self):
-        """The queues of a run of ncl.py, {} if it has none or if its training set is evaluated."""
+        """The queues of a run of ncl.py; {} if it has none, and with --split train of any set."""
         file = self.run / "queues.safetensors"
         if self.args.split == "train" or not file.is_file():
             return {}
@@ -82,7 +83,7 @@ class EvaluatedModel:
             return load_file(file)
 
     def temperature(self):
-        """The temperature of --normalize.
+        """The temperature of --normalize, and of the biases by the queues of a run of ncl.py.
 
         Raises: UserError if the run has no single one.
         """
@@ -90,7 +91,7 @@ class EvaluatedModel:
             return self.args.gamma
         if self.args.normalize == "dsl":
             return DSL_TAU  # that of a run, such as MAMA's 1, may do nothing
-        if self.queues:
+        if self.queues and self.facts.tau is not None:  # ncl.py --loss max-margin trains none
             return self.queues["gamma"].item()
         if self.args.normalize == "none" or self.towers.tokenizer is None:
             return 0.0
@@ -102,6 +103,10 @@ class EvaluatedModel:
             value, trained = getattr(self.args, name), saved_flags.get(name)
             if trained is not None and value not in ("", 0, trained):
                 say(f"--{name.replace('_', '-')} {value}: {trained} in training")
+        value = self.args.frames
+        trained = saved_flags.get("eval_frames") or saved_flags.get("frames")
+        if value and trained and value != trained:
+            say(f"--frames {value}: {trained} in the evaluations of the run")
 
     def make_folder(self):
         """The folder of the result."""
@@ -115,7 +120,7 @@ class EvaluatedModel:
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def untrained(self):
+    def build_untrained(self):
         """The run's tower at random weights; None for a model by name."""
         if not self.flags:
             return None
@@ -148,6 +153,7 @@ class EvaluatedSplits:
             **TRAINING_ONLY)
         if model.towers.tokenizer is None and find_data_set(name) is None:
             self.options = self.options.replace(by_class=True)  # a table needs no captions
+        self.opened = {}  # {split: Data} of those that have been opened
         self.long_tail = {}  # {split: Data}
         if model.facts.long_tail and name == model.trained_on:
             self.long_tail = labelled_sets(name, self.options)
@@ -162,8 +168,15 @@ class EvaluatedSplits:
 
     def open(self, split):
         """The Data of a split. Raises: EmptySplit if there is no such split."""
+        if split not in self.opened:
+            self.opened[split] = self.read(split)
+        return self.opened[split]
+
+    def read(self, split):
+        """The Data of a split, from its files. Raises: EmptySplit if there is no such split."""
         if not self.long_tail:
-            data = self.untrained_rows(load_data(self.name, split, self.options))
+            data = load_data(self.name, split, self.options)
+            data = without_trained(data, *self.training_sets(split))
         elif split in self.long_tail:
             data = self.long_tail[split]
         else:
@@ -174,20 +187,42 @@ class EvaluatedSplits:
         # mama.py has learnt its weights from these examples
         return data.select([row for row, key in enumerate(data.keys()) if key not in meta_data])
 
-    def untrained_rows(self, data):
-        """A split of another set of the user's own, without the files that the run trained on."""
+    def training_sets(self, split):
+        """What the run trained on and whose files are left out of a split: a list of Data.
+
+        They are its data set, if both are the user's own, and, for val and test, its --extra-pairs.
+        Of those, training has left out the clips of the sets that the run evaluated.
+        """
         trained_on = self.model.trained_on
-        if self.name == trained_on or find_data_set(self.name) is not None:
-            return data
-        if trained_on is None or find_data_set(trained_on) is not None:
-            return data
-        if not Path(trained_on).expanduser().exists():
-            say(f"WARNING: {trained_on} is not there, so rows of {self.name} that were trained on "
-                "count, too")
-            return data
+        if trained_on is None:
+            return []
         flags = argparse.Namespace(**self.model.flags)
-        options = data_options(flags).replace(by_class=self.options.by_class)
-        return without_trained(data, load_data(trained_on, "train", options))
+        are_own = find_data_set(self.name) is None and find_data_set(trained_on) is None
+        result = []
+        if are_own and self.name != trained_on and self.is_there(trained_on):
+            options = data_options(flags).replace(by_class=self.options.by_class)
+            result.append(load_data(trained_on, "train", options))
+        if split == "train" or self.was_evaluated():
+            return result
+        for word in self.model.flags.get("extra_pairs", ()):
+            name, _ = partition_name(word, "=")
+            if self.is_there(name):
+                result.append(open_pairs(word, flags))
+        return result
+
+    def is_there(self, trained_on):
+        """Whether a training set of the run can be read; else it prints what follows."""
+        if find_data_set(trained_on) is not None or Path(trained_on).expanduser().exists():
+            return True
+        say(f"WARNING: {trained_on} is not there, so rows of {self.name} that were trained on "
+            "count, too")
+        return False
+
+    def was_evaluated(self):
+        """Whether the run itself evaluated this set."""
+        words = self.model.flags.get("eval_datasets") or [self.model.trained_on]
+        names = [resolve_name(partition_name(word, "=")[0]) for word in words]
+        return resolve_name(self.name) in names
 
 
 # ======================================================= the model ================================
@@ -195,12 +230,19 @@ def open_model(args, device):
     """Opens --checkpoint: the folder of a run, or a CLIP by name at its own size.
 
     Returns: Towers on the device; the flags of the run, {} for a CLIP by name.
+    Raises: UserError for a --text-length that the text encoder of the run has not learnt.
     """
     run = Path(args.checkpoint)
     if not (run / "args.json").is_file():
         return open_clip_by_name(args, device), {}
     model, tokenizer, transform = load_model(run)
     if args.text_length and tokenizer is not None:
+        spec = read_json(run / "model.json")
+        trained_length = spec["text_length"]
+        if spec["text_encoder"] == "small" and args.text_length > trained_length:
+            raise UserError(f"--text-length {args.text_length}: the small text encoder of the run "
+                            f"has learnt the positions of {trained_length} tokens; give "
+                            f"{trained_length} or less")
         tokenizer = Tokenizer(tokenizer.tokenizer, args.text_length, tokenizer.clean)
     return Towers(model.to(device), tokenizer, transform), read_json(run / "args.json")
 
@@ -279,8 +321,8 @@ def training_queries(model, splits, query_data):
         model: EvaluatedModel.
         splits: EvaluatedSplits.
         query_data: as open_query_data returns it.
-    Returns: texts, videos: (K, D) each. They are empty for dsl, for oracle without a queue, and,
-        if the run's own normalisation is repeated, for a set of which it has no queue.
+    Returns: texts, videos: (K, D) each. Both are empty if nothing is needed: for dsl; for oracle
+        without a queue; with the run's own --normalize on a set without a queue.
     """
     args = model.args
     script = model.flags.get("script", "ncl")

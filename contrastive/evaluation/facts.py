@@ -6,7 +6,7 @@ from contrastive.core.files import read_json
 
 # The scripts of this project. Only ncl.py has a normalisation; a fork may have another one.
 SCRIPTS = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
-# {flag: value} of what a run did whose args.json is older than the flag
+# values of flags that did not exist when a run was made
 BEFORE_THE_FLAG = {
     "class_names": "wordnet", "eval_frames": 0, "expert_inputs": "training", "image_lr": 0.0,
     "matching_weight": 0.0, "modalities": "v", "projection_bias": False, "prompts": "openai",

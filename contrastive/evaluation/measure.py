@@ -54,9 +54,10 @@ class ClassOptions:
     shot_limits: tuple | None = None  # of core.metrics.accuracy_by_class_size
     knn_features: str = "projected"  # embeddings; 'backbone': features before the projection
     view: EvalTransform | None = None  # of these tasks, if it is not that of the towers
-    # function () -> the untrained model or None; kNN and probes are measured on it, on raw pixels
-    # and on colours as well, which become the chance level `trivial`. None = nothing of this.
-    untrained: object = None
+    # whether kNN and probes are measured on raw pixels, on colours and on the untrained model as
+    # well, which become the chance level `trivial`
+    with_trivial: bool = False
+    build_untrained: object = None  # function () -> the run's model at random weights, or None
 
 
 # ======================================================= tasks that are supported =================
@@ -112,6 +113,8 @@ def reason_against_captions(task, data, class_names_as_captions):
     """Why a split does not support a task by caption; "" if it does."""
     if not data.has_captions and not class_names_as_captions:
         return "the set has no captions"
+    if answers.has_questions_as_captions(data):
+        return "the captions of the set are its questions, which say nothing of the videos"
     has_classes = data.column("verb") is not None and data.column("noun") is not None
     if task == "mir" and data.sentences is None and not has_classes:
         return "the set has no relevancies (no verb and noun classes)"
@@ -123,11 +126,18 @@ def reason_against_classes(task, data, train):
     if data.labels is None or not (data.labels >= 0).any():
         return "the set has no classes"
     if task in WITH_TRAINING:
-        if train is None or train.streamed or train.label_names != data.label_names:
+        if train is None or train.streamed or not have_same_classes(train, data):
             return "there are no other training images of the same classes"
     elif not data.label_names:
         return "the classes have no names"
     return ""
+
+
+def have_same_classes(train, data):
+    """Whether the classes of both splits are the same: by their names, or splits of one set."""
+    if train.label_names != data.label_names:
+        return False
+    return bool(data.label_names) or train.name == data.name
 
 
 def reason_of_model(task, model, tokenizer, knn_features):
@@ -176,9 +186,12 @@ def measure(towers, data, tasks, options=None, *, device, workers=0):
     if BY_CLASS.intersection(tasks):
         split.encode_classes()
     if "zero-shot" in tasks:
-        metrics, chance = zero_shot(
-            towers.model, towers.tokenizer, split.image, split.labels, data, device=device)
+        metrics, chance, num_cut = zero_shot(
+            towers.model, towers.tokenizer, split.labelled_image, split.labels, data,
+            device=device)
         split.add({"zero-shot": metrics}, {"zero-shot": chance})
+        if num_cut:
+            split.counts["prompts_cut"] = num_cut
     if WITH_TRAINING.intersection(tasks):
         split.learn_classes(tasks)
     return Measurement(split.counts | split.metrics, split.chance, split.pieces)
@@ -191,13 +204,13 @@ class SplitEvaluation:
         self.towers, self.data, self.options = towers, data, options
         self.device, self.workers = device, workers
         self.metrics, self.chance, self.counts = {}, {}, {}
-        self.images = encode_images(
+        self.encoded = encode_images(
             towers.model, data, towers.transform, device, workers=workers)
         if frames_of(data):
-            self.counts["clips"] = len(self.images.index)
-        self.counts["images"] = len(self.images.index)
-        self.counts["unreadable"] = len(self.images.unreadable)
-        self.pieces = EvaluationPieces(data, self.images.index, self.images.image)
+            self.counts["clips"] = len(self.encoded.index)
+        self.counts["images"] = len(self.encoded.index)
+        self.counts["unreadable"] = len(self.encoded.unreadable)
+        self.pieces = EvaluationPieces(data, self.encoded.index, self.encoded.image)
 
     def add(self, metrics, chance):
         """Adds the numbers of a task."""
@@ -222,25 +235,28 @@ class SplitEvaluation:
     def encode_classes(self):
         """Takes the images that have a class, encoded again if the tasks by class see another view
         of them."""
-        images = self.images
+        encoded = self.encoded
         if self.options.view:
-            images = encode_images(self.towers.model, self.data, self.options.view, self.device,
-                                   workers=self.workers)
-        rows = np.flatnonzero(self.data.labels[images.index] >= 0)
-        self.image, self.features = images.image[rows], images.features[rows]
-        self.labels = self.data.labels[images.index[rows]]
-        if len(rows) < len(images.index):
-            self.counts["without_class"] = len(images.index) - len(rows)
+            encoded = encode_images(self.towers.model, self.data, self.options.view, self.device,
+                                    workers=self.workers)
+        rows = np.flatnonzero(self.data.labels[encoded.index] >= 0)
+        self.labelled_image = encoded.image[rows]                          # (L, D)
+        self.labelled_features = encoded.features[rows]                    # (L, width)
+        self.labels = self.data.labels[encoded.index[rows]]                # (L,)
+        if len(rows) < len(encoded.index):
+            self.counts["without_class"] = len(encoded.index) - len(rows)
 
     def learn_classes(self, tasks):
         """Nearest neighbours and linear probes."""
         options, model = self.options, self.towers.model
         feature_options = FeatureOptions(
             transform=options.view or self.towers.transform, device=self.device,
-            workers=self.workers, projected=options.knn_features == "projected")
+            workers=self.workers, knn_features=options.knn_features)
         train = labelled(model, options.train, feature_options)
-        neighbour_features = self.image if feature_options.projected else self.features
-        test = LabelledFeatures(neighbour_features, self.features, self.labels)
+        neighbour_features = self.labelled_features
+        if options.knn_features == "projected":
+            neighbour_features = self.labelled_image
+        test = LabelledFeatures(neighbour_features, self.labelled_features, self.labels)
         few_shot, few_shot_features = None, None
         if "probe" in tasks and options.few_shot is not None:
             few_shot = options.few_shot
@@ -248,12 +264,12 @@ class SplitEvaluation:
         metrics, chance, per_class = class_metrics(
             tasks, train, test, few_shot_features, options.shot_limits, device=self.device)
         self.add(metrics, chance)
-        self.pieces.per_class = per_class.get("knn@1")
+        self.pieces.per_class = per_class
         if "probe" in tasks:
             _, self.pieces.train_features, self.pieces.train_labels = train
-            self.pieces.features, self.pieces.labels = self.features, self.labels
+            self.pieces.features, self.pieces.labels = self.labelled_features, self.labels
             self.pieces.label_names = self.data.label_names
-        if options.untrained:
+        if options.with_trivial:
             self.chance["trivial"] = self.trivial_chance(tasks, few_shot, feature_options)
             drawn = drawn_images(options.train, self.data)
             if drawn:
@@ -267,7 +283,7 @@ class SplitEvaluation:
         if getattr(vision, "frozen", False):
             models["frozen"] = BodyFeatures(self.towers.model)
         else:
-            untrained_model = self.options.untrained()
+            untrained_model = self.options.build_untrained()
             if untrained_model is not None:
                 models["untrained"] = untrained_model.to(self.device)
         return trivial_accuracy(
@@ -319,30 +335,29 @@ class Evaluator:
             raise UserError(f"--eval-datasets {name}: its {split} split: {unsupported[tasks[0]]}")
         return supported
 
-    def __call__(self, split, beside_untrained=False):
+    def __call__(self, split, with_trivial=False):
         metrics, chance, pieces = {}, {}, {}
         for name, splits in self.sets.items():
             if split in splits:
-                measured = self.measure_split(name, split, beside_untrained)
+                measured = self.measure_split(name, split, with_trivial)
             elif self.towers.tokenizer is None:
                 # temperature_schedules.py measures and draws the training images
                 measured = Measurement({}, {}, self.training_pieces())
             elif split == "val" and self.args.watch_test:
-                measured = self.measure_split(name, "test", beside_untrained)
+                measured = self.measure_split(name, "test", with_trivial)
                 name = f"{name} (test)"
             else:
                 continue
             metrics[name], chance[name], pieces[name] = measured
         return metrics, chance, pieces
 
-    def measure_split(self, name, split, beside_untrained):
-        """The Measurement of a split."""
+    def measure_split(self, name, split, with_trivial):
+        """The Measurement of a split. with_trivial: as in ClassOptions."""
         model, _, transform = self.towers
         view, _ = view_of(transform, name, self.args.dataset)
         options = ClassOptions(
-            self.train, self.few_shot, self.shot_limits, self.knn_features, view)
-        if beside_untrained:
-            options.untrained = functools.partial(untrained, model.spec, self.args.seed)
+            self.train, self.few_shot, self.shot_limits, self.knn_features, view, with_trivial,
+            build_untrained=functools.partial(untrained, model.spec, self.args.seed))
         measured = measure(
             self.towers, self.sets[name][split], self.tasks[name, split], options,
             device=self.device, workers=self.args.workers)
@@ -353,6 +368,6 @@ class Evaluator:
     def training_pieces(self):
         """EvaluationPieces of the training images alone."""
         model, _, transform = self.towers
-        options = FeatureOptions(transform, self.device, self.args.workers, projected=True)
+        options = FeatureOptions(transform, self.device, self.args.workers, "projected")
         train = labelled(model, self.train, options)
         return EvaluationPieces(train_features=train.probe_features, train_labels=train.labels)

@@ -3,21 +3,22 @@
 from contrastive.core.files import flatten
 from contrastive.core.words import counted
 
-# numbers of queries; of fewer than FEW_QUERIES a table warns
+# numbers of queries; of fewer than WARN_BELOW a table warns
 QUERY_COUNTS = ("clips", "images", "captions", "questions")
 # all metrics that count something; they stand in the first line of a table
 COUNTS = (
-    *QUERY_COUNTS, "captions_cut", "repeated_captions_positive", "repeated_captions_wrong",
-    "texts_cut", "unreadable", "without_class")
-FEW_QUERIES = 50  # with fewer, a single query moves the numbers
+    *QUERY_COUNTS, "captions_cut", "prompts_cut", "repeated_captions_positive",
+    "repeated_captions_wrong", "texts_cut", "unreadable", "without_class")
+WARN_BELOW = 50  # with fewer, a single query moves the numbers
 # what groups of numbers are called in a table, where their name in summary.json does not say it
 LABELS = {
     "": "both ways",
     "few-shot": "few-shot probe",
     "all": "probe on all of train",
-    "normalize/none": "biases none",
+    "normalize/none": "by cosine",
     "normalize/queue": "biases queue",
-    "normalize/oracle": "biases oracle"}
+    "normalize/oracle": "biases oracle",
+    "normalize/dsl": "dual softmax"}
 
 
 def table(title, metrics, chance):
@@ -35,7 +36,7 @@ def table(title, metrics, chance):
                      "nothing tells them apart")
     warnings = []
     for name in QUERY_COUNTS:
-        if name in counts and counts[name] < FEW_QUERIES:
+        if name in counts and counts[name] < WARN_BELOW:
             points = 100 / counts[name]
             words = counted(counts[name], name)
             warnings.append(f"one of {words} is worth {points:.1f} points")
@@ -86,7 +87,7 @@ def lines_of_groups(metrics, chance):
 
 
 def label_of(group):
-    """The words for a group of numbers: 'biases none: error' of 'normalize/none/error'."""
+    """The words for a group of numbers: 'biases queue: error' of 'normalize/queue/error'."""
     words = LABELS.get(group)
     if words is None:
         first, _, last = group.rpartition("/")

@@ -1,13 +1,15 @@
 """Retrieval in which the matching head of VAST ranks the first candidates of each query anew.
 
-The first K by cosine are ranked by their probability of a match alone. The others stay behind them
-in the order of their cosines; VAST gives them the score 0. No recall at 1 to K depends on that.
+The first K by cosine are ranked by their probability of a match alone: by its logit, which is the
+same order, since a probability near 1 is rounded to 1 and would tie with others. The other
+candidates stay behind them in the order of their cosines; VAST gives them the score 0. No recall at
+1 to K depends on that.
 """
 
 from contrastive.core.metrics import (
     best_of_groups, fill_padding, normalize, ranks_of_best, recalls)
 from contrastive.encoders.vast import Pairs
-from contrastive.evaluation.embed import encode_images
+from contrastive.evaluation.embed import check_outputs, outputs_of_images
 from contrastive.evaluation.retrieval import add_means, image_to_text_positives
 
 import torch
@@ -35,12 +37,12 @@ def reranked_retrieval(pieces, towers, top, *, workers=0):
     is_pair = torch.zeros(len(image), len(text), dtype=torch.bool)         # (M, C)
     is_pair[torch.arange(len(image))[:, None], best_texts] = True
     is_pair.T[torch.arange(len(text))[:, None], best_images] = True
-    scores = matching_scores(pieces, towers, is_pair, workers)             # (M, C)
+    logits = matching_logits(pieces, towers, is_pair, workers)             # (M, C)
 
     to_text, groups = image_to_text_positives(pieces)                      # (M, P), (C,)
     metrics = {
-        "text_to_image": recalls(ranks(text, image, scores.T, best_images, pieces.positives)),
-        "image_to_text": recalls(ranks(image, text, scores, best_texts, to_text,
+        "text_to_image": recalls(ranks(text, image, logits.T, best_images, pieces.positives)),
+        "image_to_text": recalls(ranks(image, text, logits, best_texts, to_text,
                                        groups=groups))}
     add_means(metrics)
     return metrics
@@ -53,12 +55,12 @@ def best_candidates(query, gallery, top):
     return torch.cat(parts)
 
 
-def ranks(query, gallery, scores, best, positives, *, groups=None):
+def ranks(query, gallery, logits, best, positives, *, groups=None):
     """The rank of each query's best positive, (Q,) numpy, from 1.
 
     Args:
         query, gallery: (Q, D), (G, D) of unit length.
-        scores: (Q, G) probabilities.
+        logits: (Q, G) of the probability of a match; those of `best` alone are read.
         best: (Q, K) the candidates that are ranked by them.
         positives, groups: as in retrieval_ranks.
     """
@@ -66,18 +68,23 @@ def ranks(query, gallery, scores, best, positives, *, groups=None):
     parts = []
     for start in range(0, len(query), ROWS):
         block = slice(start, start + ROWS)
-        # float64, since in float32 all probabilities below 1e-7 would be one number above 2
         sim = (query[block] @ gallery.T).double()                          # (c, G) -1..1
-        probability = scores[block].double().gather(1, best[block])        # (c, K)
-        sim.scatter_(1, best[block], 2 + probability)                      # above all cosines
+        # float64, so that no two logits of float32 become equal
+        best_logits = logits[block].double().gather(1, best[block])        # (c, K)
+        lowest = best_logits.amin(1, keepdim=True)                         # (c, 1)
+        sim.scatter_(1, best[block], 2 + best_logits - lowest)             # above all cosines
         if groups is not None:
             sim = best_of_groups(sim, groups)                              # (c, groups)
         parts.append(ranks_of_best(sim, positives[block]))
     return torch.cat(parts).numpy()
 
 
-def matching_scores(pieces, towers, is_pair, workers):
-    """(M, C) probabilities that clip and caption match, 0 where `is_pair` is False. Collective."""
+def matching_logits(pieces, towers, is_pair, workers):
+    """(M, C) logits of the probability that clip and caption match, 0 where `is_pair` is False.
+    Collective.
+
+    Raises: UserError if one is not finite.
+    """
     model, tokenizer, transform = towers
     device = pieces.device
     place = {row: number for number, row in enumerate(pieces.index)}       # among the M
@@ -85,22 +92,22 @@ def matching_scores(pieces, towers, is_pair, workers):
     ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
 
     def classify(rows, pixels):
-        """Scores (b, C) of these rows; encode_images wants a second tensor beside them."""
         wanted = is_pair[[place[row] for row in rows]]                     # (b, C)
         condition = model.matching.condition(model.clip_tokens(pixels))
         clips, texts = wanted.nonzero(as_tuple=True)                       # (P,) each
-        probabilities = []
+        logits_of_pairs = []
         size = max(1, PAIR_NUMBERS // condition[0].numel())
         for clip, caption in zip(clips.split(size), texts.split(size)):
             clip, caption = clip.to(device), caption.to(device)
             pairs = Pairs(clip, ids[caption], mask[caption], None)
-            logits = model.match(condition, pairs)                         # (p, 2)
-            probabilities.append(logits.float().softmax(1)[:, 1].cpu())
-        scores = torch.zeros(wanted.shape)                                 # (b, C)
-        scores[clips, texts] = torch.cat(probabilities)
-        return scores, scores[:, :1]
+            no_match, match = model.match(condition, pairs).float().unbind(1)            # (p,) each
+            logits_of_pairs.append((match - no_match).cpu())
+        logits = torch.zeros(wanted.shape)                                 # (b, C)
+        logits[clips, texts] = torch.cat(logits_of_pairs)
+        return (logits,)
 
-    encoded = encode_images(
-        model, pieces.data, transform, device, workers=workers, rows=pieces.index,
-        forward=classify)
-    return encoded.image
+    _, (logits,), _ = outputs_of_images(
+        model, pieces.data, transform, device, forward=classify, workers=workers,
+        rows=pieces.index)
+    check_outputs(pieces.data.full_name, logits)
+    return logits

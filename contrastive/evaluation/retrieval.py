@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 DIRECTIONS = ("text_to_image", "image_to_text")
+MAX_HEALTH = 4096  # pairs from which the health of the space is computed
 
 
 # ======================================================= captions =================================
@@ -220,17 +221,24 @@ def by_direction(result):
 def gap_and_health(pieces):
     """The modality gap of all images and texts, and the health of the space.
 
-    embedding_health reads each image with its first caption alone: another caption of an image
-    would be among its negatives.
+    embedding_health reads one image of each group, with its first caption alone: other images and
+    captions of a group would be among the negatives. Of more than MAX_HEALTH groups so many are
+    drawn, the same ones for all models.
 
     Returns: metrics {modality_gap, embeddings: {...}}; the gap of random unit vectors as chance.
     """
     image, text = pieces.image, pieces.text                                # (M, D), (C, D)
     check_finite(image=image, text=text)
-    images, first_captions = np.unique(pieces.owner, return_index=True)
+    images, first_captions = np.unique(pieces.owner, return_index=True)    # (n,) of captions
+    groups = groups_of_images(pieces.data)[pieces.index[images]]           # (n,)
+    _, rows = np.unique(groups, return_index=True)                         # (groups,)
+    if len(rows) > MAX_HEALTH:
+        rows = np.random.default_rng(42).permutation(rows)[:MAX_HEALTH]
+    rows = np.sort(rows)
     health = {}
-    if len(images) > 1:
-        health = embedding_health(image[images], text[first_captions], limit=4096)
+    if len(rows) > 1:
+        health = embedding_health(
+            image[images[rows]], text[first_captions[rows]], limit=MAX_HEALTH)
         del health["gap"]  # of these pairs alone
     metrics = {"modality_gap": modality_gap(image, text), "embeddings": health}
     return metrics, {"modality_gap": (1 / len(image) + 1 / len(text)) ** 0.5}

@@ -6,7 +6,7 @@ from contrastive.core.processes import say
 from contrastive.data.table import frames_of
 from contrastive.encoders.models import EvalTransform
 from contrastive.evaluation.by_class import LabelledFeatures, class_metrics, labelled
-from contrastive.evaluation.embed import encode_images
+from contrastive.evaluation.embed import outputs_of_images
 
 import numpy as np
 import torch
@@ -89,18 +89,17 @@ def trivial_accuracy(train, test, few, options, *, tasks, models, limits=None):
     for name in train_features:
         result[name], _, _ = class_metrics(
             tasks, train_features[name], test_features[name], few_features.get(name), limits,
-            device=options.device)
+            with_few_shot=not has_drawn_images, device=options.device)
         if has_drawn_images:
-            result[name] = comparable_accuracies(result[name], few)
+            result[name] = of_all_classes(result[name])
     return result
 
 
-def comparable_accuracies(accuracies, few):
-    """Those of drawn images that are about the same classes and shots as the model's."""
+def of_all_classes(accuracies):
+    """{task: {top1, mean_per_class}}: the accuracies without those of head, mid and tail."""
     result = {}
     for task, values in accuracies.items():
-        if task != "few-shot" or few:
-            result[task] = {name: values[name] for name in ("top1", "mean_per_class")}
+        result[task] = {name: values[name] for name in ("top1", "mean_per_class")}
     return result
 
 
@@ -134,9 +133,9 @@ def features_of(data, view, options, models, forward):
     """{name: LabelledFeatures} of pixels and colours, which `forward` returns, and the models."""
     features = {}
     if getattr(data.clip, "has_pixels", True):
-        index, pixels, compact, _ = encode_images(
-            nn.Identity(), data, view, options.device, workers=options.workers,
-            rows=np.flatnonzero(data.labels >= 0), forward=forward)
+        index, (pixels, compact), _ = outputs_of_images(
+            nn.Identity(), data, view, options.device, forward=forward, workers=options.workers,
+            rows=np.flatnonzero(data.labels >= 0))
         labels = data.labels[index]
         colours, small = compact[:, :64], compact[:, 64:]
         features["pixels"] = LabelledFeatures(pixels, small, labels)

@@ -46,7 +46,7 @@ STYLE = {
     # TrueType: journals refuse matplotlib's default, Type 3
     "pdf.fonttype": 42,
     "axes.prop_cycle": f"cycler(color={COLOURS}, ls={LINES})"}
-FEW_QUERIES = 20  # of a set; with fewer there are no pictures
+NO_PICTURES_BELOW = 20  # of a set; with fewer there are no pictures
 # (text, width in letters)
 wrap = functools.partial(textwrap.fill, max_lines=3, placeholder=" ...")
 
@@ -127,7 +127,7 @@ def whole_ticks(ax):
 def by_set(pieces):
     """The data sets of a run: [(name, suffix of its pictures' file names, pieces)].
 
-    The first has no suffix. Sets of fewer than FEW_QUERIES queries have no pictures.
+    The first has no suffix. Sets of fewer than NO_PICTURES_BELOW queries have no pictures.
     """
     sets = []
     for place, (name, pieces_of_set) in enumerate(pieces.items()):
@@ -140,7 +140,7 @@ def by_set(pieces):
 def has_few_queries(pieces):
     """Whether a set has so few captions, or questions, that pictures of them would mislead."""
     queries = pieces.index if pieces.texts is None else pieces.texts
-    return len(queries) < FEW_QUERIES
+    return len(queries) < NO_PICTURES_BELOW
 
 
 # ======================================================= curves ===================================
@@ -178,14 +178,15 @@ def recall_panel(run, name=""):
     return f"retrieval, val (t = text, {kind[0]} = {kind})", "%", columns
 
 
-def draw_training_curves(run, panels):
+def draw_training_curves(run, panels, chance=None):
     """Draws curves.png: panels of a method, those of all methods, one for every further column of
-    the training steps, such as those of a fork, and speed last."""
+    the training steps, such as those of a fork, and speed last. chance: as in draw_curves."""
     further = remaining_panels(run, panels + SPEED)
-    draw_curves(run, panels + further, run.folder / "curves.png", low_panels=SPEED)
+    draw_curves(
+        run, panels + further, run.folder / "curves.png", low_panels=SPEED, chance=chance)
 
 
-def draw_curves(run, panels, path, x="step", low_panels=()):
+def draw_curves(run, panels, path, x="step", *, low_panels=(), chance=None):
     """Draws logged numbers in panels; those without a number are left out.
 
     Dotted: chance, of numbers on val.
@@ -194,12 +195,14 @@ def draw_curves(run, panels, path, x="step", low_panels=()):
         panels: [(title, y label, {legend: column of the log})].
         x: 'step' or 'samples_seen'.
         low_panels: further panels, which stand below and are lower.
+        chance: {data set: levels}, by the names of its metrics; None = run.chance.
     """
+    levels = flatten({"eval": run.chance if chance is None else chance})
     panels = [panel for panel in panels if has_numbers(run, panel)]
     low_panels = [panel for panel in low_panels if has_numbers(run, panel)]
     fig, axes = figure(len(panels), columns=2, low_panels=len(low_panels))
     for ax, (title, label, lines) in zip(axes, panels + low_panels):
-        draw_lines(ax, run, lines, x)
+        draw_lines(ax, run, lines, x, levels)
         ax.set_title(title)
         ax.set_xlabel(x.replace("_", " "))
         ax.set_ylabel(label)
@@ -230,9 +233,11 @@ def has_numbers(run, panel):
     return any(run.log.column(name)[0] for name in lines.values())
 
 
-def draw_lines(ax, run, lines, x):
-    """Draws columns of the log, {legend: column}, with the chance level of those that have one."""
-    chance = flatten({"eval": run.chance})
+def draw_lines(ax, run, lines, x, chance):
+    """Draws columns of the log, {legend: column}, with the chance level of those that have one.
+
+    Args: chance: {column: level}.
+    """
     for legend, name in lines.items():
         steps, values = run.log.column(name, x)
         if steps:

@@ -254,6 +254,8 @@ def draw_plane(ax, text, image, kind):
 def draw(run, retrieval_biases):
     """Draws the figures of a run: curves; Figs. 2, 3, 5, 6 of test sets, 7 and 8 of val.
 
+    A run without biases (--loss max-margin) has its answers by cosine in place of Figs. 2, 3, 5, 6.
+
     Args:
         run: the Run, after its evaluations.
         retrieval_biases: ncl.py's function, which its evaluation uses too.
@@ -268,9 +270,6 @@ def draw(run, retrieval_biases):
         set_queues = NO_QUEUES
         if name == args.dataset:
             set_queues = queues
-        draw_normalization(pieces, gamma, args.iterations, set_queues, retrieval_biases,
-                           run.folder / f"normalization{suffix}.png")
-
         pieces_after = val.get(name, pieces)
         stages = {}
         if f"{name}/text" in start:
@@ -282,6 +281,12 @@ def draw(run, retrieval_biases):
         title = base.title_of(pieces_after.data)
         draw_modalities(stages, kind, title, run.folder / f"modalities{suffix}.png")
 
+        answers = run.folder / f"retrieval{suffix}.png"
+        if not pieces.biases:
+            base.draw_retrieval(pieces, answers)
+            continue
+        draw_normalization(pieces, gamma, args.iterations, set_queues, retrieval_biases,
+                           run.folder / f"normalization{suffix}.png")
         mode = args.normalize
         if mode == "none" or mode not in pieces.biases:
             mode = "oracle"
@@ -289,7 +294,7 @@ def draw(run, retrieval_biases):
         sim = base.cosines(pieces)                                         # (C, M)
         sims = {"cosine": sim, f"with biases ({mode})": sim + image_bias}
         gammas = dict.fromkeys(sims, gamma)
-        draw_queries(sims, gammas, pieces, run.folder / f"retrieval{suffix}.png")
+        draw_queries(sims, gammas, pieces, answers)
 
 
 def draw_training(run, name):
@@ -298,12 +303,16 @@ def draw_training(run, name):
     modes = ("none", "queue")
     recalls = {}
     for label, direction in directions.items():
+        if run.args.loss == "max-margin":
+            recalls[label] = f"eval/{name}/{direction}/R@1"
+            continue
         for mode in modes:
             recalls[f"{label}, {mode}"] = f"eval/{name}/normalize/{mode}/{direction}/R@1"
-    for by_chance in run.chance.values():
-        # the lines of chance are those without biases
-        same = {direction: by_chance[direction] for direction in directions.values()}
-        by_chance["normalize"] = dict.fromkeys(modes, same)
+    chance = {}
+    for data_set, levels in run.chance.items():
+        # of recalls with biases it is the same
+        same = {direction: levels[direction] for direction in directions.values()}
+        chance[data_set] = levels | {"normalize": dict.fromkeys(modes, same)}
     losses = {"the run's loss": "loss", "L_t2v": "L_t2v", "L_v2t": "L_v2t", "L_cap": "L_cap"}
     errors = {"as it is": "error", f"{run.args.iterations} rounds": "error_normalized"}
     panels = [
@@ -312,4 +321,4 @@ def draw_training(run, name):
         ("temperature", "gamma", {"gamma": "tau"}),
         *base.batch_panels(),
         ("normalisation error, batch", "mean |1 - sum P|", errors)]
-    base.draw_training_curves(run, panels)
+    base.draw_training_curves(run, panels, chance)
