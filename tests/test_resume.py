@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
@@ -16,7 +17,7 @@ from contrastive.data.batches import epoch_batches
 from contrastive.engine.checkpoints import checkpoints_of
 from contrastive.core.files import read_json, whole_file, write_json, write_tensors
 from contrastive.core.processes import UserError, rank
-from contrastive.engine.run import Run
+from contrastive.engine.run import Run, make_folder
 
 import psutil
 import pytest
@@ -188,6 +189,21 @@ def test_a_finished_run_is_only_evaluated(folder, runs):
     assert same(folder, runs[1][0]) and 1000 < after["wall_s"] < 2000
 
 
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, data, monkeypatch):
+    monkeypatch.setattr("contrastive.engine.run.time.strftime", lambda _: "20260101-000000")
+    monkeypatch.setattr(temo, "draw", lambda _: None)
+    words = [*FLAGS, "--dataset", str(data), "--max-steps", "1", "--output-dir", str(tmp_path)]
+    for loss in ("infonce", "ts"):
+        flags = [*words, "--loss", loss, "--no-learnable-tau"]
+        temo.main(temo.parse_args(flags))
+    name = f"temo__{data.stem}__s42__20260101-000000"
+    losses = {p.name: read_json(p / "args.json")["loss"] for p in tmp_path.iterdir()}
+    assert losses == {name: "infonce", f"{name}-2": "ts"}
+    with ThreadPoolExecutor(8) as pool:  # at once
+        folders = [*pool.map(lambda _: make_folder(tmp_path / "at once"), range(40))]
+    assert len({*folders}) == 40 and all(folder.is_dir() for folder in folders)
+
+
 def test_at_its_end_it_is_evaluated_in_float32(tmp_path, data, monkeypatch):
     """As eval.py does it."""
     halves, forward = [], common.TextEncoder.forward
@@ -216,8 +232,10 @@ def test_what_does_not_fit_the_run_is_refused(folder, data):
     before = (folder / "args.json").read_text()
     with pytest.raises(UserError, match="step_12.pt: is beyond the 3 steps"):
         resume(folder, "--max-steps", 3)
-    with pytest.raises(UserError, match=f"{folder}: holds a run already; --resume {folder}"):
-        run(folder, data)
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"{folder}: holds a run already; --resume {folder}"):
+            run(folder, data)
+        (folder / "metrics.jsonl").unlink(missing_ok=True)  # a run that has just begun has none
     fewer = data.with_name("fewer.csv")  # rows, of which a checkpoint has a mark
     fewer.write_text("\n".join(data.read_text().splitlines()[:-9]))
     args = temo.parse_args(["--resume", str(folder), "--max-steps", "14"])

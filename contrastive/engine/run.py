@@ -85,6 +85,23 @@ def fit_to_data(args, train):
 
 
 # ===================================================== a run ======================================
+def make_folder(path):
+    """Makes a folder that no other process has made: path or, if that exists, PATH-2, PATH-3, ...
+
+    Runs that start in the same second have the same name.
+    Returns: the path of the folder.
+    """
+    with opening(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = checkpoints.free_path(path)
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:
+                continue  # another process was faster
+
+
 class CheckedLoss(NamedTuple):
     """What the message about a loss that is not finite names."""
 
@@ -177,13 +194,15 @@ class Run:
         args = self.args
         if args.resume:
             folder = checkpoints.folder_of(args.resume)
+        elif args.run_name:
+            folder = Path(args.output_dir) / args.run_name
+            if (folder / "args.json").exists() or (folder / "metrics.jsonl").exists():
+                raise UserError(f"{folder}: holds a run already; --resume {folder}, or another "
+                                "--run-name")
         else:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             name = f"{self.script}__{Path(args.dataset).stem}__s{args.seed}__{stamp}"
-            folder = Path(args.output_dir) / (args.run_name or name)
-            if (folder / "metrics.jsonl").exists():
-                raise UserError(f"{folder}: holds a run already; --resume {folder}, or another "
-                                "--run-name")
+            folder = make_folder(Path(args.output_dir) / name)
         with opening(folder):
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         return folder
