@@ -85,9 +85,11 @@ import torch.nn as nn
 
 # ===================================================== gradients ==================================
 def average_gradients(parameters):
-    """Replaces .grad by its mean over processes, for parameters of the loss, outside DDP."""
-    if world() == 1:
-        return
+    """Replaces .grad by its mean over processes, for parameters of the loss, outside DDP.
+
+    A parameter that no process has used gets zeros on one process as on several: the optimiser
+    would pass over None, and with zeros it still applies weight decay and momentum.
+    """
     for p in parameters:
         if p.requires_grad:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -187,17 +189,13 @@ class Temperature(nn.Module):
 
     @torch.no_grad()
     def clamp(self):
-        """Brings a learnt temperature back into its limits after a step.
-
-        Returns: the temperature.
-        """
+        """Brings a learnt temperature back into its limits after a step."""
         if self.limits is not None:
             low, high = self.limits
             if low is not None:
                 self.log_tau.clamp_(min=math.log(low))
             if high is not None:
                 self.log_tau.clamp_(max=math.log(high))
-        return self()
 
 
 # ===================================================== chunks =====================================

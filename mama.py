@@ -663,6 +663,8 @@ def main(args):  # noqa: C901, PLR0912
     if questions:
         lines.update(answers.banner_lines(questions, train, args))
     run.begin(evaluator, random_guess(args, steps.total, eta * answer_guess), lines)
+    # without the network of --weighting meta, whose gradient is not that of the loss
+    trained_loss_modules = nn.ModuleList(trained_modules[1:])
     # listed once, since a walk through all modules takes milliseconds
     clipped_parameters = [*tower.parameters(), *loss_modules.parameters()]
     for batch in batches:
@@ -716,13 +718,12 @@ def main(args):  # noqa: C901, PLR0912
 
         run.check_finite(loss, tau, encoded[:2])
         chunks.backward(loss)                                              # of the full batch
-        common.average_gradients(loss_modules.parameters())
+        common.average_gradients(trained_loss_modules.parameters())
         if args.grad_clip:
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        # the log has tau after the step; the loss used the one before
-        new_tau = loss_modules["tau"].clamp()
+        loss_modules["tau"].clamp()
         columns = {}
         if run.due("log"):
             mismatched = mismatched_pairs(train, batch["rows"], sample_loss)  # (B,) 0 or 1
@@ -733,7 +734,7 @@ def main(args):  # noqa: C901, PLR0912
                 answer_losses = answer_loss(scores, target)                # (B,)
                 columns.update(answers.log_columns(scores, target, answer_losses, batch["rows"],
                                                    train))
-        run.done(batch, loss, new_tau, columns)                            # count, log, save, stop
+        run.done(batch, loss, tau, columns)                                # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     if rank() == 0:

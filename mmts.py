@@ -576,17 +576,15 @@ def main(args):  # noqa: C901, PLR0912
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        new_value = value
         if args.learnable_tau:
-            # the log has tau after the step; the loss used the one before
-            new_value = loss_modules["tau"].clamp()
+            loss_modules["tau"].clamp()
         columns = {}
         if run.due("log"):
             columns = log_columns(image, text, value, num_missing, run)
-            columns.update(range_columns(value_name(args.loss), new_value))
+            columns.update(range_columns(value_name(args.loss), value))
             if matching:
                 columns.update(common.mean_over_processes({"L_match": matching.total}, run.device))
-        run.done(batch, loss, new_value, columns)                          # count, log, save, stop
+        run.done(batch, loss, value, columns)                              # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     curve = functools.partial(sample_temperature, period=period, alpha=alpha)

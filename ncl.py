@@ -510,14 +510,13 @@ def main(args):  # noqa: C901, PLR0912
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        # the log has gamma after the step; the loss used the one before
-        new_gamma = loss_modules["tau"].clamp()
+        loss_modules["tau"].clamp()
         loss_modules["texts"].push(text)
         loss_modules["videos"].push(video)
         columns = {}
         if run.due("log"):
             columns = log_columns(text, video, gamma, captioning_terms, run)
-        run.done(batch, loss, new_gamma, columns)                          # count, log, save, stop
+        run.done(batch, loss, gamma, columns)                              # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     save_queues(run, loss_modules)

@@ -794,14 +794,12 @@ def main(args):  # noqa: C901, PLR0912
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        new_tau = tau
         if "tau" in loss_modules:
-            # the log has tau after the step; the loss used the one before
-            new_tau = loss_modules["tau"].clamp()
+            loss_modules["tau"].clamp()
         columns = {}
         if run.due("log"):
             columns = log_columns(embeddings, features, tau, run)
-        run.done(batch, loss, new_tau, columns)                            # count, log, save, stop
+        run.done(batch, loss, tau, columns)                                # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     tower.spec["evaluation"] = vars(evaluation_facts(args))                # for eval.py

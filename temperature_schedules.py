@@ -660,17 +660,15 @@ def main(args):  # noqa: C901, PLR0912
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        new_tau = tau
         if "tau" in loss_modules:
-            # the log has tau after the step; the loss used the one before
-            new_tau = loss_modules["tau"].clamp()
+            loss_modules["tau"].clamp()
         if args.loss == "moco":
             update_momentum(loss_modules["key"], network, args.momentum)
             loss_modules["queue"].push(z2)
         columns = {}
         if run.due("log"):
             columns = log_columns(z1, z2)
-        run.done(batch, loss, new_tau, columns)                            # count, log, save, stop
+        run.done(batch, loss, tau, columns)                                # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     val_row = chosen_row(run.log.rows, args)

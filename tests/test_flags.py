@@ -465,12 +465,12 @@ def test_a_paper_s_recipe_needs_a_gpu_or_cpu(tmp_path, monkeypatch):
         temo.main(args)
 
 
-@pytest.mark.parametrize("examples, batch, epochs", [(23, 20, 500), (800, 256, 167)])
+@pytest.mark.parametrize("examples, batch, epochs", [(23, 16, 500), (7, 4, 500), (800, 256, 167)])
 def test_own_data_take_the_batch_that_processes_share_and_500_steps(
     examples, batch, epochs, monkeypatch, capsys
 ):
-    """Without --batch-size; without --epochs as many whole epochs as make 500 steps, the warm-up in
-    proportion."""
+    """Without --batch-size a multiple of 8, from 8 examples on; without --epochs as many whole
+    epochs as make 500 steps, the warm-up in proportion."""
     monkeypatch.setenv("WORLD_SIZE", "4")
 
     def fit(words, examples=examples):
@@ -483,13 +483,31 @@ def test_own_data_take_the_batch_that_processes_share_and_500_steps(
     args = fit("--dataset x.csv")
     assert (args.batch_size, args.epochs) == (batch, epochs)
     steps = int(epochs * (examples // batch))
-    assert f"--epochs 24 -> {epochs}, which make {steps} steps" in capsys.readouterr().out
-    args = fit("--dataset x.csv --epochs 3 --batch-size 20")
-    assert (args.batch_size, args.epochs) == (20, 3)
+    out = capsys.readouterr().out
+    assert f"--epochs 24 -> {epochs}, which make {steps} steps" in out
+    assert f"--warmup-epochs 2 -> {epochs / 12:g}, in proportion" in out
+    args = fit("--dataset x.csv --epochs 3 --batch-size 4")
+    assert (args.batch_size, args.epochs) == (4, 3)
     with pytest.raises(
         UserError, match="--batch-size 256: larger than the 3 training examples of x"
     ):
         fit("--dataset x.csv", 3)
+
+
+@pytest.mark.parametrize("examples, batch", [(101, 96), (15, 8)])
+def test_the_batch_of_small_own_data_does_not_depend_on_the_processes(
+    examples, batch, monkeypatch
+):
+    for processes in (1, 2, 4, 8):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        args = parse("temo", "--dataset x.csv")
+        assert fit_to_data(args, Namespace(examples=examples, name="x")).batch_size == batch
+
+
+def test_a_warm_up_on_the_command_line_stays_on_small_own_data():
+    args = parse("temo", "--dataset x.csv --warmup-epochs 1")
+    args = fit_to_data(args, Namespace(examples=800, name="x"))
+    assert (args.warmup_epochs, args.epochs) == (1, 167)
 
 
 def test_flags_of_a_data_set_that_is_evaluated_alone_are_used():
@@ -536,6 +554,12 @@ def test_what_a_resumed_run_may_change(tmp_path, capsys):
     ):
         said = refused(temo.parse_args, ["--resume", str(tmp_path), flag, now], capsys)
         assert f"{flag} cannot change in a run" in said
+    # the same value is no change
+    words = "--dataset emoji --loss temo --embed-dim 128 --tau-clamp 0.001 0.5 --no-detach-tau"
+    same = parse("temo", ["--resume", str(tmp_path), *words.split()])
+    assert (same.loss, same.max_steps, same.changed) == ("temo", 9, ["--max-steps"])
+    said = refused(temo.parse_args, ["--resume", str(tmp_path), "--dataset", "emoji@a1"], capsys)
+    assert "--dataset cannot change in a run" in said
     said = refused(ncl.parse_args, ["--resume", str(tmp_path)], capsys)
     assert f"--resume {tmp_path}: a run of temo.py, not of ncl.py" in said
     longer = parse("temo", ["--resume", str(tmp_path), "--epochs", "50"])

@@ -26,7 +26,8 @@ from contrastive.evaluation.facts import BEFORE_THE_FLAG
 YES_OR_NO = argparse.BooleanOptionalAction
 # The flags that a resumed run may change. --max-steps and --epochs change the schedules,
 # --mixed-precision and --lr what a step computes, --frame-cache its frames (JPEGs), the others
-# nothing. (--feature-cache none draws the views in another way: check_resume refuses a change to
+# nothing: --chunk-size without dropout, whose masks chunks draw in another order, and but for
+# rounding. (--feature-cache none draws the views in another way: check_resume refuses a change to
 # it or from it.)
 CHANGEABLE = {
     "--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
@@ -373,9 +374,13 @@ class Parser(OneLine):
         if not resume:
             return
         flags = self.command_line_flags & self._option_string_actions.keys()
-        fixed = sorted(flags - CHANGEABLE)
-        if fixed:
-            self.error(f"--resume {resume}: {fixed[0]} cannot change in a run")
+        for flag in sorted(flags - CHANGEABLE):
+            name = name_of(flag)
+            is_same = name in saved and vars(args)[name] == saved[name]
+            if flag == "--dataset" and args.revision != saved.get("revision", ""):
+                is_same = False
+            if not is_same:
+                self.error(f"--resume {resume}: {flag} cannot change in a run")
         if "--feature-cache" in flags:
             keeps_features = args.feature_cache != "none"
             kept_features = saved.get("feature_cache") != "none"

@@ -54,8 +54,8 @@ def count_steps(args, train):
 def fit_to_data(args, train):
     """A copy of the flags in which the batch and the epochs fit a user's small data.
 
-    A batch that is larger than the data becomes the largest that the processes can share. Fewer
-    than 500 steps become as many whole epochs as make at least 500, with a warm-up in proportion.
+    A batch that is larger than the data becomes the largest of fitting_batch. Fewer than 500 steps
+    become as many whole epochs as make at least 500, with a warm-up in proportion.
     Values on the command line stay, and changes are printed.
 
     Raises: UserError if the data have fewer examples than a batch.
@@ -66,7 +66,7 @@ def fit_to_data(args, train):
     processes = int(os.environ.get("WORLD_SIZE", 1))  # there is no process group yet
     choose_batch = own_data and "--batch-size" not in args.command_line
     if choose_batch and processes < examples < args.batch_size:
-        batch_size = examples // processes * processes
+        batch_size = fitting_batch(examples, processes)
         say(f"--batch-size {args.batch_size} -> {batch_size}, which fits the data")
         args.batch_size = batch_size
     if examples < args.batch_size:
@@ -79,9 +79,29 @@ def fit_to_data(args, train):
         if args.epochs < epochs:
             say(f"--epochs {args.epochs:g} -> {epochs:g}, which make {epochs * per_epoch:.0f} "
                 "steps")
-            args.warmup_epochs = args.warmup_epochs * epochs / args.epochs
+            if "--warmup-epochs" not in args.command_line:
+                args.warmup_epochs = scaled_warmup(args, epochs / args.epochs)
             args.epochs = epochs
     return args
+
+
+def fitting_batch(examples, processes):
+    """The largest global batch that the examples fill and that the processes can share.
+
+    From 8 examples on it is a multiple of 8, and so the same on 1, 2, 4 and 8 processes.
+    """
+    multiple = 8
+    if examples < multiple or multiple % processes:
+        multiple = processes
+    return examples // multiple * multiple
+
+
+def scaled_warmup(args, factor):
+    """--warmup-epochs times a factor, which is printed if there is such a warm-up."""
+    warmup_epochs = args.warmup_epochs * factor
+    if args.warmup_epochs and not args.warmup_fraction:
+        say(f"--warmup-epochs {args.warmup_epochs:g} -> {warmup_epochs:g}, in proportion")
+    return warmup_epochs
 
 
 # ===================================================== a run ======================================
@@ -407,7 +427,7 @@ class Run:
         Args:
             batch: the batch of the step.
             loss: () of this process.
-            tau: number, () or (B,), whose mean over processes is logged.
+            tau: of the step, a number, () or (B,), whose mean over processes is logged.
             columns: more columns of the log. Only steps with due('log') need them.
         """
         log, evaluate, save = self.due("log"), self.due("eval"), self.due("save")
@@ -460,7 +480,7 @@ class Run:
         """{name: number} of the scalar parameters of the loss; tau has a column of its own."""
         scalars = {}
         for name, p in self.loss_modules.named_parameters():
-            if p.ndim == 0 and p.requires_grad and not name.endswith("log_tau"):
+            if p.ndim == 0 and p.requires_grad and name != "tau.log_tau":
                 scalars[name] = p.item()
         return scalars
 
@@ -555,7 +575,7 @@ class Run:
             "peak_memory_mb": max(gather_objects(peak_memory_mb())), "parameters": self.parameters,
             "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val,
             "test": test, "chance": chance, "commit": self.commit, "hub": self.hub,
-            "versions": versions(args.cpu), **extra}
+            "versions": versions(args.cpu, self.commit), **extra}
 
     def write_ranks(self):
         """Writes the rank of each test query by cosine to test_ranks.safetensors.
