@@ -10,8 +10,7 @@ Shapes stand beside the line that makes them: logits = image @ text.T / tau    #
 
 This file holds what a loss and its optimiser need: gradients over processes, the temperature, an
 exact gradient in chunks, the learning rate and the parameter groups. Everything else is imported
-here by name, package by package in the order in which they import each other, and stands where the
-import says.
+here by name. The order of the packages is that in which they import each other.
 """
 
 import contextlib
@@ -74,7 +73,7 @@ from contrastive.evaluation.measure import Evaluator
 from contrastive.evaluation.retrieval import retrieval_both_ways
 
 # ---- contrastive/engine: the flags and the book-keeping of a run ----
-from contrastive.engine.flags import OneLine, Parser  # argparse with recipes
+from contrastive.engine.flags import OneLineErrorParser, Parser  # argparse with recipes
 from contrastive.engine.run import Run, count_steps, fit_to_data
 
 import numpy as np

@@ -68,6 +68,15 @@ WITHOUT_EFFECT = {
         ("--loss moco", "--head-norm batch"),
         ("--tau-head 1 --tau-tail .1", "--tau-min .2 --period 1"),
     ],
+    "mmts": [("", "--tau .05 --margin .1"), ("--loss max-margin", "--tau .05 --margin .1")],
+    "mama": [
+        ("--weighting none", "--meta-set meta.txt --meta-size 4 --meta-batch-size 2"),
+        ("--weighting focal", "--meta-set meta.txt --meta-size 4 --meta-batch-size 2"),
+        (
+            "--task qa-open --contrastive-weight 0",
+            "--tau .2 --meta-size 4 --meta-batch-size 2",
+        ),
+    ],
 }
 WITH_EFFECT = {
     "temo": [
@@ -179,6 +188,8 @@ REFUSED = [  # script, flags, words of the one line
     (TS, "--schedule fixed --learnable-tau --tau-min 0.001",
      "--tau-min 0.001: a learnt temperature must start at 0.01 or above"),
     (TS, "--loss moco --chunk-size 8", "not with --loss moco"),
+    (TS, "--schedule step --tau-head 1 --tau-tail .1",
+     "--schedule step: not beside --tau-head and --tau-tail"),
     (TS, "--imbalance-ratio 0.5", "at least 1, or 0"),
     (TS, "--stop-at-phase 0.7 --period 99", "no full --period"),
     (TS, "--eval-epoch last", "must be auto"),
@@ -211,6 +222,7 @@ REFUSED = [  # script, flags, words of the one line
     ("mmts", "--cluster-encoder small", "no trained weights"),
     ("ncl", "--image-encoder ssb", "--feature-dir"),
     ("ncl", "--learnable-tau --tau 0.001", "must start at 0.01 or above"),
+    ("ncl", "--loss max-margin --learnable-tau", "--loss max-margin has no temperature"),
     ("mama", "--a0 20", "the margin a0 / a1 must be at most pi / 2"),
     ("mama", "--learnable-tau --tau 2", "a learnt temperature must start within"),
     ("mama", "--chunk-size 4", "--chunk-size: --weighting meta encodes the whole batch"),

@@ -165,7 +165,7 @@ def of_mmts(args):
     args.periods = 2.5
     shifts = mmts.shifts_of(CLUSTERS, args)[:2].repeat_interleave(CLUSTERS.sizes)  # (N,)
     margins = mmts.sample_temperature(20, shifts, 8, args.alpha)  # (N,)
-    _, guess = mmts.random_guess(CLUSTERS, 20, args)
+    _, guess = mmts.random_guess(args, 20, CLUSTERS)
     return guess, mmts.max_margin_loss(ONES, ONES, margins)
 
 
@@ -180,11 +180,11 @@ GUESSES = {  # script and flags: what its banner says, and its loss where all co
         temo.multimodal_loss(ONES, ONES, 0.1) + temo.simclr_loss(ONES, ONES, 0.1),
     ),
     "ncl --loss-scale 3": lambda a: (
-        ncl.random_guess(None, a)[0],
+        ncl.random_guess(a, None)[0],
         3 * ncl.ncl_loss(ONES, ONES, 0.1),
     ),
     "ncl --loss max-margin": lambda a: (
-        ncl.random_guess(None, a)[0],
+        ncl.random_guess(a, None)[0],
         ncl.hardest_negative_loss(ONES, ONES, a.margin),
     ),
     "mmts --loss max-margin": of_mmts,

@@ -4,6 +4,7 @@ docs/forking.md."""
 import functools
 import importlib.util
 import inspect
+import math
 import re
 from pathlib import Path
 

@@ -129,7 +129,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return super()._format_action_invocation(action)
 
 
-class OneLine(argparse.ArgumentParser):
+class OneLineErrorParser(argparse.ArgumentParser):
     """argparse whose errors are one line from the main process, with exit code 2."""
 
     def __init__(self, prog, description, **options):
@@ -184,7 +184,7 @@ class OneLine(argparse.ArgumentParser):
 
 
 # ===================================================== flags of a script ==========================
-class Parser(OneLine):
+class Parser(OneLineErrorParser):
     """The flags of a script: its own groups, then those that all scripts share.
 
     Some flags are read first and choose the defaults of the others: --dataset, --recipe, --resume,
@@ -291,7 +291,7 @@ class Parser(OneLine):
 
     def chosen_flags(self, argv, choosers):
         """Args with the flags of the command line on which the defaults of others depend."""
-        chooser = OneLine(self.prog, "", add_help=False)
+        chooser = OneLineErrorParser(self.prog, "", add_help=False)
         for flag in ("--dataset", "--recipe", "--resume", "--image-encoder"):
             chooser.add_argument(flag, default="")
         for flag in dict.fromkeys(["--loss", *choosers]):

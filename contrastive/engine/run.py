@@ -309,7 +309,7 @@ class Run:
         self.write_args()
         say(banner(self, random_guess, lines or {}))
         # a checkpoint is written before the evaluation of its step
-        if self.step == 0 or self.due("eval", ahead=0):
+        if self.step == 0 or self.due("eval", self.step):
             self.evaluate_val()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
@@ -335,14 +335,10 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1)
 
-    def due(self, action, ahead=1):
-        """Whether 'log', 'eval' or 'save' is due after this step; always after the last one.
-
-        Args: ahead: 1 before `done` counts the step, 0 after it.
-        """
+    def due(self, action, step):
+        """Whether 'log', 'eval' or 'save' is due after so many steps; always after the last one."""
         intervals = {"log": self.args.log_every, "eval": self.args.eval_every,
                      "save": self.args.save_every}
-        step = self.step + ahead
         interval = intervals[action]
         if step == self.last:
             return True
@@ -382,7 +378,8 @@ class Run:
             maxima, ready, self.checked, batch["keys"], batch["bad"], self.step))
         self.checked = None
         delay = self.report_delay
-        if self.due("save") or self.due("eval"):
+        step = self.step + 1
+        if self.due("save", step) or self.due("eval", step):
             delay = 0
         self.read_reports(keep=delay)
 
@@ -428,11 +425,13 @@ class Run:
             batch: the batch of the step.
             loss: () of this process.
             tau: of the step, a number, () or (B,), whose mean over processes is logged.
-            columns: more columns of the log. Only steps with due('log') need them.
+            columns: more columns of the log. Only steps need them after which 'log' is due.
         """
-        log, evaluate, save = self.due("log"), self.due("eval"), self.due("save")
         self.exchange_reports(batch)
         self.step += 1
+        log = self.due("log", self.step)
+        evaluate = self.due("eval", self.step)
+        save = self.due("save", self.step)
         self.seconds_waited += batch["seconds"]
         if self.step == self.first + 1:
             self.warn_of_unread_flags()
