@@ -10,8 +10,7 @@ Shapes stand beside the line that makes them: logits = image @ text.T / tau    #
 
 This file holds what a loss and its optimiser need: gradients over processes, the temperature, an
 exact gradient in chunks, the learning rate and the parameter groups. Everything else is imported
-here by name, package by package in the order in which they import each other, and stands where the
-import says.
+here by name. The order of the packages is that in which they import each other.
 """
 
 import contextlib
@@ -74,7 +73,7 @@ from contrastive.evaluation.measure import Evaluator
 from contrastive.evaluation.retrieval import retrieval_both_ways
 
 # ---- contrastive/engine: the flags and the book-keeping of a run ----
-from contrastive.engine.flags import OneLine, Parser  # argparse with recipes
+from contrastive.engine.flags import OneLineErrorParser, Parser  # argparse with recipes
 from contrastive.engine.run import Run, count_steps, fit_to_data
 
 import numpy as np
@@ -85,9 +84,11 @@ import torch.nn as nn
 
 # ===================================================== gradients ==================================
 def average_gradients(parameters):
-    """Replaces .grad by its mean over processes, for parameters of the loss, outside DDP."""
-    if world() == 1:
-        return
+    """Replaces .grad by its mean over processes, for parameters of the loss, outside DDP.
+
+    A parameter that no process has used gets zeros on one process as on several: the optimiser
+    would pass over None, and with zeros it still applies weight decay and momentum.
+    """
     for p in parameters:
         if p.requires_grad:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -187,17 +188,13 @@ class Temperature(nn.Module):
 
     @torch.no_grad()
     def clamp(self):
-        """Brings a learnt temperature back into its limits after a step.
-
-        Returns: the temperature.
-        """
+        """Brings a learnt temperature back into its limits after a step."""
         if self.limits is not None:
             low, high = self.limits
             if low is not None:
                 self.log_tau.clamp_(min=math.log(low))
             if high is not None:
                 self.log_tau.clamp_(max=math.log(high))
-        return self()
 
 
 # ===================================================== chunks =====================================

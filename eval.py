@@ -31,7 +31,7 @@ from contrastive.core.processes import (
 from contrastive.data.images import TEMO_17
 from contrastive.data.registry import find_data_set, flags_of, partition_name
 from contrastive.data.table import Data, EmptySplit
-from contrastive.engine.flags import OneLine
+from contrastive.engine.flags import OneLineErrorParser
 from contrastive.engine.log import versions
 from contrastive.core.files import read_json, slug, write_json, write_tensors
 from contrastive.evaluation.by_class import view_of
@@ -63,7 +63,8 @@ EXAMPLES = """examples:
 # ======================================================= flags ====================================
 def parse_args(argv=None):
     """The flags."""
-    parser = OneLine("eval.py", "Evaluates any checkpoint on any data set.", epilog=EXAMPLES)
+    parser = OneLineErrorParser("eval.py", "Evaluates any checkpoint on any data set.",
+                                epilog=EXAMPLES)
     model = parser.add_argument_group("model")
     model.add_argument("--checkpoint", required=True,
                        help="folder of a run, or a CLIP by transformers id or folder")

@@ -469,6 +469,23 @@ def looks_ahead(args):
     return args.weighting in ("meta", "l2rw")
 
 
+def uses_meta_set(args):
+    """Whether there are meta-data: to look ahead, or those of val, which leave its evaluation in
+    every run, so that runs can be compared."""
+    if looks_ahead(args):
+        return True
+    # not args.meta_set, which would count as read
+    return vars(args)["meta_set"] == "val"
+
+
+def first_tau(args):
+    """The first or fixed temperature; 1 without the contrastive loss, in which --tau has no effect
+    and counts as unread."""
+    if args.contrastive_weight == 0:
+        return 1.0
+    return args.tau
+
+
 def check_flags(parser, args):
     """Refuses flags that contradict each other."""
     low, high = TAU_LIMITS
@@ -585,8 +602,7 @@ def main(args):  # noqa: C901, PLR0912
                 splits[split] = answers.shuffle_videos(splits[split])
     questions = answers.question_settings(train, args)                     # None for retrieval
     meta = None
-    # examples of val leave its evaluation, even of runs that do not look ahead
-    if looks_ahead(args) or args.meta_set == "val":
+    if uses_meta_set(args):
         meta, evals = meta_data(train, evals, args)
     # a CLIP as --image-encoder is the text encoder as well
     args = common.fit_to_encoder(args)
@@ -603,7 +619,7 @@ def main(args):  # noqa: C901, PLR0912
     tower, tokenizer, transform = common.build_towers(args, train, run, tokenizer_texts, questions)
     # parameters of the loss; they stand outside DDP and are saved
     loss_modules = nn.ModuleDict()
-    loss_modules["tau"] = Temperature(args.tau, TAU_LIMITS if args.learnable_tau else None)
+    loss_modules["tau"] = Temperature(first_tau(args), TAU_LIMITS if args.learnable_tau else None)
     if args.weighting in ("meta", "joint"):
         loss_modules["weight_net"] = WeightNet(args.weight_hidden)
     loss_modules.to(run.device)
@@ -663,6 +679,8 @@ def main(args):  # noqa: C901, PLR0912
     if questions:
         lines.update(answers.banner_lines(questions, train, args))
     run.begin(evaluator, random_guess(args, steps.total, eta * answer_guess), lines)
+    # without the network of --weighting meta, whose gradient is not that of the loss
+    trained_loss_modules = nn.ModuleList(trained_modules[1:])
     # listed once, since a walk through all modules takes milliseconds
     clipped_parameters = [*tower.parameters(), *loss_modules.parameters()]
     for batch in batches:
@@ -716,15 +734,14 @@ def main(args):  # noqa: C901, PLR0912
 
         run.check_finite(loss, tau, encoded[:2])
         chunks.backward(loss)                                              # of the full batch
-        common.average_gradients(loss_modules.parameters())
+        common.average_gradients(trained_loss_modules.parameters())
         if args.grad_clip:
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        # the log has tau after the step; the loss used the one before
-        new_tau = loss_modules["tau"].clamp()
+        loss_modules["tau"].clamp()
         columns = {}
-        if run.due("log"):
+        if run.due("log", run.step + 1):
             mismatched = mismatched_pairs(train, batch["rows"], sample_loss)  # (B,) 0 or 1
             last_batch = torch.stack([sample_loss, weight, mismatched], dim=1)  # (B, 3)
             columns = {"mu": mu, **log_columns(last_batch, encoded, similarity, run)}
@@ -733,12 +750,12 @@ def main(args):  # noqa: C901, PLR0912
                 answer_losses = answer_loss(scores, target)                # (B,)
                 columns.update(answers.log_columns(scores, target, answer_losses, batch["rows"],
                                                    train))
-        run.done(batch, loss, new_tau, columns)                            # count, log, save, stop
+        run.done(batch, loss, tau, columns)                                # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     if rank() == 0:
         write_tensors(run.folder / "weights.safetensors", run.tensors)
-        if args.meta_set == "val":
+        if meta and args.meta_set == "val":
             # eval.py leaves them out
             keys = {f"{args.dataset} val": meta.column("key")}
             write_json(run.folder / "meta_data.json", keys)
@@ -868,7 +885,7 @@ def random_guess(args, total_steps, answer_guess=0.0):
     for step in (0, total_steps):
         zero = torch.zeros((), dtype=torch.float64)
         pair = angular_cosine(zero, margin_at(step, args)).item()
-        one_direction = math.log1p((args.batch_size - 1) * math.exp(-pair / args.tau))
+        one_direction = math.log1p((args.batch_size - 1) * math.exp(-pair / first_tau(args)))
         guesses.append(2 * args.contrastive_weight * one_direction + answer_guess)
     return guesses
 
@@ -928,7 +945,8 @@ def log_columns(last_batch, encoded, similarity, run):
 def keep_curve(run):
     """Adds the weights that the network gives to 64 losses to run.tensors (Fig. 4, right)."""
     args = run.args
-    # one and a half times the loss of a random guess, so that the curve goes beyond all losses
+    # one and a half times the loss of a random guess, beyond the losses of a random guess at
+    # weights 1
     highest = 3 * math.log(args.batch_size)                                # nats
     if args.task == "qa-open":
         highest += 1.5 * math.log(args.answers)

@@ -296,7 +296,7 @@ def method_defaults(chosen):
     """Defaults that depend on --recipe, --loss and --image-encoder."""
     recipe = RECIPES[chosen.recipe]
     recipe_loss = recipe.get("loss", "infonce")
-    loss = chosen.loss or recipe_loss
+    loss = chosen.loss or recipe_loss                                      # "" = that of the recipe
     default = default_range(chosen.recipe, loss)
     defaults = {"loss": recipe_loss, "alpha": default.alpha, "shift_min": default.shift_min,
                 "shift_max": default.shift_max}
@@ -326,7 +326,7 @@ def check_flags(parser, args):
                      f"{args.shift_max:g}")
     # a period of one step: the range does not depend on the steps of the run
     low, high = value_range(args, args.periods)
-    if args.loss == "infonce" and low <= 0:
+    if args.loss != "max-margin" and low <= 0:
         parser.error(f"the temperatures of the run, {low:g} .. {high:g}, must be above 0; lower "
                      "--alpha, or raise --shift-min or --tau")
     if args.loss == "max-margin" and (low < 0 or high >= 2):
@@ -418,7 +418,9 @@ def parse_args(argv=None):
                        help="operations of RandAugment, each with probability 1/2; CC3M trainer 2; "
                             "0 = off")
     views.add_argument("--randaugment-magnitude", type=between(0, 30, int), default=0,
-                       help="strength of RandAugment, 0..30; CC3M trainer 21 (7 of its 10)")
+                       help="strength of RandAugment, 0..30, beside --randaugment-ops; at 0 only "
+                            "AutoContrast and Equalize of torchvision's change anything; CC3M "
+                            "trainer 21 (7 of its 10)")
     views.add_argument("--randaugment-strengths", choices=["torchvision", "cc3m"],
                        default="torchvision",
                        help="strengths at 30: torchvision's; or the CC3M trainer's, shifts by 10 "
@@ -427,11 +429,11 @@ def parse_args(argv=None):
 
 
 # ------------------------------------------------------- schedule and shifts of a run -------------
-def schedule_of(args, total):
-    """T in steps and alpha of Eq. 7 for a run of `total` steps; alpha is 0 with --no-schedule."""
+def schedule_of(args, total_steps):
+    """T in steps and alpha of Eq. 7 for a run of total_steps; alpha is 0 with --no-schedule."""
     if args.schedule:
-        return total / args.periods, args.alpha
-    return total, 0.0
+        return total_steps / args.periods, args.alpha
+    return total_steps, 0.0
 
 
 def fixed_value(args):
@@ -452,17 +454,17 @@ def shifts_of(clusters, args):
     return torch.cat([shifts, shifts.new_tensor([args.shift_min])])
 
 
-def value_range(args, total):
-    """Lowest and highest temperature or margin of a run of `total` steps."""
+def value_range(args, total_steps):
+    """Lowest and highest temperature or margin of a run of total_steps."""
     if args.shifts:
         extremes = [args.shift_min, args.shift_max]
     else:
         extremes = [fixed_value(args)]
     shifts = torch.tensor(extremes, dtype=torch.float64)                   # (2,) or (1,)
-    period, alpha = schedule_of(args, total)
+    period, alpha = schedule_of(args, total_steps)
     # through sample_temperature, so that a fork's own schedule is checked as well: 64 points of a
     # period have the extremes of the cosine, and no more than 1,000 periods are needed
-    times = [*np.arange(0, min(total, 1000 * period), period / 64), total]
+    times = [*np.arange(0, min(total_steps, 1000 * period), period / 64), total_steps]
     values = [sample_temperature(time, shifts, period, alpha) for time in times]
     values = torch.stack(values)                                           # (times, 2 or 1)
     # without rounding errors, which could lie below 0
@@ -529,8 +531,8 @@ def main(args):  # noqa: C901, PLR0912
     evaluate = functools.partial(head_mid_tail, clusters=clusters)
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
                           args=args, method_metrics=evaluate)
-    run.begin(evaluator, random_guess(clusters, steps.total, args),
-              banner_lines(clusters, steps.total, args, first_tau(args, tower)))
+    run.begin(evaluator, random_guess(args, steps.total, clusters),
+              banner_lines(args, steps.total, clusters, loss_modules))
     # listed once, since a walk through all modules takes milliseconds
     clipped_parameters = [*tower.parameters(), *loss_modules.parameters()]
     for batch in batches:
@@ -576,17 +578,15 @@ def main(args):  # noqa: C901, PLR0912
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        new_value = value
         if args.learnable_tau:
-            # the log has tau after the step; the loss used the one before
-            new_value = loss_modules["tau"].clamp()
+            loss_modules["tau"].clamp()
         columns = {}
-        if run.due("log"):
+        if run.due("log", run.step + 1):
             columns = log_columns(image, text, value, num_missing, run)
-            columns.update(range_columns(value_name(args.loss), new_value))
+            columns.update(range_columns(value_name(args.loss), value))
             if matching:
                 columns.update(common.mean_over_processes({"L_match": matching.total}, run.device))
-        run.done(batch, loss, new_value, columns)                          # count, log, save, stop
+        run.done(batch, loss, value, columns)                              # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     curve = functools.partial(sample_temperature, period=period, alpha=alpha)
@@ -624,7 +624,7 @@ def encode(model, inputs):
 
 
 # ------------------------------------------------------- banner and log ---------------------------
-def random_guess(clusters, total, args):
+def random_guess(args, total_steps, clusters):
     """The loss at the start and at the end of training if all cosines are equal.
 
     None if it is unknown, for a loss that a copy of this file adds.
@@ -636,9 +636,9 @@ def random_guess(clusters, total, args):
     if args.loss != "max-margin":
         return None
     shifts = shifts_of(clusters, args)                                     # (K + 1,) or (1,)
-    period, alpha = schedule_of(args, total)
+    period, alpha = schedule_of(args, total_steps)
     guesses = []
-    for step in (0, total):
+    for step in (0, total_steps):
         margins = sample_temperature(step, shifts, period, alpha)          # (K + 1,) or (1,)
         if args.shifts:
             share = clusters.sizes / clusters.sizes.sum()                  # (K,)
@@ -648,14 +648,14 @@ def random_guess(clusters, total, args):
     return guesses
 
 
-def banner_lines(clusters, total, args, tau):
-    """Lines of the banner: {title: text}. tau: the first value of a learnt temperature."""
+def banner_lines(args, total_steps, clusters, loss_modules):
+    """Lines of the banner: {title: text}."""
     lines = {"loss": f"{args.loss}, {variant_name(args)}"}
     if args.learnable_tau:
-        lines["temperature"] = f"tau {tau:.4g} at first, learnt"
+        lines["temperature"] = f"tau {loss_modules['tau'].start:.4g} at first, learnt"
     else:
         title = "margin" if args.loss == "max-margin" else "temperature"
-        lines[title] = describe_range(args, total)
+        lines[title] = describe_range(args, total_steps)
     if clusters is None:
         return lines
     method = f"by {args.clusters}"
@@ -684,12 +684,12 @@ def variant_name(args):
     return "fixed (the baseline)"
 
 
-def describe_range(args, total):
+def describe_range(args, total_steps):
     """The temperatures or margins of a run in words, and whose values they are."""
-    low, high = value_range(args, total)
+    low, high = value_range(args, total_steps)
     text = f"{value_name(args.loss)} {low:g} .. {high:g}"
     if args.schedule:
-        period, _ = schedule_of(args, total)
+        period, _ = schedule_of(args, total_steps)
         text += f" over the run, period {period:g} steps"
     if args.schedule or args.shifts:
         source = default_range(args.recipe, args.loss).source

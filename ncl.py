@@ -327,6 +327,8 @@ def method_defaults(chosen):
 
 def check_flags(parser, args):
     """Refuses flags that contradict each other."""
+    if args.learnable_tau and args.loss == "max-margin":
+        parser.error("--learnable-tau: --loss max-margin has no temperature, which would not learn")
     if args.learnable_tau and args.tau < LOWEST_TAU:
         parser.error(f"--tau {args.tau}: a learnt temperature must start at {LOWEST_TAU} or above")
     if args.loss == "max-margin" and args.normalize != "none":
@@ -476,7 +478,7 @@ def main(args):  # noqa: C901, PLR0912
                                      iterations=args.iterations)
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
                           args=args, method_metrics=evaluate)
-    run.begin(evaluator, random_guess(tokenizer, args))
+    run.begin(evaluator, random_guess(args, tokenizer))
     if run.step == 0:
         save_start(run)                                                    # for Figs. 7 and 8
     # listed once, since a walk through all modules takes milliseconds
@@ -516,14 +518,13 @@ def main(args):  # noqa: C901, PLR0912
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        # the log has gamma after the step; the loss used the one before
-        new_gamma = loss_modules["tau"].clamp()
+        loss_modules["tau"].clamp()
         loss_modules["texts"].push(text)
         loss_modules["videos"].push(video)
         columns = {}
-        if run.due("log"):
+        if run.due("log", run.step + 1):
             columns = log_columns(text, video, gamma, captioning_terms, run)
-        run.done(batch, loss, new_gamma, columns)                          # count, log, save, stop
+        run.done(batch, loss, gamma, columns)                              # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     save_queues(run, loss_modules)
@@ -550,7 +551,7 @@ def encode(model, inputs):
 
 
 # ------------------------------------------------------- banner, log and files --------------------
-def random_guess(tokenizer, args):
+def random_guess(args, tokenizer):
     """The loss at the start and at the end of training if all cosines are equal.
 
     None for a loss that is unknown here, as one that a copy of this file adds.
@@ -578,12 +579,13 @@ def log_columns(text, video, gamma, captioning_terms, run):
         run: the Run.
     """
     args = run.args
+    terms = {}
     if args.loss == "ncl":
         terms = ncl_terms(text, video, gamma, args.iterations)
+    elif args.loss == "infonce":
+        terms = ncl_terms(text, video, gamma, iterations=0)
     elif args.loss == "max-margin":
         terms = hardest_negative_terms(text, video, args.margin)
-    else:
-        terms = ncl_terms(text, video, gamma, iterations=0)
     columns = common.mean_over_processes(terms | captioning_terms, run.device)
     text, video = gather(normalize(text)), gather(normalize(video))        # (N, D)
     columns.update(common.embedding_health(video, text))

@@ -579,7 +579,9 @@ def parse_args(argv=None):
                        help="operations of RandAugment, each with probability 1/2; CC3M code 2; "
                             "0 = off")
     views.add_argument("--randaugment-magnitude", type=between(0, 30, int), default=0,
-                       help="strength of RandAugment, 0..30; CC3M code 21 (7 of its 10)")
+                       help="strength of RandAugment, 0..30, beside --randaugment-ops; at 0 only "
+                            "AutoContrast and Equalize of torchvision's change anything; CC3M "
+                            "code 21 (7 of its 10)")
     views.add_argument("--randaugment-strengths", choices=["torchvision", "cc3m"],
                        default="torchvision",
                        help="strengths at 30: torchvision's; or the CC3M code's, shifts by 10 "
@@ -632,6 +634,11 @@ def uses_tau(args):
     return args.base or args.unimodal == "plain"
 
 
+def uses_augmented(args):
+    """Whether the loss has I~ and T~."""
+    return args.loss == "temo" and not uses_experts(args) and args.unimodal != "none"
+
+
 def row_options(args):
     """Keywords of term_weights: what Table 3 varies."""
     options = dict(base=args.base, modulated=args.modulated, unimodal=args.unimodal)
@@ -659,8 +666,7 @@ def main(args):  # noqa: C901, PLR0912
     # the batch and the epochs of a user's small data
     args = common.fit_to_data(args, train)
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
-    # whether the loss has I~ and T~
-    augmented = args.loss == "temo" and not uses_experts(args) and args.unimodal != "none"
+    augmented = uses_augmented(args)               # whether the loss has I~ and T~
     paraphrases = None
     paraphrase_anchor = False
     if augmented and args.paraphrases:
@@ -725,6 +731,7 @@ def main(args):  # noqa: C901, PLR0912
     lines = {}
     if augmented:
         lines["texts"] = text_words(train, paraphrases, paraphrase_anchor, run.remark)
+    # half way, where every term has a weight; with experts they are the same all along
     weights = loss_weights(args, 0.5)
     if "L_MM" in weights and len(weights) > 1:
         # in the progress bar, since the whole loss is a sum of terms, whose weights may change
@@ -755,7 +762,9 @@ def main(args):  # noqa: C901, PLR0912
         elif uses_tau(args):
             tau = loss_modules["tau"]()                                    # a number or ()
         else:
-            tau = args.tau_min                                             # the lowest of the pairs
+            # Each pair has its own. The log has their mean (log_columns), or this lowest one if the
+            # unimodal terms are alone.
+            tau = args.tau_min
 
         features = {}
         if experts:
@@ -765,7 +774,6 @@ def main(args):  # noqa: C901, PLR0912
             features = expert_features(experts, batch["views"][-1], texts)           # (B, width)
             terms = expert_terms({"image": image, "text": text}, features, tau, args.tau_min,
                                  args.tau_alpha)
-            weights = loss_weights(args, progress)
             loss = sum(weights[name] * terms[name] for name in weights)
         elif args.loss == "temo":
             image_aug, text_aug = embeddings[2:] or (None, None)           # (B, D)
@@ -794,14 +802,12 @@ def main(args):  # noqa: C901, PLR0912
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        new_tau = tau
         if "tau" in loss_modules:
-            # the log has tau after the step; the loss used the one before
-            new_tau = loss_modules["tau"].clamp()
+            loss_modules["tau"].clamp()
         columns = {}
-        if run.due("log"):
+        if run.due("log", run.step + 1):
             columns = log_columns(embeddings, features, tau, run)
-        run.done(batch, loss, new_tau, columns)                            # count, log, save, stop
+        run.done(batch, loss, tau, columns)                                # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     tower.spec["evaluation"] = vars(evaluation_facts(args))                # for eval.py
@@ -816,7 +822,8 @@ def anchor_view(args):
         randaugment = (args.randaugment_ops, args.randaugment_magnitude,
                        args.randaugment_strengths)
     return Augment(args.image_size, args.crop_min, args.flip, jitter_p=0.8, brightness=args.jitter,
-                   contrast=args.jitter, saturation=args.jitter, randaugment=randaugment)
+                   contrast=args.jitter, saturation=args.jitter, randaugment=randaugment,
+                   squash=args.eval_resize == "squash")
 
 
 def candidate_view(args):
@@ -826,7 +833,7 @@ def candidate_view(args):
     if args.image_aug == "simclr":
         return simclr_view(args)
     if args.image_aug == "crop":
-        return Augment(args.image_size, args.crop_min)
+        return Augment(args.image_size, args.crop_min, squash=args.eval_resize == "squash")
     raise ValueError(f"--image-aug {args.image_aug} has no view here")
 
 
@@ -834,7 +841,8 @@ def simclr_view(args):
     """The strong view of SimCLR and SLIP."""
     return Augment(args.image_size, args.aug_crop_min, args.aug_flip, jitter_p=0.8,
                    brightness=args.aug_jitter, contrast=args.aug_jitter, saturation=args.aug_jitter,
-                   hue=args.aug_hue, grey=0.2, blur=args.aug_blur)
+                   hue=args.aug_hue, grey=0.2, blur=args.aug_blur,
+                   squash=args.eval_resize == "squash")
 
 
 def inputs_of(views, texts, texts_aug, tokenizer, device):

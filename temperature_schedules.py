@@ -270,7 +270,8 @@ def encode_keys(network, pixels, seed, splits=8):
 
     Args:
         seed: of the order.
-        splits: groups of the global batch, so that their size does not depend on the processes.
+        splits: groups of the global batch. With 1, 2, 4 or 8 processes on GPUs their size is the
+            same, but which keys share a group, and with it the gradient, depends on the processes.
     """
     if not batchnorms(network):
         return network(pixels)
@@ -370,6 +371,9 @@ def check_flags(parser, args):
     if args.learnable_tau and args.tau_min < LOWEST_TAU:
         parser.error(f"--tau-min {args.tau_min}: a learnt temperature must start at {LOWEST_TAU} "
                      "or above")
+    if args.tau_head and "--schedule" in args.command_line:
+        parser.error(f"--schedule {args.schedule}: not beside --tau-head and --tau-tail, which "
+                     "take the place of a schedule")
     if (args.tau_head > 0) != (args.tau_tail > 0):
         parser.error(f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, "
                      "or neither")
@@ -619,7 +623,8 @@ def main(args):  # noqa: C901, PLR0912
     head_classes = most_frequent_half(sizes)
     after_val = functools.partial(log_val_and_keep_best, run=run, network=network,
                                   loss_modules=loss_modules)
-    run.begin(evaluator, random_guess(args), banner_lines(run, sizes, head_classes), after_val)
+    run.begin(evaluator, random_guess(args),
+              banner_lines(args, steps, last, sizes, head_classes), after_val)
     # listed once, since a walk through all modules takes milliseconds
     clipped_parameters = [*network.parameters(), *loss_modules.parameters()]
     for batch in batches:
@@ -660,17 +665,15 @@ def main(args):  # noqa: C901, PLR0912
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        new_tau = tau
         if "tau" in loss_modules:
-            # the log has tau after the step; the loss used the one before
-            new_tau = loss_modules["tau"].clamp()
+            loss_modules["tau"].clamp()
         if args.loss == "moco":
             update_momentum(loss_modules["key"], network, args.momentum)
             loss_modules["queue"].push(z2)
         columns = {}
-        if run.due("log"):
+        if run.due("log", run.step + 1):
             columns = log_columns(z1, z2)
-        run.done(batch, loss, new_tau, columns)                            # count, log, save, stop
+        run.done(batch, loss, tau, columns)                                # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
     val_row = chosen_row(run.log.rows, args)
@@ -699,7 +702,8 @@ def training_view(args):
     """The view of u and of v."""
     return Augment(args.image_size, args.crop_min, args.flip, jitter_p=args.jitter_p,
                    brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
-                   hue=args.hue, grey=args.grey, blur=args.blur)
+                   hue=args.hue, grey=args.grey, blur=args.blur,
+                   squash=args.eval_resize == "squash")
 
 
 def start_norms_at_one(tower):
@@ -741,19 +745,19 @@ def random_guess(args):
     return [guess, guess]
 
 
-def banner_lines(run, sizes, head_classes):
-    """The method's lines of the banner: {title: text}."""
-    line = describe_temperature(run, head_classes)
-    if run.last < run.steps.total:
-        line += f"; ends at step {run.last:,}, epoch {run.last / run.steps.per_epoch:g}"
+def banner_lines(args, steps, last, sizes, head_classes):
+    """The method's lines of the banner: {title: text}. last: step at which the run ends."""
+    last_epoch = max(0, last - 1) // steps.per_epoch
+    line = describe_temperature(args, last_epoch, head_classes)
+    if last < steps.total:
+        line += f"; ends at step {last:,}, epoch {last / steps.per_epoch:g}"
     smallest = sizes[sizes > 0].min()
-    return {"loss": run.args.loss, "temperature": line,
+    return {"loss": args.loss, "temperature": line,
             "classes": f"{len(sizes)}, {sizes.max()} to {smallest} images"}
 
 
-def describe_temperature(run, head_classes):
+def describe_temperature(args, last_epoch, head_classes):
     """The temperature of the run in words, for the banner."""
-    args = run.args
     if args.tau_head:
         return (f"coarse: {args.tau_head:g} for {len(head_classes)} head classes, "
                 f"{args.tau_tail:g} for the others")
@@ -761,7 +765,6 @@ def describe_temperature(run, head_classes):
         return f"learnt, from {args.tau_min:g} on"
     if args.schedule == "fixed":
         return f"fixed, {args.tau_min:g}"
-    last_epoch = max(0, run.last - 1) // run.steps.per_epoch
     last_tau = scheduled_temperature(last_epoch, args)
     return (f"{args.schedule}, {args.tau_min:g} .. {args.tau_max:g}, period {args.period:g} "
             f"epochs, last {last_tau:.3f}")

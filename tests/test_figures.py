@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from contrastive.core.metrics import normalize
 from contrastive.evaluation.measure import usual_tasks
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.evaluation.report import table
@@ -78,6 +79,17 @@ def test_losses_stand_first_and_speed_last_and_low(drawn, tmp_path):
     fig.draw_without_rendering()
     heights = [ax.get_subplotspec().get_position(fig).height for ax in fig.axes]
     assert heights[3] == heights[4] == pytest.approx(0.6 * heights[0], rel=0.1)
+
+
+@pytest.mark.parametrize("schedule, head, labels", [
+    ("fixed", 0, ["tau 0.2"]), ("cos", 0, ["tau 0.2", "tau 0.6", "tau 1"]),
+    ("cos", 0.5, ["tau 0.1", "tau 0.5"])])
+def test_figure_2_of_ts_has_the_temperatures_of_the_run(schedule, head, labels):
+    args = SimpleNamespace(
+        schedule=schedule, tau_min=0.2, tau_max=1.0, tau_head=head, tau_tail=0.2 * head)
+    _, axes = base.figure(3)
+    ts.draw_shares(axes, normalize(torch.randn(9, 4)), args)
+    assert axes[0].get_legend_handles_labels()[1] == labels
 
 
 @pytest.mark.parametrize("num_mismatched, labels", [(0, []), (3, ["matched", "mismatched"])])

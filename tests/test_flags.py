@@ -68,6 +68,15 @@ WITHOUT_EFFECT = {
         ("--loss moco", "--head-norm batch"),
         ("--tau-head 1 --tau-tail .1", "--tau-min .2 --period 1"),
     ],
+    "mmts": [("", "--tau .05 --margin .1"), ("--loss max-margin", "--tau .05 --margin .1")],
+    "mama": [
+        ("--weighting none", "--meta-set meta.txt --meta-size 4 --meta-batch-size 2"),
+        ("--weighting focal", "--meta-set meta.txt --meta-size 4 --meta-batch-size 2"),
+        (
+            "--task qa-open --contrastive-weight 0",
+            "--tau .2 --meta-size 4 --meta-batch-size 2",
+        ),
+    ],
 }
 WITH_EFFECT = {
     "temo": [
@@ -179,6 +188,8 @@ REFUSED = [  # script, flags, words of the one line
     (TS, "--schedule fixed --learnable-tau --tau-min 0.001",
      "--tau-min 0.001: a learnt temperature must start at 0.01 or above"),
     (TS, "--loss moco --chunk-size 8", "not with --loss moco"),
+    (TS, "--schedule step --tau-head 1 --tau-tail .1",
+     "--schedule step: not beside --tau-head and --tau-tail"),
     (TS, "--imbalance-ratio 0.5", "at least 1, or 0"),
     (TS, "--stop-at-phase 0.7 --period 99", "no full --period"),
     (TS, "--eval-epoch last", "must be auto"),
@@ -211,6 +222,7 @@ REFUSED = [  # script, flags, words of the one line
     ("mmts", "--cluster-encoder small", "no trained weights"),
     ("ncl", "--image-encoder ssb", "--feature-dir"),
     ("ncl", "--learnable-tau --tau 0.001", "must start at 0.01 or above"),
+    ("ncl", "--loss max-margin --learnable-tau", "--loss max-margin has no temperature"),
     ("mama", "--a0 20", "the margin a0 / a1 must be at most pi / 2"),
     ("mama", "--learnable-tau --tau 2", "a learnt temperature must start within"),
     ("mama", "--chunk-size 4", "--chunk-size: --weighting meta encodes the whole batch"),
@@ -465,12 +477,12 @@ def test_a_paper_s_recipe_needs_a_gpu_or_cpu(tmp_path, monkeypatch):
         temo.main(args)
 
 
-@pytest.mark.parametrize("examples, batch, epochs", [(23, 20, 500), (800, 256, 167)])
+@pytest.mark.parametrize("examples, batch, epochs", [(23, 16, 500), (7, 4, 500), (800, 256, 167)])
 def test_own_data_take_the_batch_that_processes_share_and_500_steps(
     examples, batch, epochs, monkeypatch, capsys
 ):
-    """Without --batch-size; without --epochs as many whole epochs as make 500 steps, the warm-up in
-    proportion."""
+    """Without --batch-size a multiple of 8, from 8 examples on; without --epochs as many whole
+    epochs as make 500 steps, the warm-up in proportion."""
     monkeypatch.setenv("WORLD_SIZE", "4")
 
     def fit(words, examples=examples):
@@ -483,13 +495,31 @@ def test_own_data_take_the_batch_that_processes_share_and_500_steps(
     args = fit("--dataset x.csv")
     assert (args.batch_size, args.epochs) == (batch, epochs)
     steps = int(epochs * (examples // batch))
-    assert f"--epochs 24 -> {epochs}, which make {steps} steps" in capsys.readouterr().out
-    args = fit("--dataset x.csv --epochs 3 --batch-size 20")
-    assert (args.batch_size, args.epochs) == (20, 3)
+    out = capsys.readouterr().out
+    assert f"--epochs 24 -> {epochs}, which make {steps} steps" in out
+    assert f"--warmup-epochs 2 -> {epochs / 12:g}, in proportion" in out
+    args = fit("--dataset x.csv --epochs 3 --batch-size 4")
+    assert (args.batch_size, args.epochs) == (4, 3)
     with pytest.raises(
         UserError, match="--batch-size 256: larger than the 3 training examples of x"
     ):
         fit("--dataset x.csv", 3)
+
+
+@pytest.mark.parametrize("examples, batch", [(101, 96), (15, 8)])
+def test_the_batch_of_small_own_data_does_not_depend_on_the_processes(
+    examples, batch, monkeypatch
+):
+    for processes in (1, 2, 4, 8):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        args = parse("temo", "--dataset x.csv")
+        assert fit_to_data(args, Namespace(examples=examples, name="x")).batch_size == batch
+
+
+def test_a_warm_up_on_the_command_line_stays_on_small_own_data():
+    args = parse("temo", "--dataset x.csv --warmup-epochs 1")
+    args = fit_to_data(args, Namespace(examples=800, name="x"))
+    assert (args.warmup_epochs, args.epochs) == (1, 167)
 
 
 def test_flags_of_a_data_set_that_is_evaluated_alone_are_used():
@@ -536,6 +566,12 @@ def test_what_a_resumed_run_may_change(tmp_path, capsys):
     ):
         said = refused(temo.parse_args, ["--resume", str(tmp_path), flag, now], capsys)
         assert f"{flag} cannot change in a run" in said
+    # the same value is no change
+    words = "--dataset emoji --loss temo --embed-dim 128 --tau-clamp 0.001 0.5 --no-detach-tau"
+    same = parse("temo", ["--resume", str(tmp_path), *words.split()])
+    assert (same.loss, same.max_steps, same.changed) == ("temo", 9, ["--max-steps"])
+    said = refused(temo.parse_args, ["--resume", str(tmp_path), "--dataset", "emoji@a1"], capsys)
+    assert "--dataset cannot change in a run" in said
     said = refused(ncl.parse_args, ["--resume", str(tmp_path)], capsys)
     assert f"--resume {tmp_path}: a run of temo.py, not of ncl.py" in said
     longer = parse("temo", ["--resume", str(tmp_path), "--epochs", "50"])

@@ -12,6 +12,7 @@ from contrastive.core.processes import gather
 import pytest
 import torch
 
+import common
 import mama
 import mmts
 import ncl
@@ -164,7 +165,7 @@ def of_mmts(args):
     args.periods = 2.5
     shifts = mmts.shifts_of(CLUSTERS, args)[:2].repeat_interleave(CLUSTERS.sizes)  # (N,)
     margins = mmts.sample_temperature(20, shifts, 8, args.alpha)  # (N,)
-    _, guess = mmts.random_guess(CLUSTERS, 20, args)
+    _, guess = mmts.random_guess(args, 20, CLUSTERS)
     return guess, mmts.max_margin_loss(ONES, ONES, margins)
 
 
@@ -179,11 +180,11 @@ GUESSES = {  # script and flags: what its banner says, and its loss where all co
         temo.multimodal_loss(ONES, ONES, 0.1) + temo.simclr_loss(ONES, ONES, 0.1),
     ),
     "ncl --loss-scale 3": lambda a: (
-        ncl.random_guess(None, a)[0],
+        ncl.random_guess(a, None)[0],
         3 * ncl.ncl_loss(ONES, ONES, 0.1),
     ),
     "ncl --loss max-margin": lambda a: (
-        ncl.random_guess(None, a)[0],
+        ncl.random_guess(a, None)[0],
         ncl.hardest_negative_loss(ONES, ONES, a.margin),
     ),
     "mmts --loss max-margin": of_mmts,
@@ -266,3 +267,13 @@ def test_another_shape_or_number_is_refused_in_one_line(name):
     for value in () if name in MARGIN else (0, -0.01, float("nan"), [0.5] * B):
         with pytest.raises(ValueError, match="must be above 0|or a tensor"):
             loss(value)
+
+
+def test_a_parameter_that_a_step_does_not_use_has_gradient_zero_on_one_process_too():
+    """So that AdamW decays it, and its momentum goes on, as on several processes."""
+    used, unused = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
+    fixed = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    used.sum().backward()
+    common.average_gradients([used, unused, fixed])
+    assert fixed.grad is None and unused.grad.tolist() == [[0, 0], [0, 0]]
+    assert used.grad.tolist() == [[1, 1], [1, 1]]

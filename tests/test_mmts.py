@@ -7,6 +7,7 @@ import common
 from contrastive import figures
 from contrastive.core.files import read_json, write_json
 from contrastive.core.processes import UserError
+from contrastive.engine.flags import OneLineErrorParser
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import mmts
 from helpers import (
     few_steps,
     losses,
+    refused,
     run_script,
     steps,
     unit,
@@ -86,6 +88,13 @@ def test_schedule_at_its_turns():
 def test_range_of_the_margins_of_a_run():
     args = mmts.parse_args(["--dataset", "youcook2", "--loss", "max-margin", "--no-pretrained"])
     assert mmts.value_range(args, 5) == (0, 0.4)
+
+
+def test_the_temperatures_of_a_fork_s_loss_must_be_above_0_too(capsys):
+    args = mmts.parse_args([])
+    args.loss, args.alpha = "mine", 0.5
+    said = refused(lambda _: mmts.check_flags(OneLineErrorParser("mine.py", ""), args), [], capsys)
+    assert "the temperatures of the run, -0.17 .. 0.37, must be above 0" in said
 
 
 def test_shift_is_linear_in_the_size():

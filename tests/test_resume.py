@@ -8,15 +8,18 @@ import re
 import resource
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
 from contrastive import core
 from contrastive.data.batches import epoch_batches
+from contrastive.engine import checkpoints
 from contrastive.engine.checkpoints import checkpoints_of
 from contrastive.core.files import read_json, whole_file, write_json, write_tensors
 from contrastive.core.processes import UserError, rank
-from contrastive.engine.run import Run
+from contrastive.engine.log import logged_rows
+from contrastive.engine.run import Run, make_folder
 
 import psutil
 import pytest
@@ -26,7 +29,7 @@ import helpers
 import launch
 import mama
 import temo
-from helpers import equal_files, rows, tensors_of
+from helpers import equal_files, rows, tar_samples, tensors_of, write_tar
 from tools import check
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,8 +164,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs, processes):
     log = [(row["step"], "eval" in row) for row in rows(killed)]
     assert log == [(0, True), *((k, False) for k in range(1, 13)), (12, True)]
     assert (killed / "bad_samples.txt").read_text().count("\n") == 1
-    tau = tensors_of(killed, 12)["own/tau.log_tau"].exp().item()
-    assert rows(killed)[-2]["tau"] == pytest.approx(tau, rel=1e-6) != rows(killed)[1]["tau"]
+    tau = tensors_of(killed, 10)["own/tau.log_tau"].exp().item()  # which step 11 used
+    assert rows(killed)[-3]["tau"] == pytest.approx(tau, rel=1e-6) != rows(killed)[1]["tau"]
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["step_10.pt", "step_12.pt"]
     states = [
         of["cpu"].numpy().tobytes() for of in torch.load(last, weights_only=True)["processes"]
@@ -176,7 +179,8 @@ def folder(runs, tmp_path):
     return shutil.copytree(runs[1][0], tmp_path / "run")
 
 
-def test_a_finished_run_is_only_evaluated(folder, runs):
+def test_a_finished_run_is_only_evaluated(folder, runs, monkeypatch):
+    monkeypatch.setattr("contrastive.engine.log.commit", lambda: "a later one")
     before, saved = read_json(folder / "summary.json"), folder / "checkpoints" / "step_12.pt"
     torch.save(torch.load(saved, weights_only=True) | {"wall_s": 1000.0}, saved)
     after = resume(folder)
@@ -186,6 +190,22 @@ def test_a_finished_run_is_only_evaluated(folder, runs):
         and after["test"] == before["test"]
     )
     assert same(folder, runs[1][0]) and 1000 < after["wall_s"] < 2000
+    assert f"commit {after['commit']}" in after["versions"]  # that of the start, in both
+
+
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, data, monkeypatch):
+    monkeypatch.setattr("contrastive.engine.run.time.strftime", lambda _: "20260101-000000")
+    monkeypatch.setattr(temo, "draw", lambda _: None)
+    words = [*FLAGS, "--dataset", str(data), "--max-steps", "1", "--output-dir", str(tmp_path)]
+    for loss in ("infonce", "ts"):
+        flags = [*words, "--loss", loss, "--no-learnable-tau"]
+        temo.main(temo.parse_args(flags))
+    name = f"temo__{data.stem}__s42__20260101-000000"
+    losses = {p.name: read_json(p / "args.json")["loss"] for p in tmp_path.iterdir()}
+    assert losses == {name: "infonce", f"{name}-2": "ts"}
+    with ThreadPoolExecutor(8) as pool:  # at once
+        folders = [*pool.map(lambda _: make_folder(tmp_path / "at once"), range(40))]
+    assert len({*folders}) == 40 and all(folder.is_dir() for folder in folders)
 
 
 def test_at_its_end_it_is_evaluated_in_float32(tmp_path, data, monkeypatch):
@@ -210,20 +230,70 @@ def test_more_steps_are_remembered_also_on_fewer_processes(runs, tmp_path, capsy
     assert temo.parse_args(["--resume", str(folder)]).max_steps == 13
 
 
+def test_other_data_are_refused_also_on_fewer_processes(runs, data, tmp_path):
+    folder = shutil.copytree(runs[2][0], tmp_path / "run")
+    with pytest.raises(UserError, match="--resume: the run had .*, now .*: give it the same data"):
+        resume_with(folder, without_last_rows(data))
+
+
+def test_a_stream_is_refused_on_another_number_of_processes(tmp_path):
+    """Its checkpoint is that of one process, to which another one is added."""
+    (tmp_path / "tars").mkdir()
+    for k, name in enumerate(("a", "b", "val")):
+        samples = tar_samples(range(12 * k, 12 * k + 12), "jpg", "txt")
+        write_tar(tmp_path / "tars" / f"{name}.tar", samples)
+    folder = tmp_path / "run"
+    run(folder, tmp_path / "tars", "--streaming", "--max-steps", 1)
+    path = folder / "checkpoints" / "step_1.pt"
+    state = torch.load(path, weights_only=True)
+    state["processes"][0]["positions"]["processes"] = 2
+    state["processes"] *= 2
+    torch.save(state, path)
+    with pytest.raises(UserError, match="give it the same data, number of processes and --workers"):
+        resume(folder, "--max-steps", 2)
+
+
+def without_last_rows(data):
+    fewer = data.with_name("fewer.csv")
+    fewer.write_text("\n".join(data.read_text().splitlines()[:-9]))
+    return fewer
+
+
+def resume_with(folder, data):
+    """A resume with other rows, of which a checkpoint has a mark."""
+    args = temo.parse_args(["--resume", str(folder), "--max-steps", "14"])
+    args.dataset = str(data)
+    temo.main(args)
+
+
+def test_a_run_may_change_to_fp16(folder, monkeypatch):
+    """fp16 has a scaler of gradients, of which the checkpoint has no state. It is put in by hand,
+    since Accelerate has fp16 on a GPU alone."""
+    load = checkpoints.load
+
+    def load_with_scaler(run):
+        run.parts["scaler"] = torch.amp.GradScaler("cpu")
+        load(run)
+
+    monkeypatch.setattr(checkpoints, "load", load_with_scaler)
+    assert resume(folder, "--max-steps", 13)["steps"] == 13
+    scaler = torch.load(folder / "checkpoints" / "step_13.pt", weights_only=True)["scaler"]
+    assert scaler["scale"] == 65536
+    assert resume(folder, "--max-steps", 14)["steps"] == 14
+
+
 def test_what_does_not_fit_the_run_is_refused(folder, data):
     """Before args.json is written: else the next --resume without any flag would be refused as
     well."""
     before = (folder / "args.json").read_text()
     with pytest.raises(UserError, match="step_12.pt: is beyond the 3 steps"):
         resume(folder, "--max-steps", 3)
-    with pytest.raises(UserError, match=f"{folder}: holds a run already; --resume {folder}"):
-        run(folder, data)
-    fewer = data.with_name("fewer.csv")  # rows, of which a checkpoint has a mark
-    fewer.write_text("\n".join(data.read_text().splitlines()[:-9]))
-    args = temo.parse_args(["--resume", str(folder), "--max-steps", "14"])
-    args.dataset = str(fewer)
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"{folder}: holds a run already; --resume {folder}"):
+            run(folder, data)
+        (folder / "metrics.jsonl").unlink(missing_ok=True)  # a run that has just begun has none
     with pytest.raises(UserError, match="--resume: the run had .*, now .*: give it the same data"):
-        temo.main(args)
+        resume_with(folder, without_last_rows(data))
     assert (folder / "args.json").read_text() == before
 
 
@@ -260,6 +330,29 @@ def test_from_the_older_checkpoint_the_newer_one_is_set_aside(folder, runs, monk
             resume(older, "--lr", 1e-3)
     names = sorted(path.name for path in older.parent.iterdir())
     assert names == ["step_10.pt", "step_12.pt.abandoned", "step_12.pt.abandoned-2"]
+
+
+def test_a_longer_run_sets_the_end_of_the_shorter_one_aside(folder, monkeypatch):
+    """eval.py must not read its weights as those of the longer run."""
+    summary = (folder / "summary.json").read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "done", stop)
+        with pytest.raises(RuntimeError, match="stopped"):
+            resume(folder, "--max-steps", 14)
+    assert not (folder / "summary.json").exists() and not (folder / "model.safetensors").exists()
+    assert (folder / "summary.json.abandoned").read_text() == summary
+    assert [path.stem for path in checkpoints_of(folder)] == ["step_12", "step_10"]
+    assert resume(folder)["steps"] == 14 and (folder / "model.safetensors").exists()
+
+
+def test_a_row_that_a_crash_has_cut_is_left_out(folder):
+    """Also where the cut is at the end of an inner dict, as that of an evaluation."""
+    path, log = folder / "metrics.jsonl", rows(folder)
+    text = path.read_text().rstrip("\n")
+    assert text.endswith("}}")
+    path.write_text(text[:-1])
+    assert logged_rows(path) == log[:-1]
+    assert resume(folder)["steps"] == STEPS and len(rows(folder)) == len(log)
 
 
 def stop(*_, **__):

@@ -4,6 +4,7 @@ docs/forking.md."""
 import functools
 import importlib.util
 import inspect
+import math
 import re
 from pathlib import Path
 
@@ -141,17 +142,16 @@ LEARNT = {
 
 
 @each_script
-def test_a_learnt_tau_is_logged_as_it_is_saved_and_does_not_decay(name, tmp_path):
+def test_a_learnt_tau_is_logged_as_the_step_used_it_and_does_not_decay(name, tmp_path):
+    script = importlib.import_module(name)
     flags = f"{LEARNT[name]} --learnable-tau --max-steps 2 --lr 0.1 --weight-decay 0.3".split()
-    log = few_steps(
-        importlib.import_module(name), tmp_path / "a", *flags, base=[*SMALL, *OF.get(name, ())]
-    )
-    state = torch.load(tmp_path / "a" / "checkpoints" / "step_2.pt", weights_only=True)
-    assert (
-        log[0]["tau"]
-        != log[1]["tau"]
-        == pytest.approx(state["own"]["tau.log_tau"].exp().item(), rel=1e-6)
-    )
+    base = [*SMALL, *OF.get(name, ())]
+    log = few_steps(script, tmp_path / "a", *flags, "--save-every", 1, base=base)
+    state = torch.load(tmp_path / "a" / "checkpoints" / "step_1.pt", weights_only=True)
+    tau = state["own"]["tau.log_tau"].exp().item()  # after the first step
+    first_tau = 0.2 if name == "temperature_schedules" else 0.1
+    assert log[0]["tau"] == pytest.approx(first_tau, rel=1e-6)
+    assert log[1]["tau"] == pytest.approx(tau, rel=1e-6) != pytest.approx(first_tau, rel=1e-3)
     *_, last = state["optimizer"]["param_groups"]
     assert last["weight_decay"] == 0 and len(last["params"]) == 1
 
@@ -538,12 +538,14 @@ def test_a_scalar_parameter_of_the_loss_is_in_the_log_without_a_line_of_code(tmp
     old = "    loss_modules.to(run.device)\n"
     new = (
         "    loss_modules['bias'] = nn.ParameterDict("
-        "{'b': nn.Parameter(torch.tensor(-10.0))})\n" + old
+        "{'b': nn.Parameter(torch.tensor(-10.0))})\n"
+        "    loss_modules['other'] = Temperature(0.5, (0.1, 1.0))\n" + old
     )
     script = fork(temo, tmp_path, old, new)
     flags = ["--learnable-tau", "--max-steps", 1, "--eval-every", 0]
     row = few_steps(script, tmp_path / "run", *flags, base=SMALL)[0]
     assert row["bias.b"] == -10 and "tau.log_tau" not in row
+    assert row["other.log_tau"] == pytest.approx(math.log(0.5))
 
 
 def test_wandb_gets_a_project_and_the_name_of_the_run(tmp_path, monkeypatch):

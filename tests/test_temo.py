@@ -384,3 +384,10 @@ def test_progress_is_a_part_of_the_run(progress):
     image, text = torch.randn(2, 4, 8)
     with pytest.raises(ValueError, match=r"give step / all steps, 0\.\.1"):
         temo.temo_loss(image, text, image, text, progress)
+
+
+def test_without_a_crop_the_views_have_the_shape_of_the_evaluation():
+    """As in the other scripts."""
+    for squash, words in ((True, "--eval-resize squash"), (False, "")):
+        args = temo.parse_args(f"--crop-min 1 --image-aug crop {words}".split())
+        assert temo.anchor_view(args).squash == temo.candidate_view(args).squash == squash

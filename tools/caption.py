@@ -36,7 +36,7 @@ from contrastive.data.pixels import VIDEO_TYPES
 from contrastive.data.splits import own_path
 from contrastive.data.table import frames_of
 from contrastive.encoders.frozen import frame_features, language_model
-from contrastive.engine.flags import OneLine
+from contrastive.engine.flags import OneLineErrorParser
 from contrastive.core.files import read_json, write_json
 from contrastive.core.processes import (
     UserError, clean_exit, first_line, join, opening, rank, say, world)
@@ -256,7 +256,7 @@ def append_results(path, out, results):
 # ----------------------------------------------------- command line ------------------------------
 def parse_args(argv=None):
     """The flags."""
-    p = OneLine("python -m tools.caption", __doc__.splitlines()[0])
+    p = OneLineErrorParser("python -m tools.caption", __doc__.splitlines()[0])
     p.add_argument("--dataset", required=True,
                    help="folder of videos, or name, folder, file or hub id as for mama.py")
     for flag in ("--data-dir", "--video-dir", "--image-column", "--caption-column"):

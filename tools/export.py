@@ -14,7 +14,7 @@ from pathlib import Path
 
 import common
 from contrastive.data.registry import find_data_set
-from contrastive.engine.flags import OneLine
+from contrastive.engine.flags import OneLineErrorParser
 from contrastive.core.files import flatten
 from contrastive.core.processes import opening
 
@@ -177,7 +177,7 @@ def export(run, out):
 
 def main(argv=None):
     """The command line. Raises: UserError."""
-    p = OneLine("python -m tools.export", __doc__.splitlines()[0])
+    p = OneLineErrorParser("python -m tools.export", __doc__.splitlines()[0])
     p.add_argument("run", help="folder of a finished run")
     p.add_argument("out", help="folder to write")
     args = p.parse_args(argv)

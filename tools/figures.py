@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 import common
 from contrastive.data import data_options, load_data, open_data
-from contrastive.engine.flags import OneLine
+from contrastive.engine.flags import OneLineErrorParser
 from contrastive.engine.log import logged_rows
 from contrastive.core.files import flatten, read_json, slug
 from contrastive.core.processes import UserError, clean_exit, opening, say
@@ -609,7 +609,7 @@ def main(argv=None):
     if words[:2] == ["clusters", "mmts.py"]:
         draw_clusters(words[2:])
         return
-    p = OneLine("python -m tools.figures", __doc__.splitlines()[0])
+    p = OneLineErrorParser("python -m tools.figures", __doc__.splitlines()[0])
     p.add_argument("figure", choices=FIGURES, help="figure to draw; see the pages of docs/")
     p.add_argument("runs", nargs="+", metavar="RUN",
                    help="folders of finished runs; concepts: two, the baseline first")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import common
 from contrastive.data import data_options
-from contrastive.engine.flags import OneLine
+from contrastive.engine.flags import OneLineErrorParser
 from contrastive.core.processes import UserError, clean_exit, opening, say
 from contrastive.core.number_types import count
 
@@ -71,7 +71,7 @@ def read_finished(out, model):
 
 def main(argv=None):
     """The command line. Raises: UserError."""
-    p = OneLine("python -m tools.paraphrase", __doc__.splitlines()[0])
+    p = OneLineErrorParser("python -m tools.paraphrase", __doc__.splitlines()[0])
     p.add_argument("--dataset", required=True, help="name, folder, file or hub id, as for temo.py")
     p.add_argument("--out", required=True, metavar="FILE",
                    help="JSON lines to write, or to go on with")

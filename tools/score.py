@@ -16,7 +16,7 @@ from pathlib import Path
 
 import common
 from contrastive.data import add_captions, data_options
-from contrastive.engine.flags import OneLine
+from contrastive.engine.flags import OneLineErrorParser
 from contrastive.core.files import read_json
 from contrastive.core.processes import UserError, clean_exit, opening, say
 from contrastive.evaluation.embed import encode_images, encode_texts
@@ -150,7 +150,7 @@ def main(argv=None):
     Returns: scores (R, M, 2): R runs, M videos, short and detailed.
     Raises: UserError.
     """
-    p = OneLine("python -m tools.score", __doc__.splitlines()[0])
+    p = OneLineErrorParser("python -m tools.score", __doc__.splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN_DIR",
                    help="finished runs on one data set, the baseline first")
     p.add_argument("--short", default="", metavar="FILE",

@@ -307,7 +307,7 @@ class Batches:
         if self.data.streamed:
             positions["processes"] = world()
             positions["workers"] = self.workers
-            same = "the same data, processes and --workers"
+            same = "the same data, number of processes and --workers"
         if saved and saved != positions:
             raise UserError(f"--resume: the run had {saved}, now {positions}: give it {same}")
         return positions

@@ -65,6 +65,8 @@ def build_towers(args, train, run, texts=None, questions=None):
     tower, transform = build_model(spec, tokenizer, pretrained, weights)
     tower.spec, tower.pretrained = spec, pretrained
     tower.weights = describe_weights(tower, pretrained, weights)
+    if run.has_checkpoint():
+        tower.weights = "weights of the checkpoint"
     is_frozen = tower.vision.frozen or getattr(tower.text, "frozen", False)
     if is_frozen and not args.pretrained and not args.init_from:
         say(f"WARNING: --freeze {args.freeze}: the weights are random and will stay so; add "

@@ -44,7 +44,7 @@ def folder_of(resume):
 def save(run, keep=2):
     """Writes a checkpoint and removes all but the newest `keep`. Collective.
 
-    Every process adds its random states and its place in a stream.
+    Every process adds its random states and what identifies its data.
     Raises: UserError on all processes if it cannot be written; earlier checkpoints stay.
     """
     states = random_states(run.device)
@@ -97,6 +97,8 @@ def load(run):
         # parts of --lr, which may be another one now
         scales = [group.get("lr_scale") for group in run.optimizer.param_groups]
         for name, part in run.parts.items():
+            if name == "scaler" and name not in state:
+                continue  # the run has changed to --mixed-precision fp16
             part.load_state_dict(state[name])
         for group, scale in zip(run.optimizer.param_groups, scales):
             if scale is not None:
@@ -108,13 +110,13 @@ def load(run):
     if run.step > run.last:
         raise UserError(f"{path}: is beyond the {run.last} steps that --max-steps or --epochs ask "
                         "for")
+    # what identifies the data is the same on all processes, however many there are now
+    run.positions = state["processes"][0]["positions"]
     if len(state["processes"]) == world():
-        states = state["processes"][rank()]
-        restore_random_states(states, run.device)
-        run.positions = states["positions"]
+        restore_random_states(state["processes"][rank()], run.device)
     else:
         say(f"--resume: {len(state['processes'])} processes before, {world()} now: random states "
-            "of dropout and places in streams are not restored")
+            "of dropout are not restored")
     say(f"resumed {path} at step {run.step} of {run.last}")
 
 
@@ -128,35 +130,37 @@ def checkpoint_to_load(run):
 
 
 def set_newer_aside(run):
-    """Renames the checkpoints that are newer than the step of a resumed run, and with them what the
-    end of that run has written. Collective.
+    """Renames the checkpoints that are newer than the step of a resumed run, and FINAL_FILES if the
+    run goes on beyond that step. Collective.
 
-    The run repeats the steps that led to them, maybe with another --lr. If they stayed, the next
-    resume would load them, the next save would keep them in place of its own, and eval.py would
-    read their weights.
-    """
-    on_main(rename_newer, run.folder, run.step)
-
-
-def rename_newer(folder, step):
-    """Renames step_N.pt to step_N.pt.abandoned where N is above a step, and FINAL_FILES alike.
-
-    The newest checkpoint is renamed last: if the process is killed before that, the next resume
-    loads it and writes the final files again.
+    The run repeats the steps that led to them, maybe with another --lr, or more steps follow. If
+    they stayed, the next resume would load these checkpoints, the next save would keep them in
+    place of its own, and eval.py would read weights of before.
     """
     newer = []
-    for path in reversed(checkpoints_of(folder)):
-        if step_of(path) > step:
+    for path in reversed(checkpoints_of(run.folder)):
+        if step_of(path) > run.step:
             newer.append(path)
-    if not newer:
-        return
-    final_files = [folder / name for name in FINAL_FILES if (folder / name).exists()]
-    for path in final_files + newer:
+    final_files = []
+    if run.step < run.last:
+        final_files = [run.folder / name for name in FINAL_FILES]
+    on_main(rename_abandoned, final_files + newer, run.step)
+
+
+def rename_abandoned(paths, step):
+    """Renames NAME to NAME.abandoned, of those paths that exist.
+
+    The newest checkpoint is the last: if the process is killed before that, the next resume loads
+    it and writes the final files again.
+    """
+    for path in paths:
+        if not path.exists():
+            continue
         aside = free_path(path.with_name(path.name + ".abandoned"))
         with opening(path):
             os.replace(path, aside)
-        say(f"{path.name} is newer than step {step}: it is now {aside.name}, which no run reads "
-            "and which you may delete")
+        say(f"the run goes on from step {step}: {path.name} is now {aside.name}, which no run "
+            "reads and which you may delete")
 
 
 def free_path(path):

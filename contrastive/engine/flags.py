@@ -26,7 +26,8 @@ from contrastive.evaluation.facts import BEFORE_THE_FLAG
 YES_OR_NO = argparse.BooleanOptionalAction
 # The flags that a resumed run may change. --max-steps and --epochs change the schedules,
 # --mixed-precision and --lr what a step computes, --frame-cache its frames (JPEGs), the others
-# nothing. (--feature-cache none draws the views in another way: check_resume refuses a change to
+# nothing: --chunk-size without dropout, whose masks chunks draw in another order, and but for
+# rounding. (--feature-cache none draws the views in another way: check_resume refuses a change to
 # it or from it.)
 CHANGEABLE = {
     "--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
@@ -128,7 +129,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return super()._format_action_invocation(action)
 
 
-class OneLine(argparse.ArgumentParser):
+class OneLineErrorParser(argparse.ArgumentParser):
     """argparse whose errors are one line from the main process, with exit code 2."""
 
     def __init__(self, prog, description, **options):
@@ -183,7 +184,7 @@ class OneLine(argparse.ArgumentParser):
 
 
 # ===================================================== flags of a script ==========================
-class Parser(OneLine):
+class Parser(OneLineErrorParser):
     """The flags of a script: its own groups, then those that all scripts share.
 
     Some flags are read first and choose the defaults of the others: --dataset, --recipe, --resume,
@@ -290,7 +291,7 @@ class Parser(OneLine):
 
     def chosen_flags(self, argv, choosers):
         """Args with the flags of the command line on which the defaults of others depend."""
-        chooser = OneLine(self.prog, "", add_help=False)
+        chooser = OneLineErrorParser(self.prog, "", add_help=False)
         for flag in ("--dataset", "--recipe", "--resume", "--image-encoder"):
             chooser.add_argument(flag, default="")
         for flag in dict.fromkeys(["--loss", *choosers]):
@@ -373,9 +374,13 @@ class Parser(OneLine):
         if not resume:
             return
         flags = self.command_line_flags & self._option_string_actions.keys()
-        fixed = sorted(flags - CHANGEABLE)
-        if fixed:
-            self.error(f"--resume {resume}: {fixed[0]} cannot change in a run")
+        for flag in sorted(flags - CHANGEABLE):
+            name = name_of(flag)
+            is_same = name in saved and vars(args)[name] == saved[name]
+            if flag == "--dataset" and args.revision != saved.get("revision", ""):
+                is_same = False
+            if not is_same:
+                self.error(f"--resume {resume}: {flag} cannot change in a run")
         if "--feature-cache" in flags:
             keeps_features = args.feature_cache != "none"
             kept_features = saved.get("feature_cache") != "none"

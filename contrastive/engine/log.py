@@ -96,15 +96,17 @@ class Log:
 
 def logged_rows(path):
     """The rows of a metrics.jsonl; a crash may have cut the last one, or a run is writing it."""
-    lines = path.read_text(encoding="utf8").splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    lines = path.read_text(encoding="utf8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 # ===================================================== program and machine ========================
-def versions(cpu=False):
+def versions(cpu=False, sha=""):
     """The versions of packages, the commit and the device, as a list of lines.
 
-    Args: cpu: the run does not use a GPU, even if there is one.
+    Args:
+        cpu: the run does not use a GPU, even if there is one.
+        sha: the commit with which the run has begun, as commit() returned it; empty = that of now.
     """
     lines = [f"python {sys.version.split()[0]}"]
     for package in PACKAGES:
@@ -113,7 +115,7 @@ def versions(cpu=False):
     device = "cpu"
     if torch.cuda.is_available() and not cpu:
         device = torch.cuda.get_device_name()
-    lines.append(f"commit {commit()}")
+    lines.append(f"commit {sha or commit()}")
     lines.append(f"device {device}, {CORES} cores, {torch.get_num_threads()} threads")
     return lines
 

@@ -54,8 +54,8 @@ def count_steps(args, train):
 def fit_to_data(args, train):
     """A copy of the flags in which the batch and the epochs fit a user's small data.
 
-    A batch that is larger than the data becomes the largest that the processes can share. Fewer
-    than 500 steps become as many whole epochs as make at least 500, with a warm-up in proportion.
+    A batch that is larger than the data becomes the largest of fitting_batch. Fewer than 500 steps
+    become as many whole epochs as make at least 500, with a warm-up in proportion.
     Values on the command line stay, and changes are printed.
 
     Raises: UserError if the data have fewer examples than a batch.
@@ -66,7 +66,7 @@ def fit_to_data(args, train):
     processes = int(os.environ.get("WORLD_SIZE", 1))  # there is no process group yet
     choose_batch = own_data and "--batch-size" not in args.command_line
     if choose_batch and processes < examples < args.batch_size:
-        batch_size = examples // processes * processes
+        batch_size = fitting_batch(examples, processes)
         say(f"--batch-size {args.batch_size} -> {batch_size}, which fits the data")
         args.batch_size = batch_size
     if examples < args.batch_size:
@@ -79,12 +79,49 @@ def fit_to_data(args, train):
         if args.epochs < epochs:
             say(f"--epochs {args.epochs:g} -> {epochs:g}, which make {epochs * per_epoch:.0f} "
                 "steps")
-            args.warmup_epochs = args.warmup_epochs * epochs / args.epochs
+            if "--warmup-epochs" not in args.command_line:
+                args.warmup_epochs = scaled_warmup(args, epochs / args.epochs)
             args.epochs = epochs
     return args
 
 
+def fitting_batch(examples, processes):
+    """The largest global batch that the examples fill and that the processes can share.
+
+    From 8 examples on it is a multiple of 8, and so the same on 1, 2, 4 and 8 processes.
+    """
+    multiple = 8
+    if examples < multiple or multiple % processes:
+        multiple = processes
+    return examples // multiple * multiple
+
+
+def scaled_warmup(args, factor):
+    """--warmup-epochs times a factor, which is printed if there is such a warm-up."""
+    warmup_epochs = args.warmup_epochs * factor
+    if args.warmup_epochs and not args.warmup_fraction:
+        say(f"--warmup-epochs {args.warmup_epochs:g} -> {warmup_epochs:g}, in proportion")
+    return warmup_epochs
+
+
 # ===================================================== a run ======================================
+def make_folder(path):
+    """Makes a folder that no other process has made: path or, if that exists, PATH-2, PATH-3, ...
+
+    Runs that start in the same second have the same name.
+    Returns: the path of the folder.
+    """
+    with opening(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = checkpoints.free_path(path)
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:
+                continue  # another process was faster
+
+
 class CheckedLoss(NamedTuple):
     """What the message about a loss that is not finite names."""
 
@@ -177,13 +214,15 @@ class Run:
         args = self.args
         if args.resume:
             folder = checkpoints.folder_of(args.resume)
+        elif args.run_name:
+            folder = Path(args.output_dir) / args.run_name
+            if (folder / "args.json").exists() or (folder / "metrics.jsonl").exists():
+                raise UserError(f"{folder}: holds a run already; --resume {folder}, or another "
+                                "--run-name")
         else:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             name = f"{self.script}__{Path(args.dataset).stem}__s{args.seed}__{stamp}"
-            folder = Path(args.output_dir) / (args.run_name or name)
-            if (folder / "metrics.jsonl").exists():
-                raise UserError(f"{folder}: holds a run already; --resume {folder}, or another "
-                                "--run-name")
+            folder = make_folder(Path(args.output_dir) / name)
         with opening(folder):
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         return folder
@@ -270,7 +309,7 @@ class Run:
         self.write_args()
         say(banner(self, random_guess, lines or {}))
         # a checkpoint is written before the evaluation of its step
-        if self.step == 0 or self.due("eval", ahead=0):
+        if self.step == 0 or self.due("eval", self.step):
             self.evaluate_val()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
@@ -296,14 +335,10 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1)
 
-    def due(self, action, ahead=1):
-        """Whether 'log', 'eval' or 'save' is due after this step; always after the last one.
-
-        Args: ahead: 1 before `done` counts the step, 0 after it.
-        """
+    def due(self, action, step):
+        """Whether 'log', 'eval' or 'save' is due after so many steps; always after the last one."""
         intervals = {"log": self.args.log_every, "eval": self.args.eval_every,
                      "save": self.args.save_every}
-        step = self.step + ahead
         interval = intervals[action]
         if step == self.last:
             return True
@@ -343,7 +378,8 @@ class Run:
             maxima, ready, self.checked, batch["keys"], batch["bad"], self.step))
         self.checked = None
         delay = self.report_delay
-        if self.due("save") or self.due("eval"):
+        step = self.step + 1
+        if self.due("save", step) or self.due("eval", step):
             delay = 0
         self.read_reports(keep=delay)
 
@@ -388,12 +424,14 @@ class Run:
         Args:
             batch: the batch of the step.
             loss: () of this process.
-            tau: number, () or (B,), whose mean over processes is logged.
-            columns: more columns of the log. Only steps with due('log') need them.
+            tau: of the step, a number, () or (B,), whose mean over processes is logged.
+            columns: more columns of the log. Only steps need them after which 'log' is due.
         """
-        log, evaluate, save = self.due("log"), self.due("eval"), self.due("save")
         self.exchange_reports(batch)
         self.step += 1
+        log = self.due("log", self.step)
+        evaluate = self.due("eval", self.step)
+        save = self.due("save", self.step)
         self.seconds_waited += batch["seconds"]
         if self.step == self.first + 1:
             self.warn_of_unread_flags()
@@ -441,7 +479,7 @@ class Run:
         """{name: number} of the scalar parameters of the loss; tau has a column of its own."""
         scalars = {}
         for name, p in self.loss_modules.named_parameters():
-            if p.ndim == 0 and p.requires_grad and not name.endswith("log_tau"):
+            if p.ndim == 0 and p.requires_grad and name != "tau.log_tau":
                 scalars[name] = p.item()
         return scalars
 
@@ -536,7 +574,7 @@ class Run:
             "peak_memory_mb": max(gather_objects(peak_memory_mb())), "parameters": self.parameters,
             "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val,
             "test": test, "chance": chance, "commit": self.commit, "hub": self.hub,
-            "versions": versions(args.cpu), **extra}
+            "versions": versions(args.cpu, self.commit), **extra}
 
     def write_ranks(self):
         """Writes the rank of each test query by cosine to test_ranks.safetensors.

@@ -149,7 +149,7 @@ def has_few_queries(pieces):
 SPEED = [
     ("speed", "samples per second", {"all processes": "samples_per_s"}),
     ("time of a step", "seconds", {"whole": "step_s", "waiting for data": "data_s"})]
-# columns that need no panel: tau is in those of its method
+# columns that need no panel of their own; that of tau is each method's
 POSITION = {"step", "epoch", "samples_seen", "tau"}
 
 

@@ -93,6 +93,7 @@ def draw_curves(run):
     base.draw_training_curves(run, [
         ("loss", "nats", losses),
         scores,
+        ("temperature", "tau", {"tau": "tau"}),
         ("margin", "mu, radians", {"mu": "mu"}),
         ("weights", "mean over the batch", weights),
         *base.batch_panels()])

@@ -118,8 +118,11 @@ def draw_training(run):
     word, long_word = quantity(run.args)
     losses = {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}
     values = {"max": f"{word}_max", "mean": f"{word}_mean", "min": f"{word}_min"}
+    title = "loss"
+    if run.args.schedule:
+        title = "loss, which moves with its schedule"
     panels = [
-        ("loss, which moves with its schedule", "loss", losses),
+        (title, "loss", losses),
         base.recall_panel(run),
         (f"{long_word} of the batch", f"{word}, logged steps", values),
         *base.batch_panels(),

@@ -21,8 +21,12 @@ def draw(run, sizes, taus, project):
         project: the script's function, features (M, width) -> z (M, D).
     """
     knn = f"eval/{run.args.dataset}/knn@1"
+    args = run.args
+    title = "loss"
+    if args.learnable_tau or (args.schedule != "fixed" and not args.tau_head):
+        title = "loss, which moves with its temperature"
     panels = [
-        ("loss, which moves with its temperature", "loss", {"L_c": "loss"}),
+        (title, "loss", {"L_c": "loss"}),
         ("kNN@1, val", "%", {"top-1": f"{knn}/top1", "tail": f"{knn}/tail"}),
         ("temperature", "tau", {"tau": "tau"}),
         *batch_panels("view 1", "view 2")]
@@ -132,7 +136,9 @@ def draw_shares(axes, unit, args):
     counts, _ = np.histogram(cosines, edges)                               # (100,)
     middles = (edges[1:] + edges[:-1]) / 2                                 # (100,)
     taus = {args.tau_head, args.tau_tail} - {0}
-    if not taus:
+    if not taus and args.schedule == "fixed":
+        taus = {args.tau_min}                                              # the first, if learnt
+    elif not taus:
         taus = {args.tau_min, (args.tau_min + args.tau_max) / 2, args.tau_max}
     for tau in sorted(taus):
         label = f"tau {tau:g}"
