@@ -338,6 +338,7 @@ def test_what_cannot_be_is_refused_in_one_line(llava, videos, tmp_path):
         ("has no video files", own, tmp_path / "y.csv", llava),
         ("has no published weights", videos, tmp_path / "y.csv", llava, "--frame-encoder", "small"),
         ("was made with other settings", videos, tmp_path / "x.csv", llava, "--candidates", 9),
+        ("of videos in another folder", videos / "inside", tmp_path / "x.csv", llava),
         ("name another file", videos, own, llava),
     ):
         with pytest.raises(UserError, match=says):
