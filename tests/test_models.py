@@ -414,6 +414,72 @@ def test_layouts_of_weights(name, tmp_path, tokenizer):
     assert equal(model.state_dict(), initial | expected)
 
 
+def test_a_file_by_the_alphabet_is_not_taken_in_order(tmp_path, tokenizer):
+    """safetensors lists names so; the four vectors of a BatchNorm have one shape."""
+    state = part(built(tokenizer, image_encoder="test_resnet").state_dict(), "vision.body.")
+    renamed = {f"their_{k.replace('vision.body.', '')}": v for k, v in state.items()}
+    torch.save(renamed, tmp_path / "in_order.pt")
+    model = built(tokenizer, image_encoder="test_resnet")
+    init_from(model, tmp_path / "in_order.pt")
+    assert equal(part(model.state_dict(), "vision.body."), state)
+    in_layers, norms = list(renamed), [k for k in renamed if k.endswith("running_mean")]
+    assert norms
+    for name in norms:  # bias, running_mean, running_var, weight
+        k = in_layers.index(name) - 2
+        in_layers[k : k + 4] = sorted(in_layers[k : k + 4])
+    torch.save({name: renamed[name] for name in in_layers}, tmp_path / "sorted.pt")
+    with pytest.raises(UserError, match="none of its .* tensors fits"):
+        init_from(built(tokenizer, image_encoder="test_resnet"), tmp_path / "sorted.pt")
+
+
+VIT = {"image_encoder": "test_vit", "image_size": 64}
+PARTLY = {  # what is said: a model whose tensors are saved, the model that reads them
+    "vision.body.pos_embed is .1, 17, 64. there, .1, 5, 64. in the model": (
+        VIT,
+        VIT | {"image_size": 32},
+    ),
+    "vision.body.layer1.0.conv1.weight is .64, 64, 1, 1. there, .64, 64, 3, 3. in the model": (
+        {"image_encoder": "resnet50"},
+        {"image_encoder": "resnet18"},
+    ),
+    "it lacks vision.body.layer1.2.conv1.weight and .* more tensors": (
+        {"image_encoder": "resnet18"},
+        {"image_encoder": "resnet34"},
+    ),
+    "text.body.position is .15, 128. there, .11, 128. in the model": ({}, {"text_length": 8}),
+}
+
+
+@pytest.mark.parametrize("words", PARTLY)
+def test_weights_of_another_model_are_not_taken_in_part(words, tmp_path, tokenizer):
+    theirs, ours = (built(tokenizer, **changes) for changes in PARTLY[words])
+    save_file(part(theirs.state_dict(), ""), tmp_path / "w.safetensors")
+    initial = copy.deepcopy(ours.state_dict())
+    with pytest.raises(UserError, match=words):
+        init_from(ours, tmp_path / "w.safetensors")
+    assert equal(ours.state_dict(), initial)
+
+
+def test_what_a_file_may_lack(tmp_path, tiny, tokenizer, capsys):
+    """Counters of BatchNorm, a pooler, the second name of T5's words, projections of a width."""
+    bert, t5 = tiny("bert")[0], tiny("t5")[0]
+    theirs = built(tokenizer, image_encoder="test_resnet", text_encoder=bert, embed_dim=8)
+    state = part(theirs.state_dict(), "")
+    lacks = ("num_batches_tracked", ".pooler.")
+    weights = {k: v for k, v in state.items() if not any(x in k for x in lacks)}
+    assert len(weights) < len(state)
+    save_file(weights, tmp_path / "w.safetensors")
+    model = built(tokenizer, image_encoder="test_resnet", text_encoder=bert)
+    read = init_from(model, tmp_path / "w.safetensors")
+    assert read.keys() == {k for k in weights if "projection" not in k}
+    assert "the first is vision.body.conv1.1.num_batches_tracked" in capsys.readouterr().out
+
+    model = built(tokenizer, text_encoder=t5)
+    init_from(model, f"{t5}/model.safetensors")  # a whole T5, as published
+    words = load_file(f"{t5}/model.safetensors")["shared.weight"]
+    assert torch.equal(model.text.body.encoder.embed_tokens.weight, words)
+
+
 @pytest.fixture
 def some_weights(tmp_path, tiny, tokenizer, monkeypatch):
     """The current folder, with weights that do not fit or are none."""
@@ -426,6 +492,8 @@ def some_weights(tmp_path, tiny, tokenizer, monkeypatch):
     save_file(
         part(built(tokenizer, image_encoder="resnet18").state_dict(), "text."), "text.safetensors"
     )
+    layer = {"vision.projection.weight": torch.zeros(16, 512)}
+    save_file(layer, "layer.safetensors")
     shutil.copytree(tiny("bert")[0], "inner")
     inner = {f"inner.{k}": v for k, v in load_file("inner/model.safetensors").items()}
     save_file(inner, "inner/model.safetensors", {"format": "pt"})
@@ -451,6 +519,9 @@ BAD = {  # what is said: what opens them
     ),
     "--init-from text.safetensors: has no image encoder, and resnet18 would be random": lambda t: (
         built(t, True, "text.safetensors", image_encoder="resnet18")
+    ),
+    "--init-from layer.safetensors: has no image encoder, and resnet18 would be": lambda t: (
+        built(t, True, "layer.safetensors", image_encoder="resnet18")
     ),
     "./inner: its weights lack .* more tensors: they are those of another": lambda t: (
         common.TextEncoder("./inner", 0)

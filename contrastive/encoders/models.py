@@ -345,16 +345,17 @@ def build_model(spec, tokenizer, pretrained, weights=""):
         UserError: if `weights` has no image encoder, which would then be random.
     """
     kind = encoder_kind(spec["image_encoder"], spec.get("vision_config"))
+    text_pretrained = pretrained
     vision_pretrained = pretrained
     if weights and kind.family == "vast":
-        pretrained = False  # they hold all encoders
+        text_pretrained = False  # they hold all encoders
     if weights and kind.family not in ("transformers", "clip_vip"):
         vision_pretrained = False
-    model = initial_model(spec, tokenizer, pretrained, vision_pretrained)
+    model = initial_model(spec, tokenizer, text_pretrained, vision_pretrained)
     model.from_file = set()
     if weights:
         model.from_file = set(init_from(model, weights))
-    has_image_encoder = any(name.startswith("vision.") for name in model.from_file)
+    has_image_encoder = any(name.startswith("vision.body.") for name in model.from_file)
     replaces_published = pretrained and not vision_pretrained and kind.has_published_weights
     if replaces_published and not has_image_encoder:
         raise UserError(f"--init-from {weights}: has no image encoder, and {spec['image_encoder']} "
