@@ -398,6 +398,17 @@ def hub_encoder(name, half, pretrained, config):
     return Tower(body, body.config.hidden_size, projection, config.to_dict())
 
 
+def mask_of_body(body, mask):
+    """The attention mask that a bidirectional transformers model reads, of a mask (B, L).
+
+    A mask (B, 1, 1, L) is taken as it is; of (B, L) transformers first asks whether it is all 1,
+    which waits for the GPU. Eager attention would add True as the number 1, so it gets (B, L).
+    """
+    if body.config._attn_implementation == "sdpa":
+        return mask[:, None, None].bool()                                # (B, 1, 1, L)
+    return mask
+
+
 def published(model_class, name, config):
     """A transformers model with its published weights.
 
