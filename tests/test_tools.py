@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import load_file
 
 import mama
 import ncl
@@ -107,8 +108,11 @@ def test_pairs_queries_and_modalities_by_hand(runs, draw):
     assert said[0] == f"{expected}: {pieces['temo'].texts[worst]}" and len(said) == 6
     assert [line.split(":")[0] for line in draw("similarities", TEMO)[:2]] == [*TEMO]
 
-    for line, name in zip(draw("queries", NCL), NCL):
-        p = pieces[name]
+    learnt = several.read_query_pieces(runs["infonce"][0]).gamma
+    of_run = load_file(runs["infonce"][0] / "own.safetensors")["tau.log_tau"].exp().item()
+    assert learnt == of_run != pytest.approx(0.07, rel=1e-4)  # its first value
+    for line, name in zip(draw("queries", NCL), NCL, strict=True):
+        p = several.read_query_pieces(runs[name][0])
         sim = F.normalize(p.text, dim=1) @ F.normalize(p.image, dim=1).T + p.bias
         total = F.softmax(sim / p.gamma, 1).sum(0) * sim.shape[1] / sim.shape[0]
         fair = 100 * ((total > 0.5) & (total < 1.5)).float().mean()
@@ -310,6 +314,8 @@ def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path, draw):
 def test_runs_that_cannot_have_a_figure_are_refused(runs, tmp_path, draw, capsys):
     with pytest.raises(UserError, match="ts: its evaluation has no captions"):
         draw("similarities", ["ts"])
+    with pytest.raises(UserError, match="temo: has no single temperature"):
+        draw("queries", ["infonce", "temo"])
     alone = folder_of(tmp_path / "alone")
     with pytest.raises(UserError, match="no two of the runs differ in --a0"):
         draw("margins", [alone])
