@@ -11,6 +11,7 @@ import unicodedata
 
 import common
 from contrastive import core, encoders, evaluation
+from contrastive.encoders.build import describe_weights
 from contrastive.encoders.frozen import Expert
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.texts import Tokenizer, train_wordpiece
@@ -213,6 +214,68 @@ def test_transformers_text_encoder(tiny, tokenizer, kind, pooling):
     states, keep = reference(**tokens).last_hidden_state, tokens["attention_mask"][..., None]
     expected = states[:, 0] if pooling == "cls" else (states * keep).sum(1) / keep.sum(1)
     assert torch.allclose(encoder(**tokens), encoder.projection(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "t5"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_padding_is_attended_to_by_no_attention(tiny, tokenizer, tmp_path, kind, attention):
+    shutil.copytree(tiny(kind)[0], tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["attn_implementation"] = attention
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    encoder = common.TextEncoder(str(tmp_path / "model"), 0, pooling="mean").eval()
+    assert encoder.body.config._attn_implementation == attention
+    alone, beside_a_longer = (
+        encoder(**tokenizer(texts))[0] for texts in (["red"], ["red", "a blue bird on a tree"])
+    )
+    assert torch.allclose(alone, beside_a_longer, atol=1e-5)
+
+
+def test_the_first_token_of_a_decoder_is_no_embedding(tmp_path, tokenizer):
+    """It sees none of the others."""
+    sizes = dict(n_embd=24, n_layer=1, n_head=2, n_positions=32)
+    T.GPT2Model(T.GPT2Config(vocab_size=len(tokenizer.tokenizer), **sizes)).save_pretrained(
+        tmp_path
+    )
+    decoder = {"text_encoder": str(tmp_path)}
+    with pytest.raises(UserError, match="--text-pooling cls: .* give --text-pooling mean"):
+        built(tokenizer, text_pooling="cls", **decoder)
+    model = built(tokenizer, **decoder).eval()
+    red, green = model.text(**tokenizer(["a red apple", "a green pear"]))
+    assert not torch.allclose(red, green, atol=1e-4)
+
+
+STATISTICS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+OTHERS = {"image_mean": [0.7] * 3, "image_std": [0.8] * 3}
+FILES_OF_STATISTICS = {  # {file: content}; whether the model has the statistics
+    "version 5": ({"processor_config.json": {"image_processor": STATISTICS}}, True),
+    "version 4": ({"preprocessor_config.json": STATISTICS}, True),
+    "both": (
+        {
+            "processor_config.json": {"image_processor": STATISTICS},
+            "preprocessor_config.json": OTHERS,
+        },
+        True,
+    ),
+    "older": (
+        {"processor_config.json": {"image_seq_len": 4}, "preprocessor_config.json": STATISTICS},
+        True,
+    ),
+    "none": ({}, False),
+}
+
+
+@pytest.mark.parametrize("name", FILES_OF_STATISTICS)
+def test_statistics_of_pixels_are_those_of_the_model_s_files(name, tmp_path, tiny, capsys):
+    files, has_statistics = FILES_OF_STATISTICS[name]
+    shutil.copytree(tiny("vit")[0], tmp_path / "vit")
+    for file, content in files.items():
+        (tmp_path / "vit" / file).write_text(json.dumps(content))
+    stats = common.VisionEncoder(str(tmp_path / "vit"), 0).stats
+    expected = tuple(map(tuple, STATISTICS.values())) if has_statistics else IMAGENET
+    assert stats == expected
+    words = "no file says the statistics of its pixels; --image-stats encoder takes mean (0.485"
+    assert (words in capsys.readouterr().out) == (not has_statistics)
 
 
 @pytest.mark.parametrize(
@@ -499,6 +562,11 @@ def some_weights(tmp_path, tiny, tokenizer, monkeypatch):
     save_file(inner, "inner/model.safetensors", {"format": "pt"})
     (tmp_path / "empty").mkdir()
     shutil.copy("inner/config.json", "empty")
+    shutil.copytree(tiny("bert")[0], "deeper")
+    config = json.loads((tmp_path / "deeper" / "config.json").read_text())
+    config["num_hidden_layers"] = 2
+    (tmp_path / "deeper" / "config.json").write_text(json.dumps(config))
+    T.SiglipConfig().save_pretrained("towers")
     T.SiglipVisionModel(
         T.SiglipVisionConfig(**SMALL, image_size=28, patch_size=14)
     ).save_pretrained("siglip")
@@ -526,10 +594,16 @@ BAD = {  # what is said: what opens them
     "./inner: its weights lack .* more tensors: they are those of another": lambda t: (
         common.TextEncoder("./inner", 0)
     ),
+    "./deeper: its weights lack encoder.layer.1.* and 15 more": lambda t: common.TextEncoder(
+        "./deeper", 0
+    ),
+    "./towers: a siglip of several towers; give a CLIP": lambda t: common.VisionEncoder(
+        "./towers", 0
+    ),
     "./empty: no tokenizer there": lambda t: common.build_tokenizer(
         "./empty", 12
     ),  # transformers makes one up
-    "./siglip: not a DINO, whose tokens are a class token and patches": lambda t: Expert(
+    "./siglip: its type is siglip_vision_model, not a DINO, .* a DINOv2 or": lambda t: Expert(
         "./siglip", "image", common.EvalTransform(32, *IMAGENET), CPU
     ),
 }
@@ -542,12 +616,26 @@ def test_weights_that_fit_nowhere_or_hold_code_are_refused(words, tokenizer):
         BAD[words](tokenizer)
 
 
-def test_a_file_stands_for_the_weights_of_timm(tmp_path, tokenizer):
-    """Which are not downloaded beside it."""
+def test_a_file_stands_for_the_weights_of_timm(tmp_path, tiny, tokenizer):
+    """Which are not downloaded beside it; those of a text encoder of transformers are read."""
     vision = part(built(tokenizer, image_encoder="resnet18").state_dict(), "vision.")
     save_file(vision, tmp_path / "vision.safetensors")
     model = built(tokenizer, True, tmp_path / "vision.safetensors", image_encoder="resnet18")
     assert equal(part(model.state_dict(), "vision."), vision)
+    assert describe_weights(model, True, "vision.safetensors") == "weights of vision.safetensors"
+    model = built(
+        tokenizer,
+        True,
+        tmp_path / "vision.safetensors",
+        image_encoder="resnet18",
+        text_encoder=tiny("bert")[0],
+    )
+    words = describe_weights(model, True, "vision.safetensors")
+    assert words == "weights of vision.safetensors; published weights of the text encoder"
+    assert equal(
+        part(model.text.body.state_dict(), "embeddings"),
+        part(tiny("bert")[1].state_dict(), "embeddings"),
+    )
 
 
 def test_init_from_a_run_takes_its_words_too(tmp_path):

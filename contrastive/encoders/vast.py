@@ -32,7 +32,7 @@ from contrastive.core.processes import UserError, gather, opening, rank
 from contrastive.data.hub import note_commit
 from contrastive.data.sound import BANDS, SLICE_LENGTH
 from contrastive.encoders.base import (
-    STATS, TRANSFORMERS_OPTIONS, Tower, TwoTower, mask_of_body, published)
+    OPTIONAL_PARTS, STATS, TRANSFORMERS_OPTIONS, Tower, TwoTower, mask_of_body, published)
 
 import torch
 import torch.nn as nn
@@ -246,7 +246,8 @@ def bert_tower(encoder, name, *, pretrained=False, vocabulary=0, config=None, ma
         # transformers builds cross-attention for decoders alone
         config.is_decoder = config.add_cross_attention = matching
         if pretrained and name != "small":
-            body = published(transformers.BertModel, name, config)
+            optional = *OPTIONAL_PARTS, "crossattention."
+            body = published(transformers.BertModel, name, config, optional)
             body.pooler = None
         else:
             config.dtype = TRANSFORMERS_OPTIONS["dtype"]

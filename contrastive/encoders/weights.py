@@ -9,6 +9,7 @@ import pickle
 import re
 from pathlib import Path
 
+from contrastive.encoders.base import OPTIONAL_PARTS
 from contrastive.encoders.clip_vip import convert_clip_vip
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.vast import convert_vast
@@ -168,9 +169,6 @@ def has_tensors(value):
 PREFIXES = "", "vision.", "vision.body.", "text.", "text.body."
 # Layers after the encoders, which may have another width than in the file: they stay as they are.
 LAST_LAYERS = "vision.projection.", "text.projection.", "clip_head.", "head."
-# Parts of bodies that files may lack: counters of BatchNorm, layers that no embedding reads, and
-# the cross-attention of a matching head.
-OPTIONAL_PARTS = "num_batches_tracked", "pooler.", "mask_token", "crossattention."
 
 
 def match_names(state, weights, path):
@@ -211,12 +209,13 @@ def check_bodies(state, tensors, path):
     Raises:
         UserError: naming the first tensor that is missing.
     """
+    optional = *OPTIONAL_PARTS, "crossattention."  # of VAST's matching head
     places = {state[name].data_ptr() for name in tensors}  # of a tensor with two names, too
     for body in ("vision.body.", "text.body."):
         names = [name for name in state if name.startswith(body)]
         missing = []
         for name in names:
-            is_optional = any(part in name for part in OPTIONAL_PARTS)
+            is_optional = any(part in name for part in optional)
             if state[name].data_ptr() not in places and not is_optional:
                 missing.append(name)
         if missing and any(name in tensors for name in names):
