@@ -141,6 +141,15 @@ def model_of(kind, folder):
         )
         config.decoder_start_token_id = 0
         model, processor = T.T5ForConditionalGeneration(config), words
+    elif kind == "Bart":
+        heads = dict(encoder_attention_heads=2, decoder_attention_heads=2)
+        layers = dict(encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16)
+        config = T.BartConfig(
+            **IDS, **heads, **layers, vocab_size=len(words), d_model=16, max_position_embeddings=128
+        )
+        config.decoder_start_token_id, config.forced_eos_token_id = 2, None
+        model, processor = T.BartForConditionalGeneration(config), words
+        model.generation_config.suppress_tokens = [*IDS.values()]  # it else says nothing
     elif kind == "Llava":
         vision = T.CLIPVisionConfig(**tower | {"num_hidden_layers": 2}, projection_dim=16)
         model = T.LlavaForConditionalGeneration(
@@ -285,6 +294,37 @@ def test_captions_of_frames_are_summed_up_by_another_model(llava, videos, tmp_pa
     )  # an encoder-decoder
 
 
+ANSWERS = SimpleNamespace(dtype="float32", device="cpu", temperature=0, max_new_tokens=6)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Bart"])
+def test_an_answer_does_not_depend_on_longer_prompts_beside_it(kind, tmp_path):
+    """Bart has absolute positions, so padding in front would move its prompt."""
+    model = caption.language_model(model_of(kind, tmp_path), ANSWERS)
+    prompts = ["a video", caption.PROMPT, "image"]
+    alone = [model([prompt])[0] for prompt in prompts]
+    assert model(prompts) == alone and len(set(alone)) > 1
+
+
+@pytest.mark.parametrize("start", ["", "{{ bos_token }}"])
+def test_a_prompt_begins_once(start, tmp_path):
+    """The first token is by the tokenizer or by the chat template."""
+    folder = model_of("Llama", tmp_path)
+    words = words_tokenizer()
+    words.chat_template = start + "{% for m in messages %}user {{ m['content'] }}{% endfor %}"
+    words.save_pretrained(folder)
+    model = caption.language_model(folder, ANSWERS)
+    read = []
+
+    def keep_ids(module, inputs):
+        if isinstance(module, torch.nn.Embedding):
+            read.append(inputs[0])
+
+    with torch.nn.modules.module.register_module_forward_pre_hook(keep_ids):
+        model(["question"])
+    assert (read[0] == words.bos_token_id).sum() == 1 and read[0][0, 0] == words.bos_token_id
+
+
 def test_greedy_captions_do_not_depend_on_the_batch_and_sampled_ones_on_the_seed(
     llava, videos, tmp_path
 ):
@@ -338,6 +378,7 @@ def test_what_cannot_be_is_refused_in_one_line(llava, videos, tmp_path):
         ("has no video files", own, tmp_path / "y.csv", llava),
         ("has no published weights", videos, tmp_path / "y.csv", llava, "--frame-encoder", "small"),
         ("was made with other settings", videos, tmp_path / "x.csv", llava, "--candidates", 9),
+        ("of videos in another folder", videos / "inside", tmp_path / "x.csv", llava),
         ("name another file", videos, own, llava),
     ):
         with pytest.raises(UserError, match=says):

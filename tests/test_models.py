@@ -11,6 +11,7 @@ import unicodedata
 
 import common
 from contrastive import core, encoders, evaluation
+from contrastive.encoders.build import describe_weights
 from contrastive.encoders.frozen import Expert
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.texts import Tokenizer, train_wordpiece
@@ -215,6 +216,68 @@ def test_transformers_text_encoder(tiny, tokenizer, kind, pooling):
     assert torch.allclose(encoder(**tokens), encoder.projection(expected), atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "t5"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_padding_is_attended_to_by_no_attention(tiny, tokenizer, tmp_path, kind, attention):
+    shutil.copytree(tiny(kind)[0], tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["attn_implementation"] = attention
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    encoder = common.TextEncoder(str(tmp_path / "model"), 0, pooling="mean").eval()
+    assert encoder.body.config._attn_implementation == attention
+    alone, beside_a_longer = (
+        encoder(**tokenizer(texts))[0] for texts in (["red"], ["red", "a blue bird on a tree"])
+    )
+    assert torch.allclose(alone, beside_a_longer, atol=1e-5)
+
+
+def test_the_first_token_of_a_decoder_is_no_embedding(tmp_path, tokenizer):
+    """It sees none of the others."""
+    sizes = dict(n_embd=24, n_layer=1, n_head=2, n_positions=32)
+    T.GPT2Model(T.GPT2Config(vocab_size=len(tokenizer.tokenizer), **sizes)).save_pretrained(
+        tmp_path
+    )
+    decoder = {"text_encoder": str(tmp_path)}
+    with pytest.raises(UserError, match="--text-pooling cls: .* give --text-pooling mean"):
+        built(tokenizer, text_pooling="cls", **decoder)
+    model = built(tokenizer, **decoder).eval()
+    red, green = model.text(**tokenizer(["a red apple", "a green pear"]))
+    assert not torch.allclose(red, green, atol=1e-4)
+
+
+STATISTICS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+OTHERS = {"image_mean": [0.7] * 3, "image_std": [0.8] * 3}
+FILES_OF_STATISTICS = {  # {file: content}; whether the model has the statistics
+    "version 5": ({"processor_config.json": {"image_processor": STATISTICS}}, True),
+    "version 4": ({"preprocessor_config.json": STATISTICS}, True),
+    "both": (
+        {
+            "processor_config.json": {"image_processor": STATISTICS},
+            "preprocessor_config.json": OTHERS,
+        },
+        True,
+    ),
+    "older": (
+        {"processor_config.json": {"image_seq_len": 4}, "preprocessor_config.json": STATISTICS},
+        True,
+    ),
+    "none": ({}, False),
+}
+
+
+@pytest.mark.parametrize("name", FILES_OF_STATISTICS)
+def test_statistics_of_pixels_are_those_of_the_model_s_files(name, tmp_path, tiny, capsys):
+    files, has_statistics = FILES_OF_STATISTICS[name]
+    shutil.copytree(tiny("vit")[0], tmp_path / "vit")
+    for file, content in files.items():
+        (tmp_path / "vit" / file).write_text(json.dumps(content))
+    stats = common.VisionEncoder(str(tmp_path / "vit"), 0).stats
+    expected = tuple(map(tuple, STATISTICS.values())) if has_statistics else IMAGENET
+    assert stats == expected
+    words = "no file says the statistics of its pixels; --image-stats encoder takes mean (0.485"
+    assert (words in capsys.readouterr().out) == (not has_statistics)
+
+
 @pytest.mark.parametrize(
     "pair", ["schon schön", "कल काल", "มา มี", "か が", "กา ก่า", "resume résumé"]
 )
@@ -414,6 +477,72 @@ def test_layouts_of_weights(name, tmp_path, tokenizer):
     assert equal(model.state_dict(), initial | expected)
 
 
+def test_a_file_by_the_alphabet_is_not_taken_in_order(tmp_path, tokenizer):
+    """safetensors lists names so; the four vectors of a BatchNorm have one shape."""
+    state = part(built(tokenizer, image_encoder="test_resnet").state_dict(), "vision.body.")
+    renamed = {f"their_{k.replace('vision.body.', '')}": v for k, v in state.items()}
+    torch.save(renamed, tmp_path / "in_order.pt")
+    model = built(tokenizer, image_encoder="test_resnet")
+    init_from(model, tmp_path / "in_order.pt")
+    assert equal(part(model.state_dict(), "vision.body."), state)
+    in_layers, norms = list(renamed), [k for k in renamed if k.endswith("running_mean")]
+    assert norms
+    for name in norms:  # bias, running_mean, running_var, weight
+        k = in_layers.index(name) - 2
+        in_layers[k : k + 4] = sorted(in_layers[k : k + 4])
+    torch.save({name: renamed[name] for name in in_layers}, tmp_path / "sorted.pt")
+    with pytest.raises(UserError, match="none of its .* tensors fits"):
+        init_from(built(tokenizer, image_encoder="test_resnet"), tmp_path / "sorted.pt")
+
+
+VIT = {"image_encoder": "test_vit", "image_size": 64}
+PARTLY = {  # what is said: a model whose tensors are saved, the model that reads them
+    "vision.body.pos_embed is .1, 17, 64. there, .1, 5, 64. in the model": (
+        VIT,
+        VIT | {"image_size": 32},
+    ),
+    "vision.body.layer1.0.conv1.weight is .64, 64, 1, 1. there, .64, 64, 3, 3. in the model": (
+        {"image_encoder": "resnet50"},
+        {"image_encoder": "resnet18"},
+    ),
+    "it lacks vision.body.layer1.2.conv1.weight and .* more tensors": (
+        {"image_encoder": "resnet18"},
+        {"image_encoder": "resnet34"},
+    ),
+    "text.body.position is .15, 128. there, .11, 128. in the model": ({}, {"text_length": 8}),
+}
+
+
+@pytest.mark.parametrize("words", PARTLY)
+def test_weights_of_another_model_are_not_taken_in_part(words, tmp_path, tokenizer):
+    theirs, ours = (built(tokenizer, **changes) for changes in PARTLY[words])
+    save_file(part(theirs.state_dict(), ""), tmp_path / "w.safetensors")
+    initial = copy.deepcopy(ours.state_dict())
+    with pytest.raises(UserError, match=words):
+        init_from(ours, tmp_path / "w.safetensors")
+    assert equal(ours.state_dict(), initial)
+
+
+def test_what_a_file_may_lack(tmp_path, tiny, tokenizer, capsys):
+    """Counters of BatchNorm, a pooler, the second name of T5's words, projections of a width."""
+    bert, t5 = tiny("bert")[0], tiny("t5")[0]
+    theirs = built(tokenizer, image_encoder="test_resnet", text_encoder=bert, embed_dim=8)
+    state = part(theirs.state_dict(), "")
+    lacks = ("num_batches_tracked", ".pooler.")
+    weights = {k: v for k, v in state.items() if not any(x in k for x in lacks)}
+    assert len(weights) < len(state)
+    save_file(weights, tmp_path / "w.safetensors")
+    model = built(tokenizer, image_encoder="test_resnet", text_encoder=bert)
+    read = init_from(model, tmp_path / "w.safetensors")
+    assert read.keys() == {k for k in weights if "projection" not in k}
+    assert "the first is vision.body.conv1.1.num_batches_tracked" in capsys.readouterr().out
+
+    model = built(tokenizer, text_encoder=t5)
+    init_from(model, f"{t5}/model.safetensors")  # a whole T5, as published
+    words = load_file(f"{t5}/model.safetensors")["shared.weight"]
+    assert torch.equal(model.text.body.encoder.embed_tokens.weight, words)
+
+
 @pytest.fixture
 def some_weights(tmp_path, tiny, tokenizer, monkeypatch):
     """The current folder, with weights that do not fit or are none."""
@@ -426,11 +555,18 @@ def some_weights(tmp_path, tiny, tokenizer, monkeypatch):
     save_file(
         part(built(tokenizer, image_encoder="resnet18").state_dict(), "text."), "text.safetensors"
     )
+    layer = {"vision.projection.weight": torch.zeros(16, 512)}
+    save_file(layer, "layer.safetensors")
     shutil.copytree(tiny("bert")[0], "inner")
     inner = {f"inner.{k}": v for k, v in load_file("inner/model.safetensors").items()}
     save_file(inner, "inner/model.safetensors", {"format": "pt"})
     (tmp_path / "empty").mkdir()
     shutil.copy("inner/config.json", "empty")
+    shutil.copytree(tiny("bert")[0], "deeper")
+    config = json.loads((tmp_path / "deeper" / "config.json").read_text())
+    config["num_hidden_layers"] = 2
+    (tmp_path / "deeper" / "config.json").write_text(json.dumps(config))
+    T.SiglipConfig().save_pretrained("towers")
     T.SiglipVisionModel(
         T.SiglipVisionConfig(**SMALL, image_size=28, patch_size=14)
     ).save_pretrained("siglip")
@@ -452,13 +588,22 @@ BAD = {  # what is said: what opens them
     "--init-from text.safetensors: has no image encoder, and resnet18 would be random": lambda t: (
         built(t, True, "text.safetensors", image_encoder="resnet18")
     ),
+    "--init-from layer.safetensors: has no image encoder, and resnet18 would be": lambda t: (
+        built(t, True, "layer.safetensors", image_encoder="resnet18")
+    ),
     "./inner: its weights lack .* more tensors: they are those of another": lambda t: (
         common.TextEncoder("./inner", 0)
+    ),
+    "./deeper: its weights lack encoder.layer.1.* and 15 more": lambda t: common.TextEncoder(
+        "./deeper", 0
+    ),
+    "./towers: a siglip of several towers; give a CLIP": lambda t: common.VisionEncoder(
+        "./towers", 0
     ),
     "./empty: no tokenizer there": lambda t: common.build_tokenizer(
         "./empty", 12
     ),  # transformers makes one up
-    "./siglip: not a DINO, whose tokens are a class token and patches": lambda t: Expert(
+    "./siglip: its type is siglip_vision_model, not a DINO, .* a DINOv2 or": lambda t: Expert(
         "./siglip", "image", common.EvalTransform(32, *IMAGENET), CPU
     ),
 }
@@ -471,12 +616,26 @@ def test_weights_that_fit_nowhere_or_hold_code_are_refused(words, tokenizer):
         BAD[words](tokenizer)
 
 
-def test_a_file_stands_for_the_weights_of_timm(tmp_path, tokenizer):
-    """Which are not downloaded beside it."""
+def test_a_file_stands_for_the_weights_of_timm(tmp_path, tiny, tokenizer):
+    """Which are not downloaded beside it; those of a text encoder of transformers are read."""
     vision = part(built(tokenizer, image_encoder="resnet18").state_dict(), "vision.")
     save_file(vision, tmp_path / "vision.safetensors")
     model = built(tokenizer, True, tmp_path / "vision.safetensors", image_encoder="resnet18")
     assert equal(part(model.state_dict(), "vision."), vision)
+    assert describe_weights(model, True, "vision.safetensors") == "weights of vision.safetensors"
+    model = built(
+        tokenizer,
+        True,
+        tmp_path / "vision.safetensors",
+        image_encoder="resnet18",
+        text_encoder=tiny("bert")[0],
+    )
+    words = describe_weights(model, True, "vision.safetensors")
+    assert words == "weights of vision.safetensors; published weights of the text encoder"
+    assert equal(
+        part(model.text.body.state_dict(), "embeddings"),
+        part(tiny("bert")[1].state_dict(), "embeddings"),
+    )
 
 
 def test_init_from_a_run_takes_its_words_too(tmp_path):

@@ -1,6 +1,7 @@
 """tools/: figures have the numbers of the runs; an exported run is the same in open_clip."""
 
 import math
+import shutil
 
 import common
 from contrastive.core.files import read_json, write_json
@@ -36,7 +37,7 @@ SMALL = [
 ]
 CLIPS = "--dataset moving-emoji --clips 64 24 24 --max-steps 4 --lr 0.01"
 RUNS = {
-    "infonce": (temo, f"{CLIPS} --loss infonce"),
+    "infonce": (temo, f"{CLIPS} --loss infonce --learnable-tau"),
     "temo": (temo, CLIPS),
     "ncl": (ncl, CLIPS),
     "ts": (
@@ -108,8 +109,12 @@ def test_pairs_queries_and_modalities_by_hand(runs, draw):
     assert said[0] == f"{expected}: {pieces['temo'].texts[worst]}" and len(said) == 6
     assert [line.split(":")[0] for line in draw("similarities", TEMO)[:2]] == [*TEMO]
 
+    learnt = several.read_query_pieces(runs["infonce"][0]).gamma
+    of_run = load_file(runs["infonce"][0] / "own.safetensors")["tau.log_tau"].exp().item()
+    first_value = read_json(runs["infonce"][0] / "args.json")["tau"]
+    assert learnt == of_run != pytest.approx(first_value, rel=1e-4)
     for line, name in zip(draw("queries", NCL), NCL):
-        p = pieces[name]
+        p = several.read_query_pieces(runs[name][0])
         sim = F.normalize(p.text, dim=1) @ F.normalize(p.image, dim=1).T + p.bias
         total = F.softmax(sim / p.gamma, 1).sum(0) * sim.shape[1] / sim.shape[0]
         fair = 100 * ((total > 0.5) & (total < 1.5)).float().mean()
@@ -312,6 +317,12 @@ def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path, draw):
 def test_runs_that_cannot_have_a_figure_are_refused(runs, tmp_path, draw, capsys):
     with pytest.raises(UserError, match="ts: its evaluation has no captions"):
         draw("similarities", ["ts"])
+    changing = shutil.copytree(runs["infonce"][0], tmp_path / "changing")
+    spec = read_json(changing / "model.json")
+    spec["evaluation"]["tau"] = None  # as of a schedule
+    write_json(changing / "model.json", spec)
+    with pytest.raises(UserError, match="changing: has no single temperature"):
+        draw("queries", ["infonce", changing])
     alone = folder_of(tmp_path / "alone")
     with pytest.raises(UserError, match="no two of the runs differ in --a0"):
         draw("margins", [alone])

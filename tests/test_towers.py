@@ -170,6 +170,13 @@ def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path):
         assert (result["metrics"]["text_to_image"] == trained) == (len(flags) == 7)
 
 
+def test_clip_vip_by_name_needs_its_weights(clip, tmp_path):
+    """A CLIP has none of the proxies, which would be random."""
+    flags = ["--cpu", "--checkpoint", f"clip_vip:{clip[0]}", "--datasets", "moving-emoji"]
+    with pytest.raises(UserError, match="proxies would be random; .* --init-from"):
+        eval_py.main(eval_py.parse_args([*flags, "--output-dir", str(tmp_path)]))
+
+
 # -------------------------------------------- AVION ---------------------------------------------
 WIDTH, PATCHES, LAYERS = 16, 4, 2  # of a tiny ViT: AVION's has 768, 196 and 12
 

@@ -9,7 +9,8 @@ videos alone, or any data the scripts train on: its train split. The csv has col
 end, caption, one row per clip. A call that was stopped goes on where it was and loses at most one
 batch per process. Batches do not depend on the number of processes, so neither do the captions.
 Beside the csv lie what each process has written, a .json with the settings and the clips without a
-caption, and a .png. With other settings a call does not go on with the file.
+caption, and a .png. With other settings, or with videos of another folder, a call does not go on
+with the file.
 
 Differences from the paper: (1) it does not say which features Eqs. 14-15 use; here those of
 --frame-encoder, at unit length (d falls off at a squared distance of 1: longer ones would be ranked
@@ -100,10 +101,7 @@ def find_clips(args):
     Raises: UserError if there are no video files (rendered clips, images, clips inside tars).
     """
     path = Path(args.dataset).expanduser()
-    root = path.parent
-    if path.is_dir():
-        root = path
-    root = Path(args.video_dir or args.data_dir or root).expanduser().resolve()
+    root = video_folder(args)
     clips = {}
     for source in find_sources(args, path):
         if not source or not own_path(source):
@@ -118,6 +116,15 @@ def find_clips(args):
         raise UserError(f"--dataset {args.dataset}: it has no video files; give a folder of videos "
                         "or data with videos")
     return clips
+
+
+def video_folder(args):
+    """The full path of the folder to which the names of videos are relative."""
+    path = Path(args.dataset).expanduser()
+    folder = path.parent
+    if path.is_dir():
+        folder = path
+    return Path(args.video_dir or args.data_dir or folder).expanduser().resolve()
 
 
 def find_sources(args, path):
@@ -215,7 +222,7 @@ def write_captions(args, batches):
         # batches and seeds depend on the clips alone
         torch.manual_seed(common.key_hash(f"{args.seed} {batch[0][0]}"))
         captions = caption_clips(list(frames.values()), columns, caption_model, summary_model)
-        for clip, caption in zip(frames, captions):
+        for clip, caption in zip(frames, captions, strict=True):
             reason = ""
             if not caption:
                 reason = "the model says nothing"
@@ -290,15 +297,16 @@ def parse_args(argv=None):
 
 
 def check_settings(args, report):
-    """Refuses to go on with a file of other settings, or with a file of somebody else.
+    """Refuses to go on with a file of other settings or videos, or with a file of somebody else.
 
     Returns: the settings of this call.
     """
     settings = {name: getattr(args, name) for name in SETTINGS}
+    settings["videos"] = str(video_folder(args))  # clips are told apart by their names inside
     foreign = Path(args.out).exists() and not report.exists()
     if foreign or read_json(report, {"settings": settings})["settings"] != settings:
-        raise UserError(f"--out {args.out}: was made with other settings, see {report.name}; name "
-                        "another file")
+        raise UserError(f"--out {args.out}: was made with other settings, or of videos in another "
+                        f"folder, see {report.name}; name another file")
     return settings
 
 

@@ -48,6 +48,8 @@ from contrastive.core.number_types import whole
 from contrastive.evaluation import answers
 from contrastive.evaluation.clusters import check_source, open_clusters
 from contrastive.core.metrics import retrieval_ranks
+from contrastive.evaluation.evaluated_model import temperature_of_run
+from contrastive.evaluation.facts import read_facts
 from contrastive.evaluation.measure import Towers, measure
 from contrastive.evaluation.meta import class_columns
 from contrastive.evaluation.pieces import EvaluationPieces
@@ -518,7 +520,7 @@ def gain_lines(concept_gains, parts):
 class RunPieces(EvaluationPieces):
     """The pieces of a run for figures/several.py."""
 
-    gamma: float = 0.0  # temperature
+    gamma: float = 0.0  # temperature; 0 if no figure needs it
     bias: object = 0.0  # (M,) of ncl.py, added to the cosines of the images
     sizes: np.ndarray | None = None  # (C,) training images of each class
 
@@ -545,14 +547,32 @@ def read_pieces(folder):
     tests = {name: {"test": splits[split]}}
     evaluator = common.Evaluator(*model, tests, train, device=torch.device("cpu"), args=args)
     _, _, pieces = evaluator("test")
-    gamma = getattr(args, "tau", 0.01)
+    pieces = RunPieces(**vars(pieces[name]))
     if queues:
-        gamma = queues["gamma"].item()
-    pieces = RunPieces(**vars(pieces[name]), gamma=gamma)
+        pieces.gamma = queues["gamma"].item()
     if is_long_tail:
         pieces.sizes = np.bincount(train.labels, minlength=len(train.label_names))
     elif queues and args.loss == "ncl" and len(queues["texts"]):
-        pieces.bias = ncl.retrieval_biases(pieces.image, queues["texts"], gamma, args.iterations)
+        pieces.bias = ncl.retrieval_biases(
+            pieces.image, queues["texts"], pieces.gamma, args.iterations)
+    return pieces
+
+
+def read_query_pieces(folder):
+    """As read_pieces, with the temperature that divides the cosines.
+
+    Raises: UserError if the run has no single temperature.
+    """
+    run = Path(folder)
+    facts = read_facts(run)
+    gamma = 0.0
+    if not (run / "queues.safetensors").is_file():  # which say the temperature
+        if facts.tau is None:
+            raise UserError(f"{run}: has no single temperature (none, or its own change over time "
+                            "or pairs), by which the errors of queries are drawn; give other runs")
+        gamma = temperature_of_run(facts, run)
+    pieces = read_pieces(folder)
+    pieces.gamma = pieces.gamma or gamma
     return pieces
 
 
@@ -563,7 +583,7 @@ FIGURES_OF_ANY_RUNS = {
     "errors": (read_results, several.draw_errors),
     "similarities": (read_pieces, several.draw_similarities),
     "false-positives": (read_pieces, several.draw_false_positives),
-    "queries": (read_pieces, several.draw_queries),
+    "queries": (read_query_pieces, several.draw_queries),
     "modalities": (read_pieces, several.draw_modalities),
     "tails": (read_pieces, several.draw_tails),
 }

@@ -21,13 +21,16 @@ STATS = {
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
 }
+# Parts of the names of tensors that weights may lack: counters of BatchNorm, constants, and layers
+# that no embedding reads.
+OPTIONAL_PARTS = "num_batches_tracked", "position_ids", "pooler.", "mask_token"
 # Options of every transformers model: some are published in half precision.
 TRANSFORMERS_OPTIONS = {"dtype": torch.float32, "trust_remote_code": False}
 
 
 # ============================================= BatchNorm ==========================================
 def batchnorms(model):
-    """The layers of a model that keep batch statistics; those of a frozen encoder do not change."""
+    """The BatchNorm layers of a model, but for those inside a frozen encoder."""
     frozen = set()
     for module in model.modules():
         if getattr(module, "frozen", False):
@@ -249,6 +252,8 @@ class SmallText(nn.Module):
     def __init__(self, vocabulary, length, width=128):
         super().__init__()
         self.token = nn.Embedding(vocabulary, width, padding_idx=0)
+        # The last three rows are never read: texts were once padded to a multiple of 4. Without
+        # them the random numbers of everything after would be others.
         self.position = nn.Parameter(torch.randn(length + 3, width) * 0.01)
         nn.init.normal_(self.token.weight, std=0.02)
         self.blocks = Transformer(width, layers=1, heads=4)
@@ -324,9 +329,8 @@ class TwoTower(nn.Module):
     def forward(self, pixels=None, tokens=None):
         """Images or clips and tokens -> image (B, D), text (B, D), features (B, width).
 
-        Of a frozen encoder it may be features that are passed, in place of pixels or tokens.
-
-        What is not passed is None in the result. Embeddings are not normalised.
+        A frozen encoder also takes features computed before, in place of pixels or tokens. What is
+        not passed is None in the result. Embeddings are not normalised.
         """
         image, text, features = None, None, None
         if pixels is not None:
@@ -379,6 +383,9 @@ def hub_encoder(name, half, pretrained, config):
             config = transformers.AutoConfig.for_model(**config)
         else:
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if config.model_type != "clip" and not feature_width(config):
+            raise UserError(f"{name}: a {config.model_type} of several towers; give a CLIP, or a "
+                            "folder with one of its towers")
         model_class = transformers.AutoModel
         if half == "text" and config.model_type == "t5":
             model_class = transformers.AutoModelForTextEncoding  # the encoder alone
@@ -387,8 +394,7 @@ def hub_encoder(name, half, pretrained, config):
         else:
             model = model_class.from_config(config, **TRANSFORMERS_OPTIONS)
         if config.model_type != "clip":
-            width = getattr(config, "hidden_size", 0) or config.hidden_sizes[-1]
-            return Tower(model, width, config=config.to_dict())
+            return Tower(model, feature_width(config), config=config.to_dict())
     if half == "vision":
         body, projection = model.vision_model, model.visual_projection
     elif half == "text":
@@ -398,22 +404,43 @@ def hub_encoder(name, half, pretrained, config):
     return Tower(body, body.config.hidden_size, projection, config.to_dict())
 
 
-def published(model_class, name, config):
+def feature_width(config):
+    """The width of the features of a transformers model, by its config; 0 if it has several."""
+    widths = getattr(config, "hidden_sizes", None) or [0]                # of stages, as a ResNet's
+    return getattr(config, "hidden_size", 0) or widths[-1]
+
+
+def mask_of_body(body, mask):
+    """The attention mask that a bidirectional transformers model reads, of a mask (B, L).
+
+    A mask (B, 1, 1, L) is taken as it is; of (B, L) transformers first asks whether it is all 1,
+    which waits for the GPU. Eager attention would add True as the number 1, so it gets (B, L).
+    """
+    if body.config._attn_implementation == "sdpa":
+        return mask[:, None, None].bool()                                # (B, 1, 1, L)
+    return mask
+
+
+def published(model_class, name, config, optional=OPTIONAL_PARTS):
     """A transformers model with its published weights.
 
     Args:
         model_class: a class of transformers.
         name: hub id or folder.
         config: the model's configuration.
+        optional: parts of the names of tensors that may be missing there.
 
     Raises:
-        UserError: if most of the model's tensors are missing there, which would be random.
+        UserError: if another tensor is missing there, which would be random.
     """
     model, loading_info = model_class.from_pretrained(
         name, config=config, output_loading_info=True, **TRANSFORMERS_OPTIONS)
     note_commit(name)
-    missing = sorted(key for key in loading_info["missing_keys"] if "pooler" not in key)
-    if 2 * len(missing) > len(model.state_dict()):
+    missing = []
+    for tensor_name in sorted(loading_info["missing_keys"]):
+        if not any(part in tensor_name for part in optional):
+            missing.append(tensor_name)
+    if missing:
         raise UserError(f"{name}: its weights lack {missing[0]} and {len(missing) - 1} more "
                         "tensors: they are those of another model")
     return model

@@ -64,9 +64,9 @@ def build_towers(args, train, run, texts=None, questions=None):
         pretrained, weights = False, ""  # the checkpoint has the weights
     tower, transform = build_model(spec, tokenizer, pretrained, weights)
     tower.spec, tower.pretrained = spec, pretrained
-    tower.weights = describe_weights(tower, pretrained, weights)
+    tower.weights_in_words = describe_weights(tower, pretrained, weights)
     if run.has_checkpoint():
-        tower.weights = "weights of the checkpoint"
+        tower.weights_in_words = "weights of the checkpoint"
     is_frozen = tower.vision.frozen or getattr(tower.text, "frozen", False)
     if is_frozen and not args.pretrained and not args.init_from:
         say(f"WARNING: --freeze {args.freeze}: the weights are random and will stay so; add "
@@ -127,7 +127,11 @@ def modalities_of(args, train):
 def describe_weights(tower, pretrained, weights):
     """The words of the banner on the first weights."""
     if weights:
-        return f"weights of {weights}"
+        words = f"weights of {weights}"
+        is_published = pretrained and tower.text is not None and tower.text.model_type
+        if is_published and not any(name.startswith("text.") for name in tower.from_file):
+            words += "; published weights of the text encoder"
+        return words
     if not pretrained:
         return "from scratch"
     body = getattr(tower.vision.body, "vit", tower.vision.body)

@@ -6,14 +6,13 @@ import functools
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.models import (
     EvalTransform, TextEncoder, VisionEncoder, channel_values)
-from contrastive.encoders.texts import build_tokenizer
+from contrastive.encoders.texts import MAX_LENGTH, build_tokenizer
 from contrastive.core.processes import UserError, opening
 from contrastive.core.metrics import normalize
 
 import torch
 import torch.nn.functional as F
 
-MAX_LENGTH = 128       # tokens of a text
 EXPERT_SIZE = 224      # most pixels of a side of what an image expert reads
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Prompts of models without a chat template, by their type.
@@ -51,8 +50,8 @@ class Expert:
             encoder = VisionEncoder(name, 0)
             if not encoder.model_type.startswith("dino"):
                 raise UserError(
-                    f"--image-expert {name}: not a DINO, whose tokens are a class token and "
-                    "patches; give the id or folder of one")
+                    f"--image-expert {name}: its type is {encoder.model_type}, not a DINO, whose "
+                    "tokens are a class token and patches; give a DINOv2 or DINOv3")
         else:
             raise ValueError(f"modality is 'image' or 'text', not {modality!r}")
         self.encoder = encoder.to(device).eval().requires_grad_(False)
@@ -82,7 +81,8 @@ class Expert:
     def encode_images(self, images):
         """(n, 3, S, S), normalised by the transform's statistics -> (n, width)."""
         config = self.encoder.config
-        side = min(EXPERT_SIZE, config["image_size"])  # other positions would be interpolated
+        # at most its own size; DINOv2 (518) interpolates its positions to 224
+        side = min(EXPERT_SIZE, config["image_size"])
         mean = channel_values(self.transform.mean, self.device)          # (3, 1, 1)
         std = channel_values(self.transform.std, self.device)
         pixels = F.interpolate(
@@ -145,7 +145,8 @@ def language_model(name, args, sees=False):
     """
     processor, model = load_language_model(name, args, sees)
     tokenizer = processor.tokenizer if sees else processor
-    tokenizer.padding_side = "left"
+    if not model.config.is_encoder_decoder:  # an encoder would give texts other positions
+        tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     options = {"do_sample": False, "num_beams": 1}
     if args.temperature:
@@ -154,13 +155,15 @@ def language_model(name, args, sees=False):
     @torch.inference_mode()
     def answer(prompts, pictures=()):
         texts = [fill_template(prompt, processor, model, sees) for prompt in prompts]
+        token_options = {"padding": True, "return_tensors": "pt"}
+        if tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token):
+            token_options["add_special_tokens"] = False  # the chat template has written them
         if sees:
             images = [[picture] for picture in pictures]
-            inputs = processor(images=images, text=texts, padding=True, return_tensors="pt")
+            inputs = processor(images=images, text=texts, **token_options)
             inputs = inputs.to(args.device, model.dtype)
         else:
-            inputs = tokenizer(
-                texts, padding=True, return_tensors="pt", return_token_type_ids=False)
+            inputs = tokenizer(texts, return_token_type_ids=False, **token_options)
             inputs = inputs.to(args.device)
         outputs = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **options)
         prompt_ids = inputs["input_ids"]                                 # (B, L)

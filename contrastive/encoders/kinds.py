@@ -57,7 +57,8 @@ ENCODER_KINDS = {
 
 
 def encoder_kind(name, config=None):
-    """The kind of an image encoder, by its name alone: no file and no hub is opened.
+    """The kind of an image encoder, by its name: no file and no hub is opened, but if there is a
+    folder of that name, it is a model of transformers.
 
     Args:
         name: as --image-encoder takes it.

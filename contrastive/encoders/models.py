@@ -6,7 +6,7 @@ from pathlib import Path
 
 from contrastive.data.pixels import decode, pixels_of
 from contrastive.encoders.base import (
-    STATS, SmallText, Tower, TwoTower, hub_encoder, masked_mean)
+    STATS, SmallText, Tower, TwoTower, hub_encoder, mask_of_body, masked_mean)
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.questions import QuestionAnswerer
 from contrastive.encoders.ssb import TextHead
@@ -292,12 +292,11 @@ class TextEncoder(Encoder):
 
     def transformers_states(self, input_ids, attention_mask):
         """States of the tokens and of the texts, (B, L, width) and (B, width)."""
-        # Of a mask (B, L) transformers asks whether it is all 1, which waits for the GPU.
         mask = attention_mask
         if self.is_clip:
             mask = None  # its attention is causal, and padding follows the end token
         elif self.model_type in ("bert", "distilbert", "t5"):
-            mask = attention_mask[:, None, None].bool()                  # (B, 1, 1, L)
+            mask = mask_of_body(self.body, attention_mask)
         output = self.body(input_ids=input_ids, attention_mask=mask)
         states = output.last_hidden_state
         if self.is_clip:
@@ -345,16 +344,17 @@ def build_model(spec, tokenizer, pretrained, weights=""):
         UserError: if `weights` has no image encoder, which would then be random.
     """
     kind = encoder_kind(spec["image_encoder"], spec.get("vision_config"))
+    text_pretrained = pretrained
     vision_pretrained = pretrained
     if weights and kind.family == "vast":
-        pretrained = False  # they hold all encoders
+        text_pretrained = False  # they hold all encoders
     if weights and kind.family not in ("transformers", "clip_vip"):
         vision_pretrained = False
-    model = initial_model(spec, tokenizer, pretrained, vision_pretrained)
+    model = initial_model(spec, tokenizer, text_pretrained, vision_pretrained)
     model.from_file = set()
     if weights:
         model.from_file = set(init_from(model, weights))
-    has_image_encoder = any(name.startswith("vision.") for name in model.from_file)
+    has_image_encoder = any(name.startswith("vision.body.") for name in model.from_file)
     replaces_published = pretrained and not vision_pretrained and kind.has_published_weights
     if replaces_published and not has_image_encoder:
         raise UserError(f"--init-from {weights}: has no image encoder, and {spec['image_encoder']} "

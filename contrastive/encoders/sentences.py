@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from contrastive.encoders.models import TextEncoder
-from contrastive.encoders.texts import build_tokenizer
+from contrastive.encoders.texts import MAX_LENGTH, build_tokenizer
 from contrastive.core.processes import opening
 from contrastive.core.metrics import normalize
 
@@ -13,7 +13,6 @@ import torch
 from tqdm import tqdm
 
 NUM_WORDS = 1000     # of tf-idf, the most frequent ones
-MAX_LENGTH = 128     # tokens of a text
 
 
 class SentenceEncoder:

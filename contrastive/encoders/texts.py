@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+MAX_LENGTH = 128          # tokens that frozen models read of a text
 BANNER_CAPTIONS = 20_000  # training captions that are looked up for the banner
 MAX_WORD = 1000           # letters; Thai sentences have no blanks
 GPU_MULTIPLE = 8          # lengths on a GPU: each new length allocates and compiles anew there

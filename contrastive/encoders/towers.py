@@ -8,7 +8,7 @@ from contrastive.encoders.clip_vip import ClipViP
 from contrastive.encoders.ssb import VideoTower
 from contrastive.encoders.vast import vision_tower
 from contrastive.core.files import read_json
-from contrastive.core.processes import UserError, opening
+from contrastive.core.processes import UserError, opening, say
 
 import torch
 import torch.nn as nn
@@ -75,20 +75,28 @@ def hub_stats(name, default):
     """Mean and standard deviation of a transformers model's pixels.
 
     Args:
-        default: of a model without preprocessor_config.json.
+        default: of a model none of whose files has them; it is printed.
     """
+    processor = hub_json(name, "processor_config.json").get("image_processor")
+    if not processor:  # as in transformers, which wrote the other file before its version 5
+        processor = hub_json(name, "preprocessor_config.json")
+    mean = processor.get("image_mean") or default[0]
+    std = processor.get("image_std") or default[1]
+    if not processor.get("image_mean") or not processor.get("image_std"):
+        say(f"WARNING: {name}: no file says the statistics of its pixels; --image-stats encoder "
+            f"takes mean {tuple(mean)}, deviation {tuple(std)}")
+    return tuple(mean), tuple(std)
+
+
+def hub_json(name, file_name):
+    """The content of a JSON file of a transformers model; {} if it has no such file."""
     from transformers.utils import cached_file
 
     with opening(name):
-        file = cached_file(name, "preprocessor_config.json",
-                           _raise_exceptions_for_missing_entries=False,
-                           _raise_exceptions_for_connection_errors=False)
-    if not file:
-        return default
-    preprocessor = read_json(file)
-    mean = preprocessor.get("image_mean") or default[0]
-    std = preprocessor.get("image_std") or default[1]
-    return tuple(mean), tuple(std)
+        path = cached_file(name, file_name, _raise_exceptions_for_missing_entries=False)
+    if not path:
+        return {}
+    return read_json(path)
 
 
 def transformers_features(encoder, pixels):
@@ -169,7 +177,8 @@ class VideoViT(nn.Module):
     Each patch gets the embedding of its position, as in an image, and of its frame (`temporal`,
     zeros at the start). One class token attends to all T * P patches in every layer and is the
     feature of the clip. Differences from AVION: there is no patch dropout, and positions have
-    weight decay like other matrices.
+    weight decay like other matrices. A difference from timm: LayerNorms have AVION's epsilon, 1e-6,
+    with all weights, also with published ones of CLIP, whose own is 1e-5.
 
     Args:
         vit: the ViT, whose weights are used in place.
@@ -182,7 +191,7 @@ class VideoViT(nn.Module):
         self.temporal = nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
         for module in vit.modules():
             if isinstance(module, nn.LayerNorm):
-                module.eps = 1e-6  # AVION's; CLIP has 1e-5
+                module.eps = 1e-6
 
     def set_grad_checkpointing(self):
         """Lets the layers run again in backward, as timm's method does."""
@@ -219,6 +228,9 @@ def freeze_unused(model, tokenizer, spec):
         model: TwoTower, which encodes one example to find out.
         tokenizer: of its text encoder, or None.
         spec: the content of model.json.
+
+    Raises:
+        UserError: if the encoders cannot read the example, or their texts are all alike.
     """
     shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
     if spec.get("frames"):
@@ -237,11 +249,35 @@ def freeze_unused(model, tokenizer, spec):
             inputs = model.example(*inputs)
         outputs = [x for x in model(*inputs) if x is not None]           # (1, D) each
         sum(x.sum() for x in outputs).backward()
+        if tokenizer:
+            check_pooling(model.text, tokenizer)
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.requires_grad_(False)
     model.zero_grad(set_to_none=True)
     model.train()
+
+
+@torch.no_grad()
+def check_pooling(text, tokenizer):
+    """Refuses --text-pooling cls of a causal decoder: its first token sees no other, so all texts
+    with one first token would have one embedding.
+
+    Args:
+        text: TextEncoder, in eval mode.
+        tokenizer: of it.
+    """
+    if text.pooling != "cls" or text.is_clip or not text.model_type:
+        return
+    ids = tokenizer(["a"])["input_ids"]
+    ids = torch.cat([ids, ids], 1)                                       # (1, L)
+    other_ids = ids.clone()
+    other_ids[:, -1] = (ids[:, -1] + 1) % len(tokenizer.tokenizer)
+    states, _ = text.states(ids, torch.ones_like(ids))                   # (1, L, width)
+    other_states, _ = text.states(other_ids, torch.ones_like(ids))
+    if torch.equal(states[:, 0], other_states[:, 0]):
+        raise UserError(f"--text-pooling cls: the first token of {text.name} sees no other token, "
+                        "so its embedding says nothing of the text; give --text-pooling mean")
 
 
 def freeze_bodies(model, choice):

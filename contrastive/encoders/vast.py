@@ -31,7 +31,8 @@ from contrastive.core.metrics import normalize
 from contrastive.core.processes import UserError, gather, opening, rank
 from contrastive.data.hub import note_commit
 from contrastive.data.sound import BANDS, SLICE_LENGTH
-from contrastive.encoders.base import STATS, TRANSFORMERS_OPTIONS, Tower, TwoTower, published
+from contrastive.encoders.base import (
+    OPTIONAL_PARTS, STATS, TRANSFORMERS_OPTIONS, Tower, TwoTower, mask_of_body, published)
 
 import torch
 import torch.nn as nn
@@ -245,7 +246,8 @@ def bert_tower(encoder, name, *, pretrained=False, vocabulary=0, config=None, ma
         # transformers builds cross-attention for decoders alone
         config.is_decoder = config.add_cross_attention = matching
         if pretrained and name != "small":
-            body = published(transformers.BertModel, name, config)
+            optional = *OPTIONAL_PARTS, "crossattention."
+            body = published(transformers.BertModel, name, config, optional)
             body.pooler = None
         else:
             config.dtype = TRANSFORMERS_OPTIONS["dtype"]
@@ -419,7 +421,7 @@ class Vast(TwoTower):
     def match(self, condition, pairs):
         """Logits (P, 2) of Pairs, by the tokens (b, tokens, width) of their clips."""
         output = self.text.body(
-            input_ids=pairs.ids, attention_mask=pairs.mask[:, None, None].bool(),
+            input_ids=pairs.ids, attention_mask=mask_of_body(self.text.body, pairs.mask),
             encoder_hidden_states=condition[pairs.clips], use_cache=False)
         return self.matching.logits(output.last_hidden_state[:, 0])
 

@@ -9,6 +9,7 @@ import pickle
 import re
 from pathlib import Path
 
+from contrastive.encoders.base import OPTIONAL_PARTS
 from contrastive.encoders.clip_vip import convert_clip_vip
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.vast import convert_vast
@@ -53,8 +54,9 @@ def init_from(model, path):
 
     The file's names may be those of the whole model or of one encoder's body (a timm or
     transformers file). If no name fits, its tensors are matched to those of the image encoder's
-    body in order, provided that all shapes agree; a classifier at the end is left out. The released
-    files of AVION, CLIP-ViP and VAST must fill all of their encoders.
+    body in order, provided that all shapes agree; a classifier at the end is left out. A file must
+    fill all of the body of an encoder or nothing of it. The released files of AVION, CLIP-ViP and
+    VAST must fill all of their encoders.
 
     Args:
         path: a .safetensors, .pt or .bin file, the folder of a run, or that of VAST's release.
@@ -62,7 +64,7 @@ def init_from(model, path):
     Returns: {our name: tensor} of what was loaded.
 
     Raises:
-        UserError: if the file cannot be read, or nothing in it fits.
+        UserError: if the file cannot be read, if nothing in it fits, or if it fits only in part.
     """
     path = Path(path)
     if path.is_dir():
@@ -74,7 +76,7 @@ def init_from(model, path):
     if image_encoder:
         tensors = match_release(model, weights, image_encoder, path)
     else:
-        tensors = match_names(state, weights)
+        tensors = match_names(state, weights, path)
     if not tensors:
         tensors = match_order(state, weights)
         matching = "into the image encoder, by order: no name fits, but every shape does"
@@ -82,6 +84,7 @@ def init_from(model, path):
         raise UserError(
             f"--init-from {path}: none of its {len(weights)} tensors fits the model; its first "
             f"names are {list(weights)[:3]}, the model's {list(state)[:3]}")
+    check_bodies(state, tensors, path)
     model.load_state_dict(tensors, strict=False)
 
     words = (f"--init-from: {len(tensors)} of {len(state)} tensors read from the {len(weights)} of "
@@ -162,28 +165,70 @@ def has_tensors(value):
     return 2 * num_tensors > len(value)
 
 
-def match_names(state, weights):
-    """{our name: tensor} of the part of the model that most of the weights fit.
+# Beginnings of our names: the file of a run, of one encoder, or of the body of one.
+PREFIXES = "", "vision.", "vision.body.", "text.", "text.body."
+# Layers after the encoders, which may have another width than in the file: they stay as they are.
+LAST_LAYERS = "vision.projection.", "text.projection.", "clip_head.", "head."
 
-    A tensor fits by its name, with the part's prefix, and by its shape.
+
+def match_names(state, weights, path):
+    """{our name: tensor} of the part of the model that most names of the weights fit.
 
     Args:
         state: {name: tensor} of the model.
         weights: {name: tensor} of the file.
+        path: of the file.
+
+    Raises:
+        UserError: if a tensor has another shape in the model, except in LAST_LAYERS.
     """
     matches = []
-    for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
-        tensors = {}
-        for name, tensor in weights.items():
-            name = prefix + name
-            if name in state and state[name].shape == tensor.shape:
-                tensors[name] = tensor
-        matches.append(tensors)
-    return max(matches, key=len)
+    for prefix in PREFIXES:
+        matches.append({prefix + name: x for name, x in weights.items() if prefix + name in state})
+    tensors = {}
+    for name, tensor in max(matches, key=len).items():
+        shape = tuple(state[name].shape)
+        if shape == tuple(tensor.shape):
+            tensors[name] = tensor
+        elif not name.startswith(LAST_LAYERS):
+            raise UserError(
+                f"--init-from {path}: {name} is {tuple(tensor.shape)} there, {shape} in the model: "
+                "give the encoders, --image-size, --text-length, --frames and vocabulary of the "
+                "file")
+    return tensors
+
+
+def check_bodies(state, tensors, path):
+    """Refuses weights that fill an encoder's body only in part, which else would be random.
+
+    Args:
+        state: {name: tensor} of the model.
+        tensors: {name: tensor} of what the file has of it.
+        path: of the file.
+
+    Raises:
+        UserError: naming the first tensor that is missing.
+    """
+    optional = *OPTIONAL_PARTS, "crossattention."  # of VAST's matching head
+    places = {state[name].data_ptr() for name in tensors}  # of a tensor with two names, too
+    for body in ("vision.body.", "text.body."):
+        names = [name for name in state if name.startswith(body)]
+        missing = []
+        for name in names:
+            is_optional = any(part in name for part in optional)
+            if state[name].data_ptr() not in places and not is_optional:
+                missing.append(name)
+        if missing and any(name in tensors for name in names):
+            raise UserError(
+                f"--init-from {path}: it lacks {missing[0]} and {len(missing) - 1} more tensors of "
+                "an encoder of which it has others: it is of another model")
 
 
 def match_order(state, weights):
     """{our name: tensor} of the image encoder's body, if all shapes agree in order, else {}.
+
+    The last parts of the names (weight, bias, running_mean) have to agree as well: a file may list
+    its names by the alphabet, and the four vectors of a BatchNorm have one shape.
 
     Args:
         state: {name: tensor} of the model.
@@ -192,11 +237,22 @@ def match_order(state, weights):
     counter = "num_batches_tracked"  # of BatchNorm, which some files lack
     names = [name for name in state if name.startswith("vision.body.")]
     names = [name for name in names if not name.endswith(counter)]
-    tensors = [x for name, x in weights.items() if not name.endswith(counter)]
-    tensors = tensors[:len(names)]
-    if [state[name].shape for name in names] != [x.shape for x in tensors]:
+    their_names = [name for name in weights if not name.endswith(counter)]
+    their_names = their_names[:len(names)]
+    if len(their_names) < len(names):
         return {}
-    return dict(zip(names, tensors))
+    tensors = {}
+    for name, their_name in zip(names, their_names):
+        same_kind = "." not in their_name or suffix(name) == suffix(their_name)
+        if not same_kind or state[name].shape != weights[their_name].shape:
+            return {}
+        tensors[name] = weights[their_name]
+    return tensors
+
+
+def suffix(name):
+    """The last part of a tensor's name, such as weight."""
+    return name.rpartition(".")[2]
 
 
 # ======================================== released with papers ====================================

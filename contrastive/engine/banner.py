@@ -81,7 +81,7 @@ def model_line(run):
         names += f", texts {run.args.text_encoder}"
     if tower.spec.get("modalities"):
         names += f", modalities {tower.spec['modalities']}"
-    return f"{names}: {run.parameters / 1e6:.1f} M parameters; {tower.weights}"
+    return f"{names}: {run.parameters / 1e6:.1f} M parameters; {tower.weights_in_words}"
 
 
 def processes_line(run):

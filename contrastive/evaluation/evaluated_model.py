@@ -251,6 +251,9 @@ def open_clip_by_name(args, device):
     """The Towers of a CLIP by its transformers id or folder, after clip_vip: with CLIP-ViP's
     temporal embeddings."""
     from transformers import AutoConfig
+    if encoder_kind(args.checkpoint).family == "clip_vip" and not args.init_from:
+        raise UserError(f"--checkpoint {args.checkpoint}: CLIP-ViP's proxies would be random; give "
+                        "its weights, such as --init-from pretrain_clipvip_base_32.pt")
     name = args.checkpoint.removeprefix(encoder_kind(args.checkpoint).prefix)
     with opening(f"--checkpoint {name} (no args.json of a run there, so a CLIP by name)"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
