@@ -460,6 +460,75 @@ def test_a_csv_with_rows_longer_than_its_header(head, rows, words, name, tmp_pat
     complains(path if name == "a.csv" else path.parent, "train", words)
 
 
+@pytest.mark.parametrize("name", ["a folder", "with a card"])
+def test_csv_files_with_other_columns_are_refused(name, tmp_path):
+    """`datasets` drops the columns that the first file lacks: train would lose its windows."""
+    folder = tmp_path / name
+    write_rows(folder / "test.csv", ["video", "caption"], [("a.mp4", "x")])
+    rows = [("a.mp4", "y", 0, 1), ("a.mp4", "z", 1, 2)]
+    write_rows(folder / "train.csv", ["video", "caption", "start", "end"], rows)
+    if name == "with a card":
+        card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        for split in ("test", "train"):
+            card += f"  - split: {split}\n    path: {split}.csv\n"
+        (folder / "README.md").write_text(card + "---\n")
+    complains(folder, "train", "test.csv has the columns video, caption, but ",
+              "train.csv has video, caption, start, end: give both the same columns")
+
+
+def test_a_csv_of_a_data_card_is_text(tmp_path):
+    rows = [(f"{i:03}", "NA" if i == 3 else f"clip {i}") for i in range(4)]
+    write_rows(tmp_path / "a" / "own.csv", ["image", "caption"], rows)
+    card = "---\nconfigs:\n- config_name: default\n  data_files: own.csv\n"
+    (tmp_path / "a" / "README.md").write_text(f"{card}---\n")
+    assert opened(tmp_path / "a") == {"train": {"000", "001", "002", "003"}}
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "own.csv").write_text("image;caption\n0.png;x, y\n1.png;z\n")
+    (tmp_path / "b" / "README.md").write_text(f"{card}  sep: ';'\n---\n")
+    assert captions_of(tmp_path / "b") == [["x, y"], ["z"]]
+
+
+def test_json_files_with_other_columns_are_refused_in_one_line(tmp_path):
+    write_rows(tmp_path / "test.jsonl", ["image", "caption"], [("0.png", "x")])
+    write_rows(tmp_path / "train.jsonl", ["image", "caption", "label"], [("0.png", "x", "y")])
+    complains(tmp_path, "train", "there are 1 new columns ({'label'})", "train.jsonl")
+
+
+def test_a_csv_with_a_column_twice_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("image,caption,caption\n0.png,x,y\n")
+    complains(tmp_path / "a.csv", "train", "a.csv: two columns are called caption")
+
+
+@pytest.mark.parametrize(
+    "cell, kind",
+    [
+        ([{"raw": "a dog", "tokens": ["a", "dog"]}], "list<item: struct<"),  # Karpathy's list
+        ([["a", "dog"]], "list<item: list<item: string>>"),
+        ({"raw": "a dog"}, "struct<raw: string>"),
+        ([2, 3], "list<item: int64>"),
+    ],
+)
+def test_captions_that_are_no_texts_are_refused(cell, kind, tmp_path):
+    rows = [(f"{i}.png", cell) for i in range(3)]
+    path = write_rows(tmp_path / "a.json", ["filename", "sentences"], rows)
+    complains(path, "train", f"a.json: the column sentences holds {kind}", "needs texts or lists")
+
+
+@pytest.mark.parametrize("column", ["image", "caption", "label"])
+def test_a_number_among_the_texts_of_a_json_is_refused(column, tmp_path):
+    """`datasets` writes all cells of such a column as JSON, with quotation marks."""
+    rows = [{"image": f"{i}.png", "caption": f"c {i}", "label": f"l {i}"} for i in range(6)]
+    rows[3][column] = 3
+    path = write_rows(tmp_path / "a.jsonl", list(rows[0]), [row.values() for row in rows])
+    complains(path, "train", f"a.jsonl: the column {column} holds extension<arrow.json>")
+
+
+def test_empty_lists_of_captions_are_counted(tmp_path):
+    rows = [(f"{i}.png", ["a dog"] * (i > 0)) for i in range(3)]
+    path = write_rows(tmp_path / "a.json", ["image", "caption"], rows)
+    assert "1 rows without an image or a caption left out" in note_of(path)
+
+
 def test_captions_with_line_breaks_are_counted(tmp_path):
     rows = [f"{i}.png,words {i}\n" for i in range(9)]
     rows[2], rows[5] = '2.png,"words 2\n', '5.png,words 5"\n'

@@ -75,7 +75,21 @@ class UserTable:
 
     def texts(self, column):
         """The cells of a column as texts without white space around them, "" = none."""
-        return texts_of(self.table.with_format("arrow")[column][:])
+        return texts_of(self.cells(column))
+
+    def cells(self, column):
+        """A column of texts, lists of texts or numbers, in arrow. Raises: UserError if it holds
+        something else."""
+        cells = self.table.with_format("arrow")[column][:]
+        kind = cells.type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        if is_list and is_text(kind.value_type):
+            return cells
+        if pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType):
+            raise UserError(f"--dataset {self.name}: the column {column} holds {kind}, but needs "
+                            "texts or lists of texts; a number among texts is written as a text, "
+                            "\"3\"")
+        return cells
 
 
 @dataclasses.dataclass
@@ -326,7 +340,7 @@ def captions_of_rows(user, labels):
     UserError if some cells are the text of a list, and others are not."""
     if user.caption is None:
         return [[(label or "").replace("_", " ")] for label in labels]
-    column = user.table.with_format("arrow")[user.caption][:]
+    column = user.cells(user.caption)
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         lists = column.to_pylist()
         return [[str(text or "").strip() for text in texts or ()] for texts in lists]
@@ -335,6 +349,11 @@ def captions_of_rows(user, labels):
         return [[text] for text in texts]
     with opening(f"--dataset {user.name}: some cells of {user.caption} are the text of a list"):
         return [[text.strip() for text in parse_list(cell)] for cell in texts]
+
+
+def is_text(kind):
+    """Whether an arrow type is that of texts, or of cells that are all empty."""
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)
 
 
 def texts_of(column):
