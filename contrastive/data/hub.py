@@ -190,10 +190,12 @@ def generating():
 
     try:
         yield
-    except datasets.exceptions.DatasetGenerationCastError as error:  # files with other columns
-        raise ValueError(" ".join(str(error).split())) from None
     except datasets.exceptions.DatasetGenerationError as error:
-        cause = error.__cause__ or error
+        cause = error.__cause__ or error.__context__ or error
+        if isinstance(cause, datasets.table.CastError):
+            raise ValueError(
+                f"one file has the columns {', '.join(cause.table_column_names)}, another "
+                f"{', '.join(cause.requested_column_names)}, or columns of other types") from None
         longer = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(cause))
         if longer:
             expected, line, number = longer.groups()
