@@ -176,6 +176,53 @@ def test_a_table_that_belongs_to_no_split_beside_others_is_counted(tmp_path):
     assert "1 tables name no split and are not read, first sample_sub" in note_of(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["folders", "tables", "tars", "card"])
+def test_trainval_beside_val_is_refused(kind, tmp_path):
+    """It holds the images of val: all of them would be trained on."""
+    words = ["train", "val", "trainval", "test"]
+    for word in words:
+        if kind == "folders":
+            put(tmp_path, f"{word}/cat", f"{word}/dog")
+        elif kind == "tars":
+            write_tar(tmp_path / f"{word}.tar", tar_samples(range(3), "jpg", "txt"))
+        else:
+            write_rows(tmp_path / f"{word}.csv", ["image", "caption"], [(f"{word}.png", "x")])
+    if kind == "card":
+        card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        for word in words:
+            card += f"  - split: {word}\n    path: {word}.csv\n"
+        (tmp_path / "README.md").write_text(card + "---\n")
+    complains(tmp_path, "train", "trainval holds the rows of val, too", "move it away")
+
+
+def test_trainval_is_train_where_there_is_no_val(tmp_path):
+    for word in ("trainval", "test"):
+        write_rows(tmp_path / f"{word}.csv", ["image", "caption"], [(f"{word}.png", "x")])
+    assert opened(tmp_path) == {"train": {"trainval.png"}, "test": {"test.png"}}
+
+
+def test_files_in_several_splits_are_counted(tmp_path):
+    rows = [(f"{i}.png", "x", "train" if i < 9 else "test") for i in range(12)]
+    rows += [("3.png", "y", "test"), ("./5.png", "y", "val"), ("0.png", "y", "train")]
+    path = write_rows(tmp_path / "a.csv", ["image", "caption", "split"], rows)
+    assert "WARNING: 2 files with rows in several splits, first 3.png" in note_of(path)
+    rows[-3:] = []
+    path = write_rows(tmp_path / "b.csv", ["image", "caption", "split"], rows)
+    assert "several splits" not in note_of(path)
+
+    write_video(tmp_path / "a.mp4", range(50))
+    rows = [("a.mp4", 0, 1, "x", "train"), ("a.mp4", 1, 2, "y", "test")]
+    path = write_rows(tmp_path / "c.csv", ["video", "start", "end", "caption", "split"], rows)
+    assert "WARNING: 1 file with rows in several splits, first a.mp4" in note_of(path)
+
+
+def test_pictures_of_tables_in_several_splits_are_counted(tmp_path):
+    for name, numbers in (("train", range(6)), ("test", range(4, 8))):
+        rows = [(encode(picture(i)), caption(i)) for i in numbers]
+        write_rows(tmp_path / f"{name}.parquet", ["image", "caption"], rows)
+    assert "WARNING: 2 files with rows in several splits, first row" in note_of(tmp_path)
+
+
 def test_a_data_card_names_the_splits_and_others_are_counted(tmp_path):
     for name in ("one", "two"):
         rows = [(f"{name}/{i}.png", caption(i)) for i in range(3)]
@@ -527,7 +574,7 @@ def test_a_number_among_the_texts_of_a_json_is_refused(column, tmp_path):
 def test_empty_lists_of_captions_are_counted(tmp_path):
     rows = [(f"{i}.png", ["a dog"] * (i > 0)) for i in range(3)]
     path = write_rows(tmp_path / "a.json", ["image", "caption"], rows)
-    assert "1 rows without an image or a caption left out" in note_of(path)
+    assert "1 row without an image or a caption left out" in note_of(path)
 
 
 def test_captions_with_line_breaks_are_counted(tmp_path):

@@ -152,6 +152,16 @@ def settle_eval(splits):
     return settled
 
 
+def refuse_trainval(splits):
+    """Raises UserError if {name: split} has a name with the word trainval beside val."""
+    if "val" not in splits.values():
+        return
+    for name in splits:
+        if "trainval" in words_of(name):
+            raise UserError(f"{name}: trainval holds the rows of val, too, and there is a split "
+                            "val; move it away")
+
+
 def split_of_parts(path, parts):
     """The split_of_name of the parts of a path. Raises: UserError if they name two splits."""
     splits = {split_of_name(part) for part in parts} - {None}
@@ -168,6 +178,7 @@ def splits_of_paths(paths):
 
     What all paths share counts unless the rest of each names a split. Where train alone is named,
     all is train; beside val or test, None is a path without a word.
+    Raises: UserError for a path that names two splits, or trainval beside val.
     """
     parts = {path: path.split(os.sep) for path in paths}
     num_shared = len(os.path.commonprefix(list(parts.values())))
@@ -175,6 +186,7 @@ def splits_of_paths(paths):
     if None in splits.values():
         splits = {path: split_of_parts(path, parts[path]) for path in parts}
     splits = settle_eval(splits)
+    refuse_trainval(splits)
     if set(splits.values()) <= {"train", None}:
         return dict.fromkeys(parts, "train")
     return splits

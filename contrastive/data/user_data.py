@@ -19,8 +19,9 @@ from contrastive.data.annotations import (
     TEXT_OF_LIST, Videos, parse_list, video_folder, window_key, with_sound, with_subtitle_note)
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
-    SPLIT_WORDS, holds_tars, media_kind, read_tables, settle_eval, split_of_name)
+    SPLIT_WORDS, holds_tars, media_kind, read_tables, refuse_trainval, settle_eval, split_of_name)
 from contrastive.data.hub import WINDOW, generating, pick_column, require_column
+from contrastive.data.registry import SPLITS
 from contrastive.data.table import Data, make_table, with_column, with_note
 from contrastive.data.tars import open_tars
 
@@ -132,6 +133,7 @@ def data_of_tables(name, tables, options, root, *, joins_rows=True):
         reasons = "; ".join(user.notes)
         raise UserError(f"--dataset {name}: no row has an image and a caption, or no file is found"
                         f" ({reasons})")
+    note_shared_files(user, examples)
     if user.in_table:
         check_no_windows(user, examples)
         table = table_of_pictures(user, examples)
@@ -166,6 +168,7 @@ def describe_tables(name, tables, options):
     import datasets
 
     words = settle_eval({word: split_of_name(word) for word in tables.splits})
+    refuse_trainval(words)
     notes = list(tables.notes)
     splits = []
     row_numbers = []
@@ -296,6 +299,22 @@ def group_examples(user, files):
         user.notes.append(f"{len(rows_with_breaks):,} captions have line breaks, first of {first} "
                           "(in a csv, a stray quotation mark swallows the rows behind it)")
     return list(examples.values())
+
+
+def note_shared_files(user, examples):
+    """Notes how many files have examples in several of the splits train, val and test."""
+    splits_of_file = {}  # {file: splits}
+    rows_of_files = {}  # {file: its first row}
+    for example in examples:
+        if example.split in SPLITS:
+            splits_of_file.setdefault(example.file, set()).add(example.split)
+            rows_of_files.setdefault(example.file, example.row)
+    shared = [file for file, splits in splits_of_file.items() if len(splits) > 1]
+    if shared:
+        row = rows_of_files[shared[0]]
+        first = user.path[row] or f"row {user.row_numbers[row]}"
+        user.notes.append(f"WARNING: {counted(len(shared), 'files')} with rows in several splits, "
+                          f"first {first}")
 
 
 def seconds_of_rows(user, column):
