@@ -3,12 +3,13 @@
 import json
 
 from contrastive.core.processes import UserError
-from contrastive.data import load_data, open_data
+from contrastive.data import load_data, open_data, open_unnamed
 from contrastive.data.options import DataOptions
 from contrastive.data.splits import choose_rows, hash_fraction
 from contrastive.data.table import EmptySplit
 from contrastive.evaluation.meta import named_rows
 
+import datasets
 import numpy as np
 import pytest
 
@@ -119,6 +120,33 @@ def test_a_test_file_of_classes_learns_from_the_training_images(root, tmp_path, 
     assert found["metrics"]["images"] == 30 and "knn@1" in found["metrics"]
     said = f"knn and probe learn from the training images of {trained_on}"
     assert said in capsys.readouterr().out
+
+
+# ---------------------------------------- files of the hub ---------------------------------------
+def test_held_out_files_of_the_hub_depend_neither_on_the_cache_nor_on_the_commit(
+    tmp_path, monkeypatch
+):
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    names = []
+    for home, commit in (("a", "1" * 40), ("b/c", "2" * 40)):
+        files = []
+        for kind in ("cat", "dog"):
+            folder = tmp_path / home / "datasets--some--pets" / "snapshots" / commit / "data" / kind
+            files += [str(folder / name) for name in write_images(folder, range(30))]
+        cache = tmp_path / home / "datasets"
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
+        builder = ImageFolder(dataset_name="pets", hash=commit, data_files={"train": files})
+        builder.download_and_prepare()
+        config = cache / "pets" / builder.config_id
+        config.rename(config.with_name("default"))
+        (cache / "pets").rename(cache / "some___pets")
+        monkeypatch.chdir(tmp_path / home)
+        open_unnamed.cache_clear()
+        splits = open_splits("some/pets")
+        names.append({split: set(data.keys()) for split, data in splits.items()})
+    assert names[0] == names[1] and "cat/000.png" in set.union(*names[0].values())
+    assert len(names[0]["test"]) == 10
 
 
 # ---------------------------------------- small data ---------------------------------------------

@@ -209,6 +209,7 @@ class Tables(NamedTuple):
 
     splits: dict  # {word for a split: datasets.Dataset}
     notes: tuple = ()  # what the banner says of files that are not read
+    from_hub: bool = False  # whether their files lie in the cache of the hub
 
 
 def read_tables(source, revision=None):
@@ -218,7 +219,7 @@ def read_tables(source, revision=None):
         revision: commit, branch or tag of a hub id.
     """
     if not isinstance(source, Path):
-        return Tables(read_repository(source, revision))
+        return Tables(read_repository(source, revision), from_hub=True)
     if source.is_file():
         return Tables(read_files({"train": [str(source)]}))
     if names_its_files(source):

@@ -72,6 +72,7 @@ class UserTable:
     media: str = ""  # "Image" or "Video" if `datasets` has found or holds the files, else ""
     path: list = ()  # of each row: path or name of the file, "" = none
     in_table: bool = False  # whether the table holds the bytes of the files
+    from_hub: bool = False  # whether files that `datasets` has found lie in the cache of the hub
     notes: list = dataclasses.field(default_factory=list)  # what the banner says was left out
 
     def texts(self, column):
@@ -197,7 +198,8 @@ def describe_tables(name, tables, options):
     else:
         caption = require_column("--caption-column", options.caption_column, names, CAPTION_COLUMNS)
 
-    user = UserTable(name, table, splits, row_numbers, image, caption, label, notes=notes)
+    user = UserTable(name, table, splits, row_numbers, image, caption, label, notes=notes,
+                     from_hub=tables.from_hub)
     if image in media:
         user.media = media[image]
         undecoded = getattr(datasets, user.media)(decode=False)  # bytes, or paths of a folder
@@ -476,6 +478,12 @@ def find_files(user, options, root, is_video):
     return [files[path] for path in user.path]
 
 
+def shared_folder(examples):
+    """The folder below which the files of all examples are. Keys of files of the hub begin there,
+    since their paths in the cache depend on HF_HOME and on the commit."""
+    return os.path.commonpath([os.path.dirname(example.file) for example in examples])
+
+
 def table_of_files(user, examples, root, is_video):
     """The table of examples with files of their own. A key is the path as the user wrote it, with
     the window of a video.
@@ -487,6 +495,8 @@ def table_of_files(user, examples, root, is_video):
     keys = []
     names = []
     names_of_file = {}  # {file: names}
+    if user.media and user.from_hub:
+        root = shared_folder(examples)
     for example in examples:
         source = {"path": example.file}
         name = user.path[example.row]
