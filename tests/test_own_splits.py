@@ -106,6 +106,23 @@ def test_eval_py_reads_a_test_file_as_a_whole(root, run, tmp_path, capsys):
     assert "28 rows left out, whose files were trained on" in capsys.readouterr().out
 
 
+def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
+    """A file that was cut holds out other rows, some of which were trained on."""
+    path = write_captions(tmp_path, 60)
+    run_script(temo, tmp_path / "run", *TINY, "--dataset", path, "--unfold-captions")
+    flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--workers", "0"]
+    capsys.readouterr()
+    eval_py.main(eval_py.parse_args(flags))
+    assert "has changed" not in capsys.readouterr().out
+    text = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(text[:40]))
+    open_unnamed.cache_clear()
+    eval_py.main(eval_py.parse_args(flags))
+    out = capsys.readouterr().out
+    assert f"WARNING: {path} has changed since the run, which trained on {{'examples': 40, " in out
+    assert "rows of val and test may have been trained on" in out
+
+
 def test_a_test_file_of_classes_learns_from_the_training_images(root, tmp_path, capsys):
     names = sorted(path.name for path in root.glob("*.png"))
     for file, some in (("train", names[:40]), ("test", names[40:])):

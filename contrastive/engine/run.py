@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from contrastive.data.batches import Batches
 from contrastive.data.hub import COMMITS
+from contrastive.data.table import identity_of_files
 from contrastive.encoders.base import batchnorms, sync_batchnorm
 from contrastive.engine import checkpoints
 from contrastive.engine.banner import banner
@@ -536,7 +537,7 @@ class Run:
             "peak_memory_mb": max(gather_objects(peak_memory_mb())), "parameters": self.parameters,
             "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val,
             "test": test, "chance": chance, "commit": self.commit, "hub": self.hub,
-            "versions": versions(args.cpu), **extra}
+            "versions": versions(args.cpu), "training_set": identity_of_files(self.train), **extra}
 
     def write_ranks(self):
         """Writes the rank of each test query by cosine to test_ranks.safetensors.
