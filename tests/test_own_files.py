@@ -3,6 +3,7 @@ links, one picture in several rows, lists as text, csv files that shift."""
 
 import io
 import json
+import shutil
 import tarfile
 
 from contrastive.core.processes import UserError
@@ -353,6 +354,56 @@ def test_images_beside_tars_are_named_and_most_frequent_files_are_read(tmp_path)
     put(tmp_path / "x", "cat", "dog", "dog/clip.mp4")
     write_tar(tmp_path / "x" / "images.tar", {})
     assert "1 files are not read, since most are images" in note_of(tmp_path / "x")
+
+
+def test_tables_of_another_kind_are_counted(tmp_path):
+    for k in range(2):
+        write_rows(tmp_path / f"train_{k}.csv", ["image", "caption"], [(f"{k}.png", "x")])
+    write_rows(tmp_path / "labels.jsonl", ["image", "caption"], [("2.png", "x")])
+    assert opened(tmp_path) == {"train": {"0.png", "1.png"}}
+    assert f"1 json table not read, first {tmp_path / 'labels.jsonl'}" in note_of(tmp_path)
+
+
+def test_a_table_of_another_kind_that_names_a_split_is_refused(tmp_path):
+    """Else test would be rows of train."""
+    for name in ("train_1.csv", "train_2.csv", "test.jsonl"):
+        write_rows(tmp_path / name, ["image", "caption"], [(f"{name}.png", "x")])
+    complains(tmp_path, "train", "test.jsonl would not be read, since most tables of the folder "
+              "are csv: write it as csv, or move it away")
+
+
+@pytest.mark.parametrize("kind", ["metadata", "classes", "tars"])
+def test_tables_beside_what_is_read_are_counted(kind, tmp_path):
+    put(tmp_path, "images/0000", "images/0001")
+    write_rows(tmp_path / "captions.csv", ["image", "caption"], [("images/0000/0.png", "x")])
+    if kind == "metadata":
+        rows = [(f"images/{k}/{i}.png", "x") for k in ("0000", "0001") for i in range(3)]
+        write_rows(tmp_path / "metadata.csv", ["file_name", "caption"], rows)
+    elif kind == "tars":
+        for k in range(8):
+            write_tar(tmp_path / f"{k}.tar", tar_samples(range(3), "jpg", "txt"))
+        (tmp_path / "9.tar.gz").touch()
+        assert "1 archive not read (unpack them), first " in note_of(tmp_path)
+    assert f"1 csv table not read, first {tmp_path / 'captions.csv'}" in note_of(tmp_path)
+
+
+def test_images_in_an_archive_are_not_read(tmp_path):
+    put(tmp_path / "a", "cat", "dog")
+    shutil.make_archive(str(tmp_path / "b" / "images"), "zip", tmp_path / "a")
+    complains(tmp_path / "b", "train", "nothing in it can be read; unpack ", "images.zip")
+    write_rows(tmp_path / "b" / "a.csv", ["image", "caption"], [("cat/0.png", "x")])
+    assert "1 archive not read (unpack them), first " in note_of(tmp_path / "b")
+    write_rows(tmp_path / "a" / "metadata.csv", ["file_name", "caption"], [("cat/0.png", "x")])
+    shutil.make_archive(str(tmp_path / "c" / "images"), "zip", tmp_path / "a")
+    card = "---\nconfigs:\n- config_name: default\n  data_files: images.zip\n---\n"
+    (tmp_path / "c" / "README.md").write_text(card)
+    complains(tmp_path / "c", "train", "cat/0.png::", "is inside an archive; unpack it")
+
+
+def test_gifs_that_are_read_as_images_are_counted(tmp_path):
+    put(tmp_path, "cat", "dog")
+    put(tmp_path, "dog/x.gif", "cat/y.GIF")
+    assert "2 gif files read as still images; a column video reads" in note_of(tmp_path)
 
 
 # ---------------------------------------- one picture in several rows ----------------------------

@@ -1,12 +1,14 @@
 """Folders of the user: the files in them, also behind links; the split of each, by the words in
 names; and class folders and files of metadata as tables."""
 
+import itertools
 import os
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 from contrastive.core.processes import UserError
+from contrastive.core.words import counted
 from contrastive.data.hub import read_files, read_repository, table_kind
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
 
@@ -21,6 +23,7 @@ SPLIT_WORDS = {
 FILE_WORDS = ("set", "sets", "data", "split", "splits", "image", "images", "img", "imgs", "photos",
               "video", "videos", "sample", "samples", "file", "files", "folder", "dir")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+ARCHIVES = (".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z", ".rar")
 # descriptions that the library datasets, or a model, leaves beside tables
 NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json",
             "state.json")
@@ -79,12 +82,23 @@ class FolderFiles(NamedTuple):
     tars: list
     metadata: list
     tables: dict  # {kind: paths} of csv, json and parquet files
+    archives: list  # which are not read
     num_hidden: int  # images and videos in hidden folders, or with hidden names
+
+    def notes(self):
+        """What the banner says of hidden files and of archives."""
+        notes = []
+        if self.num_hidden:
+            notes.append(f"{self.num_hidden:,} hidden images or videos are not read")
+        if self.archives:
+            notes.append(f"{counted(len(self.archives), 'archives')} not read (unpack them), first "
+                         + self.archives[0])
+        return notes
 
 
 def sort_files(folder):
     """The FolderFiles of a folder."""
-    files = FolderFiles({"Image": [], "Video": []}, [], [], {}, 0)
+    files = FolderFiles({"Image": [], "Video": []}, [], [], {}, [], 0)
     num_hidden = 0
     start = len(str(folder)) + 1
     for path in sorted(files_below(folder)):
@@ -96,6 +110,8 @@ def sort_files(folder):
             files.media[kind].append(path)
         elif name.endswith(".tar"):
             files.tars.append(path)
+        elif name.lower().endswith(ARCHIVES):
+            files.archives.append(path)
         elif name in METADATA:
             files.metadata.append(path)
         elif table_kind(name) and name not in NOT_DATA:
@@ -243,22 +259,36 @@ def read_folder(folder):
     files = sort_files(folder)
     _, table_files = most_frequent(files.tables)
     _, media = most_frequent(files.media)
-    notes = []
-    if files.num_hidden:
-        notes.append(f"{files.num_hidden:,} hidden images or videos are not read")
+    notes = files.notes()
     if files.metadata:
+        notes += notes_on_tables(files.tables)
         return read_metadata(folder, files, notes)
     if not media and not table_files:
+        if files.archives:
+            raise UserError(f"{folder}: nothing in it can be read; unpack {files.archives[0]}")
         return Tables(read_repository(Path(folder)), tuple(notes))
     if len(media) > len(table_files):
+        notes += notes_on_tables(files.tables)
         return read_class_folders(folder, files, notes)
     if media:
         notes.append("images and videos beside the tables are read where these name them")
-    return read_table_files(folder, table_files, notes)
+    return read_table_files(folder, files.tables, notes)
 
 
-def read_table_files(folder, files, notes):
-    """The Tables of csv, json or parquet files, of which each is in one split."""
+def notes_on_tables(tables):
+    """What the banner says of the tables, {kind: paths}, that are not read."""
+    notes = []
+    for kind, paths in tables.items():
+        notes.append(f"{counted(len(paths), f'{kind} tables')} not read, first {paths[0]}")
+    return notes
+
+
+def read_table_files(folder, tables, notes):
+    """The Tables of the most frequent kind of {kind: paths}, of which each is in one split. Others
+    are counted. Raises: UserError if one of these names a split that would be held out then."""
+    kind, files = most_frequent(tables)
+    others = {other: paths for other, paths in tables.items() if other != kind}
+    notes += notes_on_tables(others)
     names = {os.path.relpath(file, folder): file for file in files}
     splits = {}
     unassigned = []
@@ -267,6 +297,11 @@ def read_table_files(folder, files, notes):
             unassigned.append(name)
         else:
             splits.setdefault(split, []).append(names[name])
+    for path in itertools.chain(*others.values()):
+        split = split_of_name(os.path.basename(path))
+        if split is not None and split not in splits:
+            raise UserError(f"{path} would not be read, since most tables of the folder are "
+                            f"{kind}: write it as {kind}, or move it away")
     if unassigned:
         notes.append(f"{len(unassigned):,} tables name no split and are not read, first "
                      + unassigned[0])

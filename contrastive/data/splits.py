@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contrastive.core.processes import UserError, opening
+from contrastive.data.annotations import without_ending
 from contrastive.data.options import HELD_OUT_FRACTION
 from contrastive.data.table import EmptySplit, with_column, with_note
 from contrastive.data.user_data import read_captions
@@ -193,14 +194,15 @@ def add_captions(data, file):
     clips = list(clips_of_data(data))
     rows_of_clip = {}  # {(stem, start, end): rows}
     for row, clip in enumerate(clips):
-        rows_of_clip.setdefault((clip.file.stem, clip.start, clip.end), []).append(row)
+        stem = without_ending(clip.file.name)
+        rows_of_clip.setdefault((stem, clip.start, clip.end), []).append(row)
 
     captions = list(data.column("captions"))
     questions = data.column("question") or [None] * len(data)
     num_added = 0
     unmatched = []
     for name, start, end, texts in additions:
-        rows = rows_of_clip.get((Path(name).stem, start, end), [])
+        rows = rows_of_clip.get((without_ending(Path(name).name), start, end), [])
         check_one_file(flag, name, {str(clips[row].file) for row in rows})
         if not rows:
             unmatched.append(name)

@@ -20,7 +20,8 @@ from contrastive.core.processes import UserError, first_line, opening, rank, wor
 from contrastive.data.annotations import TEXT_OF_LIST, parse_list
 from contrastive.data.batches import TRIES, crop_views, frame_draws
 from contrastive.data.clips import clip_options
-from contrastive.data.folders import refuse_without_split, sort_files, splits_of_paths
+from contrastive.data.folders import (
+    notes_on_tables, refuse_without_split, sort_files, splits_of_paths)
 from contrastive.data.hub import generating, pick_column, require_column
 from contrastive.data.options import DataOptions
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES, decode
@@ -47,6 +48,7 @@ def open_tars(name, path, options):
         tars = tars_by_split(path, sorted(map(Path, files.tars)))
         if files.media["Image"] or files.media["Video"]:
             note = "images and videos beside the tars are not read"
+        note = join_notes(note, *files.notes(), *notes_on_tables(files.tables))
     else:
         tars = tars_by_split(path.parent, [path])
     if options.streaming:

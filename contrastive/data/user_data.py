@@ -135,6 +135,7 @@ def data_of_tables(name, tables, options, root, *, joins_rows=True):
         raise UserError(f"--dataset {name}: no row has an image and a caption, or no file is found"
                         f" ({reasons})")
     note_shared_files(user, examples)
+    note_gifs(user, examples, is_video)
     if user.in_table:
         check_no_windows(user, examples)
         table = table_of_pictures(user, examples)
@@ -207,6 +208,8 @@ def describe_tables(name, tables, options):
         cells = user.table.with_format("arrow")[image][:]
         user.path = texts_of(pc.struct_field(cells, "path"))
         user.in_table = pc.struct_field(cells, "bytes").null_count < len(table)
+        if "::" in next(filter(None, user.path), ""):  # as the library datasets writes it
+            raise UserError(f"--dataset {name}: {user.path[0]} is inside an archive; unpack it")
     else:
         user.path = user.texts(image)
     return user
@@ -317,6 +320,17 @@ def note_shared_files(user, examples):
         first = user.path[row] or f"row {user.row_numbers[row]}"
         user.notes.append(f"WARNING: {counted(len(shared), 'files')} with rows in several splits, "
                           f"first {first}")
+
+
+def note_gifs(user, examples, is_video):
+    """Notes how many gif files are read as images, their first picture alone."""
+    if is_video:
+        return
+    names = [user.path[example.row] for example in examples]
+    num_gifs = sum(name.lower().endswith(".gif") for name in names)
+    if num_gifs:
+        user.notes.append(f"{counted(num_gifs, 'gif files')} read as still images; a column video "
+                          "reads their frames")
 
 
 def seconds_of_rows(user, column):
