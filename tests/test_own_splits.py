@@ -16,7 +16,17 @@ import pytest
 import eval as eval_py
 import temo
 import temperature_schedules
-from helpers import open_splits, refused, run_script, write_captions, write_images, write_rows
+from helpers import (
+    caption,
+    encode,
+    open_splits,
+    picture,
+    refused,
+    run_script,
+    write_captions,
+    write_images,
+    write_rows,
+)
 
 TINY = (
     "--cpu --workers 0 --image-size 16 --embed-dim 16 --batch-size 8 --max-steps 1 "
@@ -45,9 +55,9 @@ def run(root, tmp_path_factory):
 
 
 # ---------------------------------------- sets that are evaluated alone --------------------------
-def parse(root, *files):
+def parse(root, *files, train="train.csv"):
     files = [str(root / file) for file in files]
-    return temo.parse_args(["--dataset", str(root / "train.csv"), "--eval-datasets", *files])
+    return temo.parse_args(["--dataset", str(root / train), "--eval-datasets", *files])
 
 
 def test_a_test_file_of_ones_own_is_test_as_a_whole(root):
@@ -88,6 +98,18 @@ def test_rows_that_were_trained_on_are_left_out_and_counted(root):
     assert len(train) == 34 and len(test) == 36
     assert not set(train.keys()) & set(test.keys())
     assert "34 rows left out, whose files were trained on" in test.note
+    assert "WARNING: 6 of its rows are val of the training set, by which a run" in test.note
+    _, sets = open_data(parse(root, "test.csv"))
+    assert "WARNING" not in sets[str(root / "test.csv")]["test"].note
+
+
+def test_files_inside_tables_are_said_not_to_be_compared(tmp_path):
+    for name in ("train", "test"):
+        rows = [(encode(picture(i)), caption(i)) for i in range(30)]
+        write_rows(tmp_path / f"{name}.parquet", ["image", "caption"], rows)
+    _, sets = open_data(parse(tmp_path, "test.parquet", train="train.parquet"))
+    test = sets[str(tmp_path / "test.parquet")]["test"]
+    assert "WARNING: files inside tables and tars are not compared with those trained" in test.note
 
 
 def test_a_set_of_nothing_else_than_the_training_rows_is_an_error(root):

@@ -119,8 +119,8 @@ def without_trained(data, train):
         train: the training set.
     Raises: EmptySplit if no row is left.
     """
-    trained = files_of(train)
-    if not trained.intersection(files_of(data)):
+    trained = image_files_of(train)
+    if not trained.intersection(image_files_of(data)):
         return data
     rows = [row for row, file in enumerate(file_of_rows(data)) if file not in trained]
     num_trained = len(data) - len(rows)
@@ -131,7 +131,33 @@ def without_trained(data, train):
         data.select(rows), f"{num_trained:,} rows left out, whose files were trained on")
 
 
-def files_of(data):
+def compared_with_training(data, train, val):
+    """A split of the user's data with warnings of rows that are val of the training set, and of
+    files that without_trained does not compare.
+
+    Args:
+        val: the val split of the training set, or None.
+    """
+    if val is not None:
+        files_of_val = image_files_of(val)
+        num_val = sum(file in files_of_val for file in file_of_rows(data))
+        if num_val:
+            data = with_note(data, f"WARNING: {num_val:,} of its rows are val of the training set, "
+                                   "by which a run may be chosen")
+    if holds_files_inside(data) or holds_files_inside(train):
+        data = with_note(data, "WARNING: files inside tables and tars are not compared with those "
+                               "trained on")
+    return data
+
+
+def holds_files_inside(data):
+    """Whether the first file of a set is inside a table or a tar."""
+    if data.streamed:
+        return True
+    return data.sources is not None and own_path(data.sources[0]["source"]) is None
+
+
+def image_files_of(data):
     """The files on the disk that the rows of a set read."""
     return set(file_of_rows(data)) - {None}
 
