@@ -3,6 +3,7 @@ links, one picture in several rows, lists as text, csv files that shift."""
 
 import io
 import json
+import os
 import shutil
 import tarfile
 
@@ -626,6 +627,36 @@ def test_empty_lists_of_captions_are_counted(tmp_path):
     rows = [(f"{i}.png", ["a dog"] * (i > 0)) for i in range(3)]
     path = write_rows(tmp_path / "a.json", ["image", "caption"], rows)
     assert "1 row without an image or a caption left out" in note_of(path)
+
+
+def test_a_csv_of_the_same_time_is_read_again_if_its_size_differs(tmp_path):
+    for number in (40, 60):  # as tar -x or cp -p write it
+        path = write_rows(
+            tmp_path / "a.csv", ["image", "caption"], [(f"{i}.png", "x") for i in range(number)])
+        os.utime(path, (1e9, 1e9))
+        open_unnamed.cache_clear()
+        assert len(opened(path)["train"]) == number
+
+
+def test_captions_of_a_tar_are_divided_at_line_breaks_alone(tmp_path):
+    text = "a\u2028b\x85c\x0bd\r\ne\n"
+    samples = {k: v | {"txt": text.encode()} for k, v in tar_samples(range(6), "jpg").items()}
+    path = write_tar(tmp_path / "a.tar", samples)
+    assert captions_of(path)[0] == ["a\u2028b\x85c\x0bd", "e"]
+
+
+def test_classes_of_one_name_are_said_to_be_joined(tmp_path):
+    put(tmp_path, "train/animals/mouse", "train/animals/cat", "train/computers/mouse")
+    put(tmp_path, "test/animals/mouse", "test/animals/cat")
+    words = "1 class name of several folders, which are one class: first train/animals/mouse and "
+    assert words in note_of(tmp_path)
+
+
+def test_the_column_file_name_comes_before_others_of_that_ending(tmp_path):
+    put(tmp_path, "image", "mask")
+    rows = [(f"mask/{i}.png", f"image/{i}.png", "x") for i in range(3)]
+    write_rows(tmp_path / "metadata.csv", ["mask_file_name", "file_name", "caption"], rows)
+    assert folders_of(opened(tmp_path)) == {"train": {"image"}}
 
 
 def test_captions_with_line_breaks_are_counted(tmp_path):

@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from contrastive.core.processes import UserError
+from contrastive.core.processes import UserError, say
 from contrastive.core.words import counted
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import files_below
@@ -37,6 +37,7 @@ class Files:
     def __init__(self, root):
         self.root = Path(root).expanduser()
         self.paths = sorted(map(Path, files_below(self.root)))
+        self.warned = set()  # files of whose namesakes a warning was printed
         self.last = self.root
 
     def __str__(self):
@@ -45,10 +46,18 @@ class Files:
     def has(self, *patterns):
         """The first file with one of these patterns, tried in order; None if there is none."""
         for pattern in patterns:
-            for file in self.paths:
-                if file.match(pattern) and file.is_file():
-                    return file
+            files = [file for file in self.paths if file.match(pattern) and file.is_file()]
+            if files:
+                self.warn_of_others(pattern, files)
+                return files[0]
         return None
+
+    def warn_of_others(self, pattern, files):
+        """Prints which of several files with a pattern is read."""
+        if len(files) > 1 and files[0] not in self.warned:
+            self.warned.add(files[0])
+            say(f"WARNING: {len(files)} files are called {pattern}; {files[0]} is read, not "
+                f"{files[1]}")
 
     def find(self, *patterns):
         """As `has`, but raises UserError if there is none. Without patterns the last file."""

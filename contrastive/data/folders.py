@@ -327,6 +327,7 @@ def read_class_folders(folder, files, notes):
     check_class_folders(folder, [path.split(os.sep) for path in class_folders], table_files)
     splits = splits_of_paths({os.path.dirname(path) for path in class_folders})
     refuse_without_split(folder, splits)
+    notes += notes_on_classes(class_folders, splits)
 
     rows = {}  # {split: (paths, classes)}
     for path in media:
@@ -342,6 +343,25 @@ def read_class_folders(folder, files, notes):
         content = {kind.lower(): paths, "label": classes}
         tables[split] = datasets.Dataset.from_dict(content, features=features)
     return Tables(tables, tuple(notes))
+
+
+def notes_on_classes(class_folders, splits):
+    """What the banner says of classes whose images are in several folders of one split.
+
+    Args:
+        class_folders: paths below one folder.
+        splits: {folder above class folders: split}.
+    """
+    folders = {}  # {(split, class): class folders}
+    for path in class_folders:
+        parent, name = os.path.split(path)
+        folders.setdefault((splits[parent], name), []).append(path)
+    joined = [paths for paths in folders.values() if len(paths) > 1]
+    if not joined:
+        return []
+    first, second, *_ = joined[0]
+    return [f"{counted(len(joined), 'class names')} of several folders, which are one class: first "
+            f"{first} and {second}"]
 
 
 def folders_of(paths, folder):
@@ -429,10 +449,13 @@ def join_metadata(files):
         if not columns:
             raise UserError(f"{file}: it has no column file_name; there are: "
                             + ", ".join(table.column_names))
-        for name in table[columns[0]][:]:
+        column = columns[0]
+        if "file_name" in columns:
+            column = "file_name"
+        for name in table[column][:]:
             path = os.path.join(os.path.dirname(file), name or "")
             paths.append(os.path.normpath(path))
-        tables.append(table.remove_columns(columns[0]))
+        tables.append(table.remove_columns(column))
     return datasets.concatenate_datasets(tables), paths
 
 

@@ -4,7 +4,9 @@ names that flags give, and whole folders of the Hugging Face hub."""
 import contextlib
 import csv
 import glob
+import hashlib
 import itertools
+import os
 import re
 from pathlib import Path
 
@@ -63,8 +65,12 @@ def read_files(files):
     patterns = {}
     for split in files:
         patterns[split] = [glob.escape(path) for path in files[split]]
+    # `datasets` knows a cached table by the times of its files, which an unpacked file may share
+    # with the one before; a name with their sizes makes it another table.
+    sizes = "-".join(str(os.path.getsize(path)) for path in paths)
+    name = f"{kind}-{hashlib.sha256(sizes.encode()).hexdigest()[:16]}"
     with without_progress_bars():
-        return prepare(datasets.load_dataset_builder(kind, data_files=patterns, **options))
+        return prepare(datasets.load_dataset_builder(kind, name, data_files=patterns, **options))
 
 
 def read_repository(source, revision=None):

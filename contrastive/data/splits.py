@@ -39,8 +39,8 @@ def hold_out(splits, missing, options, least=FEW_ROWS):
     the same split whatever the other rows are. Test is the same for any val_fraction. At most
     MAX_HELD_OUT rows of a split are evaluated.
 
-    A run that is older than --test-fraction has test_fraction 0: its splits are HELD_OUT_FRACTION,
-    without a least number.
+    test_fraction 0 stands for runs from before that flag: HELD_OUT_FRACTION of train, no least
+    number.
 
     Args:
         splits: {split: Data}.
@@ -90,10 +90,10 @@ def choose_rows(fractions, missing, options, least=FEW_ROWS):
     val = units[:0]
     if "val" in missing:
         candidates = np.setdiff1d(units, test)
-        width = options.val_fraction
-        if "test" in missing and width > HELD_OUT_FRACTION:
-            width += test_fraction
-        val = candidates[:max(least, np.sum(candidates < width))]
+        end_of_val = options.val_fraction
+        if "test" in missing and end_of_val > HELD_OUT_FRACTION:
+            end_of_val += test_fraction  # test lies inside this range
+        val = candidates[:max(least, np.sum(candidates < end_of_val))]
     return {"val": np.isin(fractions, val), "test": np.isin(fractions, test)}
 
 
@@ -261,7 +261,7 @@ def merge_captions(captions, new, question):
     return captions + new
 
 
-# ---- further pairs ----
+# ---- exchanged captions ----
 def add_caption_noise(data, share):
     """The data in which a share of the rows have the captions of another row (--caption-noise).
 
@@ -316,6 +316,7 @@ def exchange_rows(contents, share):
     return source_rows
 
 
+# ---- further pairs ----
 def add_pairs(data, pairs, evaluation_sets, flag):
     """The training data followed by those of another set, without the clips that are evaluated.
 

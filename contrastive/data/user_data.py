@@ -69,7 +69,7 @@ class UserTable:
     image: str  # column of the image or video
     caption: str | None  # column; None = class names take the place of captions
     label: str | None  # column
-    media: str = ""  # "Image" or "Video" if `datasets` has found or holds the files, else ""
+    media: str = ""  # "Image" or "Video" if the column is typed so, else ""
     path: list = ()  # of each row: path or name of the file, "" = none
     in_table: bool = False  # whether the table holds the bytes of the files
     from_hub: bool = False  # whether files that `datasets` has found lie in the cache of the hub
