@@ -1,10 +1,14 @@
 """Multi-instance retrieval: its metrics against plain loops, relevancies, and EPIC-KITCHENS-100."""
 
+import os
 import pickle
+import shutil
 
 import common
 from contrastive import core, evaluation
+from contrastive.data.clips import state_of_folder
 from contrastive.data.epic import class_relevancy, multi_hot
+from contrastive.data.feature_cache import state_of_file
 from contrastive.evaluation.pieces import EvaluationPieces
 
 import numpy as np
@@ -391,6 +395,22 @@ def test_annotations_that_are_not_right(words, kitchen, tmp_path):
     complains(
         "epic-kitchens-100", "test", words, data_dir=str(tmp_path), video_dir=str(kitchen / "whole")
     )
+
+
+def test_chunks_that_are_there_twice_and_chunks_that_change(kitchen, tmp_path):
+    chunks = kitchen / "chunks" / "P01" / "P01_01.MP4"
+    for place in ("a", "b"):
+        shutil.copytree(chunks, tmp_path / "videos" / place / "P01_01.MP4")
+    data = kitchens(kitchen, video_dir=str(tmp_path / "videos"), frame_cache=str(tmp_path / "c"))
+    assert "WARNING: 1 name of several files, of which the first is read: P01_01.MP4/0" in data.note
+    folder = tmp_path / "videos" / "a" / "P01_01.MP4"
+    before = data.clip.cache_file(str(folder), "x"), state_of_file(folder)
+    times = os.stat(folder)
+    shutil.copy(folder / "0.MP4", folder / "30.MP4")
+    os.utime(folder, ns=(times.st_atime_ns, times.st_mtime_ns))
+    state_of_folder.cache_clear()
+    after = data.clip.cache_file(str(folder), "x"), state_of_file(folder)
+    assert before[0] != after[0] and before[1] != after[1]
 
 
 def test_what_epic_kitchens_refuses(kitchen, tmp_path):

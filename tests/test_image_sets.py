@@ -363,6 +363,14 @@ def test_a_data_set_of_the_hub_at_a_commit(tmp_path, monkeypatch):
         complains(name, "test", "only what is read from the hub has a revision", **options)
 
 
+def test_a_stream_of_classes_with_names_is_refused(tmp_path, monkeypatch):
+    """Its captions would be "class 0", where evaluation has the names."""
+    words = "--streaming: the captions of dtd are the names of its classes"
+    write_classes(tmp_path / "train" / "0.tar", {i: i % 3 for i in range(6)})
+    (tmp_path / "classnames.txt").write_text("x\ny\nz")
+    complains("dtd", "train", words, data_dir=str(tmp_path), streaming=True)
+
+
 def test_a_run_on_a_commit_of_own_data_and_weights_says_which(tmp_path, tiny, monkeypatch):
     """The caches of `datasets` and of transformers, as a first run with the hub leaves them."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -626,6 +634,18 @@ def test_imagenet100_list_files(lists):
             renamed.get(name, name): keys[name] for name in names
         }
     assert sizes_of(sets["train"]).tolist() == [48, 30, 6]
+
+
+@pytest.mark.parametrize("kind", ["val", "test"])
+def test_imagenet100_lists_that_share_images_are_refused(kind, lists, tmp_path):
+    first_line = (lists / "index.txt").read_text().splitlines(keepends=True)[0]
+    file = tmp_path / "list.txt"
+    file.write_text(first_line + (lists / f"{kind}.txt").read_text())
+    files = {name: str(lists / f"{name}.txt") for name in ("index", "test")}
+    files[kind] = str(file)
+    options = {f"{name}_file": path for name, path in files.items()}
+    with pytest.raises(UserError, match=f"--{kind}-file .*: 1 of its images are in --index-file "):
+        long_tail.labelled_sets("imagenet100-lt", data_dir=str(lists), **options)
 
 
 def test_imagenet100_runs_without_val(lists, tmp_path, monkeypatch):

@@ -508,6 +508,23 @@ def test_video_dir_finds_videos_by_path_name_and_stem(tmp_path):
     assert "2 videos are not there, first elsewhere/001" in sets["train"].note
 
 
+def test_a_dot_in_the_name_of_a_missing_video_is_no_ending(tmp_path):
+    """Else clip.2 would be the video of clip, with the captions of both."""
+    write_clips(tmp_path, {0: "clip.mp4", 1: "a.b.mp4"})
+    asked = ["clip", "clip.2", "clip.avi", "a.b", "a.MTS"]
+    rows = [(name, f"words of {name}") for name in asked]
+    sets = open_splits(write_rows(tmp_path / "a.csv", ["video", "caption"], rows))
+    found = {d.key(i): d.captions(i) for d in sets.values() for i in range(len(d))}
+    assert found == {"clip": ["words of clip", "words of clip.avi"], "a.b": ["words of a.b"]}
+    assert "2 videos are not there, first clip.2" in sets["train"].note
+    rows = [("clip.2", "more"), ("a.b", "more"), ("x/a.b.avi", "most")]
+    more = write_rows(tmp_path / "more.csv", ["video", "caption"], rows)
+    data = common.load_data(
+        str(tmp_path / "a.csv"), "train", extra_captions=str(more), val_fraction=0.01,
+        test_fraction=0.01)
+    assert "2 captions added from more.csv" in data.note and "1 of its rows match no" in data.note
+
+
 def test_ids_of_a_csv_are_text_and_an_index_column_may_have_no_name(tmp_path):
     """000 is a file name and NA a caption, not a number and nothing; the index as pandas writes it
     by default."""

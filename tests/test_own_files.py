@@ -3,6 +3,8 @@ links, one picture in several rows, lists as text, csv files that shift."""
 
 import io
 import json
+import os
+import shutil
 import tarfile
 
 from contrastive.core.processes import UserError
@@ -176,6 +178,53 @@ def test_a_table_that_belongs_to_no_split_beside_others_is_counted(tmp_path):
     assert "1 tables name no split and are not read, first sample_sub" in note_of(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["folders", "tables", "tars", "card"])
+def test_trainval_beside_val_is_refused(kind, tmp_path):
+    """It holds the images of val: all of them would be trained on."""
+    words = ["train", "val", "trainval", "test"]
+    for word in words:
+        if kind == "folders":
+            put(tmp_path, f"{word}/cat", f"{word}/dog")
+        elif kind == "tars":
+            write_tar(tmp_path / f"{word}.tar", tar_samples(range(3), "jpg", "txt"))
+        else:
+            write_rows(tmp_path / f"{word}.csv", ["image", "caption"], [(f"{word}.png", "x")])
+    if kind == "card":
+        card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        for word in words:
+            card += f"  - split: {word}\n    path: {word}.csv\n"
+        (tmp_path / "README.md").write_text(card + "---\n")
+    complains(tmp_path, "train", "trainval holds the rows of val, too", "move it away")
+
+
+def test_trainval_is_train_where_there_is_no_val(tmp_path):
+    for word in ("trainval", "test"):
+        write_rows(tmp_path / f"{word}.csv", ["image", "caption"], [(f"{word}.png", "x")])
+    assert opened(tmp_path) == {"train": {"trainval.png"}, "test": {"test.png"}}
+
+
+def test_files_in_several_splits_are_counted(tmp_path):
+    rows = [(f"{i}.png", "x", "train" if i < 9 else "test") for i in range(12)]
+    rows += [("3.png", "y", "test"), ("./5.png", "y", "val"), ("0.png", "y", "train")]
+    path = write_rows(tmp_path / "a.csv", ["image", "caption", "split"], rows)
+    assert "WARNING: 2 files with rows in several splits, first 3.png" in note_of(path)
+    rows[-3:] = []
+    path = write_rows(tmp_path / "b.csv", ["image", "caption", "split"], rows)
+    assert "several splits" not in note_of(path)
+
+    write_video(tmp_path / "a.mp4", range(50))
+    rows = [("a.mp4", 0, 1, "x", "train"), ("a.mp4", 1, 2, "y", "test")]
+    path = write_rows(tmp_path / "c.csv", ["video", "start", "end", "caption", "split"], rows)
+    assert "WARNING: 1 file with rows in several splits, first a.mp4" in note_of(path)
+
+
+def test_pictures_of_tables_in_several_splits_are_counted(tmp_path):
+    for name, numbers in (("train", range(6)), ("test", range(4, 8))):
+        rows = [(encode(picture(i)), caption(i)) for i in numbers]
+        write_rows(tmp_path / f"{name}.parquet", ["image", "caption"], rows)
+    assert "WARNING: 2 files with rows in several splits, first row" in note_of(tmp_path)
+
+
 def test_a_data_card_names_the_splits_and_others_are_counted(tmp_path):
     for name in ("one", "two"):
         rows = [(f"{name}/{i}.png", caption(i)) for i in range(3)]
@@ -306,6 +355,56 @@ def test_images_beside_tars_are_named_and_most_frequent_files_are_read(tmp_path)
     put(tmp_path / "x", "cat", "dog", "dog/clip.mp4")
     write_tar(tmp_path / "x" / "images.tar", {})
     assert "1 files are not read, since most are images" in note_of(tmp_path / "x")
+
+
+def test_tables_of_another_kind_are_counted(tmp_path):
+    for k in range(2):
+        write_rows(tmp_path / f"train_{k}.csv", ["image", "caption"], [(f"{k}.png", "x")])
+    write_rows(tmp_path / "labels.jsonl", ["image", "caption"], [("2.png", "x")])
+    assert opened(tmp_path) == {"train": {"0.png", "1.png"}}
+    assert f"1 json table not read, first {tmp_path / 'labels.jsonl'}" in note_of(tmp_path)
+
+
+def test_a_table_of_another_kind_that_names_a_split_is_refused(tmp_path):
+    """Else test would be rows of train."""
+    for name in ("train_1.csv", "train_2.csv", "test.jsonl"):
+        write_rows(tmp_path / name, ["image", "caption"], [(f"{name}.png", "x")])
+    complains(tmp_path, "train", "test.jsonl would not be read, since most tables of the folder "
+              "are csv: write it as csv, or move it away")
+
+
+@pytest.mark.parametrize("kind", ["metadata", "classes", "tars"])
+def test_tables_beside_what_is_read_are_counted(kind, tmp_path):
+    put(tmp_path, "images/0000", "images/0001")
+    write_rows(tmp_path / "captions.csv", ["image", "caption"], [("images/0000/0.png", "x")])
+    if kind == "metadata":
+        rows = [(f"images/{k}/{i}.png", "x") for k in ("0000", "0001") for i in range(3)]
+        write_rows(tmp_path / "metadata.csv", ["file_name", "caption"], rows)
+    elif kind == "tars":
+        for k in range(8):
+            write_tar(tmp_path / f"{k}.tar", tar_samples(range(3), "jpg", "txt"))
+        (tmp_path / "9.tar.gz").touch()
+        assert "1 archive not read (unpack them), first " in note_of(tmp_path)
+    assert f"1 csv table not read, first {tmp_path / 'captions.csv'}" in note_of(tmp_path)
+
+
+def test_images_in_an_archive_are_not_read(tmp_path):
+    put(tmp_path / "a", "cat", "dog")
+    shutil.make_archive(str(tmp_path / "b" / "images"), "zip", tmp_path / "a")
+    complains(tmp_path / "b", "train", "nothing in it can be read; unpack ", "images.zip")
+    write_rows(tmp_path / "b" / "a.csv", ["image", "caption"], [("cat/0.png", "x")])
+    assert "1 archive not read (unpack them), first " in note_of(tmp_path / "b")
+    write_rows(tmp_path / "a" / "metadata.csv", ["file_name", "caption"], [("cat/0.png", "x")])
+    shutil.make_archive(str(tmp_path / "c" / "images"), "zip", tmp_path / "a")
+    card = "---\nconfigs:\n- config_name: default\n  data_files: images.zip\n---\n"
+    (tmp_path / "c" / "README.md").write_text(card)
+    complains(tmp_path / "c", "train", "cat/0.png::", "is inside an archive; unpack it")
+
+
+def test_gifs_that_are_read_as_images_are_counted(tmp_path):
+    put(tmp_path, "cat", "dog")
+    put(tmp_path, "dog/x.gif", "cat/y.GIF")
+    assert "2 gif files read as still images; a column video reads" in note_of(tmp_path)
 
 
 # ---------------------------------------- one picture in several rows ----------------------------
@@ -458,6 +557,106 @@ def test_a_csv_with_rows_longer_than_its_header(head, rows, words, name, tmp_pat
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join([head.replace("image", "file_name"), *rows]) + "\n")
     complains(path if name == "a.csv" else path.parent, "train", words)
+
+
+@pytest.mark.parametrize("name", ["a folder", "with a card"])
+def test_csv_files_with_other_columns_are_refused(name, tmp_path):
+    """`datasets` drops the columns that the first file lacks: train would lose its windows."""
+    folder = tmp_path / name
+    write_rows(folder / "test.csv", ["video", "caption"], [("a.mp4", "x")])
+    rows = [("a.mp4", "y", 0, 1), ("a.mp4", "z", 1, 2)]
+    write_rows(folder / "train.csv", ["video", "caption", "start", "end"], rows)
+    if name == "with a card":
+        card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        for split in ("test", "train"):
+            card += f"  - split: {split}\n    path: {split}.csv\n"
+        (folder / "README.md").write_text(card + "---\n")
+    complains(folder, "train", "test.csv has the columns video, caption, but ",
+              "train.csv has video, caption, start, end: give both the same columns")
+
+
+def test_a_csv_of_a_data_card_is_text(tmp_path):
+    rows = [(f"{i:03}", "NA" if i == 3 else f"clip {i}") for i in range(4)]
+    write_rows(tmp_path / "a" / "own.csv", ["image", "caption"], rows)
+    card = "---\nconfigs:\n- config_name: default\n  data_files: own.csv\n"
+    (tmp_path / "a" / "README.md").write_text(f"{card}---\n")
+    assert opened(tmp_path / "a") == {"train": {"000", "001", "002", "003"}}
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "own.csv").write_text("image;caption\n0.png;x, y\n1.png;z\n")
+    (tmp_path / "b" / "README.md").write_text(f"{card}  sep: ';'\n---\n")
+    assert captions_of(tmp_path / "b") == [["x, y"], ["z"]]
+
+
+def test_json_files_with_other_columns_are_refused_in_one_line(tmp_path):
+    write_rows(tmp_path / "test.jsonl", ["image", "caption"], [("0.png", "x")])
+    write_rows(tmp_path / "train.jsonl", ["image", "caption", "label"], [("0.png", "x", "y")])
+    complains(tmp_path, "train", "one file has the columns image, caption, label, another "
+              "image, caption, or ")
+
+
+def test_a_csv_with_a_column_twice_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("image,caption,caption\n0.png,x,y\n")
+    complains(tmp_path / "a.csv", "train", "a.csv: two columns are called caption")
+
+
+@pytest.mark.parametrize(
+    "cell, kind",
+    [
+        ([{"raw": "a dog", "tokens": ["a", "dog"]}], "list<item: struct<"),  # Karpathy's list
+        ([["a", "dog"]], "list<item: list<item: string>>"),
+        ({"raw": "a dog"}, "struct<raw: string>"),
+        ([2, 3], "list<item: int64>"),
+    ],
+)
+def test_captions_that_are_no_texts_are_refused(cell, kind, tmp_path):
+    rows = [(f"{i}.png", cell) for i in range(3)]
+    path = write_rows(tmp_path / "a.json", ["filename", "sentences"], rows)
+    complains(path, "train", f"a.json: the column sentences holds {kind}", "needs texts or lists")
+
+
+@pytest.mark.parametrize("column", ["image", "caption", "label"])
+def test_a_number_among_the_texts_of_a_json_is_refused(column, tmp_path):
+    """`datasets` writes all cells of such a column as JSON, with quotation marks."""
+    rows = [{"image": f"{i}.png", "caption": f"c {i}", "label": f"l {i}"} for i in range(6)]
+    rows[3][column] = 3
+    path = write_rows(tmp_path / "a.jsonl", list(rows[0]), [row.values() for row in rows])
+    complains(path, "train", f"a.jsonl: the column {column} holds extension<arrow.json>")
+
+
+def test_empty_lists_of_captions_are_counted(tmp_path):
+    rows = [(f"{i}.png", ["a dog"] * (i > 0)) for i in range(3)]
+    path = write_rows(tmp_path / "a.json", ["image", "caption"], rows)
+    assert "1 row without an image or a caption left out" in note_of(path)
+
+
+def test_a_csv_of_the_same_time_is_read_again_if_its_size_differs(tmp_path):
+    for number in (40, 60):  # as tar -x or cp -p write it
+        path = write_rows(
+            tmp_path / "a.csv", ["image", "caption"], [(f"{i}.png", "x") for i in range(number)])
+        os.utime(path, (1e9, 1e9))
+        open_unnamed.cache_clear()
+        assert len(opened(path)["train"]) == number
+
+
+def test_captions_of_a_tar_are_divided_at_line_breaks_alone(tmp_path):
+    text = "a\u2028b\x85c\x0bd\r\ne\n"
+    samples = {k: v | {"txt": text.encode()} for k, v in tar_samples(range(6), "jpg").items()}
+    path = write_tar(tmp_path / "a.tar", samples)
+    assert captions_of(path)[0] == ["a\u2028b\x85c\x0bd", "e"]
+
+
+def test_classes_of_one_name_are_said_to_be_joined(tmp_path):
+    put(tmp_path, "train/animals/mouse", "train/animals/cat", "train/computers/mouse")
+    put(tmp_path, "test/animals/mouse", "test/animals/cat")
+    words = "1 class name of several folders, which are one class: first train/animals/mouse and "
+    assert words in note_of(tmp_path)
+
+
+def test_the_column_file_name_comes_before_others_of_that_ending(tmp_path):
+    put(tmp_path, "image", "mask")
+    rows = [(f"mask/{i}.png", f"image/{i}.png", "x") for i in range(3)]
+    write_rows(tmp_path / "metadata.csv", ["mask_file_name", "file_name", "caption"], rows)
+    assert folders_of(opened(tmp_path)) == {"train": {"image"}}
 
 
 def test_captions_with_line_breaks_are_counted(tmp_path):

@@ -4,19 +4,30 @@ import argparse
 import json
 
 from contrastive.core.processes import UserError
-from contrastive.data import load_data, open_data, open_pairs
+from contrastive.data import load_data, open_data, open_pairs, open_unnamed
 from contrastive.data.options import DataOptions
 from contrastive.data.splits import choose_rows, hash_fraction
 from contrastive.data.table import EmptySplit
 from contrastive.evaluation.meta import named_rows
 
+import datasets
 import numpy as np
 import pytest
 
 import eval as eval_py
 import temo
 import temperature_schedules
-from helpers import open_splits, refused, run_script, write_captions, write_images, write_rows
+from helpers import (
+    caption,
+    encode,
+    open_splits,
+    picture,
+    refused,
+    run_script,
+    write_captions,
+    write_images,
+    write_rows,
+)
 
 TINY = (
     "--cpu --workers 0 --image-size 16 --embed-dim 16 --batch-size 8 --max-steps 1 "
@@ -45,9 +56,9 @@ def run(root, tmp_path_factory):
 
 
 # ---------------------------------------- sets that are evaluated alone --------------------------
-def parse(root, *files):
+def parse(root, *files, train="train.csv"):
     files = [str(root / file) for file in files]
-    return temo.parse_args(["--dataset", str(root / "train.csv"), "--eval-datasets", *files])
+    return temo.parse_args(["--dataset", str(root / train), "--eval-datasets", *files])
 
 
 def test_a_test_file_of_ones_own_is_test_as_a_whole(root):
@@ -88,6 +99,18 @@ def test_rows_that_were_trained_on_are_left_out_and_counted(root):
     assert len(train) == 34 and len(test) == 36
     assert not set(train.keys()) & set(test.keys())
     assert "34 rows left out, whose files were trained on" in test.note
+    assert "WARNING: 6 of its rows are val of the training set, by which a run" in test.note
+    _, sets = open_data(parse(root, "test.csv"))
+    assert "WARNING" not in sets[str(root / "test.csv")]["test"].note
+
+
+def test_files_inside_tables_are_said_not_to_be_compared(tmp_path):
+    for name in ("train", "test"):
+        rows = [(encode(picture(i)), caption(i)) for i in range(30)]
+        write_rows(tmp_path / f"{name}.parquet", ["image", "caption"], rows)
+    _, sets = open_data(parse(tmp_path, "test.parquet", train="train.parquet"))
+    test = sets[str(tmp_path / "test.parquet")]["test"]
+    assert "WARNING: files inside tables and tars are not compared with those trained" in test.note
 
 
 def test_a_set_of_nothing_else_than_the_training_rows_is_an_error(root):
@@ -133,6 +156,23 @@ def test_files_of_extra_pairs_are_left_out_of_other_sets_alone(root, tmp_path, c
     assert "pairs.csv is not there, so rows of" in capsys.readouterr().out
 
 
+def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
+    """A file that was cut holds out other rows, some of which were trained on."""
+    path = write_captions(tmp_path, 60)
+    run_script(temo, tmp_path / "run", *TINY, "--dataset", path, "--unfold-captions")
+    flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--workers", "0"]
+    capsys.readouterr()
+    eval_py.main(eval_py.parse_args(flags))
+    assert "has changed" not in capsys.readouterr().out
+    text = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(text[:40]))
+    open_unnamed.cache_clear()
+    eval_py.main(eval_py.parse_args(flags))
+    out = capsys.readouterr().out
+    assert f"WARNING: {path} has changed since the run, which trained on {{'examples': 40, " in out
+    assert "rows of val and test may have been trained on" in out
+
+
 def test_a_test_file_of_classes_learns_from_the_training_images(root, tmp_path, capsys):
     names = sorted(path.name for path in root.glob("*.png"))
     for file, some in (("train", names[:40]), ("test", names[40:])):
@@ -147,6 +187,33 @@ def test_a_test_file_of_classes_learns_from_the_training_images(root, tmp_path, 
     assert found["metrics"]["images"] == 30 and "knn@1" in found["metrics"]
     said = f"knn and probe learn from the training images of {trained_on}"
     assert said in capsys.readouterr().out
+
+
+# ---------------------------------------- files of the hub ---------------------------------------
+def test_held_out_files_of_the_hub_depend_neither_on_the_cache_nor_on_the_commit(
+    tmp_path, monkeypatch
+):
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    names = []
+    for home, commit in (("a", "1" * 40), ("b/c", "2" * 40)):
+        files = []
+        for kind in ("cat", "dog"):
+            folder = tmp_path / home / "datasets--some--pets" / "snapshots" / commit / "data" / kind
+            files += [str(folder / name) for name in write_images(folder, range(30))]
+        cache = tmp_path / home / "datasets"
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
+        builder = ImageFolder(dataset_name="pets", hash=commit, data_files={"train": files})
+        builder.download_and_prepare()
+        config = cache / "pets" / builder.config_id
+        config.rename(config.with_name("default"))
+        (cache / "pets").rename(cache / "some___pets")
+        monkeypatch.chdir(tmp_path / home)
+        open_unnamed.cache_clear()
+        splits = open_splits("some/pets")
+        names.append({split: set(data.keys()) for split, data in splits.items()})
+    assert names[0] == names[1] and "cat/000.png" in set.union(*names[0].values())
+    assert len(names[0]["test"]) == 10
 
 
 # ---------------------------------------- small data ---------------------------------------------

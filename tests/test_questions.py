@@ -4,6 +4,7 @@ set's clips and further pairs beside it, also beside questions (MAMA, Eq. 3 and 
 import argparse
 import functools
 import math
+import shutil
 
 import common
 from contrastive import data as data_sets
@@ -242,6 +243,14 @@ def opened(root, name, split):
     return common.load_data(
         name, split, data_dir=str(root), video_dir=str(root / "videos"), **OPTIONS
     )
+
+
+def test_two_folders_of_one_video_are_refused(replica, tmp_path):
+    shutil.copytree(replica, tmp_path / "all")
+    video = next(iter(CAUSAL))
+    shutil.copytree(replica / "QA" / video, tmp_path / "all" / "old" / video)
+    with pytest.raises(UserError, match=f"QA/{video} and .*old/{video} are of one video; leave"):
+        opened(tmp_path / "all", "causal-vidqa", "val")
 
 
 @pytest.mark.parametrize("name, split, rows, words", EXPECTED, ids=[name for name, *_ in EXPECTED])

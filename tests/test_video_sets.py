@@ -254,6 +254,18 @@ def test_annotations_and_videos_may_lie_in_one_folder(replica):
 
 
 # ---- what can be wrong with them ----
+def test_of_several_annotation_files_the_one_that_is_read_is_named(tmp_path, capsys):
+    write_clips(tmp_path / "videos", {0: "v0.avi", 1: "v1.avi"})
+    write_files(tmp_path, {
+        "train_list.txt": "v0\n", "old/train_list.txt": "v1\n",
+        "raw-captions.pkl": {"v0": [["a"]], "v1": [["b"]]}})
+    data = common.load_data("msvd", "train", data_dir=str(tmp_path))
+    assert list(data.keys()) == ["v1"]
+    first, second = (tmp_path / name for name in ("old/train_list.txt", "train_list.txt"))
+    said = f"WARNING: 2 files are called train_list.txt; {first} is read, not {second}\n"
+    assert capsys.readouterr().out.count(said) == 1
+
+
 def test_a_set_without_its_videos_or_annotations(replica, tmp_path):
     empty, videos = {"data_dir": str(tmp_path)}, {"video_dir": str(replica / "videos")}
     own = {"data_dir": str(replica / "msrvtt")}

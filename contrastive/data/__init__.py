@@ -32,7 +32,8 @@ from contrastive.data.hub import TABLE_KINDS
 from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOptions
 from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, partition_name
 from contrastive.data.splits import (
-    add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, without_trained)
+    add_caption_noise, add_captions, add_pairs, clips_of_data, compared_with_training, hold_out,
+    without_trained)
 from contrastive.data.table import EmptySplit, join_captions, with_note
 from contrastive.data.user_data import open_user_data
 
@@ -306,17 +307,18 @@ def open_data(args):
             raise UserError(f"--eval-datasets {name}: named with two folders")
         splits = open_evaluation_splits(name, evaluation_options(args, name, folder))
         if name != args.dataset and find_data_set(name) is None:
+            val = own_val_split(args)
             for split, data in splits.items():
-                splits[split] = without_trained(data, train)
+                data = without_trained(data, train)
+                splits[split] = compared_with_training(data, train, val)
         if args.eval_datasets and not splits:
             raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
         evaluation_sets[name] = splits
     has_val = any("val" in splits for splits in evaluation_sets.values())
-    if not has_val and tests_on_other_data(args):
-        splits = open_evaluation_splits(args.dataset, data_options(args))
-        if "val" in splits:
-            has_val = True
-            evaluation_sets[args.dataset] = {"val": splits["val"]}
+    own_val = own_val_split(args)
+    if not has_val and tests_on_other_data(args) and own_val is not None:
+        has_val = True
+        evaluation_sets[args.dataset] = {"val": own_val}
     if args.eval_every and not has_val and not getattr(args, "watch_test", False):
         raise UserError(
             f"--eval-every {args.eval_every}: {', '.join(evaluation_sets)} without a val split, "
@@ -325,6 +327,15 @@ def open_data(args):
     for word in args.extra_pairs:
         train = add_pairs(train, open_pairs(word, args), evaluation_sets, f"--extra-pairs {word}")
     return train, evaluation_sets
+
+
+def own_val_split(args):
+    """The val split of the training set if this is the user's own, else None."""
+    if find_data_set(args.dataset) is not None:
+        return None
+    with contextlib.suppress(EmptySplit):
+        return load_data(args.dataset, "val", data_options(args))
+    return None
 
 
 def evaluation_options(args, name, folder=""):

@@ -17,11 +17,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from contrastive.core.processes import UserError
+from contrastive.core.processes import UserError, say
 from contrastive.core.words import counted
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import files_below
-from contrastive.data.pixels import VIDEO_TYPES
+from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
 from contrastive.data.sound import SOUND_TYPES, has_sound
 from contrastive.data.table import Data, make_table, with_column, with_note
 
@@ -37,6 +37,7 @@ class Files:
     def __init__(self, root):
         self.root = Path(root).expanduser()
         self.paths = sorted(map(Path, files_below(self.root)))
+        self.warned = set()  # files of whose namesakes a warning was printed
         self.last = self.root
 
     def __str__(self):
@@ -45,10 +46,18 @@ class Files:
     def has(self, *patterns):
         """The first file with one of these patterns, tried in order; None if there is none."""
         for pattern in patterns:
-            for file in self.paths:
-                if file.match(pattern) and file.is_file():
-                    return file
+            files = [file for file in self.paths if file.match(pattern) and file.is_file()]
+            if files:
+                self.warn_of_others(pattern, files)
+                return files[0]
         return None
+
+    def warn_of_others(self, pattern, files):
+        """Prints which of several files with a pattern is read."""
+        if len(files) > 1 and files[0] not in self.warned:
+            self.warned.add(files[0])
+            say(f"WARNING: {len(files)} files are called {pattern}; {files[0]} is read, not "
+                f"{files[1]}")
 
     def find(self, *patterns):
         """As `has`, but raises UserError if there is none. Without patterns the last file."""
@@ -122,6 +131,19 @@ def files_of(name, options):
 
 
 # ---- videos ----
+# endings of names, whose files are often converted to those of VIDEO_TYPES
+CONVERTED_TYPES = ("mts", "3g2", "asf", "divx", "dv", "f4v", "m1v", "mxf", "vob")
+
+
+def without_ending(name):
+    """A name or path without the ending of an image, of a video or of features; "clip.2" has
+    none."""
+    stem, ending = os.path.splitext(name)
+    if ending.lower()[1:] in (*VIDEO_TYPES, *CONVERTED_TYPES, *IMAGE_TYPES, "npy"):
+        return stem
+    return name
+
+
 class FileIndex(NamedTuple):
     """Files by their names."""
 
@@ -158,21 +180,21 @@ class Videos:
         if index is None:
             index = video_index(str(self.folder))
         self.index = index
-        self.names = {}  # names in the index by which files were found so far, in this order
+        self.used_aliases = {}  # names of the index under which videos were found
 
     def __getitem__(self, name):
         if os.path.isfile(self.folder / name):
             return str(self.folder / name)
-        stem = os.path.splitext(name)[0]
+        stem = without_ending(name)
         for alias in (name, stem, stem.removeprefix("v_"), f"v_{stem}"):
             if self.index.files.get(alias):
-                self.names[alias] = True
+                self.used_aliases[alias] = True
                 return self.index.files[alias]
         return None
 
     def note(self):
         """Words on files that were found by a name which several have."""
-        return self.index.note(self.names)
+        return self.index.note(self.used_aliases)
 
 
 @functools.lru_cache(maxsize=16)
@@ -295,7 +317,7 @@ def clips_of(name, split, rows, options, *, classes=None, clip=None, videos=None
 def with_sounds_by_name(data, videos, options):
     """As with_sound, of the files of sound below the folders of the data set that have the stems of
     these M videos."""
-    stems = [Path(video).stem for video in videos]
+    stems = [without_ending(Path(video).name) for video in videos]
     sounds = {}
     for root in filter(None, (options.video_dir, options.data_dir)):
         index = sound_index(str(Path(root).expanduser()))

@@ -6,6 +6,7 @@ file; start and end are seconds in it; draws are (T,) numbers in 0..1 that place
 in evaluation.
 """
 
+import functools
 import hashlib
 import os
 import secrets
@@ -44,6 +45,13 @@ def clip_options(options, eval_sampling="uniform", read=read_frames):
     sampling = options.frame_sampling or "uniform"
     return Clips(
         frames, sampling, short, options.frame_cache, eval_sampling=eval_sampling, read=read)
+
+
+@functools.lru_cache(maxsize=10_000)
+def state_of_folder(folder):
+    """(bytes, newest time) of the files of a folder, such as the chunks of a video."""
+    states = [file.stat() for file in sorted(Path(folder).iterdir())]
+    return sum(state.st_size for state in states), max(state.st_mtime_ns for state in states)
 
 
 # ---- frames ----
@@ -106,7 +114,10 @@ class Clips:
         """The file of a clip, named by a hash of the settings and of the path of the video and its
         time, or of its bytes."""
         if not isinstance(source, bytes):
-            source = f"{Path(source).resolve()} {os.stat(source).st_mtime_ns}".encode()
+            state = str(os.stat(source).st_mtime_ns)
+            if os.path.isdir(source):
+                state = str(state_of_folder(source))
+            source = f"{Path(source).resolve()} {state}".encode()
         digest = hashlib.sha1(source + settings.encode()).hexdigest()
         return Path(self.cache) / digest[:2] / f"{digest}.jpg"
 

@@ -193,7 +193,7 @@ def find_videos(rows, video_files):
         video = row["video"]
         if video in videos:
             continue
-        first_chunk = video_files.index.files.get(f"{video}.MP4/0.MP4")
+        first_chunk = video_files[f"{video}.MP4/0.MP4"]
         if first_chunk:
             videos[video] = os.path.dirname(first_chunk)
         else:

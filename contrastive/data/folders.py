@@ -1,12 +1,14 @@
 """Folders of the user: the files in them, also behind links; the split of each, by the words in
 names; and class folders and files of metadata as tables."""
 
+import itertools
 import os
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 from contrastive.core.processes import UserError
+from contrastive.core.words import counted
 from contrastive.data.hub import read_files, read_repository, table_kind
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
 
@@ -21,6 +23,7 @@ SPLIT_WORDS = {
 FILE_WORDS = ("set", "sets", "data", "split", "splits", "image", "images", "img", "imgs", "photos",
               "video", "videos", "sample", "samples", "file", "files", "folder", "dir")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+ARCHIVES = (".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z", ".rar")
 # descriptions that the library datasets, or a model, leaves beside tables
 NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json",
             "state.json")
@@ -79,12 +82,23 @@ class FolderFiles(NamedTuple):
     tars: list
     metadata: list
     tables: dict  # {kind: paths} of csv, json and parquet files
+    archives: list  # which are not read
     num_hidden: int  # images and videos in hidden folders, or with hidden names
+
+    def notes(self):
+        """What the banner says of hidden files and of archives."""
+        notes = []
+        if self.num_hidden:
+            notes.append(f"{self.num_hidden:,} hidden images or videos are not read")
+        if self.archives:
+            notes.append(f"{counted(len(self.archives), 'archives')} not read (unpack them), first "
+                         + self.archives[0])
+        return notes
 
 
 def sort_files(folder):
     """The FolderFiles of a folder."""
-    files = FolderFiles({"Image": [], "Video": []}, [], [], {}, 0)
+    files = FolderFiles({"Image": [], "Video": []}, [], [], {}, [], 0)
     num_hidden = 0
     start = len(str(folder)) + 1
     for path in sorted(files_below(folder)):
@@ -96,6 +110,8 @@ def sort_files(folder):
             files.media[kind].append(path)
         elif name.endswith(".tar"):
             files.tars.append(path)
+        elif name.lower().endswith(ARCHIVES):
+            files.archives.append(path)
         elif name in METADATA:
             files.metadata.append(path)
         elif table_kind(name) and name not in NOT_DATA:
@@ -152,6 +168,16 @@ def settle_eval(splits):
     return settled
 
 
+def refuse_trainval(splits):
+    """Raises UserError if {name: split} has a name with the word trainval beside val."""
+    if "val" not in splits.values():
+        return
+    for name in splits:
+        if "trainval" in words_of(name):
+            raise UserError(f"{name}: trainval holds the rows of val, too, and there is a split "
+                            "val; move it away")
+
+
 def split_of_parts(path, parts):
     """The split_of_name of the parts of a path. Raises: UserError if they name two splits."""
     splits = {split_of_name(part) for part in parts} - {None}
@@ -168,6 +194,7 @@ def splits_of_paths(paths):
 
     What all paths share counts unless the rest of each names a split. Where train alone is named,
     all is train; beside val or test, None is a path without a word.
+    Raises: UserError for a path that names two splits, or trainval beside val.
     """
     parts = {path: path.split(os.sep) for path in paths}
     num_shared = len(os.path.commonprefix(list(parts.values())))
@@ -175,6 +202,7 @@ def splits_of_paths(paths):
     if None in splits.values():
         splits = {path: split_of_parts(path, parts[path]) for path in parts}
     splits = settle_eval(splits)
+    refuse_trainval(splits)
     if set(splits.values()) <= {"train", None}:
         return dict.fromkeys(parts, "train")
     return splits
@@ -197,6 +225,7 @@ class Tables(NamedTuple):
 
     splits: dict  # {word for a split: datasets.Dataset}
     notes: tuple = ()  # what the banner says of files that are not read
+    from_hub: bool = False  # whether their files lie in the cache of the hub
 
 
 def read_tables(source, revision=None):
@@ -206,7 +235,7 @@ def read_tables(source, revision=None):
         revision: commit, branch or tag of a hub id.
     """
     if not isinstance(source, Path):
-        return Tables(read_repository(source, revision))
+        return Tables(read_repository(source, revision), from_hub=True)
     if source.is_file():
         return Tables(read_files({"train": [str(source)]}))
     if names_its_files(source):
@@ -230,22 +259,36 @@ def read_folder(folder):
     files = sort_files(folder)
     _, table_files = most_frequent(files.tables)
     _, media = most_frequent(files.media)
-    notes = []
-    if files.num_hidden:
-        notes.append(f"{files.num_hidden:,} hidden images or videos are not read")
+    notes = files.notes()
     if files.metadata:
+        notes += notes_on_tables(files.tables)
         return read_metadata(folder, files, notes)
     if not media and not table_files:
+        if files.archives:
+            raise UserError(f"{folder}: nothing in it can be read; unpack {files.archives[0]}")
         return Tables(read_repository(Path(folder)), tuple(notes))
     if len(media) > len(table_files):
+        notes += notes_on_tables(files.tables)
         return read_class_folders(folder, files, notes)
     if media:
         notes.append("images and videos beside the tables are read where these name them")
-    return read_table_files(folder, table_files, notes)
+    return read_table_files(folder, files.tables, notes)
 
 
-def read_table_files(folder, files, notes):
-    """The Tables of csv, json or parquet files, of which each is in one split."""
+def notes_on_tables(tables):
+    """What the banner says of the tables, {kind: paths}, that are not read."""
+    notes = []
+    for kind, paths in tables.items():
+        notes.append(f"{counted(len(paths), f'{kind} tables')} not read, first {paths[0]}")
+    return notes
+
+
+def read_table_files(folder, tables, notes):
+    """The Tables of the most frequent kind of {kind: paths}, of which each is in one split. Others
+    are counted. Raises: UserError if one of these names a split that would be held out then."""
+    kind, files = most_frequent(tables)
+    others = {other: paths for other, paths in tables.items() if other != kind}
+    notes += notes_on_tables(others)
     names = {os.path.relpath(file, folder): file for file in files}
     splits = {}
     unassigned = []
@@ -254,6 +297,11 @@ def read_table_files(folder, files, notes):
             unassigned.append(name)
         else:
             splits.setdefault(split, []).append(names[name])
+    for path in itertools.chain(*others.values()):
+        split = split_of_name(os.path.basename(path))
+        if split is not None and split not in splits:
+            raise UserError(f"{path} would not be read, since most tables of the folder are "
+                            f"{kind}: write it as {kind}, or move it away")
     if unassigned:
         notes.append(f"{len(unassigned):,} tables name no split and are not read, first "
                      + unassigned[0])
@@ -279,6 +327,7 @@ def read_class_folders(folder, files, notes):
     check_class_folders(folder, [path.split(os.sep) for path in class_folders], table_files)
     splits = splits_of_paths({os.path.dirname(path) for path in class_folders})
     refuse_without_split(folder, splits)
+    notes += notes_on_classes(class_folders, splits)
 
     rows = {}  # {split: (paths, classes)}
     for path in media:
@@ -294,6 +343,25 @@ def read_class_folders(folder, files, notes):
         content = {kind.lower(): paths, "label": classes}
         tables[split] = datasets.Dataset.from_dict(content, features=features)
     return Tables(tables, tuple(notes))
+
+
+def notes_on_classes(class_folders, splits):
+    """What the banner says of classes whose images are in several folders of one split.
+
+    Args:
+        class_folders: paths below one folder.
+        splits: {folder above class folders: split}.
+    """
+    folders = {}  # {(split, class): class folders}
+    for path in class_folders:
+        parent, name = os.path.split(path)
+        folders.setdefault((splits[parent], name), []).append(path)
+    joined = [paths for paths in folders.values() if len(paths) > 1]
+    if not joined:
+        return []
+    first, second, *_ = joined[0]
+    return [f"{counted(len(joined), 'class names')} of several folders, which are one class: first "
+            f"{first} and {second}"]
 
 
 def folders_of(paths, folder):
@@ -381,10 +449,13 @@ def join_metadata(files):
         if not columns:
             raise UserError(f"{file}: it has no column file_name; there are: "
                             + ", ".join(table.column_names))
-        for name in table[columns[0]][:]:
+        column = columns[0]
+        if "file_name" in columns:
+            column = "file_name"
+        for name in table[column][:]:
             path = os.path.join(os.path.dirname(file), name or "")
             paths.append(os.path.normpath(path))
-        tables.append(table.remove_columns(columns[0]))
+        tables.append(table.remove_columns(column))
     return datasets.concatenate_datasets(tables), paths
 
 

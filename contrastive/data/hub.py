@@ -4,7 +4,9 @@ names that flags give, and whole folders of the Hugging Face hub."""
 import contextlib
 import csv
 import glob
+import hashlib
 import itertools
+import os
 import re
 from pathlib import Path
 
@@ -63,8 +65,12 @@ def read_files(files):
     patterns = {}
     for split in files:
         patterns[split] = [glob.escape(path) for path in files[split]]
+    # `datasets` knows a cached table by the times of its files, which an unpacked file may share
+    # with the one before; a name with their sizes makes it another table.
+    sizes = "-".join(str(os.path.getsize(path)) for path in paths)
+    name = f"{kind}-{hashlib.sha256(sizes.encode()).hexdigest()[:16]}"
     with without_progress_bars():
-        return prepare(datasets.load_dataset_builder(kind, data_files=patterns, **options))
+        return prepare(datasets.load_dataset_builder(kind, name, data_files=patterns, **options))
 
 
 def read_repository(source, revision=None):
@@ -83,10 +89,19 @@ def read_repository(source, revision=None):
         if revision and is_cached and builder.hash != revision:
             raise UserError(f"without the hub, the cache of {source} has the commit "
                             f"{builder.hash} alone")
-    if type(builder).__name__ == "Csv":
+    if is_plain_csv(builder):
         options = csv_options(list(itertools.chain(*builder.config.data_files.values())))
         builder = datasets.load_dataset_builder(str(source), revision=revision, **options)
     return prepare(builder)
+
+
+def is_plain_csv(builder):
+    """Whether a builder reads csv files of which a data card says nothing but their splits."""
+    from datasets.packaged_modules.csv.csv import Csv
+
+    if not isinstance(builder, Csv):
+        return False
+    return builder.config.sep == "," and builder.config.names is None
 
 
 def prepare(builder):
@@ -117,11 +132,26 @@ def csv_options(files):
 
     separator = separator_of(files[0])
     headers = [read_header(file, separator) for file in files]
+    check_headers(files, headers)
     features = datasets.Features()
     for number, column in enumerate(headers[0]):
         features[column or f"Unnamed: {number}"] = datasets.Value("string")
     return {"features": features, "sep": separator, "encoding": "utf-8-sig",
             "keep_default_na": False}
+
+
+def check_headers(files, headers):
+    """Raises UserError unless all csv files have the same columns, each of them once: `datasets`
+    drops the columns that the first file lacks."""
+    for file, header in zip(files, headers):
+        for column in header:
+            if column and header.count(column) > 1:
+                raise UserError(f"{file}: two columns are called {column}; its header is "
+                                + ", ".join(header))
+        if set(header) != set(headers[0]):
+            raise UserError(f"{files[0]} has the columns {', '.join(headers[0])}, but {file} has "
+                            f"{', '.join(header)}: give both the same columns, empty ones too, or "
+                            "move one of the files away")
 
 
 def separator_of(file):
@@ -167,7 +197,11 @@ def generating():
     try:
         yield
     except datasets.exceptions.DatasetGenerationError as error:
-        cause = error.__cause__ or error
+        cause = error.__cause__ or error.__context__ or error
+        if isinstance(cause, datasets.table.CastError):
+            raise ValueError(
+                f"one file has the columns {', '.join(cause.table_column_names)}, another "
+                f"{', '.join(cause.requested_column_names)}, or columns of other types") from None
         longer = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(cause))
         if longer:
             expected, line, number = longer.groups()

@@ -91,6 +91,7 @@ def from_tars(name, split, folder, options):
         folder: a local copy; None = from the hub.
     """
     if options.streaming and split == "train":
+        refuse_class_names(name, folder, options)
         return Stream(name, find_streamed_tars(name, folder, options), options,
                       SETS[name].splits["train"])
     if folder is None:
@@ -103,6 +104,15 @@ def from_tars(name, split, folder, options):
     if names is None or data.labels is None:
         return data
     return with_class_names(data, names)
+
+
+def refuse_class_names(name, folder, options):
+    """Raises UserError if names of classes would be the captions: a stream has numbers alone."""
+    if folder is None:
+        folder = hub_folder(SETS[name].repository, ["*.txt"], options.revision or None)
+    if published_class_names(name, folder, options) is not None:
+        raise UserError(f"--streaming: the captions of {name} are the names of its classes, which "
+                        "a stream does not read; train without --streaming")
 
 
 def find_streamed_tars(name, folder, options):
@@ -131,7 +141,7 @@ def download_tars(name, split, options):
     return hub_folder(repository, patterns, options.revision or None)
 
 
-def tars_of_split(name, split, tars, place):
+def tars_of_split(name, split, tars, folder):
     """The sorted tars as text. cc12m has no val split: its last shard serves as val, and is not
     trained on. Raises: UserError if there are none."""
     patterns = SETS[name].tars
@@ -139,7 +149,7 @@ def tars_of_split(name, split, tars, place):
     if split == "train":
         paths = [path for path in paths if Path(path).name != patterns.get("val")]
     if not paths:
-        raise UserError(f"{place}: no {patterns[split]} in it")
+        raise UserError(f"{folder}: no {patterns[split]} in it")
     return paths
 
 

@@ -239,7 +239,21 @@ def open_listed(options):
             split = "train"
         with opening(f"--{kind}-file {file}"):
             splits[split] = data_of_list(split, file, options.data_dir)
+    check_listed(options, splits)
     return splits
+
+
+def check_listed(options, splits):
+    """Raises UserError if the lists of val or test have images of the index file."""
+    trained = set(splits["train"].keys())
+    for kind, file in list_files(options).items():
+        if kind not in ("val", "test"):
+            continue
+        num_shared = len(trained.intersection(splits[kind].keys()))
+        if num_shared:
+            raise UserError(f"--{kind}-file {file}: {num_shared:,} of its images are in "
+                            f"--index-file {options.index_file}, and would be trained on; give "
+                            "files that share none")
 
 
 def data_of_list(split, file, folder):

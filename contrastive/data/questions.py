@@ -14,7 +14,7 @@ from contrastive.data.annotations import (
     FileIndex, Files, Videos, clips_of, files_of, video_folder)
 from contrastive.data.clips import Regions, clip_options
 from contrastive.data.table import with_note
-from contrastive.core.processes import opening, say
+from contrastive.core.processes import UserError, opening, say
 
 NEXTQA_TYPES = {
     "CW": "causal why",
@@ -95,7 +95,12 @@ def causal_vidqa(files):
     {kind: {answer: 0..4[, reason: 0..4]}}.
     """
     videos = files.pickle()
-    folders = {path.parent.name: path.parent for path in files.paths if path.name == "text.json"}
+    folders = {}                                                            # {video: folder}
+    for path in files.paths:
+        if path.name == "text.json":
+            other = folders.setdefault(path.parent.name, path.parent)
+            if other != path.parent:
+                raise UserError(f"{other} and {path.parent} are of one video; leave one of them")
     pair = 0
     for video in videos:
         video_files = Files(folders[video])
@@ -149,11 +154,10 @@ def load(name, split, options):
     rows = filter_answered(rows)
     clip, video_files = open_videos(rows, split, options)
     videos = {}                                                            # {name: path or None}
+    table = []
     for row in rows:
         video = row["video"]
         videos[video] = video_files[video] or video_files[row.get("other_name") or video]
-    table = []
-    for row in rows:
         table.append({column: row[column] for column in COLUMNS if column in row})
     data = clips_of(name, split, table, options, clip=clip, videos=videos, has_captions=False)
 

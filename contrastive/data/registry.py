@@ -135,7 +135,7 @@ SETS = {
     "flickr30k": clip_benchmark("flickr30k", 29_000, 1_000, "research only, Flickr terms"),
 
     "openclipart": DataSet(
-        "openclipart", {"train": None, "val": 1_000, "test": 1_000}, "public domain"),
+        "openclipart", {"train": 2_222, "val": 1_000, "test": 1_000}, "public domain"),
 
     # Images with classes: the columns of TeMo's Table 7, and what TS trains on.
     "cifar10": DataSet(

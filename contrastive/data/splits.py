@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contrastive.core.processes import UserError, opening
+from contrastive.data.annotations import without_ending
 from contrastive.data.options import HELD_OUT_FRACTION
 from contrastive.data.table import EmptySplit, with_column, with_note
 from contrastive.data.user_data import read_captions
@@ -38,8 +39,8 @@ def hold_out(splits, missing, options, least=FEW_ROWS):
     the same split whatever the other rows are. Test is the same for any val_fraction. At most
     MAX_HELD_OUT rows of a split are evaluated.
 
-    A run that is older than --test-fraction has test_fraction 0: its splits are HELD_OUT_FRACTION,
-    without a least number.
+    test_fraction 0 stands for runs from before that flag: HELD_OUT_FRACTION of train, no least
+    number.
 
     Args:
         splits: {split: Data}.
@@ -89,10 +90,10 @@ def choose_rows(fractions, missing, options, least=FEW_ROWS):
     val = units[:0]
     if "val" in missing:
         candidates = np.setdiff1d(units, test)
-        width = options.val_fraction
-        if "test" in missing and width > HELD_OUT_FRACTION:
-            width += test_fraction
-        val = candidates[:max(least, np.sum(candidates < width))]
+        end_of_val = options.val_fraction
+        if "test" in missing and end_of_val > HELD_OUT_FRACTION:
+            end_of_val += test_fraction  # test lies inside this range
+        val = candidates[:max(least, np.sum(candidates < end_of_val))]
     return {"val": np.isin(fractions, val), "test": np.isin(fractions, test)}
 
 
@@ -120,8 +121,8 @@ def without_trained(data, *training_sets):
     """
     trained = set()
     for train in training_sets:
-        trained |= files_of(train)
-    if not trained or not trained.intersection(files_of(data)):
+        trained |= image_files_of(train)
+    if not trained or not trained.intersection(image_files_of(data)):
         return data
     rows = [row for row, file in enumerate(file_of_rows(data)) if file not in trained]
     num_trained = len(data) - len(rows)
@@ -132,7 +133,33 @@ def without_trained(data, *training_sets):
         data.select(rows), f"{num_trained:,} rows left out, whose files were trained on")
 
 
-def files_of(data):
+def compared_with_training(data, train, val):
+    """A split of the user's data with warnings of rows that are val of the training set, and of
+    files that without_trained does not compare.
+
+    Args:
+        val: the val split of the training set, or None.
+    """
+    if val is not None:
+        files_of_val = image_files_of(val)
+        num_val = sum(file in files_of_val for file in file_of_rows(data))
+        if num_val:
+            data = with_note(data, f"WARNING: {num_val:,} of its rows are val of the training set, "
+                                   "by which a run may be chosen")
+    if holds_files_inside(data) or holds_files_inside(train):
+        data = with_note(data, "WARNING: files inside tables and tars are not compared with those "
+                               "trained on")
+    return data
+
+
+def holds_files_inside(data):
+    """Whether the first file of a set is inside a table or a tar."""
+    if data.streamed:
+        return True
+    return data.sources is not None and own_path(data.sources[0]["source"]) is None
+
+
+def image_files_of(data):
     """The files on the disk that the rows of a set read."""
     return set(file_of_rows(data)) - {None}
 
@@ -195,14 +222,15 @@ def add_captions(data, file):
     clips = list(clips_of_data(data))
     rows_of_clip = {}  # {(stem, start, end): rows}
     for row, clip in enumerate(clips):
-        rows_of_clip.setdefault((clip.file.stem, clip.start, clip.end), []).append(row)
+        stem = without_ending(clip.file.name)
+        rows_of_clip.setdefault((stem, clip.start, clip.end), []).append(row)
 
     captions = list(data.column("captions"))
     questions = data.column("question") or [None] * len(data)
     num_added = 0
     unmatched = []
     for name, start, end, texts in additions:
-        rows = rows_of_clip.get((Path(name).stem, start, end), [])
+        rows = rows_of_clip.get((without_ending(Path(name).name), start, end), [])
         check_one_file(flag, name, {str(clips[row].file) for row in rows})
         if not rows:
             unmatched.append(name)
@@ -235,7 +263,7 @@ def merge_captions(captions, new, question):
     return captions + new
 
 
-# ---- further pairs ----
+# ---- exchanged captions ----
 def add_caption_noise(data, share):
     """The data in which a share of the rows have the captions of another row (--caption-noise).
 
@@ -290,6 +318,7 @@ def exchange_rows(contents, share):
     return source_rows
 
 
+# ---- further pairs ----
 def add_pairs(data, pairs, evaluation_sets, flag):
     """The training data followed by those of another set, without the clips that are evaluated.
 

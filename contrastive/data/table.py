@@ -335,6 +335,15 @@ class Data(TrainingSet):
         return dataclasses.replace(self, pixels=pixels)
 
 
+def identity_of_files(train):
+    """The identity of a training set without what --extra-pairs and --unfold-captions have added:
+    that of its files."""
+    if train.streamed:
+        return train.identity()
+    train = train.before_extra_pairs or train
+    return train.folded().identity()
+
+
 # ---- making Data ----
 def make_table(captions, keys, sources=None, classes=None, **columns):
     """A table for `Data`.

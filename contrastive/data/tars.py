@@ -20,7 +20,8 @@ from contrastive.core.processes import UserError, first_line, opening, rank, wor
 from contrastive.data.annotations import TEXT_OF_LIST, parse_list
 from contrastive.data.batches import TRIES, crop_views, frame_draws
 from contrastive.data.clips import clip_options
-from contrastive.data.folders import refuse_without_split, sort_files, splits_of_paths
+from contrastive.data.folders import (
+    notes_on_tables, refuse_without_split, sort_files, splits_of_paths)
 from contrastive.data.hub import generating, pick_column, require_column
 from contrastive.data.options import DataOptions
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES, decode
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 
 TEXT_TYPES = ("txt", "caption", "text", "cls")  # files that are read while the index is built
-INDEX_VERSION = 5  # the cache compares arguments, not code: changed rows need a new number
+INDEX_VERSION = 6  # the cache compares arguments, not code: changed rows need a new number
 SAMPLE_NAME = re.compile("(.*/)?[^/.]*")  # the path of a file up to the first dot of its name
 SAMPLES_PER_SHARD = 5000  # a guess, if the number of samples is not known
 MAX_CAPTIONS = 20_000  # that are read from the beginning of a stream
@@ -47,6 +48,7 @@ def open_tars(name, path, options):
         tars = tars_by_split(path, sorted(map(Path, files.tars)))
         if files.media["Image"] or files.media["Video"]:
             note = "images and videos beside the tars are not read"
+        note = join_notes(note, *files.notes(), *notes_on_tables(files.tables))
     else:
         tars = tars_by_split(path.parent, [path])
     if options.streaming:
@@ -167,7 +169,7 @@ def parse_sample(parts, options):
     if caption_part == "json" or re.match(TEXT_OF_LIST, text):
         lines = parse_list(text)
     else:
-        lines = text.splitlines()  # a caption a line
+        lines = text.split("\n")  # a caption a line; splitlines would also split at U+2028
     captions = [line.strip() for line in lines if line.strip()]
     if not captions:
         raise ValueError("an empty caption")
@@ -191,7 +193,10 @@ def index_tars(name, split, tars, options):
     """Data of all samples of these tars in their order. The key of a row is the sample's name; if
     several samples share one, it is TAR/NAME."""
     table = read_index(name, tars, options)
-    errors = table.data.column("error").to_numpy()
+    columns = {}                                                           # {name: (M,)}
+    for column in ("error", "video", "shard", "key", "label"):
+        columns[column] = table.data.column(column).to_numpy()
+    errors = columns["error"]
     reasons = errors[errors != ""]
     readable = np.flatnonzero(errors == "")
     note = ""
@@ -200,18 +205,16 @@ def index_tars(name, split, tars, options):
     if len(readable) <= len(reasons):
         raise UserError(f"--dataset {name}: {note or 'no samples'}")
 
-    has_videos = table.data.column("video").to_numpy().any()
-    shards = table.data.column("shard").to_numpy()[readable]
-    keys = table.data.column("key").to_numpy()[readable]
-    labels = table.data.column("label").to_numpy()[readable]
+    shards = columns["shard"][readable]
+    keys = columns["key"][readable]
     table = table.select(readable).remove_columns(["shard", "video", "error"])
     if len(set(keys)) < len(keys):  # every tar counts from 0
         table = table.remove_columns("key").add_column("key", keys_with_tars(keys, shards, tars))
-    if labels.max() < 0:
+    if columns["label"][readable].max() < 0:
         table = table.remove_columns("label")
 
     clip = None
-    if has_videos:
+    if columns["video"].any():
         clip = clip_options(options)
     has_captions = not are_class_numbers(table[:100]["captions"])
     if not has_captions:

@@ -19,8 +19,9 @@ from contrastive.data.annotations import (
     TEXT_OF_LIST, Videos, parse_list, video_folder, window_key, with_sound, with_subtitle_note)
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
-    SPLIT_WORDS, holds_tars, media_kind, read_tables, settle_eval, split_of_name)
+    SPLIT_WORDS, holds_tars, media_kind, read_tables, refuse_trainval, settle_eval, split_of_name)
 from contrastive.data.hub import WINDOW, generating, pick_column, require_column
+from contrastive.data.registry import SPLITS
 from contrastive.data.table import Data, make_table, with_column, with_note
 from contrastive.data.tars import open_tars
 
@@ -68,14 +69,29 @@ class UserTable:
     image: str  # column of the image or video
     caption: str | None  # column; None = class names take the place of captions
     label: str | None  # column
-    media: str = ""  # "Image" or "Video" if `datasets` has found or holds the files, else ""
+    media: str = ""  # "Image" or "Video" if the column is typed so, else ""
     path: list = ()  # of each row: path or name of the file, "" = none
     in_table: bool = False  # whether the table holds the bytes of the files
+    from_hub: bool = False  # whether files that `datasets` has found lie in the cache of the hub
     notes: list = dataclasses.field(default_factory=list)  # what the banner says was left out
 
     def texts(self, column):
         """The cells of a column as texts without white space around them, "" = none."""
-        return texts_of(self.table.with_format("arrow")[column][:])
+        return texts_of(self.cells(column))
+
+    def cells(self, column):
+        """A column of texts, lists of texts or numbers, in arrow. Raises: UserError if it holds
+        something else."""
+        cells = self.table.with_format("arrow")[column][:]
+        kind = cells.type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        if is_list and is_text(kind.value_type):
+            return cells
+        if pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType):
+            raise UserError(f"--dataset {self.name}: the column {column} holds {kind}, but needs "
+                            "texts or lists of texts; a number among texts is written as a text, "
+                            "\"3\"")
+        return cells
 
 
 @dataclasses.dataclass
@@ -118,6 +134,8 @@ def data_of_tables(name, tables, options, root, *, joins_rows=True):
         reasons = "; ".join(user.notes)
         raise UserError(f"--dataset {name}: no row has an image and a caption, or no file is found"
                         f" ({reasons})")
+    note_shared_files(user, examples)
+    note_gifs(user, examples, is_video)
     if user.in_table:
         check_no_windows(user, examples)
         table = table_of_pictures(user, examples)
@@ -152,6 +170,7 @@ def describe_tables(name, tables, options):
     import datasets
 
     words = settle_eval({word: split_of_name(word) for word in tables.splits})
+    refuse_trainval(words)
     notes = list(tables.notes)
     splits = []
     row_numbers = []
@@ -180,7 +199,8 @@ def describe_tables(name, tables, options):
     else:
         caption = require_column("--caption-column", options.caption_column, names, CAPTION_COLUMNS)
 
-    user = UserTable(name, table, splits, row_numbers, image, caption, label, notes=notes)
+    user = UserTable(name, table, splits, row_numbers, image, caption, label, notes=notes,
+                     from_hub=tables.from_hub)
     if image in media:
         user.media = media[image]
         undecoded = getattr(datasets, user.media)(decode=False)  # bytes, or paths of a folder
@@ -188,6 +208,8 @@ def describe_tables(name, tables, options):
         cells = user.table.with_format("arrow")[image][:]
         user.path = texts_of(pc.struct_field(cells, "path"))
         user.in_table = pc.struct_field(cells, "bytes").null_count < len(table)
+        if "::" in next(filter(None, user.path), ""):  # as the library datasets writes it
+            raise UserError(f"--dataset {name}: {user.path[0]} is inside an archive; unpack it")
     else:
         user.path = user.texts(image)
     return user
@@ -284,6 +306,33 @@ def group_examples(user, files):
     return list(examples.values())
 
 
+def note_shared_files(user, examples):
+    """Notes how many files have examples in several of the splits train, val and test."""
+    splits_of_file = {}  # {file: splits}
+    rows_of_files = {}  # {file: its first row}
+    for example in examples:
+        if example.split in SPLITS:
+            splits_of_file.setdefault(example.file, set()).add(example.split)
+            rows_of_files.setdefault(example.file, example.row)
+    shared = [file for file, splits in splits_of_file.items() if len(splits) > 1]
+    if shared:
+        row = rows_of_files[shared[0]]
+        first = user.path[row] or f"row {user.row_numbers[row]}"
+        user.notes.append(f"WARNING: {counted(len(shared), 'files')} with rows in several splits, "
+                          f"first {first}")
+
+
+def note_gifs(user, examples, is_video):
+    """Notes how many gif files are read as images, their first picture alone."""
+    if is_video:
+        return
+    names = [user.path[example.row] for example in examples]
+    num_gifs = sum(name.lower().endswith(".gif") for name in names)
+    if num_gifs:
+        user.notes.append(f"{counted(num_gifs, 'gif files')} read as still images; a column video "
+                          "reads their frames")
+
+
 def seconds_of_rows(user, column):
     """The start or end of each row; None is an open side, as is nan, which is noted. Raises:
     ValueError naming a text that is no number."""
@@ -326,7 +375,7 @@ def captions_of_rows(user, labels):
     UserError if some cells are the text of a list, and others are not."""
     if user.caption is None:
         return [[(label or "").replace("_", " ")] for label in labels]
-    column = user.table.with_format("arrow")[user.caption][:]
+    column = user.cells(user.caption)
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         lists = column.to_pylist()
         return [[str(text or "").strip() for text in texts or ()] for texts in lists]
@@ -335,6 +384,11 @@ def captions_of_rows(user, labels):
         return [[text] for text in texts]
     with opening(f"--dataset {user.name}: some cells of {user.caption} are the text of a list"):
         return [[text.strip() for text in parse_list(cell)] for cell in texts]
+
+
+def is_text(kind):
+    """Whether an arrow type is that of texts, or of cells that are all empty."""
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)
 
 
 def texts_of(column):
@@ -438,6 +492,12 @@ def find_files(user, options, root, is_video):
     return [files[path] for path in user.path]
 
 
+def shared_folder(examples):
+    """The folder below which the files of all examples are. Keys of files of the hub begin there,
+    since their paths in the cache depend on HF_HOME and on the commit."""
+    return os.path.commonpath([os.path.dirname(example.file) for example in examples])
+
+
 def table_of_files(user, examples, root, is_video):
     """The table of examples with files of their own. A key is the path as the user wrote it, with
     the window of a video.
@@ -449,6 +509,8 @@ def table_of_files(user, examples, root, is_video):
     keys = []
     names = []
     names_of_file = {}  # {file: names}
+    if user.media and user.from_hub:
+        root = shared_folder(examples)
     for example in examples:
         source = {"path": example.file}
         name = user.path[example.row]

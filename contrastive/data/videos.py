@@ -215,8 +215,7 @@ def find_annotations(name, split, options):
     repository = SETS[name].repository
     files = files_of(name, options)
     is_local = options.data_dir or files.has(*patterns)
-    has_repository = repository and not is_local
-    if options.revision or has_repository:
+    if options.revision or (repository and not is_local):
         with opening(f"{name}: {repository} on the hub (--data-dir names a local copy)"):
             files = Files(hub_folder(repository, HUB_FILES, options.revision or None))
     if split == "val" and not files.has(*patterns):

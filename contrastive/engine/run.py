@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from contrastive.data.batches import Batches
 from contrastive.data.hub import COMMITS
+from contrastive.data.table import identity_of_files
 from contrastive.encoders.base import batchnorms, sync_batchnorm
 from contrastive.engine import checkpoints
 from contrastive.engine.banner import banner
@@ -574,6 +575,7 @@ class Run:
             "peak_memory_mb": max(gather_objects(peak_memory_mb())), "parameters": self.parameters,
             "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val,
             "test": test, "chance": chance, "commit": self.commit, "hub": self.hub,
+            "training_set": identity_of_files(self.train),
             "versions": versions(args.cpu, self.commit), **extra}
 
     def write_ranks(self):

@@ -160,6 +160,22 @@ class EvaluatedSplits:
             if model.facts.train_features == "augmented" and model.args.split != "train":
                 self.long_tail["train"] = padded_and_flipped(
                     self.long_tail["train"], model.flags["seed"])
+        self.compare_training_set()
+
+    def compare_training_set(self):
+        """Warns if this is the training set of the run, the user's own, and other rows of it are
+        train now."""
+        saved = read_json(self.model.run / "summary.json", {}).get("training_set")
+        is_own = find_data_set(self.name) is None
+        if not saved or not is_own or self.name != self.model.trained_on:
+            return
+        train = self.long_tail.get("train")
+        if train is None:
+            train = load_data(self.name, "train", self.options)
+        identity = train.identity()
+        if identity != saved:
+            say(f"WARNING: {self.name} has changed since the run, which trained on {saved}, now "
+                f"{identity}: rows of val and test may have been trained on")
 
     @property
     def few_shot(self):
