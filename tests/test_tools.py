@@ -81,7 +81,7 @@ def test_results_and_logs_are_those_of_the_runs(runs, draw):
     said = draw("gap", TEMO)
     assert f"modality gap (Fig. 3), moving-emoji, temo: {tests['temo']['modality_gap']:.3f}" in said
     knn = tests["infonce"]["knn@1"]["mean_per_class"]
-    assert f"mean per class, % (Fig. 3), moving-emoji kNN@1, infonce: {knn:.3f}" in said
+    assert f"kNN, mean per class, % (Fig. 3), moving-emoji kNN@1, infonce: {knn:.3f}" in said
     error = tests["ncl"]["normalize"]["queue"]["error"]["text_to_image"]
     assert (
         f"normalisation error (Fig. 2), moving-emoji text to image, queue, ncl: {error:.3f}"

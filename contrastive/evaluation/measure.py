@@ -356,8 +356,10 @@ class Evaluator:
         model, _, transform = self.towers
         view, _ = view_of(transform, name, self.args.dataset)
         options = ClassOptions(
-            self.train, self.few_shot, self.shot_limits, self.knn_features, view, with_trivial,
-            build_untrained=functools.partial(untrained, model.spec, self.args.seed))
+            self.train, self.few_shot, self.shot_limits, self.knn_features, view)
+        if with_trivial:
+            options.with_trivial = True
+            options.build_untrained = functools.partial(untrained, model.spec, self.args.seed)
         measured = measure(
             self.towers, self.sets[name][split], self.tasks[name, split], options,
             device=self.device, workers=self.args.workers)
