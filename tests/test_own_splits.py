@@ -104,13 +104,21 @@ def test_rows_that_were_trained_on_are_left_out_and_counted(root):
     assert "WARNING" not in sets[str(root / "test.csv")]["test"].note
 
 
-def test_files_inside_tables_are_said_not_to_be_compared(tmp_path):
+def test_files_inside_tables_are_said_not_to_be_compared(tmp_path, capsys):
     for name in ("train", "test"):
         rows = [(encode(picture(i)), caption(i)) for i in range(30)]
         write_rows(tmp_path / f"{name}.parquet", ["image", "caption"], rows)
     _, sets = open_data(parse(tmp_path, "test.parquet", train="train.parquet"))
     test = sets[str(tmp_path / "test.parquet")]["test"]
-    assert "WARNING: files inside tables and tars are not compared with those trained" in test.note
+    words = "WARNING: files inside tables and tars are not compared with those trained on"
+    assert words in test.note
+    run_script(temo, tmp_path / "run", *TINY, "--dataset", tmp_path / "train.parquet")
+    flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--workers", "0"]
+    capsys.readouterr()
+    for name, count in (("train", 0), ("test", 1)):
+        file = str(tmp_path / f"{name}.parquet")
+        eval_py.main(eval_py.parse_args([*flags, "--datasets", file]))
+        assert capsys.readouterr().out.count(words) == count
 
 
 def test_a_set_of_nothing_else_than_the_training_rows_is_an_error(root):

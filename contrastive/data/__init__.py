@@ -32,8 +32,8 @@ from contrastive.data.hub import TABLE_KINDS
 from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOptions
 from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, partition_name
 from contrastive.data.splits import (
-    add_caption_noise, add_captions, add_pairs, clips_of_data, compared_with_training, hold_out,
-    without_trained)
+    add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, with_note_of_uncompared,
+    with_note_of_val, without_trained)
 from contrastive.data.table import EmptySplit, join_captions, with_note
 from contrastive.data.user_data import open_user_data
 
@@ -309,8 +309,8 @@ def open_data(args):
         if name != args.dataset and find_data_set(name) is None:
             val = own_val_split(args)
             for split, data in splits.items():
-                data = without_trained(data, train)
-                splits[split] = compared_with_training(data, train, val)
+                data = with_note_of_val(without_trained(data, train), val)
+                splits[split] = with_note_of_uncompared(data, train)
         if args.eval_datasets and not splits:
             raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
         evaluation_sets[name] = splits

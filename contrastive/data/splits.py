@@ -133,21 +133,26 @@ def without_trained(data, *training_sets):
         data.select(rows), f"{num_trained:,} rows left out, whose files were trained on")
 
 
-def compared_with_training(data, train, val):
-    """A split of the user's data with warnings of rows that are val of the training set, and of
-    files that without_trained does not compare.
+def with_note_of_val(data, val):
+    """A split of the user's data with a warning of its rows that are val of the training set.
 
     Args:
         val: the val split of the training set, or None.
     """
-    if val is not None:
-        files_of_val = image_files_of(val)
-        num_val = sum(file in files_of_val for file in file_of_rows(data))
-        if num_val:
-            data = with_note(data, f"WARNING: {num_val:,} of its rows are val of the training set, "
-                                   "by which a run may be chosen")
-    if holds_files_inside(data) or holds_files_inside(train):
-        data = with_note(data, "WARNING: files inside tables and tars are not compared with those "
+    if val is None:
+        return data
+    files_of_val = image_files_of(val)
+    num_val = sum(file in files_of_val for file in file_of_rows(data))
+    if not num_val:
+        return data
+    return with_note(data, f"WARNING: {num_val:,} of its rows are val of the training set, by "
+                           "which a run may be chosen")
+
+
+def with_note_of_uncompared(data, *training_sets):
+    """A split of the user's data with a warning if without_trained cannot compare its files."""
+    if any(map(holds_files_inside, (data, *training_sets))):
+        return with_note(data, "WARNING: files inside tables and tars are not compared with those "
                                "trained on")
     return data
 

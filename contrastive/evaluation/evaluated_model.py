@@ -9,7 +9,7 @@ from contrastive.core.processes import UserError, opening, say
 from contrastive.data import data_options, load_data, open_pairs
 from contrastive.data.long_tail import labelled_sets
 from contrastive.data.registry import find_data_set, partition_name
-from contrastive.data.splits import without_trained
+from contrastive.data.splits import with_note_of_uncompared, without_trained
 from contrastive.data.table import EmptySplit
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.models import build_model, load_model, untrained
@@ -192,7 +192,10 @@ class EvaluatedSplits:
         """The Data of a split, from its files. Raises: EmptySplit if there is no such split."""
         if not self.long_tail:
             data = load_data(self.name, split, self.options)
-            data = without_trained(data, *self.training_sets(split))
+            training_sets = self.training_sets(split)
+            data = without_trained(data, *training_sets)
+            if training_sets and split != "train":
+                data = with_note_of_uncompared(data, *training_sets)
         elif split in self.long_tail:
             data = self.long_tail[split]
         else:
