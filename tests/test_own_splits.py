@@ -177,8 +177,13 @@ def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
     open_unnamed.cache_clear()
     eval_py.main(eval_py.parse_args(flags))
     out = capsys.readouterr().out
-    assert f"WARNING: {path} has changed since the run, which trained on {{'examples': 40, " in out
-    assert "rows of val and test may have been trained on" in out
+    assert f"WARNING: {path} has changed since the run, which trained on other rows" in out
+    other = path.with_name("other.csv")
+    other.write_text(text[0] + "".join(text[50:]))
+    eval_py.main(eval_py.parse_args([*flags, "--datasets", str(other)]))
+    out = capsys.readouterr().out
+    assert f"WARNING: {path} has changed since the run, which trained on other rows" in out
+    assert f"rows of {other} that were trained on may count, too" in out
 
 
 def test_a_test_file_of_classes_learns_from_the_training_images(root, tmp_path, capsys):

@@ -165,17 +165,19 @@ class EvaluatedSplits:
     def compare_training_set(self):
         """Warns if this is the training set of the run, the user's own, and other rows of it are
         train now."""
-        saved = read_json(self.model.run / "summary.json", {}).get("training_set")
-        is_own = find_data_set(self.name) is None
-        if not saved or not is_own or self.name != self.model.trained_on:
+        if find_data_set(self.name) is not None or self.name != self.model.trained_on:
             return
         train = self.long_tail.get("train")
         if train is None:
             train = load_data(self.name, "train", self.options)
-        identity = train.identity()
-        if identity != saved:
-            say(f"WARNING: {self.name} has changed since the run, which trained on {saved}, now "
-                f"{identity}: rows of val and test may have been trained on")
+        self.warn_if_changed(train)
+
+    def warn_if_changed(self, train):
+        """Warns if the training set of the run, as it is now, has other rows than in the run."""
+        trained = read_json(self.model.run / "summary.json", {}).get("training_set")
+        if trained and train.identity() != trained:
+            say(f"WARNING: {train.name} has changed since the run, which trained on other rows of "
+                f"it; rows of {self.name} that were trained on may count, too")
 
     @property
     def few_shot(self):
@@ -220,7 +222,9 @@ class EvaluatedSplits:
         result = []
         if are_own and self.name != trained_on and self.is_there(trained_on):
             options = data_options(flags).replace(by_class=self.options.by_class)
-            result.append(load_data(trained_on, "train", options))
+            train = load_data(trained_on, "train", options)
+            self.warn_if_changed(train)
+            result.append(train)
         if split == "train" or self.was_evaluated():
             return result
         for word in self.model.flags.get("extra_pairs", ()):
