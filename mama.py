@@ -680,7 +680,9 @@ def main(args):  # noqa: C901, PLR0912
         lines.update(answers.banner_lines(questions, train, args))
     run.begin(evaluator, random_guess(args, steps.total, eta * answer_guess), lines)
     # without the network of --weighting meta, whose gradient is not that of the loss
-    trained_loss_modules = nn.ModuleList(trained_modules[1:])
+    averaged_modules = nn.ModuleDict(loss_modules)
+    if args.weighting == "meta":
+        averaged_modules.pop("weight_net")
     # listed once, since a walk through all modules takes milliseconds
     clipped_parameters = [*tower.parameters(), *loss_modules.parameters()]
     for batch in batches:
@@ -734,7 +736,7 @@ def main(args):  # noqa: C901, PLR0912
 
         run.check_finite(loss, tau, encoded[:2])
         chunks.backward(loss)                                              # of the full batch
-        common.average_gradients(trained_loss_modules.parameters())
+        common.average_gradients(averaged_modules.parameters())
         if args.grad_clip:
             run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
         optimizer.step()
@@ -945,8 +947,8 @@ def log_columns(last_batch, encoded, similarity, run):
 def keep_curve(run):
     """Adds the weights that the network gives to 64 losses to run.tensors (Fig. 4, right)."""
     args = run.args
-    # one and a half times the loss of a random guess, beyond the losses of a random guess at
-    # weights 1
+    # One and a half times the sum of both directions for a random guess. The losses of pairs can
+    # lie above it at a low tau, or with --contrastive-weight or --eta above 1.
     highest = 3 * math.log(args.batch_size)                                # nats
     if args.task == "qa-open":
         highest += 1.5 * math.log(args.answers)
@@ -962,8 +964,11 @@ def keep_curve(run):
 
 def evaluation_facts(args):
     """What eval.py has to know of a run."""
+    tau = args.tau
+    if args.contrastive_weight == 0:
+        tau = None  # no temperature was trained
     return EvaluationFacts(
-        tau=args.tau, learnable_tau=args.learnable_tau, knn_features=args.knn_features,
+        tau=tau, learnable_tau=args.learnable_tau, knn_features=args.knn_features,
         shuffled_videos=args.shuffle_video)
 
 

@@ -194,7 +194,7 @@ def test_trainval_beside_val_is_refused(kind, tmp_path):
         for word in words:
             card += f"  - split: {word}\n    path: {word}.csv\n"
         (tmp_path / "README.md").write_text(card + "---\n")
-    complains(tmp_path, "train", "trainval holds the rows of val, too", "move it away")
+    complains(tmp_path, "train", "trainval holds the rows of val, too", "leave one of them out")
 
 
 def test_trainval_is_train_where_there_is_no_val(tmp_path):

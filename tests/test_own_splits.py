@@ -99,7 +99,7 @@ def test_rows_that_were_trained_on_are_left_out_and_counted(root):
     assert len(train) == 34 and len(test) == 36
     assert not set(train.keys()) & set(test.keys())
     assert "34 rows left out, whose files were trained on" in test.note
-    assert "WARNING: 6 of its rows are val of the training set, by which a run" in test.note
+    assert "WARNING: 6 of its rows are in the val split of the training set" in test.note
     _, sets = open_data(parse(root, "test.csv"))
     assert "WARNING" not in sets[str(root / "test.csv")]["test"].note
 
@@ -159,9 +159,10 @@ def test_files_of_extra_pairs_are_left_out_of_other_sets_alone(root, tmp_path, c
     assert images == [30 - num_trained, 15]
     assert f"{num_trained} rows left out, whose files were" in capsys.readouterr().out
     (root / "pairs.csv").rename(root / "moved.csv")
+    open_unnamed.cache_clear()
     found = eval_py.main(eval_py.parse_args([*flags, "--datasets", files[0]]))["datasets"]
     assert found[files[0]]["metrics"]["images"] == 30
-    assert "pairs.csv is not there, so rows of" in capsys.readouterr().out
+    assert "pairs.csv of the run cannot be read, so rows" in capsys.readouterr().out
 
 
 def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
@@ -183,7 +184,7 @@ def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
     eval_py.main(eval_py.parse_args([*flags, "--datasets", str(other)]))
     out = capsys.readouterr().out
     assert f"WARNING: {path} has changed since the run, which trained on other rows" in out
-    assert f"rows of {other} that were trained on may count, too" in out
+    assert out.count("has changed since the run") == 1
 
 
 def test_a_test_file_of_classes_learns_from_the_training_images(root, tmp_path, capsys):

@@ -56,7 +56,7 @@ class Files:
         """Prints which of several files with a pattern is read."""
         if len(files) > 1 and files[0] not in self.warned:
             self.warned.add(files[0])
-            say(f"WARNING: {len(files)} files are called {pattern}; {files[0]} is read, not "
+            say(f"WARNING: {len(files)} files match {pattern}; {files[0]} is read, not "
                 f"{files[1]}")
 
     def find(self, *patterns):

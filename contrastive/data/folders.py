@@ -169,13 +169,13 @@ def settle_eval(splits):
 
 
 def refuse_trainval(splits):
-    """Raises UserError if {name: split} has a name with the word trainval beside val."""
+    """Raises UserError if {name: split} has train by the word trainval beside val."""
     if "val" not in splits.values():
         return
-    for name in splits:
-        if "trainval" in words_of(name):
+    for name, split in splits.items():
+        if split == "train" and "trainval" in words_of(name):
             raise UserError(f"{name}: trainval holds the rows of val, too, and there is a split "
-                            "val; move it away")
+                            "val; leave one of them out")
 
 
 def split_of_parts(path, parts):
@@ -202,7 +202,7 @@ def splits_of_paths(paths):
     if None in splits.values():
         splits = {path: split_of_parts(path, parts[path]) for path in parts}
     splits = settle_eval(splits)
-    refuse_trainval(splits)
+    refuse_trainval({os.sep.join(parts[path][num_shared:]): splits[path] for path in parts})
     if set(splits.values()) <= {"train", None}:
         return dict.fromkeys(parts, "train")
     return splits

@@ -96,10 +96,12 @@ def read_repository(source, revision=None):
 
 
 def is_plain_csv(builder):
-    """Whether a builder reads csv files of which a data card says nothing but their splits."""
+    """Whether a builder reads csv files of whose columns a data card says nothing."""
     from datasets.packaged_modules.csv.csv import Csv
 
     if not isinstance(builder, Csv):
+        return False
+    if builder.info.features is not None:  # the card names the types, such as classes
         return False
     return builder.config.sep == "," and builder.config.names is None
 

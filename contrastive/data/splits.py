@@ -119,10 +119,13 @@ def without_trained(data, *training_sets):
         training_sets: Data.
     Raises: EmptySplit if no row is left.
     """
+    files = image_files_of(data)
+    if not files:
+        return data
     trained = set()
     for train in training_sets:
         trained |= image_files_of(train)
-    if not trained or not trained.intersection(image_files_of(data)):
+    if not trained.intersection(files):
         return data
     rows = [row for row, file in enumerate(file_of_rows(data)) if file not in trained]
     num_trained = len(data) - len(rows)
@@ -145,12 +148,14 @@ def with_note_of_val(data, val):
     num_val = sum(file in files_of_val for file in file_of_rows(data))
     if not num_val:
         return data
-    return with_note(data, f"WARNING: {num_val:,} of its rows are val of the training set, by "
-                           "which a run may be chosen")
+    return with_note(data, f"WARNING: {num_val:,} of its rows are in the val split of the "
+                           "training set, by which runs may be chosen")
 
 
 def with_note_of_uncompared(data, *training_sets):
-    """A split of the user's data with a warning if without_trained cannot compare its files."""
+    """A split with a warning if without_trained cannot compare its files."""
+    if data.sources is None and not data.streamed:
+        return data  # pixels in memory
     if any(map(holds_files_inside, (data, *training_sets))):
         return with_note(data, "WARNING: files inside tables and tars are not compared with those "
                                "trained on")

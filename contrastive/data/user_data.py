@@ -208,8 +208,9 @@ def describe_tables(name, tables, options):
         cells = user.table.with_format("arrow")[image][:]
         user.path = texts_of(pc.struct_field(cells, "path"))
         user.in_table = pc.struct_field(cells, "bytes").null_count < len(table)
-        if "::" in next(filter(None, user.path), ""):  # as the library datasets writes it
-            raise UserError(f"--dataset {name}: {user.path[0]} is inside an archive; unpack it")
+        first = next(filter(None, user.path), "")
+        if "::" in first and not user.in_table:  # as the library datasets writes it
+            raise UserError(f"--dataset {name}: {first} is inside an archive; unpack it")
     else:
         user.path = user.texts(image)
     return user
@@ -238,9 +239,11 @@ def find_media_columns(table, options):
 
 
 def read_split_column(name, table):
-    """The split of each row by the column `split`. Raises: UserError naming an unknown word."""
+    """The split of each row by the column `split`. Raises: UserError naming an unknown word, or
+    trainval beside val."""
     words = [str(word) for word in table["split"][:]]
     splits = settle_eval({word: split_of_name(word) for word in set(words)})
+    refuse_trainval(splits)
     unknown = sorted(word for word, split in splits.items() if split is None)
     if unknown:
         raise UserError(f"--dataset {name}: '{unknown[0]}' in the column split is none of "

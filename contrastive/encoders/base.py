@@ -21,8 +21,8 @@ STATS = {
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
 }
-# Parts of the names of tensors that weights may lack: counters of BatchNorm, constants, and layers
-# that no embedding reads.
+# Parts of the names of tensors that weights may lack: counters of BatchNorm, constants, and
+# poolers, whose own layer no embedding reads.
 OPTIONAL_PARTS = "num_batches_tracked", "position_ids", "pooler.", "mask_token"
 # Options of every transformers model: some are published in half precision.
 TRANSFORMERS_OPTIONS = {"dtype": torch.float32, "trust_remote_code": False}
@@ -384,8 +384,9 @@ def hub_encoder(name, half, pretrained, config):
         else:
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         if config.model_type != "clip" and not feature_width(config):
-            raise UserError(f"{name}: a {config.model_type} of several towers; give a CLIP, or a "
-                            "folder with one of its towers")
+            raise UserError(f"{name}: the config of a {config.model_type} names no width of "
+                            "features, as of several towers; give a CLIP, or a folder with one of "
+                            "its towers")
         model_class = transformers.AutoModel
         if half == "text" and config.model_type == "t5":
             model_class = transformers.AutoModelForTextEncoding  # the encoder alone
@@ -414,7 +415,8 @@ def mask_of_body(body, mask):
     """The attention mask that a bidirectional transformers model reads, of a mask (B, L).
 
     A mask (B, 1, 1, L) is taken as it is; of (B, L) transformers first asks whether it is all 1,
-    which waits for the GPU. Eager attention would add True as the number 1, so it gets (B, L).
+    which waits for the GPU. Eager attention would add a bool mask as numbers, so it gets (B, L),
+    from which transformers makes its own.
     """
     if body.config._attn_implementation == "sdpa":
         return mask[:, None, None].bool()                                # (B, 1, 1, L)

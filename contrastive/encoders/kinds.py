@@ -57,8 +57,8 @@ ENCODER_KINDS = {
 
 
 def encoder_kind(name, config=None):
-    """The kind of an image encoder, by its name: no file and no hub is opened, but if there is a
-    folder of that name, it is a model of transformers.
+    """The kind of an image encoder: by its name, or a model of transformers if a folder has that
+    name; nothing is opened.
 
     Args:
         name: as --image-encoder takes it.

@@ -83,8 +83,8 @@ def hub_stats(name, default):
     mean = processor.get("image_mean") or default[0]
     std = processor.get("image_std") or default[1]
     if not processor.get("image_mean") or not processor.get("image_std"):
-        say(f"WARNING: {name}: no file says the statistics of its pixels; --image-stats encoder "
-            f"takes mean {tuple(mean)}, deviation {tuple(std)}")
+        say(f"WARNING: {name}: no file that can be read says the statistics of its pixels; "
+            f"--image-stats encoder takes mean {tuple(mean)}, deviation {tuple(std)}")
     return tuple(mean), tuple(std)
 
 

@@ -193,8 +193,8 @@ def match_names(state, weights, path):
         elif not name.startswith(LAST_LAYERS):
             raise UserError(
                 f"--init-from {path}: {name} is {tuple(tensor.shape)} there, {shape} in the model: "
-                "give the encoders, --image-size, --text-length, --frames and vocabulary of the "
-                "file")
+                "give the encoders, --image-size, --text-length, --frames, --embed-dim and "
+                "vocabulary of the file")
     return tensors
 
 

@@ -89,7 +89,7 @@ def fit_to_data(args, train):
 def fitting_batch(examples, processes):
     """The largest global batch that the examples fill and that the processes can share.
 
-    From 8 examples on it is a multiple of 8, and so the same on 1, 2, 4 and 8 processes.
+    From 8 examples on it is a multiple of 8 on 1, 2, 4 and 8 processes, and so the same.
     """
     multiple = 8
     if examples < multiple or multiple % processes:

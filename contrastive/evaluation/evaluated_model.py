@@ -2,6 +2,7 @@
 NCL's normalisation."""
 
 import argparse
+import functools
 from pathlib import Path
 
 from contrastive.core.files import read_json, slug
@@ -10,7 +11,7 @@ from contrastive.data import data_options, load_data, open_pairs
 from contrastive.data.long_tail import labelled_sets
 from contrastive.data.registry import find_data_set, partition_name
 from contrastive.data.splits import with_note_of_uncompared, without_trained
-from contrastive.data.table import EmptySplit
+from contrastive.data.table import EmptySplit, identity_of_files
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.models import build_model, load_model, untrained
 from contrastive.encoders.texts import Tokenizer, build_tokenizer
@@ -126,6 +127,43 @@ class EvaluatedModel:
             return None
         return untrained(read_json(self.run / "model.json"), self.flags["seed"])
 
+    @functools.cached_property
+    def training_set(self):
+        """The training set of the run as it is now, if it is the user's own; None if it is not, or
+        cannot be read. Prints a warning if it has changed since the run, or is not there."""
+        name = self.trained_on
+        if name is None or find_data_set(name) is not None:
+            return None
+        if not Path(name).expanduser().exists():
+            say(f"WARNING: {name} is not there, so rows that were trained on count, too")
+            return None
+        options = data_options(argparse.Namespace(**self.flags)).replace(
+            by_class=self.towers.tokenizer is None, **TRAINING_ONLY)
+        try:
+            if self.facts.long_tail:
+                train = labelled_sets(name, options)["train"]
+            else:
+                train = load_data(name, "train", options)
+        except EmptySplit:
+            return None  # a copy with the test part alone
+        saved = read_json(self.run / "summary.json", {}).get("training_set")
+        if saved and identity_of_files(train) != saved:
+            say(f"WARNING: {name} has changed since the run, which trained on other rows of it; "
+                "rows that were trained on may count, too")
+        return train
+
+    @functools.cached_property
+    def extra_pairs(self):
+        """The --extra-pairs of the run that can be read: a list of Data."""
+        pairs = []
+        for word in self.flags.get("extra_pairs", ()):
+            try:
+                pairs.append(open_pairs(word, argparse.Namespace(**self.flags)))
+            except UserError as error:
+                say(f"WARNING: --extra-pairs {word} of the run cannot be read, so rows that were "
+                    f"trained on count, too ({error})")
+        return pairs
+
     def picture(self, kind, name):
         """The path of a picture of a data set."""
         return self.folder / f"{kind}_{slug(name)}.png"
@@ -160,24 +198,6 @@ class EvaluatedSplits:
             if model.facts.train_features == "augmented" and model.args.split != "train":
                 self.long_tail["train"] = padded_and_flipped(
                     self.long_tail["train"], model.flags["seed"])
-        self.compare_training_set()
-
-    def compare_training_set(self):
-        """Warns if this is the training set of the run, the user's own, and other rows of it are
-        train now."""
-        if find_data_set(self.name) is not None or self.name != self.model.trained_on:
-            return
-        train = self.long_tail.get("train")
-        if train is None:
-            train = load_data(self.name, "train", self.options)
-        self.warn_if_changed(train)
-
-    def warn_if_changed(self, train):
-        """Warns if the training set of the run, as it is now, has other rows than in the run."""
-        trained = read_json(self.model.run / "summary.json", {}).get("training_set")
-        if trained and train.identity() != trained:
-            say(f"WARNING: {train.name} has changed since the run, which trained on other rows of "
-                f"it; rows of {self.name} that were trained on may count, too")
 
     @property
     def few_shot(self):
@@ -192,9 +212,9 @@ class EvaluatedSplits:
 
     def read(self, split):
         """The Data of a split, from its files. Raises: EmptySplit if there is no such split."""
+        training_sets = self.training_sets(split)
         if not self.long_tail:
             data = load_data(self.name, split, self.options)
-            training_sets = self.training_sets(split)
             data = without_trained(data, *training_sets)
             if training_sets and split != "train":
                 data = with_note_of_uncompared(data, *training_sets)
@@ -212,34 +232,17 @@ class EvaluatedSplits:
         """What the run trained on and whose files are left out of a split: a list of Data.
 
         They are its data set, if both are the user's own, and, for val and test, its --extra-pairs.
-        Of those, training has left out the clips of the sets that the run evaluated.
+        Of a set that the run itself evaluated nothing has to be left out: training has left out
+        the pairs of its clips.
         """
-        trained_on = self.model.trained_on
-        if trained_on is None:
-            return []
-        flags = argparse.Namespace(**self.model.flags)
-        are_own = find_data_set(self.name) is None and find_data_set(trained_on) is None
         result = []
-        if are_own and self.name != trained_on and self.is_there(trained_on):
-            options = data_options(flags).replace(by_class=self.options.by_class)
-            train = load_data(trained_on, "train", options)
-            self.warn_if_changed(train)
-            result.append(train)
-        if split == "train" or self.was_evaluated():
-            return result
-        for word in self.model.flags.get("extra_pairs", ()):
-            name, _ = partition_name(word, "=")
-            if self.is_there(name):
-                result.append(open_pairs(word, flags))
+        if find_data_set(self.name) is None:
+            train = self.model.training_set  # warns if it has changed, also where it is this set
+            if train is not None and self.name != self.model.trained_on:
+                result.append(train)
+        if split != "train" and not self.was_evaluated():
+            result += self.model.extra_pairs
         return result
-
-    def is_there(self, trained_on):
-        """Whether a training set of the run can be read; else it prints what follows."""
-        if find_data_set(trained_on) is not None or Path(trained_on).expanduser().exists():
-            return True
-        say(f"WARNING: {trained_on} is not there, so rows of {self.name} that were trained on "
-            "count, too")
-        return False
 
     def was_evaluated(self):
         """Whether the run itself evaluated this set."""
