@@ -146,8 +146,8 @@ def parse_args(argv=None):
     run.add_argument("--cpu", action="store_true", help="stay on the CPU")
     args = parser.parse_args(argv)
 
-    # Without --normalize, retrieval is normalised as at the end of training: only on the run's own
-    # set for queue, with its own queue.
+    # Without --normalize, retrieval is normalised as at the end of training: for queue only on the
+    # run's own set, with the run's queue.
     args.as_trained = not args.normalize
     if args.as_trained:
         args.normalize = "none"

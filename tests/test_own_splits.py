@@ -186,6 +186,10 @@ def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
         out = capsys.readouterr().out
         assert f"WARNING: {path} has changed since the run, which trained on other rows" in out
         assert out.count("has changed since the run") == 1
+    path.unlink()
+    open_unnamed.cache_clear()
+    eval_py.main(eval_py.parse_args([*flags, "--datasets", str(other)]))
+    assert f"WARNING: {path} cannot be read, so rows that were" in capsys.readouterr().out
 
 
 def test_a_test_file_of_classes_learns_from_the_training_images(root, tmp_path, capsys):

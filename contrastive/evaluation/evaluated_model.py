@@ -130,12 +130,9 @@ class EvaluatedModel:
     @functools.cached_property
     def training_set(self):
         """The training set of the run as it is now, if it is the user's own; None if it is not, or
-        cannot be read. Prints a warning if it has changed since the run, or is not there."""
+        cannot be read. Prints a warning if it cannot be read, or has changed since the run."""
         name = self.trained_on
         if name is None or find_data_set(name) is not None:
-            return None
-        if not Path(name).expanduser().exists():
-            say(f"WARNING: {name} is not there, so rows that were trained on count, too")
             return None
         options = data_options(argparse.Namespace(**self.flags)).replace(
             by_class=self.towers.tokenizer is None, **TRAINING_ONLY)
@@ -146,6 +143,10 @@ class EvaluatedModel:
                 train = load_data(name, "train", options)
         except EmptySplit:
             return None  # a copy with the test part alone
+        except UserError as error:
+            say(f"WARNING: {name} cannot be read, so rows that were trained on count, too "
+                f"({error})")
+            return None
         saved = read_json(self.run / "summary.json", {}).get("training_set")
         if saved and identity_of_files(train) != saved:
             say(f"WARNING: {name} has changed since the run, which trained on other rows of it; "
