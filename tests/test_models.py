@@ -274,7 +274,10 @@ def test_statistics_of_pixels_are_those_of_the_model_s_files(name, tmp_path, tin
     stats = common.VisionEncoder(str(tmp_path / "vit"), 0).stats
     expected = tuple(map(tuple, STATISTICS.values())) if has_statistics else IMAGENET
     assert stats == expected
-    words = "no file says the statistics of its pixels; --image-stats encoder takes mean (0.485"
+    words = (
+        "no file that can be read says the statistics of its pixels; --image-stats encoder takes "
+        "mean (0.485"
+    )
     assert (words in capsys.readouterr().out) == (not has_statistics)
 
 
@@ -597,7 +600,7 @@ BAD = {  # what is said: what opens them
     "./deeper: its weights lack encoder.layer.1.* and 15 more": lambda t: common.TextEncoder(
         "./deeper", 0
     ),
-    "./towers: a siglip of several towers; give a CLIP": lambda t: common.VisionEncoder(
+    "./towers: the config of a siglip names no width of features": lambda t: common.VisionEncoder(
         "./towers", 0
     ),
     "./empty: no tokenizer there": lambda t: common.build_tokenizer(

@@ -262,7 +262,7 @@ def test_of_several_annotation_files_the_one_that_is_read_is_named(tmp_path, cap
     data = common.load_data("msvd", "train", data_dir=str(tmp_path))
     assert list(data.keys()) == ["v1"]
     first, second = (tmp_path / name for name in ("old/train_list.txt", "train_list.txt"))
-    said = f"WARNING: 2 files are called train_list.txt; {first} is read, not {second}\n"
+    said = f"WARNING: 2 files match train_list.txt; {first} is read, not {second}\n"
     assert capsys.readouterr().out.count(said) == 1
 
 

@@ -237,6 +237,8 @@ class EvaluatedSplits:
         the pairs of its clips.
         """
         result = []
+        if self.model.trained_on is None:
+            return result
         if find_data_set(self.name) is None:
             train = self.model.training_set  # warns if it has changed, also where it is this set
             if train is not None and self.name != self.model.trained_on:
