@@ -757,7 +757,7 @@ def main(args):  # noqa: C901, PLR0912
     # ------------------------------------------- save and evaluate --------------------------------
     if rank() == 0:
         write_tensors(run.folder / "weights.safetensors", run.tensors)
-        if meta and args.meta_set == "val":
+        if meta is not None and args.meta_set == "val":
             # eval.py leaves them out
             keys = {f"{args.dataset} val": meta.column("key")}
             write_json(run.folder / "meta_data.json", keys)

@@ -547,7 +547,7 @@ def main(args):  # noqa: C901, PLR0912
             value = loss_modules["tau"]()                                  # ()
         else:
             if args.shifts:
-                # -1 is no cluster, and the last of `shifts`
+                # a caption without a cluster has -1, and so the last of `shifts`
                 cluster, num_missing = clusters.look_up(batch["keys"], texts)            # (B,)
                 shift = shifts[cluster]                                    # (B,)
             else:

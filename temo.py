@@ -666,7 +666,7 @@ def main(args):  # noqa: C901, PLR0912
     # the batch and the epochs of a user's small data
     args = common.fit_to_data(args, train)
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
-    augmented = uses_augmented(args)               # whether the loss has I~ and T~
+    augmented = uses_augmented(args)
     paraphrases = None
     paraphrase_anchor = False
     if augmented and args.paraphrases:

@@ -565,14 +565,12 @@ def read_query_pieces(folder):
     """
     run = Path(folder)
     facts = read_facts(run)
-    gamma = 0.0
     if facts.tau is None:
         raise UserError(f"{run}: has no single temperature (none, or its own change over time "
                         "or pairs), by which the errors of queries are drawn; give other runs")
-    if not (run / "queues.safetensors").is_file():  # which say the temperature
-        gamma = temperature_of_run(facts, run)
     pieces = read_pieces(folder)
-    pieces.gamma = pieces.gamma or gamma
+    if not pieces.gamma:  # else it is that of the queues of ncl.py
+        pieces.gamma = temperature_of_run(facts, run)
     return pieces
 
 

@@ -300,6 +300,9 @@ def open_data(args):
     Raises: UserError if there is nothing that could be evaluated.
     """
     train = load_data(args.dataset, "train", data_options(args))
+    own_val = None
+    if args.eval_datasets:
+        own_val = own_val_split(args)
     evaluation_sets = {}
     for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
         name, folder = partition_name(word, "=")
@@ -307,15 +310,13 @@ def open_data(args):
             raise UserError(f"--eval-datasets {name}: named with two folders")
         splits = open_evaluation_splits(name, evaluation_options(args, name, folder))
         if name != args.dataset and find_data_set(name) is None:
-            val = own_val_split(args)
             for split, data in splits.items():
-                data = with_note_of_val(without_trained(data, train), val)
+                data = with_note_of_val(without_trained(data, train), own_val)
                 splits[split] = with_note_of_uncompared(data, train)
         if args.eval_datasets and not splits:
             raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
         evaluation_sets[name] = splits
     has_val = any("val" in splits for splits in evaluation_sets.values())
-    own_val = own_val_split(args)
     if not has_val and tests_on_other_data(args) and own_val is not None:
         has_val = True
         evaluation_sets[args.dataset] = {"val": own_val}

@@ -50,9 +50,10 @@ def clip_options(options, eval_sampling="uniform", read=read_frames):
 @functools.lru_cache(maxsize=10_000)
 def state_of_folder(folder):
     """(bytes, newest time) of the files of a folder, such as the chunks of a video."""
-    states = [file.stat() for file in sorted(Path(folder).iterdir())]
-    return sum(state.st_size for state in states), max(
-        (state.st_mtime_ns for state in states), default=0)
+    states = [file.stat() for file in Path(folder).iterdir()]
+    size = sum(state.st_size for state in states)
+    newest = max((state.st_mtime_ns for state in states), default=0)
+    return size, newest
 
 
 # ---- frames ----

@@ -184,7 +184,8 @@ def match_names(state, weights, path):
     """
     matches = []
     for prefix in PREFIXES:
-        matches.append({prefix + name: x for name, x in weights.items() if prefix + name in state})
+        named = {prefix + name: tensor for name, tensor in weights.items()}
+        matches.append({name: tensor for name, tensor in named.items() if name in state})
     tensors = {}
     for name, tensor in max(matches, key=len).items():
         shape = tuple(state[name].shape)
@@ -210,13 +211,14 @@ def check_bodies(state, tensors, path):
         UserError: naming the first tensor that is missing.
     """
     optional = *OPTIONAL_PARTS, "crossattention."  # of VAST's matching head
-    places = {state[name].data_ptr() for name in tensors}  # of a tensor with two names, too
+    # by address, since tied weights have two names, of which a file has one
+    addresses = {state[name].data_ptr() for name in tensors}
     for body in ("vision.body.", "text.body."):
         names = [name for name in state if name.startswith(body)]
         missing = []
         for name in names:
             is_optional = any(part in name for part in optional)
-            if state[name].data_ptr() not in places and not is_optional:
+            if state[name].data_ptr() not in addresses and not is_optional:
                 missing.append(name)
         if missing and any(name in tensors for name in names):
             raise UserError(

@@ -135,7 +135,7 @@ def set_newer_aside(run):
 
     The run repeats the steps that led to them, maybe with another --lr, or more steps follow. If
     they stayed, the next resume would load these checkpoints, the next save would keep them in
-    place of its own, and eval.py would read weights of before.
+    place of its own, and eval.py would read the earlier weights.
     """
     newer = []
     for path in reversed(checkpoints_of(run.folder)):

@@ -55,9 +55,9 @@ def count_steps(args, train):
 def fit_to_data(args, train):
     """A copy of the flags in which the batch and the epochs fit a user's small data.
 
-    A batch that is larger than the data becomes the largest of fitting_batch. Fewer than 500 steps
-    become as many whole epochs as make at least 500, with a warm-up in proportion.
-    Values on the command line stay, and changes are printed.
+    A batch that is larger than the data becomes that of fitting_batch. Fewer than 500 steps become
+    as many whole epochs as make at least 500, with a warm-up in proportion. Values on the command
+    line stay, and changes are printed.
 
     Raises: UserError if the data have fewer examples than a batch.
     """

@@ -119,8 +119,10 @@ def outputs_of_images(model, data, transform, device, *, forward, batch=256, wor
     index, unreadable = gather_index(index, unreadable)
     report_unreadable(data, len(rows), index, unreadable)
     order = np.argsort(index)
-    # a process may have no image that can be read
-    num_tensors = max(gather_objects(len(parts[0]) if parts else 0))
+    num_tensors = 0  # of a process without an image that can be read
+    if parts:
+        num_tensors = len(parts[0])
+    num_tensors = max(gather_objects(num_tensors))
     tensors = []
     for k in range(num_tensors):
         tensors.append(gather_rows([outputs[k] for outputs in parts])[order])

@@ -91,11 +91,11 @@ def trivial_accuracy(train, test, few, options, *, tasks, models, limits=None):
             tasks, train_features[name], test_features[name], few_features.get(name), limits,
             with_few_shot=not has_drawn_images, device=options.device)
         if has_drawn_images:
-            result[name] = of_all_classes(result[name])
+            result[name] = overall_accuracies(result[name])
     return result
 
 
-def of_all_classes(accuracies):
+def overall_accuracies(accuracies):
     """{task: {top1, mean_per_class}}: the accuracies without those of head, mid and tail."""
     result = {}
     for task, values in accuracies.items():

@@ -197,7 +197,9 @@ def draw_curves(run, panels, path, x="step", *, low_panels=(), chance=None):
         low_panels: further panels, which stand below and are lower.
         chance: {data set: levels}, by the names of its metrics; None = run.chance.
     """
-    levels = flatten({"eval": run.chance if chance is None else chance})
+    if chance is None:
+        chance = run.chance
+    levels = flatten({"eval": chance})
     panels = [panel for panel in panels if has_numbers(run, panel)]
     low_panels = [panel for panel in low_panels if has_numbers(run, panel)]
     fig, axes = figure(len(panels), columns=2, low_panels=len(low_panels))
