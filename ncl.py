@@ -325,6 +325,14 @@ def method_defaults(chosen):
     return defaults
 
 
+def first_tau(args):
+    """The first or fixed temperature; 1 with the max-margin loss, in which --tau has no effect and
+    counts as unread."""
+    if args.loss == "max-margin":
+        return 1.0
+    return args.tau
+
+
 def check_flags(parser, args):
     """Refuses flags that contradict each other."""
     if args.learnable_tau and args.loss == "max-margin":
@@ -442,7 +450,7 @@ def main(args):  # noqa: C901, PLR0912
     # parameters and buffers of the loss; they stand outside DDP and are saved
     loss_modules = nn.ModuleDict()
     limits = (LOWEST_TAU, None) if args.learnable_tau else None
-    loss_modules["tau"] = Temperature(args.tau, limits)
+    loss_modules["tau"] = Temperature(first_tau(args), limits)
     loss_modules["texts"] = QueryQueue(args.queue_size, args.embed_dim)
     loss_modules["videos"] = QueryQueue(args.queue_size, args.embed_dim)
     if args.captioning_weight:

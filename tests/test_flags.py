@@ -61,6 +61,7 @@ WITHOUT_EFFECT = {
     "ncl": [
         ("", "--margin .1 --support-tau 1 --dropout .1 --no-text-dropout"),
         ("--optimizer sgd --lr-schedule constant", "--eps .1 --lr-end .1"),
+        ("--loss max-margin", "--tau .05"),
     ],
     "temperature_schedules": [
         ("--schedule fixed", "--tau-max .5 --period 3"),
