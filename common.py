@@ -1,4 +1,4 @@
-"""What the five method scripts share: beside their own pictures, all that they import of ours.
+"""All that the five method scripts import of ours, apart from their own pictures.
 
 Notation, used in every file of this project:
     B    batch of this process                 W    processes
@@ -247,13 +247,13 @@ class Chunks:
     """
 
     def __init__(self, encode, model, accelerator, chunk=0, second_pass=None):
-        self.function = encode
+        self.encode_piece = encode
         self.second_pass = second_pass
         self.model = model
         self.accelerator = accelerator
         self.chunk = chunk
         # encoders multiply float32 in TF32, forward and backward; the loss never does
-        self.tf32 = accelerator.device.type == "cuda"
+        self.uses_tf32 = accelerator.device.type == "cuda"
         self.in_backward = False
         self.pieces = []  # of the last batch, each with the random state of its first pass
         self.embeddings = ()  # of the last batch, if it has pieces
@@ -269,9 +269,9 @@ class Chunks:
         self.pieces = []
         if self.second_pass or 0 < self.chunk < B:
             return self.encode_in_chunks(inputs, B)
-        with tf32(self.tf32):
-            embeddings = self.function(inputs)                             # (B, D) each
-        if self.tf32:
+        with tf32(self.uses_tf32):
+            embeddings = self.encode_piece(inputs)                         # (B, D) each
+        if self.uses_tf32:
             embeddings = _CallInBackward.apply(self.enter_encoders, *embeddings)
         return embeddings
 
@@ -280,12 +280,12 @@ class Chunks:
         from accelerate.utils import slice_tensors
         device = self.accelerator.device
         parts = []
-        with torch.no_grad(), tf32(self.tf32):
+        with torch.no_grad(), tf32(self.uses_tf32):
             step = self.chunk or B
             for start in range(0, B, step):
                 piece = slice_tensors(inputs, slice(start, start + step))
                 self.pieces.append((piece, random_state(device)))
-                parts.append(self.function(piece))                         # (b, D) each
+                parts.append(self.encode_piece(piece))                     # (b, D) each
         self.embeddings = tuple(x.requires_grad_() for x in join_parts(parts))
         return self.embeddings                                             # (B, D) each
 
@@ -296,20 +296,20 @@ class Chunks:
         B = find_batch_size(inputs)
         step = self.chunk or B
         parts = []
-        with tf32(self.tf32):
+        with tf32(self.uses_tf32):
             for start in range(0, B, step):
                 piece = slice_tensors(inputs, slice(start, start + step))
-                parts.append(self.function(piece))                         # (b, D) each
+                parts.append(self.encode_piece(piece))                     # (b, D) each
         return join_parts(parts)                                           # (B, D) each
 
     def backward(self, loss):
         """Fills .grad of the model's parameters, and of the loss's, for the last `encode`."""
-        self.in_backward = self.tf32
+        self.in_backward = True
         with tf32(enabled=False), self.keep_statistics():
             self.accelerator.backward(loss)
         self.in_backward = False
         if self.pieces:
-            with tf32(self.tf32):
+            with tf32(self.uses_tf32):
                 self.backward_in_chunks()
 
     def enter_encoders(self):
@@ -343,7 +343,7 @@ class Chunks:
             outputs.append(loss)
             gradients.append(None)
         else:
-            embeddings = self.function(piece)
+            embeddings = self.encode_piece(piece)
         for output, embedding in zip(embeddings, self.embeddings):
             # a frozen encoder has no gradient, and the loss may use only some embeddings
             if output.requires_grad and embedding.grad is not None:
@@ -389,17 +389,18 @@ def learning_rate(step, steps, args):
     position = max(0, step - steps.warmup)
     length = max(1, steps.total - steps.warmup)
     if args.lr_schedule == "constant":
-        rate = args.lr
+        lr = args.lr
     elif args.lr_schedule == "linear":
-        rate = args.lr_end + (args.lr - args.lr_end) * (1 - position / length)
+        lr = args.lr_end + (args.lr - args.lr_end) * (1 - position / length)
     elif args.lr_schedule == "cosine":
         cosine = math.cos(math.pi * position / length)
-        rate = args.lr_end + (args.lr - args.lr_end) * 0.5 * (1 + cosine)
+        lr = args.lr_end + (args.lr - args.lr_end) * 0.5 * (1 + cosine)
     else:
         raise ValueError(f"--lr-schedule {args.lr_schedule} has no branch in learning_rate")
+    # last, so that the first step of a warm-up has read --lr-end
     if step < steps.warmup:
         return args.lr * (step + 1) / steps.warmup
-    return rate
+    return lr
 
 
 def decay_groups(modules, weight_decay):
@@ -428,17 +429,17 @@ def decay_groups(modules, weight_decay):
 
 def split_by_lr(groups):
     """Parameter groups, each split by the learning rates of its parameters; first those at --lr."""
-    parts = []
+    split_groups = []
     for group in groups:
         parameters = {1.0: []}  # {part of --lr: parameters}
         for p in group["params"]:
             parameters.setdefault(getattr(p, "lr_scale", 1.0), []).append(p)
         for scale, members in parameters.items():
-            part = group | {"params": members}
+            split_group = group | {"params": members}
             if scale != 1.0:
-                part["lr_scale"] = scale  # Run.set_lr multiplies by it
-            parts.append(part)
-    return parts
+                split_group["lr_scale"] = scale  # Run.set_lr multiplies by it
+            split_groups.append(split_group)
+    return split_groups
 
 
 def scale_lr(module, scale):

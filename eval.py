@@ -10,8 +10,8 @@ r"""Evaluate a checkpoint of any script, or any CLIP by name, on any data set.
         --init-from pretrain_clipvip_base_32.pt ...
     python eval.py --checkpoint runs/NAME --normalize queue          # NCL's biases, for any run
     python eval.py --checkpoint runs/NAME --rerank 50                # by VAST's matching head
-    accelerate launch eval.py ...                                    # the same numbers on any
-    torchrun --nproc_per_node 2 eval.py ... --cpu                    # number of processes
+    accelerate launch eval.py ...                    # several processes: the same numbers
+    torchrun --nproc_per_node 2 eval.py ... --cpu    # likewise
 
 docs/running.md says what each of the --tasks measures. All is measured as in training; a value that
 a flag changes is printed. The result is a table, eval.json (metrics and chance levels as in the
@@ -25,6 +25,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from contrastive.core.files import read_json, slug, write_json, write_tensors
 from contrastive.core.number_types import count, nonnegative, whole
 from contrastive.core.processes import (
     UserError, clean_exit, join, opening, rank, say, world)
@@ -33,7 +34,6 @@ from contrastive.data.registry import find_data_set, flags_of, partition_name
 from contrastive.data.table import Data, EmptySplit
 from contrastive.engine.flags import OneLineErrorParser
 from contrastive.engine.log import versions
-from contrastive.core.files import read_json, slug, write_json, write_tensors
 from contrastive.evaluation.by_class import view_of
 from contrastive.evaluation.clusters import head_mid_tail
 from contrastive.evaluation.evaluated_model import (
@@ -77,7 +77,7 @@ def parse_args(argv=None):
     data = parser.add_argument_group("data")
     data.add_argument("--datasets", nargs="*", default=[], metavar="NAME[=DIR]",
                       help="data sets by name or path; DIR is a local copy; temo-17 = the 17 sets "
-                           "of TeMo's Table 7 (DIR holds a folder of each); none = those of the "
+                           "of TeMo's Table 7 (DIR holds a folder of each); empty = those of the "
                            "run")
     data.add_argument("--split", choices=["test", "val", "train"], default="test",
                       help="split that is evaluated")
@@ -98,15 +98,15 @@ def parse_args(argv=None):
     data.add_argument("--text-length", type=whole, default=0,
                       help="most tokens of a text; 0 = as the run, 77 for a CLIP by name")
     data.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
-                      help="folders of video features that SSB reads; none = as the run")
+                      help="folders of video features that SSB reads; empty = as the run")
     data.add_argument("--class-names", choices=["wordnet", "clip"], default="",
                       help="class names of ImageNet; empty = as the run, else wordnet")
     data.add_argument("--prompts", choices=["openai", "slip"], default="",
                       help="prompts for ImageNet's classes: CLIP's 80, or the 7 of SLIP's code; "
                            "empty = as the run, else openai")
     data.add_argument("--max-captions", type=whole, default=0,
-                      help="captions of an image that count; 5 = COCO's usual 25,000 captions; 0 = "
-                           "all, or as many as the protocol of the set has")
+                      help="most captions of an image; 5 = COCO's usual 25,000 captions; 0 = as "
+                           "many as the protocol of the set has, else all")
     data.add_argument("--same-text", choices=["positive", "wrong"], default="",
                       help="what another item's caption with the same words counts as; empty = as "
                            "the run")
@@ -114,7 +114,7 @@ def parse_args(argv=None):
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
                        help="what is measured; a task that a set does not support is left out; "
-                            "none = as in training, zero-shot for the sets of temo-17")
+                            "empty = as in training, zero-shot for the sets of temo-17")
     tasks.add_argument("--knn-features", choices=["projected", "backbone"], default="",
                        help="features of knn, after the projection (TeMo's code) or before it; "
                             "empty = as the run, else projected")
@@ -184,7 +184,9 @@ def sets_to_evaluate(args, trained_on, evaluated_in_training):
     Returns: {name: its local copy or ""}; a set of temo-17 that is named as well has its own.
     Raises: UserError if there are none, or if one is named with two folders.
     """
-    words = args.datasets or evaluated_in_training or [trained_on or ""]
+    words = args.datasets or evaluated_in_training or [trained_on]
+    if not any(words):
+        raise UserError("--datasets is needed: the data set of this model is not known")
     folders, members = {}, {}
     for word in words:
         name, folder = partition_name(word, "=")
@@ -196,8 +198,6 @@ def sets_to_evaluate(args, trained_on, evaluated_in_training):
         elif folders.setdefault(name, folder) != folder:
             raise UserError(f"--datasets {name}: named with two folders")
     folders = members | folders
-    if "" in folders:
-        raise UserError("--datasets is needed: the data set of this model is not known")
     has_imagenet = any("--class-names" in flags_of(name) for name in folders)
     for flag, value in (("--class-names", args.class_names), ("--prompts", args.prompts)):
         if value and not has_imagenet:
@@ -259,16 +259,16 @@ def open_set(model, name, folder):
         raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val "
                         "or test")
     if args.max_captions and data.has_captions:
-        usual = data.max_captions or "all"
-        if args.max_captions != usual:
-            say(f"{name}: --max-captions {args.max_captions}: {usual} without it")
+        default = data.max_captions or "all"
+        if args.max_captions != default:
+            say(f"{name}: --max-captions {args.max_captions}: {default} without it")
         data = dataclasses.replace(data, max_captions=args.max_captions)
     as_in_training = not tasks
     if as_in_training:
         tasks = usual_tasks(towers.model, towers.tokenizer, data)
     train = None
-    learns = data.labels is not None and bool(WITH_TRAINING.intersection(tasks))
-    if learns and args.split != "train":  # there each image would find itself
+    needs_training = data.labels is not None and bool(WITH_TRAINING.intersection(tasks))
+    if needs_training and args.split != "train":  # there each image would find itself
         train = training_images(model, splits)
     left_out = unsupported_tasks(
         tasks, data, towers, train, class_names_as_captions=as_in_training,

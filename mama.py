@@ -10,7 +10,7 @@ its weights, and it lowers their loss after that step on a few clean examples (t
 Equations (s_ij = cos(lambda_ij): cosine of video i and text j)
     (1, 4)      L_v2t,i = -log( e^(cos([lambda_ii - mu]_+) / tau) / sum_j e^(s_ij / tau) ), in which
                 the pair keeps s_ii if lambda_ii > pi / 2     angular_cosine, angular_margin_loss
-    (3)         L_i = L_v2t,i + L_t2v,i + eta CE_i of the answer       sample_losses, answer_loss
+    (2, 3)      L_i = L_v2t,i + L_t2v,i + eta CE_i of the answer       sample_losses, answer_loss
     (6)         mu(k) = a0 / (a1 + exp(-a2 k))                                             margin
     (7, 8)      w_i = MLP_theta(L_i),  L = 1/B sum_i w_i L_i                      WeightNet, main
     (9)         Theta^ = Theta - alpha/B sum_j w_j grad L_j, a virtual step
@@ -62,13 +62,16 @@ from contrastive.figures.mama import draw
 
 # ======================================================= METHOD ===================================
 def margin(step, a0=2.0, a1=10.0, a2=0.1):
-    """mu = a0 / (a1 + exp(-a2 step)) in radians (Eq. 6): from 0.182 to 0.2 in about 60 steps."""
+    """mu = a0 / (a1 + exp(-a2 step)) in radians (Eq. 6): from 0.182 to 0.2 in about 60 steps.
+
+    The values are those of Sec. 4.3; with those of Sec. 4.1 (a0 = 0.2, a2 = -0.1) it would fall.
+    """
     exponent = min(-a2 * step, 700.0)                                      # exp does not overflow
     return a0 / (a1 + math.exp(exponent))
 
 
 def angular_cosine(sim, mu):
-    """cos([lambda - mu]_+) of cosines sim = cos(lambda) (Eq. 4), and sim where lambda > pi / 2.
+    """cos([lambda - mu]_+) of cosines sim = cos(lambda), and sim if lambda > pi / 2 (after Eq. 4).
 
     It is computed without acos, whose slope at 1 is infinite.
 
@@ -88,7 +91,7 @@ def angular_cosine(sim, mu):
 
 
 def margin_cross_entropy(sim, target, tau, mu):
-    """Eqs. 1 and 4 of each row of cosines: (b, N), (b,), tau, mu -> (b,)."""
+    """The margin loss of each row of cosines (after Eq. 4): (b, N), (b,), tau, mu -> (b,)."""
     target_column = target[:, None]                                        # (b, 1)
     pair = angular_cosine(sim.gather(1, target_column), mu)                # (b, 1)
     logits = sim.scatter(1, target_column, pair) / tau                     # (b, N)
@@ -97,17 +100,17 @@ def margin_cross_entropy(sim, target, tau, mu):
 
 @row_blocks
 def angular_margin_per_anchor(anchor, target, tau, mu, *, candidates):
-    """Eqs. 1 and 4 of each anchor: (b, D), (b,), tau, mu, (N, D) -> (b,)."""
+    """The margin loss of each anchor (after Eq. 4): (b, D), (b,), tau, mu, (N, D) -> (b,)."""
     sim = anchor @ candidates.T                                            # (b, N)
     return margin_cross_entropy(sim, target, tau, mu)                      # (b,)
 
 
 @fp32
 def angular_margin_loss(video, text, tau, mu):
-    """L_v2t,i + L_t2v,i over the global batch with an angular margin (Eqs. 1, 3, 4).
+    """L_v2t,i + L_t2v,i over the global batch with an angular margin (Eq. 3).
 
     Args:
-        video, text: (B, D) embeddings of this process; row i of both is a pair.
+        video, text: (B, D) embeddings of this process; row i of both is a positive pair.
         tau: temperature > 0: a number, () or (B,) for each pair.
         mu: margin in radians, 0 to pi / 2: a number, () or (B,). 0 is InfoNCE.
     Returns: (B,) one loss for each pair, float32. A random guess is about 2 ln N without a margin.
@@ -142,7 +145,7 @@ def fused_margin_loss(video_sim, text_sim, tau, mu):
 
 @fp32
 def answer_loss(scores, target):
-    """CE_i of Eq. 3: cross-entropy of the right answer.
+    """CE_i: cross-entropy of the right answer (Eq. 2).
 
     Args:
         scores: (B, A) of the answers of a vocabulary, or of the choices; -inf for a missing one.
@@ -183,8 +186,8 @@ class WeightNet(nn.Module):
 
     Args:
         hidden: number of hidden units; MW-Net 100.
-        reach: at the start each unit becomes active at a loss between 0 and this, in nats. With
-            PyTorch's biases it would be near 0 for nearly all: a straight line before the sigmoid.
+        reach: at the start the kink of each unit lies at a loss between 0 and this, in nats. With
+            PyTorch's biases three quarters would lie below 1.
     """
 
     def __init__(self, hidden=100, reach=10.0):
@@ -464,33 +467,11 @@ def method_defaults(chosen):
     return defaults
 
 
-def looks_ahead(args):
-    """Whether the weights come from a step on meta-data (Algorithm 1, L2RW)."""
-    return args.weighting in ("meta", "l2rw")
-
-
-def uses_meta_set(args):
-    """Whether there are meta-data: to look ahead, or those of val, which leave its evaluation in
-    every run, so that runs can be compared."""
-    if looks_ahead(args):
-        return True
-    # not args.meta_set, which would count as read
-    return vars(args)["meta_set"] == "val"
-
-
-def first_tau(args):
-    """The first or fixed temperature; 1 without the contrastive loss, in which --tau has no effect
-    and counts as unread."""
-    if args.contrastive_weight == 0:
-        return 1.0
-    return args.tau
-
-
 def check_flags(parser, args):
     """Refuses flags that contradict each other."""
     low, high = TAU_LIMITS
     if args.learnable_tau and not low <= args.tau <= high:
-        parser.error(f"--tau {args.tau}: a learnt temperature must start within {low} and {high}")
+        parser.error(f"--tau {args.tau}: a learnt temperature must start between {low} and {high}")
     if args.a0 / args.a1 > math.pi / 2:
         parser.error(f"--a0 {args.a0:g} --a1 {args.a1:g}: the margin a0 / a1 must be at most "
                      "pi / 2")
@@ -583,10 +564,34 @@ def parse_args(argv=None):
     views.add_argument("--flip", type=part, default=0.0,
                        help="share of clips that are mirrored, 0..1; paper 0")
     views.add_argument("--jitter", type=nonnegative, default=0.2,
-                       help="strength of changes in brightness, contrast and saturation, the same "
-                            "in all frames; paper 0")
+                       help="strength of changes in brightness, contrast and saturation, in all "
+                            "views and the same in all frames; paper 0")
     choosers = ("--task", "--qa-model", "--contrastive-weight")
     return parser.parse(argv, recipes_of, method_defaults, choosers, check_flags)
+
+
+# ------------------------------------------------------- what the flags amount to -----------------
+# These functions read a flag only if it has an effect: a run warns of flags that nothing has read.
+def looks_ahead(args):
+    """Whether the weights come from a step on meta-data (Algorithm 1, L2RW)."""
+    return args.weighting in ("meta", "l2rw")
+
+
+def uses_meta_set(args):
+    """Whether there are meta-data: for looking ahead; with --meta-set val always, so that all runs
+    are evaluated on the same rows of val."""
+    if looks_ahead(args):
+        return True
+    # not args.meta_set, which would count as read
+    return vars(args)["meta_set"] == "val"
+
+
+def first_tau(args):
+    """The first or fixed temperature; 1 without the contrastive loss, in which --tau has no effect
+    and counts as unread."""
+    if args.contrastive_weight == 0:
+        return 1.0
+    return args.tau
 
 
 # ======================================================= main =====================================
@@ -619,20 +624,21 @@ def main(args):  # noqa: C901, PLR0912
     tower, tokenizer, transform = common.build_towers(args, train, run, tokenizer_texts, questions)
     # parameters of the loss; they stand outside DDP and are saved
     loss_modules = nn.ModuleDict()
-    loss_modules["tau"] = Temperature(first_tau(args), TAU_LIMITS if args.learnable_tau else None)
+    limits = TAU_LIMITS if args.learnable_tau else None
+    loss_modules["tau"] = Temperature(first_tau(args), limits)
     if args.weighting in ("meta", "joint"):
         loss_modules["weight_net"] = WeightNet(args.weight_hidden)
     loss_modules.to(run.device)
-    trained_modules = [tower, *loss_modules.values()]
+    averaged_modules = nn.ModuleDict(loss_modules)                         # that learn by the loss
     meta_optimizer = None
     if args.weighting == "meta":
-        weight_net = loss_modules["weight_net"]
-        trained_modules.remove(weight_net)                                 # learns by Eq. 10 alone
+        weight_net = averaged_modules.pop("weight_net")                    # learns by Eq. 10 alone
         # its gradients have the factor alpha / B: AdamW's default eps, or a decay that is added to
         # them as in MW-Net's Adam, would outweigh them
         meta_optimizer = torch.optim.AdamW(
             weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
             weight_decay=args.meta_weight_decay)
+    trained_modules = [tower, averaged_modules]
     # >>> shared: optimizer
     groups = common.decay_groups(trained_modules, args.weight_decay)
     if args.optimizer == "sgd":
@@ -650,7 +656,7 @@ def main(args):  # noqa: C901, PLR0912
     chunks = common.Chunks(encode_inputs, model, run.accelerator, args.chunk_size)
 
     # ------------------------------------------- views and batches --------------------------------
-    view = clip_view(args)
+    view = training_view(args)
     # features of frozen encoders (--freeze), which are computed once
     cache = common.open_feature_cache(args, run, tower, tokenizer, transform)
     tokenizer = cache.tokenizer
@@ -679,10 +685,6 @@ def main(args):  # noqa: C901, PLR0912
     if questions:
         lines.update(answers.banner_lines(questions, train, args))
     run.begin(evaluator, random_guess(args, steps.total, eta * answer_guess), lines)
-    # without the network of --weighting meta, whose gradient is not that of the loss
-    averaged_modules = nn.ModuleDict(loss_modules)
-    if args.weighting == "meta":
-        averaged_modules.pop("weight_net")
     # listed once, since a walk through all modules takes milliseconds
     clipped_parameters = [*tower.parameters(), *loss_modules.parameters()]
     for batch in batches:
@@ -766,10 +768,9 @@ def main(args):  # noqa: C901, PLR0912
 
 
 # ------------------------------------------------------- views and encoders -----------------------
-def clip_view(args):
+def training_view(args):
     """The view of a clip; --crop-min 1 keeps the whole frame."""
-    jitter_p = 1.0 if args.jitter > 0 else 0.0
-    return Augment(args.image_size, args.crop_min, args.flip, jitter_p=jitter_p,
+    return Augment(args.image_size, args.crop_min, args.flip, jitter_p=1.0,
                    brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
                    squash=args.eval_resize == "squash")
 
@@ -876,8 +877,8 @@ def margin_at(step, args):
 def random_guess(args, total_steps, answer_guess=0.0):
     """The loss without weights at the start and at the end of training if all cosines are 0.
 
-    The margin makes the cosine of each pair sin(mu). None if the loss is unknown, for one that a
-    copy of this file adds.
+    The margin makes the cosine of each pair sin(mu). None if it is unknown, as for a loss that a
+    fork adds.
 
     Args: answer_guess: eta CE_i of answers with equal scores.
     """

@@ -3,13 +3,13 @@
 
 Captions come in clusters of very different size. Where thousands of captions say nearly the same,
 pushing all pairs apart destroys what they share; a rare caption must be told from its neighbours.
-MM-TS gives each pair of a batch its own temperature, which is higher for larger clusters of
+MM-TS gives each sample of a batch its own temperature, which is higher for larger clusters of
 captions. All temperatures swing together along a cosine over training, between telling instances
 apart (low) and keeping groups together (high); in a max-margin loss they are margins. No parameters
 are added, and the clusters are made once, before training.
 
 Equations (s_ij: cosine of anchor i and candidate j of the global batch; t: optimiser step)
-    (2, 10, 11) L_v2t, L_t2v: -1/N sum_i log( exp(s_ii / tau_i) / sum_j exp(s_ij / tau_i) )
+    (2, 10, 11) L_t2v, L_v2t: -1/N sum_i log( exp(s_ii / tau_i) / sum_j exp(s_ij / tau_i) )
     (5, 12)     L = 1/2 (L_v2t + L_t2v)                                  clip_terms, clip_loss
     (3)         L = mean of max(0, s_ij - s_ii + m_i) over i != j, both ways   max_margin_loss
     (6)         sh(c) = (K_c - min K) / (max K - min K) (sh+ - sh-) + sh-        cluster_shift
@@ -21,12 +21,13 @@ Symbols
     tau_i, m_i  tau, margin           (B,)    of an anchor: divides cosines; a difference of cosines
     alpha       alpha                 ()      range of the swing, twice its amplitude; CC3M 0.04
     sh-, sh+    shift_min, shift_max  ()      of the smallest and largest cluster; CC3M 0.05, 0.10
-    T           period                ()      optimiser steps; a fifth of the run
+    T           period                ()      optimiser steps; authors' code a fifth of the run
     K_c         sizes                 (K,)    captions in cluster c, largest first; 200 clusters
 
 Commands
     accelerate launch mmts.py                            # moving emoji, 71 s on two CPU cores
-    accelerate launch mmts.py --no-schedule --no-shifts  # baseline; one of both: ICS, TS
+    accelerate launch mmts.py --no-schedule --no-shifts  # baseline
+    accelerate launch mmts.py --no-schedule              # ICS alone; --no-shifts: TS alone
     accelerate launch mmts.py --dataset cc3m             # the paper's run
     accelerate launch mmts.py --dataset captions.csv     # own data: image, caption
 
@@ -122,7 +123,7 @@ def clip_terms(image, text, tau, label_smoothing=0.0):
 
 
 def clip_loss(image, text, tau, label_smoothing=0.0):
-    """L = 1/2 (L_v2t + L_t2v) (Eq. 12), the mean of clip_terms: (). A random guess is ln N."""
+    """L = 1/2 (L_v2t + L_t2v) (Eq. 12), the mean of clip_terms: (). A random guess: about ln N."""
     terms = clip_terms(image, text, tau, label_smoothing)
     return (terms["L_v2t"] + terms["L_t2v"]) / 2
 
@@ -317,7 +318,7 @@ def check_flags(parser, args):
                          "--loss infonce --no-schedule --no-shifts")
         low, high = TAU_LIMITS
         if not low <= args.tau <= high:
-            parser.error(f"--tau {args.tau}: a learnt temperature must start within {low} and "
+            parser.error(f"--tau {args.tau}: a learnt temperature must start between {low} and "
                          f"{high}")
     if args.image_lr and not args.lr:
         parser.error("--image-lr: not with --lr 0, of which it is a multiple")
@@ -352,7 +353,7 @@ def check_first_weights(parser, args):
 
 def parse_args(argv=None):
     """Flags; their defaults follow --dataset or --recipe, and --loss."""
-    parser = Parser(__file__, "MM-TS: a temperature or margin for each pair, by the size of the "
+    parser = Parser(__file__, "MM-TS: a temperature or margin for each sample, by the size of the "
                               "cluster of its caption.")
     yes_or_no = argparse.BooleanOptionalAction
     method = parser.add_argument_group("method")
@@ -362,7 +363,7 @@ def parse_args(argv=None):
                         help="temperatures or margins swing along a cosine over the run (TS of "
                              "Tables 4 and 9)")
     method.add_argument("--shifts", action=yes_or_no, default=True,
-                        help="each pair has a temperature or margin by the size of its cluster "
+                        help="each sample has a temperature or margin by the size of its cluster "
                              "(ICS of Tables 4 and 9); else --tau or --margin for all")
     method.add_argument("--alpha", type=nonnegative,
                         help="highest minus lowest value of the schedule; paper 0.04 to 0.08 for "
@@ -412,8 +413,8 @@ def parse_args(argv=None):
     views.add_argument("--flip", type=part, default=0.0,
                        help="share of images or clips that are mirrored, 0..1; CC3M trainer 0.5")
     views.add_argument("--jitter", type=nonnegative, default=0.2,
-                       help="strength of changes in brightness, contrast and saturation, the same "
-                            "in all frames; AVION and CC3M trainer 0")
+                       help="strength of changes in brightness, contrast and saturation, in all "
+                            "views and the same in all frames; AVION and CC3M trainer 0")
     views.add_argument("--randaugment-ops", type=whole, default=0,
                        help="operations of RandAugment, each with probability 1/2; CC3M trainer 2; "
                             "0 = off")
@@ -437,7 +438,7 @@ def schedule_of(args, total_steps):
 
 
 def fixed_value(args):
-    """The temperature or margin of all pairs without --shifts, around which a schedule swings."""
+    """The temperature or margin of all samples without --shifts, around which a schedule swings."""
     if args.loss == "max-margin":
         return args.margin
     return args.tau
@@ -494,7 +495,7 @@ def main(args):  # noqa: C901, PLR0912
     # parameters of the loss; they stand outside DDP and are saved
     loss_modules = nn.ModuleDict()
     if args.learnable_tau:
-        loss_modules["tau"] = Temperature(first_tau(args, tower), TAU_LIMITS)
+        loss_modules["tau"] = Temperature(released_or_given_tau(args, tower), TAU_LIMITS)
     loss_modules.to(run.device)
     trained_modules = [tower, loss_modules]
     if args.image_lr:
@@ -523,14 +524,14 @@ def main(args):  # noqa: C901, PLR0912
     # features of frozen encoders (--freeze), which are computed once
     cache = common.open_feature_cache(args, run, tower, tokenizer, transform)
     tokenizer = cache.tokenizer
-    batches = run.batches([clip_view(args)], transform, cache)
+    batches = run.batches([training_view(args)], transform, cache)
 
     # ------------------------------------------- loop ---------------------------------------------
     shifts = shifts_of(clusters, args)                                     # (K + 1,) or (1,)
     period, alpha = schedule_of(args, steps.total)
-    evaluate = functools.partial(head_mid_tail, clusters=clusters)
+    method_metrics = functools.partial(head_mid_tail, clusters=clusters)
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
-                          args=args, method_metrics=evaluate)
+                          args=args, method_metrics=method_metrics)
     run.begin(evaluator, random_guess(args, steps.total, clusters),
               banner_lines(args, steps.total, clusters, loss_modules))
     # listed once, since a walk through all modules takes milliseconds
@@ -547,7 +548,7 @@ def main(args):  # noqa: C901, PLR0912
             value = loss_modules["tau"]()                                  # ()
         else:
             if args.shifts:
-                # a caption without a cluster has -1, and so the last of `shifts`
+                # -1, an example that was not clustered, picks the last of shifts
                 cluster, num_missing = clusters.look_up(batch["keys"], texts)            # (B,)
                 shift = shifts[cluster]                                    # (B,)
             else:
@@ -572,6 +573,7 @@ def main(args):  # noqa: C901, PLR0912
         chunks.backward(loss)                                              # of the full batch
         if matching:
             loss = loss.detach() + args.matching_weight * matching.total   # ()
+            # in place of the check above: with the matching loss
             run.check_finite(loss, value, (image, text))
         common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
@@ -582,10 +584,11 @@ def main(args):  # noqa: C901, PLR0912
             loss_modules["tau"].clamp()
         columns = {}
         if run.due("log", run.step + 1):
-            columns = log_columns(image, text, value, num_missing, run)
-            columns.update(range_columns(value_name(args.loss), value))
+            # the mean over processes is then their sum
+            more_terms = {"not_in_clusters": world() * num_missing}
             if matching:
-                columns.update(common.mean_over_processes({"L_match": matching.total}, run.device))
+                more_terms["L_match"] = matching.total
+            columns = log_columns(image, text, value, more_terms, run)
         run.done(batch, loss, value, columns)                              # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
@@ -596,19 +599,18 @@ def main(args):  # noqa: C901, PLR0912
 
 
 # ------------------------------------------------------- views and encoders -----------------------
-def clip_view(args):
+def training_view(args):
     """The view of an image, or of a clip, the same for all its frames."""
-    jitter_p = 1.0 if args.jitter > 0 else 0.0
     randaugment = (0, 0)                                                   # off
     if args.randaugment_ops:
         randaugment = (args.randaugment_ops, args.randaugment_magnitude,
                        args.randaugment_strengths)
-    return Augment(args.image_size, args.crop_min, args.flip, jitter_p=jitter_p,
+    return Augment(args.image_size, args.crop_min, args.flip, jitter_p=1.0,
                    brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
                    randaugment=randaugment, squash=args.eval_resize == "squash")
 
 
-def first_tau(args, tower):
+def released_or_given_tau(args, tower):
     """The first value of a learnt temperature: that of VAST's released weights, if they are loaded
     and --tau is not on the command line; else --tau."""
     released_tau = getattr(tower, "released_tau", None)
@@ -627,7 +629,7 @@ def encode(model, inputs):
 def random_guess(args, total_steps, clusters):
     """The loss at the start and at the end of training if all cosines are equal.
 
-    None if it is unknown, for a loss that a copy of this file adds.
+    None if it is unknown, as for a loss that a fork adds.
     """
     matching_guess = args.matching_weight * math.log(2)
     if args.loss == "infonce":
@@ -700,14 +702,15 @@ def describe_range(args, total_steps):
 
 
 @torch.no_grad()
-def log_columns(image, text, value, num_missing, run):
-    """Columns of the log: both directions of the loss, and the health of the space.
+def log_columns(image, text, value, more_terms, run):
+    """Columns of the log: terms of the loss, health of the space, range of the temperatures.
 
     Args:
         image, text: (B, D) embeddings of this process.
         value: temperature or margin of the loss, (B,) or ().
-        num_missing: number of captions or examples of the batch that were not clustered. Such a
-            caption has the nearest cluster, such an example sh-.
+        more_terms: {'not_in_clusters': number of captions or examples of the batch that were not
+            clustered, 'L_match': ()}. Such a caption takes the nearest cluster, such an example
+            gets sh-.
         run: the Run.
     """
     args = run.args
@@ -716,20 +719,17 @@ def log_columns(image, text, value, num_missing, run):
         terms = clip_terms(image, text, value, args.label_smoothing)
     elif args.loss == "max-margin":
         terms = max_margin_terms(image, text, value)
-    # the mean over processes is then their sum
-    terms["not_in_clusters"] = world() * num_missing
-    columns = common.mean_over_processes(terms, run.device)
+    columns = common.mean_over_processes(terms | more_terms, run.device)
     image, text = gather(normalize(image)), gather(normalize(text))        # (N, D)
     columns.update(common.embedding_health(image, text))
+    columns.update(range_columns(value_name(args.loss), value))
     return columns
 
 
 @torch.no_grad()
 def range_columns(name, value):
     """{NAME_min, NAME_mean, NAME_max} over all processes of a value (B,) or ()."""
-    values = value                                                         # ()
-    if value.ndim:
-        values = gather(value)                                             # (N,)
+    values = gather(value.reshape(-1))                                     # (N,), or (W,) of ()
     return {f"{name}_min": values.min().item(), f"{name}_mean": values.mean().item(),
             f"{name}_max": values.max().item()}
 

@@ -11,7 +11,7 @@ Equations (s_ij = <t_i, v_j>, without the paper's 1 / gamma; rows are texts, col
     (4)      L = 1/2 (L_t2v + L_v2t), each the mean cross-entropy of the pairs ncl_terms, ncl_loss
     (5)      error = mean_j |1 - sum_i P_t2v(v_j | t_i)|              common.normalization_error
     (6, 12)  sim*(t_i, v_j) = a_i + b_j + s_ij takes the place of s_ij  ncl_terms, retrieval_biases
-    (7)      P = diag(alpha) exp(S / gamma) diag(beta), rows sum to 1/m and columns to 1/n
+    (7 to 9) P = diag(alpha) exp(S / gamma) diag(beta), rows sum to 1/m and columns to 1/n
     (10, 11) a_i = gamma log(alpha_i / sum alpha), b_j likewise                  sinkhorn_biases
 
 Symbols
@@ -88,7 +88,7 @@ def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
 
 @row_blocks
 def biased_cross_entropy(anchor, target, *, candidates, bias, gamma):
-    """Mean cross-entropy of anchors with biased cosines (Eq. 12): (b, D), (b,) -> ().
+    """Mean cross-entropy of anchors with biased cosines (Eqs. 2, 3, 12): (b, D), (b,) -> ().
 
     Args:
         candidates: (N, D).
@@ -230,13 +230,15 @@ def mean_triplet_loss(anchor, candidates, target, margin):
     Args:
         anchor: (B, D).
         candidates: (N, D).
-        target: (B, 1) column of each anchor's own candidate.
+        target: (B,) column of each anchor's own candidate.
         margin: a number, () or (B, 1).
     Returns: ()
     """
     sim = anchor @ candidates.T                                            # (B, N)
-    hardest = sim.scatter(1, target, -math.inf).amax(dim=1, keepdim=True)  # (B, 1)
-    return (margin - sim.gather(1, target) + hardest).relu().mean()
+    target_column = target[:, None]                                        # (B, 1)
+    negatives = sim.scatter(1, target_column, -math.inf)                   # (B, N)
+    hardest = negatives.amax(dim=1, keepdim=True)                          # (B, 1)
+    return (margin - sim.gather(1, target_column) + hardest).relu().mean()
 
 
 @fp32
@@ -244,14 +246,14 @@ def hardest_negative_terms(text, video, margin=0.2):
     """Triplets with the hardest negative of the global batch, by direction (Faghri et al. 2018).
 
     Args:
-        text, video: (B, D) embeddings of this process; row i of both is a pair.
+        text, video: (B, D) embeddings of this process; row i of both is a positive pair.
         margin: >= 0, in units of the cosine: a number, () or (B,) for each anchor.
     Returns: {"L_t2v", "L_v2t": ()}, means over the anchors, float32.
     """
     text, video = normalize(text), normalize(video)                        # (B, D)
     all_texts, all_videos = gather(text), gather(video)                    # (N, D)
     margin = per_anchor(margin, text, "margin", positive=False)            # () or (B, 1)
-    target = positive_index(text)[:, None]                                 # (B, 1)
+    target = positive_index(text)                                          # (B,)
     return {"L_t2v": mean_triplet_loss(text, all_videos, target, margin),
             "L_v2t": mean_triplet_loss(video, all_texts, target, margin)}
 
@@ -325,14 +327,6 @@ def method_defaults(chosen):
     return defaults
 
 
-def first_tau(args):
-    """The first or fixed temperature; 1 with the max-margin loss, in which --tau has no effect and
-    counts as unread."""
-    if args.loss == "max-margin":
-        return 1.0
-    return args.tau
-
-
 def check_flags(parser, args):
     """Refuses flags that contradict each other."""
     if args.learnable_tau and args.loss == "max-margin":
@@ -394,8 +388,8 @@ def parse_args(argv=None):
     views.add_argument("--flip", type=part, default=0.0,
                        help="share of clips that are mirrored, 0..1; CLIP4Clip 0")
     views.add_argument("--jitter", type=nonnegative, default=0.2,
-                       help="strength of changes in brightness, contrast and saturation, the same "
-                            "in all frames; CLIP4Clip 0")
+                       help="strength of changes in brightness, contrast and saturation, in all "
+                            "views and the same in all frames; CLIP4Clip 0")
 
     towers = parser.add_argument_group("towers")
     towers.add_argument("--text-dropout", action=yes_or_no, default=True,
@@ -412,11 +406,17 @@ def parse_args(argv=None):
 
 
 # ------------------------------------------------------- what the flags amount to -----------------
-def dropout_of(args):
-    """Dropout of SSB's heads, and whether a transformers text encoder keeps its own.
+# These functions read a flag only if it has an effect: a run warns of flags that nothing has read.
+def first_tau(args):
+    """The first or fixed temperature; 1 with the max-margin loss, in which --tau has no effect and
+    counts as unread."""
+    if args.loss == "max-margin":
+        return 1.0
+    return args.tau
 
-    It reads a flag only if it has an effect: a run warns of flags that nothing has read.
-    """
+
+def dropout_of(args):
+    """Dropout of SSB's heads, and whether a transformers text encoder keeps its own."""
     head_dropout = 0.0
     if args.image_encoder == "ssb" or args.text_pooling == "ssb":
         head_dropout = args.dropout
@@ -476,16 +476,16 @@ def main(args):  # noqa: C901, PLR0912
     # features of frozen encoders (--freeze), which are computed once
     cache = common.open_feature_cache(args, run, tower, tokenizer, transform)
     tokenizer = cache.tokenizer
-    batches = run.batches([clip_view(args)], transform, cache)
+    batches = run.batches([training_view(args)], transform, cache)
 
     # ------------------------------------------- loop ---------------------------------------------
-    evaluate = None
+    method_metrics = None
     if args.loss != "max-margin":  # which trains no temperature for biases
-        evaluate = functools.partial(evaluate_normalized, loss_modules=loss_modules,
-                                     dataset=args.dataset, mode=args.normalize,
-                                     iterations=args.iterations)
+        method_metrics = functools.partial(evaluate_normalized, loss_modules=loss_modules,
+                                           dataset=args.dataset, mode=args.normalize,
+                                           iterations=args.iterations)
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
-                          args=args, method_metrics=evaluate)
+                          args=args, method_metrics=method_metrics)
     run.begin(evaluator, random_guess(args, tokenizer))
     if run.step == 0:
         save_start(run)                                                    # for Figs. 7 and 8
@@ -541,13 +541,12 @@ def main(args):  # noqa: C901, PLR0912
 
 
 # ------------------------------------------------------- views and encoders -----------------------
-def clip_view(args):
+def training_view(args):
     """The view of a clip; --crop-min 1 keeps the whole frame."""
     if args.image_encoder == "ssb":
         # for SSB's features, which have no views, a view that changes nothing
         return Augment(args.image_size)
-    jitter_p = 1.0 if args.jitter > 0 else 0.0
-    return Augment(args.image_size, args.crop_min, args.flip, jitter_p=jitter_p,
+    return Augment(args.image_size, args.crop_min, args.flip, jitter_p=1.0,
                    brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
                    squash=args.eval_resize == "squash")
 
@@ -562,7 +561,7 @@ def encode(model, inputs):
 def random_guess(args, tokenizer):
     """The loss at the start and at the end of training if all cosines are equal.
 
-    None for a loss that is unknown here, as one that a copy of this file adds.
+    None if it is unknown, as for a loss that a fork adds.
     """
     if args.loss in ("ncl", "infonce"):
         guess = args.loss_scale * math.log(args.batch_size)

@@ -10,7 +10,7 @@ training. No parameters are added; by default I~ and T~ are encoded without grad
 Equations (s_ij: cosine of anchor i and candidate j; t: progress of training, 0..1)
     (1, 2)  I(x_a, X; tau) = -log( exp(s_ap / tau) / sum_k exp(s_ak / tau) )    info_nce
     (3)     L_MM = 1/2 [ I(I, T; tau) + I(T, I; tau) ]                          multimodal_loss
-    (4)     tau_ij = tau_min + tau_alpha sqrt((1 + s_ij) / 2)         modulated_temperature
+    (4)     tau_ij = tau_min + tau_alpha sqrt((1 + s_ij) / 2) (code)  modulated_temperature
     (5, 6)  L_M-I2I, L_M-T2T, L_M-I2T, L_M-T2I: (1) with the tau_ij of (4)      modulated_loss
     (7)     L_M-MM = 1/2 (L_M-I2T + L_M-T2I)                          modulated_multimodal_loss
     (8)     L = (1-t)^2 L_MM + t^2 (L_M-MM + L_M-I2I + L_M-T2T)                 temo_loss
@@ -97,18 +97,20 @@ def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04, detach=False, simil
         tau_min: lowest temperature, > 0.
         tau_alpha: highest temperature minus the lowest, >= 0.
         detach: stop the gradient through the temperature.
-        similarity: 'shifted', as above, or 'cosine', sqrt(max(s_ij, 0)), the paper's text.
+        similarity: 'shifted', as above, or 'cosine', the printed sqrt(s_ij), with
+            0 for s_ij < 0.
     Returns: temperatures of sim's shape; the gradient is finite everywhere.
     """
     if detach:
         sim = sim.detach()
-    if similarity == "cosine":
-        # so that (1 + sim) / 2 below is max(cosine, 0)
-        sim = 2 * sim.clamp(min=0) - 1
-    elif similarity != "shifted":
+    if similarity == "shifted":
+        share = (1 + sim) / 2                                              # 0..1
+    elif similarity == "cosine":
+        share = sim
+    else:
         raise ValueError(f"similarity={similarity!r}: give 'shifted' or 'cosine'")
-    # without the clamp the gradient of the root is infinite at sim = -1
-    return tau_min + tau_alpha * ((1 + sim) / 2).clamp(min=1e-8).sqrt()
+    # without the clamp the gradient of the root is infinite at 0
+    return tau_min + tau_alpha * share.clamp(min=1e-8).sqrt()
 
 
 @row_blocks
@@ -363,7 +365,7 @@ def nt_xent_of_view(anchor, target, tau, *, same_view, other_view):
 
 
 @fp32
-def simclr_loss(z1, z2, tau):
+def nt_xent(z1, z2, tau):
     """The image loss of SLIP: NT-Xent of two views, 2N - 2 negatives.
 
     Args:
@@ -438,7 +440,7 @@ FROZEN = dict(
     jitter=0.0, log_every=50)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN,
            "frozen": FROZEN}
-ROWS = {                                                                   # of Table 3
+ROWS = {                                             # of Table 3; a and b do not use `blend`
     "a": dict(base=True, modulated=False, unimodal="none", blend="quadratic"),
     "b": dict(base=False, modulated=True, unimodal="none", blend="quadratic"),
     "c": dict(base=True, modulated=False, unimodal="plain", blend="fixed"),
@@ -791,7 +793,7 @@ def main(args):  # noqa: C901, PLR0912
             loss = multimodal_loss(image, text, tau)
             z1, z2 = [loss_modules["head"](x) for x in embeddings[2:]]     # (B, 256)
             # SLIP's weight is 1, its temperature 0.1
-            loss = loss + simclr_loss(z1, z2, 0.1)
+            loss = loss + nt_xent(z1, z2, 0.1)
         else:
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
 
@@ -930,7 +932,7 @@ def loss_weights(args, progress):
 def random_guess(args):
     """The loss at the start and at the end of training if all cosines are equal.
 
-    None if it is unknown: with experts, and for a loss that a copy of this file adds.
+    None if it is unknown: with experts, and for a loss that a fork adds.
     """
     if args.loss not in ("temo", "infonce", "ts", "cwcl", "slip", *DYSTRESS):
         return None

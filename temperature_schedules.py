@@ -160,8 +160,8 @@ def prune_masks(module, share):
 def coverage(z, bins=500):
     """How z (M, D) covers the sphere: each row goes to the nearest random direction (Fig. 1).
 
-    Returns: the effective share of the directions, exp(entropy) / bins; and the number of rows at
-        each direction that has any, largest first.
+    Returns: the effective share of the directions, exp(entropy) / bins (ours); and the number of
+        rows at each direction that has any, largest first.
     """
     generator = torch.Generator().manual_seed(0)
     directions = normalize(torch.randn(bins, z.shape[1], generator=generator))           # (bins, D)
@@ -241,7 +241,7 @@ class Contrastive(nn.Module):
 class Queue(nn.Module):
     """MoCo's last K keys (K, D), first in, first out, the same on all processes.
 
-    It starts with random keys (He et al.), so that no anchor meets its own key as a negative.
+    It starts with random keys (He et al.).
     """
 
     def __init__(self, size, dim, seed=0):
@@ -391,8 +391,7 @@ def check_flags(parser, args):
 def check_end(parser, args):
     """Refuses a --stop-at-phase that the run does not reach and an --eval-epoch that is no epoch.
 
-    Whether that epoch is before the end of the run, last_step checks: fit_to_data may raise the
-    number of epochs.
+    last_step checks that it is before the end of the run, since fit_to_data may raise --epochs.
     """
     # fit_to_data may raise the epochs of own data
     has_epochs = not args.max_steps and args.recipe != "own"
@@ -493,8 +492,9 @@ def parse_args(argv=None):
                                  "ImageNet 0.875")
     evaluation.add_argument("--eval-epoch", default="", metavar="auto|N",
                             help="weights that are tested: empty = the last; auto = those of the "
-                                 "best epoch on val (App. A.2), of every 20 unless --eval-every is "
-                                 "given; N = stop after epoch N of the same schedules")
+                                 "best epoch on val (App. A.2), which is evaluated every 20 epochs "
+                                 "unless --eval-every is given; N = stop after epoch N of the same "
+                                 "schedules")
     evaluation.add_argument("--stop-at-phase", type=part, default=0.0,
                             help="stop at this phase of the last full period, 0..1, of the same "
                                  "schedules; paper about 0.7 (1,880 of 2,000 epochs); 0 = the end")
@@ -651,7 +651,7 @@ def main(args):  # noqa: C901, PLR0912
             loss = nt_xent(z1, z2, tau)
         elif args.loss == "moco":
             # the keys first, and in the precision of the queries
-            with run.accelerator.autocast(), common.tf32(chunks.tf32):
+            with run.accelerator.autocast(), common.tf32(chunks.uses_tf32):
                 z2 = encode_keys(loss_modules["key"], v, args.seed + run.step)      # (B, D)
             z1, = chunks.encode({"u": u})                                  # (B, D)
             loss = moco_loss(z1, z2, loss_modules["queue"].keys, tau)
@@ -686,7 +686,7 @@ def main(args):  # noqa: C901, PLR0912
     say(f"the test reads the weights of epoch {tested_epoch:g}, {accuracy}")
     if "best" in loss_modules:
         network.load_state_dict(loss_modules["best"].state_dict())
-        # App. A.2
+        # App. A.2: the epoch chosen on the first split serves the others
         say("for other splits run this command with their --split-seed or --index-file, and with "
             f"--eval-epoch {tested_epoch:g}")
     epochs = range(math.ceil(run.step / steps.per_epoch))
@@ -737,7 +737,7 @@ def num_negatives(args):
 def random_guess(args):
     """The loss at the start and at the end of training if all cosines are equal.
 
-    None for a loss that is unknown here, as one that a copy of this file adds.
+    None if it is unknown, as for a loss that a fork adds.
     """
     if args.loss not in ("simclr", "moco", "sdclr"):
         return None

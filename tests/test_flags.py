@@ -216,7 +216,7 @@ REFUSED = [  # script, flags, words of the one line
     (
         "mmts",
         "--no-schedule --no-shifts --learnable-tau --tau 0.001",
-        "--tau 0.001: a learnt temperature must start within 0.01 and 1.0",
+        "--tau 0.001: a learnt temperature must start between 0.01 and 1.0",
     ),
     ("mmts", "--learnable-tau --no-shifts", "has no schedule and no shifts"),
     ("mmts", "--clusters none", "--shifts need clusters"),
@@ -225,7 +225,7 @@ REFUSED = [  # script, flags, words of the one line
     ("ncl", "--learnable-tau --tau 0.001", "must start at 0.01 or above"),
     ("ncl", "--loss max-margin --learnable-tau", "--loss max-margin has no temperature"),
     ("mama", "--a0 20", "the margin a0 / a1 must be at most pi / 2"),
-    ("mama", "--learnable-tau --tau 2", "a learnt temperature must start within"),
+    ("mama", "--learnable-tau --tau 2", "a learnt temperature must start between"),
     ("mama", "--chunk-size 4", "--chunk-size: --weighting meta encodes the whole batch"),
     ("mama", "--beta1 1", "--beta1 1: must be between 0 and 0.9999999"),
 ]

@@ -54,7 +54,7 @@ LOSSES = {  # e: I, T, I~, T~ (B, D) each, p: parameters -> (), the mean over th
     "info_nce, (B, N)": lambda e, p: temo.info_nce(*e[:2], p.pair),
     "dystress": lambda e, p: temo.dystress_multimodal_loss(*e[:2]),
     "cwcl": lambda e, p: temo.cwcl_loss(*e[:2], p.tau),
-    "slip": lambda e, p: temo.simclr_loss(*e[:2], p.tau),
+    "slip": lambda e, p: temo.nt_xent(*e[:2], p.tau),
     "ts": lambda e, p: ts.nt_xent(*e[:2], p.tau),
     "ts, (B,)": lambda e, p: ts.nt_xent(*e[:2], p.anchor),
     "ncl": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau),
@@ -177,7 +177,7 @@ GUESSES = {  # script and flags: what its banner says, and its loss where all co
     "temo": lambda a: (temo.random_guess(a)[1], temo.temo_loss(ONES, ONES, ONES, ONES, 1)),
     "temo --loss slip": lambda a: (
         temo.random_guess(a)[0],
-        temo.multimodal_loss(ONES, ONES, 0.1) + temo.simclr_loss(ONES, ONES, 0.1),
+        temo.multimodal_loss(ONES, ONES, 0.1) + temo.nt_xent(ONES, ONES, 0.1),
     ),
     "ncl --loss-scale 3": lambda a: (
         ncl.random_guess(a, None)[0],
@@ -221,7 +221,7 @@ TAU = {
     "multimodal": lambda t: temo.multimodal_loss(X, Y, t),
     "temo": lambda t: temo.temo_loss(X, Y, Z, W, 0.5, tau=t),
     "cwcl": lambda t: temo.cwcl_loss(X, Y, t),
-    "simclr": lambda t: temo.simclr_loss(X, Y, t),
+    "simclr": lambda t: temo.nt_xent(X, Y, t),
     "nt_xent": lambda t: ts.nt_xent(X, Y, t),
     "moco": lambda t: ts.moco_loss(X, Y, Z, t),
     "clip": lambda t: mmts.clip_loss(X, Y, t),

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # the losses that a fork edits: `main` calls these, not their parts
 LOSSES = {
-    "temo": "temo_loss multimodal_loss cwcl_loss simclr_loss",
+    "temo": "temo_loss multimodal_loss cwcl_loss nt_xent",
     "mmts": "clip_loss max_margin_loss",
     "ncl": "ncl_loss hardest_negative_loss",
     "mama": "sample_losses",

@@ -287,9 +287,9 @@ def test_the_log_has_the_terms_of_the_loss_alone(tmp_path):
 
 def test_slip_adds_its_image_loss(tmp_path, monkeypatch):
     """At weight 1 and temperature 0.1, of two views; NT-Xent, as TS has it."""
-    seen, simclr_loss = [], temo.simclr_loss
+    seen, plain_nt_xent = [], temo.nt_xent
     monkeypatch.setattr(
-        temo, "simclr_loss", lambda *args: (seen.append(args[:2]), simclr_loss(*args))[1]
+        temo, "nt_xent", lambda *args: (seen.append(args[:2]), plain_nt_xent(*args))[1]
     )
     log = few_steps(
         temo, tmp_path / "a", "--loss", "slip", "--no-learnable-tau", "--max-steps", 2, base=SMALL
@@ -360,7 +360,7 @@ def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch):
     own = fork(
         temo,
         tmp_path,
-        "return tau_min + tau_alpha * ((1 + sim) / 2).clamp(min=1e-8).sqrt()",
+        "return tau_min + tau_alpha * share.clamp(min=1e-8).sqrt()",
         "return tau_min + tau_alpha + 0 * sim",
     )
     own = fork(
