@@ -10,7 +10,7 @@ from contrastive.core.processes import to_device
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image, ImageEnhance, ImageOps
 
 
 # ---- random numbers ----
@@ -329,89 +329,69 @@ def resize_weights(start, length, size, side):
 
 
 # ---- RandAugment ----
-# Operations on one plane, a grey image of Pillow, with a strength. Those that move pixels take the
-# keywords of Pillow's transforms as well: how it interpolates, and the grey beside the picture.
-LEVELS = np.arange(256.0)
-CC3M_TRANSFORM = {"resample": Image.Resampling.BILINEAR, "fillcolor": 128}
+# Operations on an RGB picture of Pillow, with a strength. Those that move pixels take the keywords
+# of Pillow's transforms as well: how it interpolates, and the colour beside the picture.
+CC3M_TRANSFORM = {"resample": Image.Resampling.BILINEAR, "fillcolor": (128, 128, 128)}
 
 
-def identity(plane, strength):
-    return plane
+def identity(picture, strength):
+    return picture
 
 
-def shear_x(plane, strength, **transform):
-    return transform_affine(plane, (1, strength, 0, 0, 1, 0), **transform)
+def shear_x(picture, strength, **transform):
+    return transform_affine(picture, (1, strength, 0, 0, 1, 0), **transform)
 
 
-def shear_y(plane, strength, **transform):
-    return transform_affine(plane, (1, 0, 0, strength, 1, 0), **transform)
+def shear_y(picture, strength, **transform):
+    return transform_affine(picture, (1, 0, 0, strength, 1, 0), **transform)
 
 
-def translate_x(plane, strength):
-    return shift_x(plane, int(strength * plane.width))
+def translate_x(picture, strength):
+    return shift_x(picture, int(strength * picture.width))
 
 
-def translate_y(plane, strength):
-    return shift_y(plane, int(strength * plane.height))
+def translate_y(picture, strength):
+    return shift_y(picture, int(strength * picture.height))
 
 
-def shift_x(plane, pixels, **transform):
-    return transform_affine(plane, (1, 0, -pixels, 0, 1, 0), **transform)
+def shift_x(picture, pixels, **transform):
+    return transform_affine(picture, (1, 0, -pixels, 0, 1, 0), **transform)
 
 
-def shift_y(plane, pixels, **transform):
-    return transform_affine(plane, (1, 0, 0, 0, 1, -pixels), **transform)
+def shift_y(picture, pixels, **transform):
+    return transform_affine(picture, (1, 0, 0, 0, 1, -pixels), **transform)
 
 
-def rotate(plane, strength, **transform):
-    return plane.rotate(strength, **transform)
-
-
-def brightness(plane, strength):
-    return look_up(plane, LEVELS * (1 + strength))
-
-
-def sharpness(plane, strength):
-    """Moves the pixels away from the mean of 3 x 3, in which the centre counts 5 times, or with a
-    negative strength towards it; the border stays. Pillow's own takes three times as long."""
-    x = np.asarray(plane, np.int16)                                             # (H, W)
-    result = np.array(plane)
-    rows = x[:, :-2] + x[:, 1:-1] + x[:, 2:]                                    # (H, W - 2)
-    centre = x[1:-1, 1:-1]                                                      # (H - 2, W - 2)
-    total = rows[:-2] + rows[1:-1] + rows[2:] + 4 * centre
-    mean = (total + 6) // 13  # rounded: a thirteenth is never half way
-    sharper = mean + np.float32(1 + strength) * (centre - mean)
-    result[1:-1, 1:-1] = sharper.clip(0, 255)
-    return Image.fromarray(result)
-
-
-def auto_contrast(plane, strength):
-    """Stretches the grey levels to 0..255. Pillow's autocontrast rounds otherwise."""
-    low, high = plane.getextrema()
-    if high == low:
-        return plane
-    return look_up(plane, (LEVELS - low) * 255 / (high - low))
-
-
-def equalize(plane, strength):
-    return ImageOps.equalize(plane)
-
-
-def transform_affine(plane, matrix, **transform):
+def transform_affine(picture, matrix, **transform):
     """At each (x, y) the pixel at (a x + b y + c, d x + e y + f), of the matrix (a, b, c, d, e, f);
     without keywords the nearest one, and black outside."""
-    return plane.transform(plane.size, Image.Transform.AFFINE, matrix, **transform)
+    return picture.transform(picture.size, Image.Transform.AFFINE, matrix, **transform)
 
 
-def look_up(plane, levels):
-    """The plane with new grey levels (256,), rounded down."""
-    return plane.point(levels.clip(0, 255).astype(int).tolist())
+def rotate(picture, strength, **transform):
+    return picture.rotate(strength, **transform)
+
+
+def brightness(picture, strength):
+    return ImageEnhance.Brightness(picture).enhance(1 + strength)
+
+
+def sharpness(picture, strength):
+    return ImageEnhance.Sharpness(picture).enhance(1 + strength)
+
+
+def auto_contrast(picture, strength):
+    return ImageOps.autocontrast(picture)
+
+
+def equalize(picture, strength):
+    return ImageOps.equalize(picture)
 
 
 class Operation(NamedTuple):
     """An operation of RandAugment."""
 
-    change: object  # function(plane, strength) -> plane
+    change: object  # function(picture, strength) -> picture
     # At magnitude 30; 0 = has none. Of shears and light a factor, of shifts a part of the side or
     # pixels, of rotations degrees.
     max_strength: float
@@ -452,8 +432,8 @@ OPERATIONS = {"torchvision": TORCHVISION_OPERATIONS, "cc3m": CC3M_OPERATIONS}
 def randaugment(image, u, operations, magnitude, strengths="torchvision"):
     """Applies random OPERATIONS, each with probability 1/2.
 
-    Choices, signs and strengths are those of torchvision's v2.RandAugment, which is several times
-    slower. The images equal its within one grey level, but for single pixels that move.
+    Choices, signs and strengths are those of torchvision's v2.RandAugment, and so are the images if
+    it gets pictures of Pillow.
 
     Args:
         image: (..., 3, H, W) uint8.
@@ -465,7 +445,8 @@ def randaugment(image, u, operations, magnitude, strengths="torchvision"):
     high = int(u[Draw.RANDAUGMENT_HIGH] * 2**24)
     low = int(u[Draw.RANDAUGMENT_LOW] * 2**24)
     generator = torch.Generator().manual_seed(high * 2**24 + low)
-    planes = [Image.fromarray(plane) for plane in image.flatten(0, -3).numpy()]
+    frames = image.reshape(-1, *image.shape[-3:]).permute(0, 2, 3, 1)           # (M, H, W, 3)
+    pictures = [Image.fromarray(frame) for frame in frames.numpy()]
     choices = list(OPERATIONS[strengths].values())
     for _ in range(operations):
         if torch.rand((), generator=generator) >= 0.5:
@@ -475,5 +456,6 @@ def randaugment(image, u, operations, magnitude, strengths="torchvision"):
         has_sign = operation.has_random_sign and operation.max_strength > 0
         if has_sign and torch.rand((), generator=generator) <= 0.5:
             strength = -strength
-        planes = [operation.change(plane, strength) for plane in planes]
-    return torch.from_numpy(np.stack(planes)).view(image.shape)
+        pictures = [operation.change(picture, strength) for picture in pictures]
+    frames = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)           # (M, 3, H, W)
+    return frames.reshape(image.shape).contiguous()
