@@ -6,7 +6,9 @@ import shutil
 import common
 from contrastive.core.files import read_json, write_json
 from contrastive.core.processes import UserError
+from contrastive.data.table import with_column
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -277,6 +279,24 @@ def test_queries_without_a_class_are_no_concept(tmp_path):
         and "014.png" not in keys
     )
     assert share == {"a": 0.5, "b": 0.4}
+
+
+def test_queries_without_a_class_are_no_concept_without_names(tmp_path, monkeypatch):
+    """Among words None, among numbers that have no names -1."""
+    run_script(mama, tmp_path / "r", base=MAMA)
+    opened = several.open_data
+    for missing, kind, dtype in ((None, "runs", "string"), (-1, 3, "int64")):
+
+        def open_data(args, classes=(missing, kind), dtype=dtype):
+            train, evals = opened(args)
+            test = evals["moving-emoji"]["test"]
+            labels = [classes[k % 2] for k in range(len(test))]
+            test = with_column(test, "label", labels, datasets.Value(dtype))
+            return train, {"moving-emoji": {"test": test}}
+
+        monkeypatch.setattr(several, "open_data", open_data)
+        concepts = several.read_hits(tmp_path / "r").concepts
+        assert set(concepts) == {str(kind)}
 
 
 def test_gain_by_concept(tmp_path, draw):

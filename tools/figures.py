@@ -46,7 +46,7 @@ from contrastive.core.files import flatten, read_json, slug
 from contrastive.core.processes import UserError, clean_exit, opening, say
 from contrastive.core.number_types import whole
 from contrastive.evaluation import answers
-from contrastive.evaluation.clusters import check_source, open_clusters
+from contrastive.evaluation.clusters import check_source, name_of_class, open_clusters
 from contrastive.core.metrics import retrieval_ranks
 from contrastive.evaluation.evaluated_model import temperature_of_run
 from contrastive.evaluation.facts import read_facts
@@ -323,7 +323,7 @@ def read_hits(folder, num_topics=0):
     concepts = []
     keys = []
     for query, value in enumerate(values):
-        concept = concept_name(value, names)
+        concept = name_of_class(value, names)
         if concept is not None:
             chosen.append(query)
             concepts.append(concept)
@@ -335,7 +335,7 @@ def read_hits(folder, num_topics=0):
             "and are left out")
     shares = {}
     for value, number in Counter(train_values).items():
-        concept = concept_name(value, names)
+        concept = name_of_class(value, names)
         if concept is not None:
             shares[concept] = number / len(train_values)
     return Hits(np.array(concepts), hits[chosen].astype(float), shares, keys)
@@ -365,15 +365,6 @@ def concept_column(folder, args, train):
             return column
     raise UserError(f"{folder}: {args.dataset} has no column {' or '.join(columns)} to take "
                     "concepts from")
-
-
-def concept_name(value, names):
-    """The name of a class number, None of -1; the value itself of a column without class names."""
-    if names is None:
-        return str(value)
-    if value < 0:
-        return None
-    return names[value]
 
 
 class Gain(NamedTuple):
