@@ -25,7 +25,6 @@ printed. Writes OUT/comparison.json, .md and .png.
 import argparse
 import concurrent.futures
 import datetime
-import functools
 import hashlib
 import itertools
 import math
@@ -433,15 +432,8 @@ class Runs:
 
 def hash_of_package():
     """Digest of common.py and of all modules of the package, as they are now."""
-    paths = [ROOT / "common.py", *sorted((ROOT / "contrastive").rglob("*.py"))]
-    return hash_of_files(tuple((path, path.stat().st_mtime_ns) for path in paths))
-
-
-@functools.cache
-def hash_of_files(states):
-    """Digest of the files of (path, time) pairs."""
     digest = hashlib.sha256()
-    for path, _ in states:
+    for path in (ROOT / "common.py", *sorted((ROOT / "contrastive").rglob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
