@@ -349,8 +349,12 @@ class Runs:
 
     def missing_runs(self, arms, pairs):
         """Commands of the planned runs that have no file."""
-        planned = self.planned_runs(arms, pairs)
-        return [words for file, words in planned.items() if not file.exists()]
+        return self.unfinished(self.planned_runs(arms, pairs).values())
+
+    def unfinished(self, commands):
+        """The commands that have no file, each once."""
+        files = {self.file(words): words for words in commands}
+        return [words for file, words in files.items() if not file.exists()]
 
     def measure(self, arm, pairs):
         """The Measured of an arm over the seeds `pairs`; None before it is tuned and has run."""

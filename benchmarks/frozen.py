@@ -373,7 +373,7 @@ def missing_runs(runs, claims, pairs, further=False):
                 for condition in further_conditions(CLAIMS[name], trials).values():
                     words = command_words(trial, condition)
                     commands += [runs.words(words, seed) for seed in pairs]
-        return without_finished(runs, commands)
+        return runs.unfinished(commands)
     for name in claims:
         for method in CLAIMS[name].methods:
             best = best_trials(runs, method)
@@ -382,7 +382,7 @@ def missing_runs(runs, claims, pairs, further=False):
                     commands += [runs.words(command_words(trial), seed) for seed in TUNING_SEEDS]
             for trial in best:
                 commands += [runs.words(command_words(trial), seed) for seed in pairs]
-    return without_finished(runs, commands)
+    return runs.unfinished(commands)
 
 
 def first_trials(runs, claim):
@@ -403,12 +403,6 @@ def further_conditions(claim, trials):
     if claim.test_metric == KNN or any(META_SET in trial for trial in trials):
         del conditions["emoji"]
     return conditions
-
-
-def without_finished(runs, commands):
-    """The commands that have no file, each once: claims share methods."""
-    files = {runs.file(words): words for words in commands}
-    return [words for file, words in files.items() if not file.exists()]
 
 
 # ===================================================== verdicts ===================================
