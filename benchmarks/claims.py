@@ -20,16 +20,12 @@ Finished runs are small files below results/claims/. Writes results/claims.json 
 claims_3, claims_10.
 """
 
-import argparse
-import os
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from contrastive.core.number_types import count
-
 from benchmarks.compare import (
-    COLUMNS, NARROW, RESULTS, Arm, Runs, cells, compare_pairs, correct, interval, markdown, to_json,
-    verdict_of, write)
+    COLUMNS, NARROW, RESULTS, Arm, Runs, cells, claims_parser, compare_pairs, correct, interval,
+    markdown, to_json, verdict_of, write)
 
 LENGTHS = (1, 3, 10)  # times the steps of a run; those that have a table
 TUNED_LENGTH = 3  # at which longer runs are tuned
@@ -725,15 +721,9 @@ def write_table(runs, length):
 # ===================================================== command line ===============================
 def main(argv=None):
     """Runs what is missing, and writes the tables."""
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    p.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS),
-                   help="claims whose missing runs are run")
+    p = claims_parser(__doc__, CLAIMS, num_seeds=5)
     p.add_argument("--length", type=int, choices=LENGTHS, default=1,
                    help="times the steps of the runs at length 1")
-    p.add_argument("--seeds", type=count, default=5, help="pairs of runs of each arm")
-    p.add_argument("--jobs", type=count, default=os.cpu_count(),
-                   help="runs side by side, one thread each")
-    p.add_argument("--report", action="store_true", help="run nothing, write the tables")
     args = p.parse_args(argv)
     runs = Runs(RESULTS / "claims", jobs=args.jobs)
 

@@ -551,6 +551,25 @@ def write(stem, results, arms, lines):
 
 
 # ----------------------------------------------------- command line -------------------------------
+def claims_parser(description, claims, num_seeds):
+    """The flags that benchmarks.claims and benchmarks.frozen share.
+
+    Args:
+        description: docstring of the program, whose first line --help shows.
+        claims: {name: Claim}.
+        num_seeds: default of --seeds.
+    """
+    p = argparse.ArgumentParser(description=description.splitlines()[0], allow_abbrev=False)
+    p.add_argument("--claims", nargs="+", choices=claims, default=list(claims),
+                   help="claims whose missing runs are run")
+    p.add_argument("--seeds", type=count, default=num_seeds,
+                   help="pairs of runs of each method, at its best trials")
+    p.add_argument("--jobs", type=count, default=os.cpu_count(),
+                   help="runs side by side, one thread each")
+    p.add_argument("--report", action="store_true", help="run nothing, write the tables")
+    return p
+
+
 def parse_args(argv=None):
     """The flags of this program, and in `shared` those of every command."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)

@@ -24,19 +24,16 @@ Finished runs are small files below results/frozen/. Writes results/frozen.json,
 frozen_further.md.
 """
 
-import argparse
-import os
 from dataclasses import dataclass
 from statistics import mean, stdev
 
 from contrastive.core.files import write_json
-from contrastive.core.number_types import count
 from contrastive.figures.base import figure, save_figure
 
 from benchmarks.claims import Method
 from benchmarks.compare import (
-    RESULTS, TUNING_SEED, Runs, compare_pairs, correct, interval, markdown, metric_of,
-    trivial_values)
+    RESULTS, TUNING_SEED, Runs, claims_parser, compare_pairs, correct, interval, markdown,
+    metric_of, trivial_values)
 
 import numpy as np
 from scipy import stats
@@ -713,14 +710,7 @@ def draw_tuning(runs, path):
 
 def main(argv=None):
     """Runs what is missing, and writes the table."""
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    p.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS),
-                   help="claims whose missing runs are run")
-    p.add_argument("--seeds", type=count, default=10,
-                   help="pairs of runs of a method, at its best trials")
-    p.add_argument("--jobs", type=count, default=os.cpu_count(),
-                   help="runs side by side, one thread each")
-    p.add_argument("--report", action="store_true", help="run nothing, write the table")
+    p = claims_parser(__doc__, CLAIMS, num_seeds=10)
     p.add_argument("--further", action="store_true",
                    help="run the further conditions: 5,000 steps, two layers, emoji")
     args = p.parse_args(argv)
