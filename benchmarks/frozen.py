@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 from contrastive.core.files import write_json
+from contrastive.core.words import flag_of
 from contrastive.figures.base import figure, save_figure
 
 from benchmarks.claims import Method
@@ -90,7 +91,7 @@ def over_taus(**factors):
     for tau in TAUS:
         words = []
         for name, factor in factors.items():
-            words.append(f"--{name.replace('_', '-')} {factor * tau:.4g}")
+            words.append(f"{flag_of(name)} {factor * tau:.4g}")
         trials.append(" ".join(words))
     return tuple(trials)
 

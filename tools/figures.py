@@ -45,6 +45,7 @@ from contrastive.engine.log import logged_rows
 from contrastive.core.files import flatten, read_json, slug
 from contrastive.core.processes import UserError, clean_exit, opening, say
 from contrastive.core.number_types import whole
+from contrastive.core.words import flag_of
 from contrastive.evaluation import answers
 from contrastive.evaluation.clusters import check_source, name_of_class, open_clusters
 from contrastive.core.metrics import retrieval_ranks
@@ -89,9 +90,8 @@ def read_flags(folders, varied):
         names = {*first, *args} - varied - IGNORED_FLAGS
         for name in sorted(names):
             if first.get(name) != args.get(name):
-                flag = name.replace("_", "-")
-                raise UserError(f"{folder} and {folders[0]} differ in --{flag} ({args.get(name)}, "
-                                f"{first.get(name)}): they cannot be compared")
+                raise UserError(f"{folder} and {folders[0]} differ in {flag_of(name)} "
+                                f"({args.get(name)}, {first.get(name)}): they cannot be compared")
     return runs
 
 
@@ -629,11 +629,11 @@ def main(argv=None):
     args = p.parse_args(argv)
     p.only(args.figure == "concepts", "for concepts", "--topics")
     if args.figure in OWN_FLAGS:
-        flag = OWN_FLAGS[args.figure]
+        name = OWN_FLAGS[args.figure]
         for run in args.runs:
-            p.require(flag in read_json(Path(run) / "args.json"),
-                      f"{args.figure}: {run} has no --{flag.replace('_', '-')}, which the runs of "
-                      "this figure have (docs/)")
+            p.require(name in read_json(Path(run) / "args.json"),
+                      f"{args.figure}: {run} has no {flag_of(name)}, which the runs of this "
+                      "figure have (docs/)")
     out = args.out or f"{args.figure}.png"
     if args.figure == "phase":
         lines = draw_phase(args.runs, out)

@@ -1,4 +1,4 @@
-"""Numbers in messages."""
+"""Numbers in messages, and the names of flags."""
 
 import re
 
@@ -9,3 +9,13 @@ def counted(number, name):
     if number == 1:
         words = re.sub(r"(?<!s)s\b", "", words, count=1)
     return f"{number:,} {words}"
+
+
+def name_of(flag):
+    """'tau_min' of '--tau-min', 'base' of '--no-base'."""
+    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+
+
+def flag_of(name):
+    """'--tau-min' of 'tau_min'."""
+    return "--" + name.replace("_", "-")

@@ -28,6 +28,7 @@ import functools
 from pathlib import Path
 
 from contrastive.core.processes import UserError
+from contrastive.core.words import name_of
 from contrastive.data.hub import TABLE_KINDS
 from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOptions
 from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, partition_name
@@ -262,8 +263,8 @@ def effective_options(args, name):
     without_effect = set()
     for other_set in SETS.values():
         if isinstance(other_set, DataSet):
-            without_effect.update(map(flag_name, other_set.flags))
-    without_effect.difference_update(map(flag_name, flags_of(name)))
+            without_effect.update(map(name_of, other_set.flags))
+    without_effect.difference_update(map(name_of, flags_of(name)))
 
     data_set = find_data_set(name)
     is_training_set = name == getattr(args, "dataset", "")
@@ -282,11 +283,6 @@ def effective_options(args, name):
         elif not getattr(args, "hold_out_val", False):
             without_effect.add("val_fraction")
     return {field.name for field in dataclasses.fields(DataOptions)} - without_effect
-
-
-def flag_name(flag):
-    """'clip_law' of '--clip-law'."""
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def open_data(args):

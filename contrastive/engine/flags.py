@@ -17,6 +17,7 @@ from contrastive.core.files import read_json
 from contrastive.core.number_types import (
     below_one, between, count, nonnegative, part, positive, rate, whole)
 from contrastive.core.processes import say
+from contrastive.core.words import flag_of, name_of
 from contrastive.data.registry import flags_of, partition_name
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.weights import packaged_encoders
@@ -85,16 +86,6 @@ def unread_flags(args):
     if not isinstance(args, Args):
         return []
     return [flag for flag in args.command_line if name_of(flag) not in args.read]
-
-
-def name_of(flag):
-    """'tau_min' of '--tau-min', 'base' of '--no-base'."""
-    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-
-
-def flag_of(name):
-    """'--tau-min' of 'tau_min'."""
-    return "--" + name.replace("_", "-")
 
 
 def words_of(name, value):

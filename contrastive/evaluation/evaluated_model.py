@@ -7,6 +7,7 @@ from pathlib import Path
 
 from contrastive.core.files import read_json, slug
 from contrastive.core.processes import UserError, opening, say
+from contrastive.core.words import flag_of
 from contrastive.data import data_options, load_data, open_pairs
 from contrastive.data.long_tail import labelled_sets
 from contrastive.data.registry import find_data_set, partition_name
@@ -103,7 +104,7 @@ class EvaluatedModel:
         for name in COMPARED_FLAGS:
             value, trained = getattr(self.args, name), saved_flags.get(name)
             if trained is not None and value not in ("", 0, trained):
-                say(f"--{name.replace('_', '-')} {value}: {trained} in training")
+                say(f"{flag_of(name)} {value}: {trained} in training")
         value = self.args.frames
         trained = saved_flags.get("eval_frames") or saved_flags.get("frames")
         if value and trained and value != trained:
