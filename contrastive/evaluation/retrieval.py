@@ -1,8 +1,8 @@
 """The tasks by caption: retrieval both ways, multi-instance retrieval, and the modality gap."""
 
 from contrastive.core.metrics import (
-    check_finite, embedding_health, mir_chance, mir_metrics, modality_gap, normalize,
-    retrieval_chance, retrieval_metrics, retrieval_ranks)
+    check_finite, embedding_health, mir_chance, mir_metrics, modality_gap, normalize, recalls,
+    retrieval_chance, retrieval_ranks)
 from contrastive.data.epic import class_relevancy, multi_hot
 from contrastive.evaluation.embed import encode_texts
 
@@ -89,26 +89,20 @@ def padded(rows):
 def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
     """Retrieval of images by texts and of texts by images.
 
-    In a grouped set, images are not ranked by all texts but by their best one.
-
-    Args:
-        pieces: EvaluationPieces with captions.
-        image_bias, text_bias: (M,), (C,), added to the cosines of the ranked items (NCL).
-        dsl: temperature of the dual softmax over the queries of a direction; 0 = none.
+    Args: as in query_ranks.
     Returns: metrics, and their chance levels: {text_to_image, image_to_text, R-Mean, R@1-Mean}.
         R-Mean is the mean of R@1, R@5 and R@10 in both directions (TeMo, Table 4), R@1-Mean that of
         R@1 (MM-TS, Table 1: "Avg.").
     """
-    image, text = pieces.image.to(pieces.device), pieces.text.to(pieces.device)  # (M, D), (C, D)
+    metrics = {}
+    for direction, ranks in query_ranks(pieces, image_bias, text_bias, dsl).items():
+        metrics[direction] = recalls(ranks)
     to_text, groups = image_to_text_positives(pieces)                      # (M, P), (C,)
-    num_ranked = len(text)
+    num_ranked = len(pieces.text)
     if groups is not None:
-        num_ranked = len(image)                                            # each with its captions
-    metrics = {
-        "text_to_image": retrieval_metrics(text, image, pieces.positives, image_bias, dsl=dsl),
-        "image_to_text": retrieval_metrics(image, text, to_text, text_bias, groups, dsl=dsl)}
+        num_ranked = len(pieces.image)                                     # each with its captions
     chance = {
-        "text_to_image": retrieval_chance(pieces.positives, len(image)),
+        "text_to_image": retrieval_chance(pieces.positives, len(pieces.image)),
         "image_to_text": retrieval_chance(to_text, num_ranked)}
     add_means(metrics)
     add_means(chance)
@@ -128,15 +122,22 @@ def image_to_text_positives(pieces):
     return positives, torch.from_numpy(pieces.owner)
 
 
-def query_ranks(pieces):
-    """Rank of the best positive of each test query by cosine, without biases.
+def query_ranks(pieces, image_bias=None, text_bias=None, dsl=0.0):
+    """Rank of the best positive of each query by cosine.
 
+    In a grouped set, images are not ranked by all texts but by their best one.
+
+    Args:
+        pieces: EvaluationPieces with captions.
+        image_bias, text_bias: (M,), (C,), added to the cosines of the ranked items (NCL).
+        dsl: temperature of the dual softmax over the queries of a direction; 0 = none.
     Returns: {text_to_image: (C,), image_to_text: (M,)} int, from 1.
     """
     image, text = pieces.image.to(pieces.device), pieces.text.to(pieces.device)  # (M, D), (C, D)
     to_text, groups = image_to_text_positives(pieces)                      # (M, P), (C,)
-    return {"text_to_image": retrieval_ranks(text, image, pieces.positives),
-            "image_to_text": retrieval_ranks(image, text, to_text, groups=groups)}
+    return {
+        "text_to_image": retrieval_ranks(text, image, pieces.positives, image_bias, dsl=dsl),
+        "image_to_text": retrieval_ranks(image, text, to_text, text_bias, groups, dsl=dsl)}
 
 
 def owners_of_captions(positives, owner):
