@@ -13,7 +13,7 @@ from pathlib import Path
 import common
 from contrastive.data import data_options
 from contrastive.engine.flags import OneLineErrorParser
-from contrastive.core.processes import UserError, clean_exit, opening, say
+from contrastive.core.processes import UserError, clean_exit, join, opening, say
 from contrastive.core.number_types import count
 
 import torch
@@ -90,10 +90,7 @@ def main(argv=None):
     captions = [caption for caption in captions if caption not in finished]
     say(f"{len(finished)} captions are in {out}, {len(captions)} to do")
 
-    device = "cpu"
-    if torch.cuda.is_available() and not args.cpu:
-        device = "cuda"
-    paraphrase = make_paraphraser(args.model, device)
+    paraphrase = make_paraphraser(args.model, join(args.cpu))
     starts = range(0, len(captions), args.batch)
     with opening(out), open(out, "a", encoding="utf8") as file:
         for i in tqdm(starts, desc="paraphrases", unit="batch"):

@@ -18,14 +18,13 @@ import common
 from contrastive.data import add_captions, data_options
 from contrastive.engine.flags import OneLineErrorParser
 from contrastive.core.files import read_json
-from contrastive.core.processes import UserError, clean_exit, opening, say
+from contrastive.core.processes import UserError, clean_exit, join, opening, say
 from contrastive.evaluation.embed import encode_images, encode_texts
 from contrastive.core.metrics import normalize
 from contrastive.figures.base import picture, wrap
 from contrastive.figures.mama import draw_clips
 
 import numpy as np
-import torch
 
 
 # ----------------------------------------------------- captions and scores -----------------------
@@ -160,10 +159,7 @@ def main(argv=None):
                    help="writes PREFIX.csv and PREFIX.png")
     p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     args = p.parse_args(argv)
-    device = torch.device("cpu")
-    if torch.cuda.is_available() and not args.cpu:
-        device = torch.device("cuda")
-    data, pairs, scores_of_runs = score_runs(args.runs, args.short, device)
+    data, pairs, scores_of_runs = score_runs(args.runs, args.short, join(args.cpu))
     rows = []  # that all runs could read
     scores = []
     for i in pairs:
