@@ -567,8 +567,7 @@ def test_trivial_baselines_of_some_images_have_no_classes_by_size(run, monkeypat
     train, val = (common.load_data("emoji", split) for split in ("train", "val"))
     sizes = np.bincount(train.labels[train.labels >= 0])
     options = evaluation.measure.ClassOptions(
-        train=train, shot_limits=(np.median(sizes), np.median(sizes)), with_trivial=True,
-        build_untrained=lambda: None)
+        train=train, shot_limits=(np.median(sizes), np.median(sizes)), build_untrained=lambda: None)
     towers = evaluation.measure.Towers(*common.load_model(run))
     metrics, chance, _ = evaluation.measure.measure(
         towers, val, ["knn", "probe"], options, device=torch.device("cpu"))

@@ -54,10 +54,9 @@ class ClassOptions:
     shot_limits: tuple | None = None  # of core.metrics.accuracy_by_class_size
     knn_features: str = "projected"  # embeddings; 'backbone': features before the projection
     view: EvalTransform | None = None  # of these tasks, if it is not that of the towers
-    # whether kNN and probes are measured on raw pixels, on colours and on the untrained model as
-    # well, which become the chance level `trivial`
-    with_trivial: bool = False
-    build_untrained: object = None  # function () -> the run's model at random weights, or None
+    # function () -> the run's model at random weights, or None; with it kNN and probes are measured
+    # on raw pixels, on colours and on that model as well: the chance level `trivial`
+    build_untrained: object = None
 
 
 # ======================================================= tasks that are supported =================
@@ -269,7 +268,7 @@ class SplitEvaluation:
             _, self.pieces.train_features, self.pieces.train_labels = train
             self.pieces.features, self.pieces.labels = self.labelled_features, self.labels
             self.pieces.label_names = self.data.label_names
-        if options.with_trivial:
+        if options.build_untrained is not None:
             self.chance["trivial"] = self.trivial_chance(tasks, few_shot, feature_options)
             drawn = drawn_images(options.train, self.data)
             if drawn:
@@ -352,13 +351,12 @@ class Evaluator:
         return metrics, chance, pieces
 
     def measure_split(self, name, split, with_trivial):
-        """The Measurement of a split. with_trivial: as in ClassOptions."""
+        """The Measurement of a split. with_trivial: whether it has the chance level `trivial`."""
         model, _, transform = self.towers
         view, _ = view_of(transform, name, self.args.dataset)
         options = ClassOptions(
             self.train, self.few_shot, self.shot_limits, self.knn_features, view)
         if with_trivial:
-            options.with_trivial = True
             options.build_untrained = functools.partial(untrained, model.spec, self.args.seed)
         measured = measure(
             self.towers, self.sets[name][split], self.tasks[name, split], options,
