@@ -137,9 +137,8 @@ def find_sources(args, path):
                 sources.append({"path": file})
         return sources
     data = common.load_data(args.dataset, "train", data_options(args))
-    if frames_of(data):  # no images
-        for row in data.sources or ():
-            sources.append(row["source"])
+    if frames_of(data) and data.sources is not None:  # no images, no pixels in memory
+        sources = list(data.values_of_column("source"))
     return sources
 
 

@@ -68,14 +68,13 @@ def hash_of_pixels(data):
     if data.pixels is not None:
         return digest.hexdigest() + hash_of_tensors({"pixels": data.pixels})
     file_state = functools.lru_cache(maxsize=ROWS_AT_ONCE)(state_of_file)
-    for batch in data.sources.iter(ROWS_AT_ONCE):
-        for source in batch["source"]:
-            facts = dict(source)
-            if facts.get("bytes"):
-                facts["bytes"] = hashlib.sha256(facts["bytes"]).hexdigest()
-            if facts.get("path"):
-                facts["state"] = file_state(facts["path"])
-            digest.update(json.dumps(facts, sort_keys=True).encode())
+    for source in data.values_of_column("source"):
+        facts = dict(source)
+        if facts.get("bytes"):
+            facts["bytes"] = hashlib.sha256(facts["bytes"]).hexdigest()
+        if facts.get("path"):
+            facts["state"] = file_state(facts["path"])
+        digest.update(json.dumps(facts, sort_keys=True).encode())
     if data.clip is not None:
         for name, value in vars(data.clip).items():
             digest.update(f"{name} {getattr(value, '__qualname__', value)}".encode())

@@ -178,17 +178,11 @@ def file_of_rows(data):
     """Yields the file of each row; None if it is inside a table or a tar."""
     if data.sources is None:  # a stream, or pixels in memory
         return
-    for source in sources_of(data):
+    for source in data.values_of_column("source"):
         path = own_path(source)
         if path:
             path = os.path.realpath(path)
         yield path
-
-
-def sources_of(data):
-    """Yields the cells of the column source: reading row by row would take minutes."""
-    for batch in data.sources.iter(10_000):
-        yield from batch["source"]
 
 
 def own_path(source):
@@ -209,7 +203,7 @@ class Clip(NamedTuple):
 
 def clips_of_data(data):
     """Yields the Clip of each row."""
-    for key, source in zip(data.keys(), sources_of(data)):
+    for key, source in zip(data.keys(), data.values_of_column("source")):
         path = own_path(source) or key
         yield Clip(Path(path), source.get("start"), source.get("end"))
 

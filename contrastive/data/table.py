@@ -266,15 +266,14 @@ class Data(TrainingSet):
         return item
 
     # ---- all rows ----
-    def batches_of_column(self, name):
-        """Yields the values of a column as lists: reading row by row would take minutes."""
-        for batch in self.annotations.select_columns(name).iter(ROWS_AT_ONCE):
-            yield batch[name]
+    def values_of_column(self, name):
+        """Yields the values of a column in order; reading row by row would take minutes."""
+        for batch in self.table.select_columns(name).iter(ROWS_AT_ONCE):
+            yield from batch[name]
 
     def keys(self):
         """Yields the names of all rows in order."""
-        for keys in self.batches_of_column("key"):
-            yield from keys
+        return self.values_of_column("key")
 
     def identity(self):
         """Number of the examples and a hash of their names."""
@@ -307,9 +306,8 @@ class Data(TrainingSet):
     def unfold(self):
         """One example for each (image or clip, caption), as CLIP4Clip on MSR-VTT: a batch may hold
         a clip twice."""
-        counts = []  # captions of each row
-        for batch in self.batches_of_column("captions"):
-            counts += [len(captions) for captions in batch]
+        # captions of each row
+        counts = [len(captions) for captions in self.values_of_column("captions")]
         rows = np.repeat(np.arange(len(self)), counts)
         caption_numbers = np.concatenate([np.arange(count) for count in counts])
         return dataclasses.replace(self.select(rows), caption_numbers=caption_numbers)
