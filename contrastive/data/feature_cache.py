@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from contrastive.core.files import whole_file
 from contrastive.core.processes import UserError, barrier, opening, rank, say, to_device, world
 from contrastive.data.batches import UNREADABLE, Batches, loader, num_workers, read_batch
 from contrastive.data.clips import state_of_folder
@@ -231,13 +232,12 @@ def announcement(title, num_files, features, minutes, block):
 
 
 def write_features(file, features):
-    """Writes an array under a temporary name and renames it."""
-    temporary = file.with_suffix(f".{secrets.token_hex(8)}.tmp")
+    """Writes an array; runs that write the same file do so under names of their own."""
     with opening(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as handle:
-            np.save(handle, features)
-        os.replace(temporary, file)
+    suffix = f".{secrets.token_hex(8)}.tmp"
+    with whole_file(file, suffix) as temporary, open(temporary, "wb") as handle:
+        np.save(handle, features)
 
 
 # ---- images and clips ----
