@@ -31,7 +31,7 @@ def row_blocks(loss):
     return wrapped
 
 
-def by_rows(loss, *rows, columns, block=0):
+def by_rows(loss, *rows, columns):
     """The loss of each row of a (B, N) matrix, in blocks of rows if the matrix is large.
 
     Args:
@@ -39,11 +39,10 @@ def by_rows(loss, *rows, columns, block=0):
             slices.
         rows: tensors whose first axis is B are sliced; anything else is passed whole.
         columns: N.
-        block: rows at a time; 0 = rows_at_a_time, or if that is 0 as many as fit.
     Returns: (B,), or () the mean over all rows.
     """
     B = len(rows[0])
-    block = block or rows_at_a_time or block_size(B, columns, rows[0].is_cuda)
+    block = rows_at_a_time or block_size(B, columns, rows[0].is_cuda)
     if block >= B:
         return loss(*rows)
     if torch.is_grad_enabled():

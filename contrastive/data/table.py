@@ -289,9 +289,7 @@ class Data(TrainingSet):
     # ---- other rows of the same data ----
     def select(self, rows, split=None):
         """The same data set with only these rows, in this order; a row may come twice."""
-        rows = np.asarray(rows)
-        if not len(rows):
-            rows = rows.astype(np.int64)  # numpy takes an empty list for floats
+        rows = np.asarray(rows, np.int64)  # numpy takes an empty list for floats
         arrays = {}
         for name in ("rows", "caption_numbers", "shards"):
             values = getattr(self, name)
