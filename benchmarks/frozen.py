@@ -681,32 +681,39 @@ def to_json(result):
 
 
 def draw_tuning(runs, path):
-    """Draws R@1 on val over the temperature, a panel for each paper.
+    """Draws R@1 on val over the temperature, a panel for each claim.
 
-    Bars are the standard error over the seeds. A method whose values another one has, since it is
-    the same run in another script, is drawn once.
+    Bars are the standard error over the seeds. A claim whose curves all stand in an earlier panel
+    has none.
     """
-    panels = {}  # {paper: {name of a method: for each of TAUS its values on val}}
+    panels = {}  # {title: {name of a method: for each of TAUS its values on val}}
     for claim in CLAIMS.values():
+        curves = {}
         for method in claim.methods:
             values = list(val_values(runs, method).values())
-            panel = panels.setdefault(claim.paper, {})
-            if len(values) > 1 and values not in panel.values():
-                panel[method.name] = values
-    panels = {paper: methods for paper, methods in panels.items() if methods}
+            if len(values) > 1:
+                curves[method.name] = values
+        if curves and not any(is_part_of(curves, panel) for panel in panels.values()):
+            panels[f"{claim.paper}: {claim.says}"] = curves
     if not panels:
         return
-    fig, axes = figure(len(panels), columns=2, width=6)
-    for ax, (paper, methods) in zip(axes, panels.items()):
-        for name, values in methods.items():
+    fig, axes = figure(len(panels), columns=3, width=4.6, height=3.2)
+    for ax, (title, curves) in zip(axes, panels.items()):
+        for name, values in curves.items():
             means = [mean(of_trial) for of_trial in values]
             errors = [stdev(of_trial) / len(of_trial) ** 0.5 for of_trial in values]
             ax.errorbar(TAUS, means, errors, marker=".", capsize=2, label=name)
-        ax.set(title=paper, xlabel="temperature", ylabel="R@1 on val, %", xscale="log")
+        ax.set(title=title, xlabel="temperature", ylabel="R@1 on val, %", xscale="log")
         ax.set_xticks(TAUS, [f"{tau:g}" for tau in TAUS])
         ax.minorticks_off()
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        ax.margins(y=0.3)  # room for the legend
+        ax.legend()
     save_figure(fig, path)
+
+
+def is_part_of(curves, panel):
+    """Whether a panel has all these curves, under whatever name: methods may share runs."""
+    return all(values in panel.values() for values in curves.values())
 
 
 def main(argv=None):

@@ -118,6 +118,30 @@ def test_equal_methods_are_level(claim, monkeypatch):
     assert result.verdict == "level"
 
 
+def test_the_tuning_of_a_claim_has_a_panel_of_its_own(claim, tmp_path, monkeypatch):
+    """With a curve for each of its methods; another claim on the same runs has none."""
+    runs, method, baseline = claim
+    for k, of in enumerate((method, baseline)):
+        write_method(runs, of, 0.0, best=(frozen.TAUS[k],))
+    first = frozen.CLAIMS["claim"]
+    monkeypatch.setitem(frozen.CLAIMS, "gap", replace(first, says="smaller gap", scale=-1))
+    own = [replace(baseline, name="as another script"), method]
+    monkeypatch.setitem(frozen.CLAIMS, "own", replace(first, says="it is worse", methods=own))
+    drawn = []
+    monkeypatch.setattr(frozen, "save_figure", lambda figure, path: drawn.append(figure))
+    frozen.draw_tuning(runs, tmp_path / "frozen.png")
+    panel, = drawn[0].axes
+    assert panel.get_title() == "paper: it is better"
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["method", "baseline"]
+    write_method(runs, baseline, 0.0, best=(0.2,))
+    third = replace(method, name="third", command="mama.py")
+    write_method(runs, third, 0.0, best=(0.05, 0.2))
+    methods = [third, baseline]
+    monkeypatch.setitem(frozen.CLAIMS, "third", replace(first, says="new", methods=methods))
+    frozen.draw_tuning(runs, tmp_path / "frozen.png")
+    assert [ax.get_title() for ax in drawn[1].axes] == ["paper: it is better", "paper: new"]
+
+
 def test_nothing_is_decided_before_both_sides_are_tuned_and_run(claim):
     runs, method, baseline = claim
     write_method(runs, method, 0.1)
