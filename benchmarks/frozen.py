@@ -656,8 +656,8 @@ def further_table(runs):
             if line is not None:
                 rows.append([
                     title, f"{claim.paper}: {claim.says}",
-                    f"{claim.methods[0].name} {line.method_mean:.1f}",
-                    f"{baseline.name} {line.baseline_mean:.1f}",
+                    f"{claim.methods[0].name} `{line.method}` {line.method_mean:.1f}",
+                    f"{baseline.name} `{line.baseline}` {line.baseline_mean:.1f}",
                     str(len(line.paired.seeds)),
                     f"{line.paired.mean:+.2f} ± {line.paired.half:.2f}"])
     if not rows:
