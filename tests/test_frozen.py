@@ -256,7 +256,8 @@ def test_further_conditions_run_at_the_chosen_temperature_and_have_no_verdict(cl
         write_json(runs.file(words), {"test": {"any": {"R@1-Mean": test}}, "chance": {}})
     rows = [line for line in frozen.further_table(runs) if "it is better" in line]
     assert len(rows) == len(frozen.FURTHER_CONDITIONS)
-    assert all("| method 33.5 | baseline 30.5 | 2 | +3.00" in row for row in rows)
+    cells = "| method `ncl.py --tau 0.07` 33.5 | baseline `temo.py --tau 0.07` 30.5 | 2 | +3.00"
+    assert all(cells in row for row in rows)
     assert frozen.missing_runs(runs, ["claim"], range(2), further=True) == []
 
 
