@@ -573,7 +573,7 @@ def main(args):  # noqa: C901, PLR0912
         chunks.backward(loss)                                              # of the full batch
         if matching:
             loss = loss.detach() + args.matching_weight * matching.total   # ()
-            # in place of the check above: with the matching loss
+            # `done` looks at the loss that was given last
             run.check_finite(loss, value, (image, text))
         common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
@@ -585,10 +585,10 @@ def main(args):  # noqa: C901, PLR0912
         columns = {}
         if run.due("log", run.step + 1):
             # the mean over processes is then their sum
-            more_terms = {"not_in_clusters": world() * num_missing}
+            batch_terms = {"not_in_clusters": world() * num_missing}
             if matching:
-                more_terms["L_match"] = matching.total
-            columns = log_columns(image, text, value, more_terms, run)
+                batch_terms["L_match"] = matching.total
+            columns = log_columns(image, text, value, batch_terms, run)
         run.done(batch, loss, value, columns)                              # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
@@ -702,13 +702,13 @@ def describe_range(args, total_steps):
 
 
 @torch.no_grad()
-def log_columns(image, text, value, more_terms, run):
+def log_columns(image, text, value, batch_terms, run):
     """Columns of the log: terms of the loss, health of the space, range of the temperatures.
 
     Args:
         image, text: (B, D) embeddings of this process.
         value: temperature or margin of the loss, (B,) or ().
-        more_terms: {'not_in_clusters': number of captions or examples of the batch that were not
+        batch_terms: {'not_in_clusters': number of captions or examples of the batch that were not
             clustered, 'L_match': ()}. Such a caption takes the nearest cluster, such an example
             gets sh-.
         run: the Run.
@@ -719,7 +719,7 @@ def log_columns(image, text, value, more_terms, run):
         terms = clip_terms(image, text, value, args.label_smoothing)
     elif args.loss == "max-margin":
         terms = max_margin_terms(image, text, value)
-    columns = common.mean_over_processes(terms | more_terms, run.device)
+    columns = common.mean_over_processes(terms | batch_terms, run.device)
     image, text = gather(normalize(image)), gather(normalize(text))        # (N, D)
     columns.update(common.embedding_health(image, text))
     columns.update(range_columns(value_name(args.loss), value))
