@@ -397,7 +397,7 @@ def learning_rate(step, steps, args):
         lr = args.lr_end + (args.lr - args.lr_end) * 0.5 * (1 + cosine)
     else:
         raise ValueError(f"--lr-schedule {args.lr_schedule} has no branch in learning_rate")
-    # last, so that the first step of a warm-up has read --lr-end
+    # after the schedule, so that its flags count as read from the first step on
     if step < steps.warmup:
         return args.lr * (step + 1) / steps.warmup
     return lr

@@ -584,7 +584,7 @@ def main(args):  # noqa: C901, PLR0912
             loss_modules["tau"].clamp()
         columns = {}
         if run.due("log", run.step + 1):
-            # the mean over processes is then their sum
+            # times the processes, so that the mean over them is the sum
             batch_terms = {"not_in_clusters": world() * num_missing}
             if matching:
                 batch_terms["L_match"] = matching.total

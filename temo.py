@@ -10,7 +10,7 @@ training. No parameters are added; by default I~ and T~ are encoded without grad
 Equations (s_ij: cosine of anchor i and candidate j; t: progress of training, 0..1)
     (1, 2)  I(x_a, X; tau) = -log( exp(s_ap / tau) / sum_k exp(s_ak / tau) )    info_nce
     (3)     L_MM = 1/2 [ I(I, T; tau) + I(T, I; tau) ]                          multimodal_loss
-    (4)     tau_ij = tau_min + tau_alpha sqrt((1 + s_ij) / 2) (code)  modulated_temperature
+    (4)     tau_ij = tau_min + tau_alpha sqrt((1 + s_ij) / 2), authors' code   modulated_temperature
     (5, 6)  L_M-I2I, L_M-T2T, L_M-I2T, L_M-T2I: (1) with the tau_ij of (4)      modulated_loss
     (7)     L_M-MM = 1/2 (L_M-I2T + L_M-T2I)                          modulated_multimodal_loss
     (8)     L = (1-t)^2 L_MM + t^2 (L_M-MM + L_M-I2I + L_M-T2T)                 temo_loss
@@ -97,8 +97,7 @@ def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04, detach=False, simil
         tau_min: lowest temperature, > 0.
         tau_alpha: highest temperature minus the lowest, >= 0.
         detach: stop the gradient through the temperature.
-        similarity: 'shifted', as above, or 'cosine', the printed sqrt(s_ij), with
-            0 for s_ij < 0.
+        similarity: 'shifted', as above, or 'cosine', sqrt(s_ij) as printed, 0 where s_ij < 0.
     Returns: temperatures of sim's shape; the gradient is finite everywhere.
     """
     if detach:
@@ -440,7 +439,8 @@ FROZEN = dict(
     jitter=0.0, log_every=50)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN,
            "frozen": FROZEN}
-ROWS = {                                             # of Table 3; a and b do not use `blend`
+# of Table 3; a and b have one term, and so no weights to blend
+ROWS = {
     "a": dict(base=True, modulated=False, unimodal="none", blend="quadratic"),
     "b": dict(base=False, modulated=True, unimodal="none", blend="quadratic"),
     "c": dict(base=True, modulated=False, unimodal="plain", blend="fixed"),

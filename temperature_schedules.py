@@ -391,7 +391,8 @@ def check_flags(parser, args):
 def check_end(parser, args):
     """Refuses a --stop-at-phase that the run does not reach and an --eval-epoch that is no epoch.
 
-    last_step checks that it is before the end of the run, since fit_to_data may raise --epochs.
+    last_step checks that the epoch is before the end of the run, since fit_to_data may raise
+    --epochs.
     """
     # fit_to_data may raise the epochs of own data
     has_epochs = not args.max_steps and args.recipe != "own"

@@ -151,12 +151,12 @@ def owners_of_captions(positives, owner):
 
 def add_means(result):
     """Adds R-Mean and R@1-Mean to the numbers of both directions."""
-    recalls = []
+    values = []
     for direction in DIRECTIONS:
-        recalls.append([result[direction][name] for name in ("R@1", "R@5", "R@10")])
-    recalls = np.array(recalls)                                            # (2, 3)
-    result["R-Mean"] = float(recalls.mean())
-    result["R@1-Mean"] = float(recalls[:, 0].mean())
+        values.append([result[direction][name] for name in ("R@1", "R@5", "R@10")])
+    values = np.array(values)                                              # (2, 3)
+    result["R-Mean"] = float(values.mean())
+    result["R@1-Mean"] = float(values[:, 0].mean())
 
 
 # ======================================================= multi-instance retrieval =================
