@@ -443,6 +443,7 @@ def main(args):  # noqa: C901, PLR0912
     tower, tokenizer, transform = common.build_towers(args, train, run)
     set_dropout(tower, *dropout_of(args))
     if args.image_encoder == "ssb":
+        run.remark = "reconstruction"                                      # for the banner
         say("WARNING: --image-encoder ssb is a reconstruction of SSB; contrastive/encoders/ssb.py "
             "says which values are from memory")
     if args.freeze == "clip4clip":

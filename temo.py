@@ -552,7 +552,7 @@ def parse_args(argv=None):
                         help="weights of L_MM and of the other terms: (1-t)^2 and t^2, where t is "
                              "the progress of training, 0..1; or 0.5 and 0.5")
     method.add_argument("--image-expert", default="",
-                        help="frozen image encoder whose cosines set the temperatures (App. F): a "
+                        help="frozen DINO whose cosines set the temperatures (App. F): a "
                              "transformers id or folder; empty = none; paper DINOv2-Small")
     method.add_argument("--text-expert", default="",
                         help="frozen text encoder whose cosines set the temperatures (App. F): a "
@@ -611,7 +611,7 @@ def parse_args(argv=None):
                            help="SimCLR's view: share that is mirrored, 0..1; SimCLR 0.5")
     augmented.add_argument("--aug-jitter", type=part, default=0.4,
                            help="SimCLR's view: strength of changes in brightness, contrast and "
-                                "saturation, 0..1; SLIP 0.4")
+                                "saturation, 0..1, in 80 %% of the views; SLIP 0.4")
     augmented.add_argument("--aug-hue", type=between(0, 0.5), default=0.1,
                            help="SimCLR's view: strength of changes in hue, 0..0.5; SLIP 0.1")
     augmented.add_argument("--aug-blur", type=part, default=0.0,

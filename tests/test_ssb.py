@@ -140,9 +140,10 @@ def flags(root, *more):
     return [str(flag) for flag in (*towers, *rest.split(), *more)]
 
 
-def test_a_run_loads_and_evaluates_without_the_decoder(root, tmp_path):
+def test_a_run_loads_and_evaluates_without_the_decoder(root, tmp_path, capsys):
     folder = tmp_path / "r"
     summary, log = run_script(ncl, folder, *flags(root, "--lr", "1e-2")), steps(folder)
+    assert "own (reconstruction), changed by" in capsys.readouterr().out  # values of no paper
     for row in log:
         expected = 15 * (row["L_t2v"] + row["L_v2t"]) / 2 + 10 * row["L_cap"]
         assert row["loss"] == pytest.approx(expected, rel=1e-5)

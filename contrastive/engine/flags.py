@@ -422,11 +422,14 @@ class Parser(OneLineErrorParser):
                  "it has no recipe")
         add("--data-dir", default="",
             help="folder of annotation files, and of relative paths to images and videos")
-        add("--video-dir", default="", help="folder of the videos; empty = --data-dir")
+        add("--video-dir", default="",
+            help="folder of the videos; empty = --data-dir, else the folder of your own file")
         add("--image-column", default="",
-            help="column of a table, or extension in a tar, of the images; empty = the usual names")
+            help="column of a table, or extension in a tar, of the images or videos; empty = the "
+                 "usual names")
         add("--label-column", default="",
-            help="column of the class of each image, for kNN; empty = the usual names")
+            help="column of a table, or extension in a tar, of the classes; empty = the usual "
+                 "names")
         add("--frame-cache", default="", metavar="DIR",
             help="folder into which the frames of each clip are decoded once, as JPEGs of quality "
                  "92, which changes them slightly; of random frames 3 fixed ones a segment, of "
@@ -441,7 +444,8 @@ class Parser(OneLineErrorParser):
                 help="column of a table, or extension in a tar, of the captions; empty = the usual "
                      "names")
             add("--extra-captions", default="", metavar="FILE",
-                help="table of video, start, end, caption: further captions of training clips")
+                help="table of video (or image), caption and perhaps start, end: further captions "
+                     "of training examples")
             add("--caption-noise", type=part, default=0.0,
                 help="share of the training examples that get another one's captions, 0..1")
             add("--extra-pairs", nargs="+", default=[], metavar="SET",
@@ -455,7 +459,7 @@ class Parser(OneLineErrorParser):
             help="hold a val split out of train, for a named set that has none")
         add("--val-fraction", type=between(0.001, 0.9), default=0.05,
             help="share of train that becomes the val split where there is none, 0.001..0.9; of "
-                 "small data more, so that it has 20 rows or a sixth of all")
+                 "small own data more: 20 images or videos, or a sixth of all")
         add("--test-fraction", type=between(0.001, 0.9), default=0.05,
             help="share of own data that becomes the test split where there is none, as "
                  "--val-fraction")
@@ -495,8 +499,9 @@ class Parser(OneLineErrorParser):
         add("--image-stats", choices=["encoder", "imagenet", "clip", "half"], default="encoder",
             help="mean and deviation that normalise pixels; encoder: those of its weights")
         add("--eval-resize", choices=["crop", "squash"], default="crop",
-            help="image size in evaluation: scale the short side and crop the centre; or scale "
-                 "both sides (CC3M trainer)")
+            help="how images become squares in evaluation, and in views without a random crop "
+                 "(--crop-min 1): scale the short side and crop the centre; or scale both sides "
+                 "(CC3M trainer)")
         add("--frames", type=count, default=12,
             help="frames T of a clip; CLIP4Clip: 12, for paragraphs 64")
         if self.texts:
@@ -507,9 +512,12 @@ class Parser(OneLineErrorParser):
                  "random one of each segment (in evaluation uniform; middle on epic-kitchens-100, "
                  "youcook2 and ssv2-lt)")
         add = self.add_argument_group("model").add_argument
-        add("--image-encoder", default="small",
-            help="image encoder: small, resnet18-cifar, any timm name, a transformers id or "
-                 "folder, or vast (MM-TS's base, which reads sound and subtitles as well)")
+        image_encoders = (
+            "image encoder: small, resnet18-cifar, any timm name, a transformers id or folder; of "
+            "whole clips video_NAME (a timm ViT), swin3d_b, clip_vip:NAME (a CLIP)")
+        if self.texts:
+            image_encoders += ", or vast (MM-TS's base, which reads sound and subtitles as well)"
+        add("--image-encoder", default="small", help=image_encoders)
         add("--pretrained", action=YES_OR_NO, default=False,
             help="start the encoders from published weights")
         add("--init-from", default="",
@@ -591,7 +599,8 @@ class Parser(OneLineErrorParser):
             help="steps between checkpoints, which are also written before each evaluation and at "
                  "the end; 0 = only then")
         add("--eval-every", type=whole, default=0,
-            help="steps between evaluations of the val split; 0 = at start and end")
+            help="steps between evaluations of the val split, beside those at start and end; 0 = "
+                 "only these")
         add("--log-every", type=whole, default=10,
             help="steps between rows of the log; 0 = one at the end")
         add("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="",

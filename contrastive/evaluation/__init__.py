@@ -3,6 +3,7 @@
 measure.py     the tasks of a split, one after another; Evaluator, all sets of a run
 embed.py       embeddings of all images and texts, shared among the processes
 retrieval.py   tasks by caption: retrieval, multi-instance retrieval, the modality gap
+rerank.py      retrieval that VAST's matching head ranks anew
 by_class.py    tasks by class: neighbours, probes, zero-shot; trivial.py: what they must be above
 answers.py     questions and their answers (MAMA); meta.py: its meta-data
 clusters.py    clusters of captions, and retrieval by their size (MM-TS)
