@@ -381,8 +381,8 @@ def parse_args(argv=None):
                              "on CC3M 0.01, AVION and VAST 0.07; also that at which hard negatives "
                              "of --matching-weight are drawn")
     method.add_argument("--learnable-tau", action=yes_or_no, default=False,
-                        help="learn the temperature, from --tau on, with --no-schedule "
-                             "--no-shifts (VAST's InfoNCE)")
+                        help="learn the temperature, with --no-schedule --no-shifts (VAST's "
+                             "InfoNCE): from --tau on, or from that of VAST's released weights")
     method.add_argument("--margin", type=nonnegative, default=0.2,
                         help="margin of --loss max-margin with --no-shifts, in units of the "
                              "cosine, 0..2; AVION 0.2")
