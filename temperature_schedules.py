@@ -469,11 +469,11 @@ def parse_args(argv=None):
     tail.add_argument("--split-seed", type=whole, default=0,
                       help="seed of the order of the classes and of their images; paper: 3 splits")
     tail.add_argument("--index-file", default="", metavar="FILE",
-                      help="training images: .npy of torchvision's indices (CIFAR), or lines 'path "
-                           "class' (imagenet100-lt)")
+                      help="training images: .npy of torchvision's indices (CIFAR, Fashion-MNIST), "
+                           "or lines 'path class' (imagenet100-lt)")
     tail.add_argument("--val-file", default="", metavar="FILE",
-                      help="val images, as in --index-file; empty = a tenth of each class (CIFAR), "
-                           "none (imagenet100-lt)")
+                      help="val images, as in --index-file; empty = a tenth of each class (CIFAR, "
+                           "Fashion-MNIST), none (imagenet100-lt)")
     tail.add_argument("--test-file", default="", metavar="FILE",
                       help="test images of imagenet100-lt, as in --index-file")
     tail.add_argument("--few-shot-file", default="", metavar="FILE",
