@@ -12,6 +12,7 @@ from pathlib import Path
 
 import common
 from contrastive import CORES, core
+from contrastive.core.files import read_json
 from contrastive.core.processes import UserError, barrier, gather, on_main, rank, world
 from contrastive.evaluation.embed import gather_rows
 
@@ -24,11 +25,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
+import eval as eval_py
 import launch
 import mama
 import ncl
+import temo
 import temperature_schedules as ts
-from helpers import unit
+from helpers import run_script, unit, write_captions
 from test_losses import LOSSES, D, N, parameters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -274,6 +277,31 @@ def test_a_sharded_model_is_refused(monkeypatch):
         core.processes.set_up(
             Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir=".")
         )
+
+
+def test_no_variable_of_accelerate_divides_the_gradient(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    accelerator = core.processes.set_up(
+        Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir=".")
+    )
+    x = torch.ones((), requires_grad=True)
+    accelerator.backward(3 * x)
+    assert x.grad == 3
+
+
+def test_batchnorm_on_several_cpus_is_evaluated_as_it_is_saved(tmp_path):
+    """Each process has its own statistics in training; those of the first are saved."""
+    data = write_captions(tmp_path / "data", 60)
+    flags = "--cpu --image-encoder test_resnet --image-size 32 --embed-dim 16 --batch-size 8"
+    flags += " --loss infonce --max-steps 3 --workers 0 --log-every 1"
+    ended = launch.ranks(tmp_path, lambda _: run_script(
+        temo, tmp_path / "run", *flags.split(), "--dataset", data))
+    assert [code for code, _ in ended] == [0, 0], ended
+    trained = read_json(tmp_path / "run" / "summary.json")["test"][str(data)]
+    result = eval_py.main(eval_py.parse_args(
+        ["--checkpoint", str(tmp_path / "run"), "--cpu", "--tasks", "gap", "--workers", "0"]))
+    loaded = result["datasets"][str(data)]["metrics"]
+    assert trained["embeddings"] == pytest.approx(loaded["embeddings"], rel=1e-4)
 
 
 SCRIPT = """import argparse, os, sys

@@ -183,7 +183,11 @@ def test_a_finished_run_is_only_evaluated(folder, runs, monkeypatch):
     monkeypatch.setattr("contrastive.engine.log.commit", lambda: "a later one")
     before, saved = read_json(folder / "summary.json"), folder / "checkpoints" / "step_12.pt"
     torch.save(torch.load(saved, weights_only=True) | {"wall_s": 1000.0}, saved)
+    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    written = tokenizer.stat().st_mtime_ns
     after = resume(folder)
+    # a kill at the end leaves no half of what a resume reads
+    assert tokenizer.stat().st_mtime_ns == written
     assert (
         after["steps"] == STEPS
         and after["val"] == before["val"]

@@ -166,7 +166,8 @@ def make_accelerator(args):
     """The Accelerator that the flags ask for."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate.utils import (
+        DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs)
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True),
                 InitProcessGroupKwargs(timeout=TIMEOUT)]
     # a second run in this process may choose another device or precision
@@ -175,7 +176,9 @@ def make_accelerator(args):
         return Accelerator(
             cpu=args.cpu or not torch.cuda.is_available(), mixed_precision=args.mixed_precision,
             log_with=args.tracker or None, project_dir=args.output_dir,
-            kwargs_handlers=handlers, dynamo_backend="no")
+            kwargs_handlers=handlers, dynamo_backend="no",
+            # else a variable of its launcher's could divide each gradient
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
 
 
 def refuse_sharding(accelerator):

@@ -534,12 +534,23 @@ class Run:
             # Takes autocast off the encoders: the last evaluation is in float32, as in eval.py.
             # With --compile it stands around the compiled module, which no evaluation calls.
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        self.share_statistics()
         self.val, self.chance, self.val_pieces = self.evaluator("val")
         samples_seen = self.step * self.args.batch_size
         row = {"step": self.step, "samples_seen": samples_seen, "eval": self.val}
         if self.after_val and self.val_pieces:
             self.after_val(row, self.val_pieces)
         self.log.write(row)
+
+    def share_statistics(self):
+        """Gives all processes the BatchNorm statistics of the first, which are saved. Collective.
+
+        On CPUs each process has its own, and would evaluate its images with them.
+        """
+        if world() > 1:
+            for layer in batchnorms(self.trained):
+                for buffer in layer.buffers():
+                    dist.broadcast(buffer, 0)
 
     # ---------------------------------------- the end ---------------------------------------------
     def finish(self, draw, **extra):
@@ -602,5 +613,6 @@ class Run:
         if parameters:
             write_tensors(self.folder / "own.safetensors", parameters)
         write_json(self.folder / "model.json", tower.spec)
-        if tokenizer:
+        # that of the small encoder is there since the start: a resume would not write it again
+        if tokenizer and self.args.text_encoder != "small":
             tokenizer.tokenizer.save_pretrained(self.folder / "tokenizer")
