@@ -436,6 +436,21 @@ def test_a_resumed_stream_goes_on_at_its_batch(shards, workers):
     assert whole[3:] == again and len({*sum(whole, [])}) > 12
 
 
+def test_a_resumed_stream_may_take_long_to_pass_over_the_samples_before(shards, monkeypatch):
+    """Here thousands; the time limit is for a worker that hangs."""
+    monkeypatch.setattr(data_batches, "LOADER_SECONDS", 0.2)
+    batches = batches_of(stream(shards), VIEWS, 4, first=1500, last=1501, workers=2)
+    assert len(next(iter(batches))["keys"]) == 4
+
+
+def test_a_tar_without_samples_is_a_bad_sample_of_a_stream(tmp_path):
+    """A stream of such tars would be read again and again without end."""
+    write_tar(tmp_path / "train-0.tar", {})
+    write_tar(tmp_path / "val-0.tar", tar_samples(range(2), "jpg", "txt"))
+    with pytest.raises(UserError, match="in a row cannot be read, the first: .*train-0.tar: no"):
+        next(iter(batches_of(stream(tmp_path), VIEWS, 4)))
+
+
 def test_samples_without_caption_are_left_out_of_an_index_and_bad_in_a_stream(tmp_path):
     samples = tar_samples(range(12), "jpg", "txt")
     del samples["000005"]["txt"]
@@ -445,6 +460,8 @@ def test_samples_without_caption_are_left_out_of_an_index_and_bad_in_a_stream(tm
     write_tar(tmp_path / "test-0.tar", tar_samples(range(30, 32), "jpg", "txt"))
     data = common.load_data(str(tmp_path), "train")
     assert len(data) == 10 and "2 samples left out, first 000005" in data.note
+    captions = list(stream(tmp_path).first_captions())  # for a tokenizer
+    assert len(captions) == 20 and not any(" number 5," in text for text in captions)
     batches = batches_of(stream(tmp_path), VIEWS, 4, last=3)
     keys = [k for b in counted(batches) for k in b["keys"]]
     assert {*batches.bad} == {"000005", "000007"} and {*keys} == {*samples} - {"000005", "000007"}

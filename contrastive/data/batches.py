@@ -210,12 +210,13 @@ def read_batch(data, transform, rows, modalities="v"):
 
 
 # ---- the loader ----
-def loader(dataset, workers, seed=0, **options):
+def loader(dataset, workers, seed=0, *, has_time_limit=True, **options):
     """A DataLoader with a generator of its own. Its workers are forked, leave signals to the main
-    process, and have a time limit."""
+    process, and have a time limit unless has_time_limit is False."""
     if workers:
         options["worker_init_fn"] = set_up_worker
-        options["timeout"] = LOADER_SECONDS
+        if has_time_limit:
+            options["timeout"] = LOADER_SECONDS
         if sys.platform == "linux":  # a signal to the group would end a forkserver
             options["multiprocessing_context"] = "fork"
     generator = torch.Generator().manual_seed(seed)
@@ -318,7 +319,9 @@ class Batches:
         colours and no normalisation yet: uint8, or of pixels in memory float, on the device."""
         if self.data.streamed:
             items = self.data.items(self.augments, self.seed, self.first, self.local)
-            return self.load(items, batch_size=self.local, drop_last=True)
+            # a resumed stream first passes over all samples before
+            return self.load(items, batch_size=self.local, drop_last=True,
+                             has_time_limit=self.first == 0)
         if self.cached_views is not None:
             return self.choose_features()
         if self.data.pixels is not None:

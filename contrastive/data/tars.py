@@ -177,13 +177,18 @@ def parse_sample(parts, options):
 
 
 def read_tar(url):
-    """Yields (name, {extension: bytes}) in the order of a tar. If it cannot be read to its end, the
-    last one is (url, error)."""
+    """Yields (name, {extension: bytes}) in the order of a tar. If it cannot be read to its end, or
+    has no samples, the last one is (url, error)."""
     import fsspec
 
+    num_samples = 0
     try:
         with fsspec.open(url, "rb") as file:
-            yield from read_samples(file, "r|")
+            for sample in read_samples(file, "r|"):
+                num_samples += 1
+                yield sample
+        if num_samples == 0:
+            raise ValueError("no samples")
     except Exception as error:  # not a tar, or a network error of any kind
         yield url, error
 
@@ -322,8 +327,11 @@ class Stream(TrainingSet):
     def first_captions(self, limit=None):
         limit = min(limit or MAX_CAPTIONS, MAX_CAPTIONS)
         for _, parts in itertools.islice(self.samples(0, 0), limit):
-            if not isinstance(parts, Exception):
-                yield from parse_sample(parts, self.options).captions
+            try:
+                captions = parse_sample(parts, self.options).captions
+            except Exception:  # a bad sample, which is counted when it is drawn
+                continue
+            yield from captions
 
     def samples(self, seed, epoch, reader=0, num_readers=1):
         """Yields (name, {extension: bytes}) of an epoch for one reader; (url, error) of a tar that
