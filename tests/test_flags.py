@@ -14,6 +14,7 @@ from contrastive.core.processes import UserError
 from contrastive.engine import banner
 from contrastive.engine.flags import Parser
 from contrastive.engine.run import count_steps, fit_to_data
+from contrastive.encoders.build import fit_to_encoder
 
 import pytest
 import torch
@@ -577,6 +578,20 @@ def test_what_a_resumed_run_may_change(tmp_path, capsys):
     assert f"--resume {tmp_path}: a run of temo.py, not of ncl.py" in said
     longer = parse("temo", ["--resume", str(tmp_path), "--epochs", "50"])
     assert (longer.epochs, longer.max_steps) == (50, 0)  # the saved number of steps would win
+
+
+def test_a_flag_that_a_resume_repeats_changes_no_other(tiny, tmp_path, capsys):
+    """--warmup-epochs sets --warmup-fraction to 0; --image-encoder chooses --text-encoder."""
+    clip, _ = tiny("clip")
+    words = ["--image-encoder", clip, "--text-encoder", "small", "--warmup-fraction", "0.5"]
+    saved = vars(fit_to_encoder(parse("temo", words))) | {"script": "temo"}
+    (tmp_path / "args.json").write_text(json.dumps(saved))
+    resume = ["--resume", str(tmp_path)]
+    capsys.readouterr()
+    same = fit_to_encoder(parse("temo", [*resume, *words[:2]]))
+    assert same.text_encoder == "small" and same.embed_dim == saved["embed_dim"]
+    said = refused(temo.parse_args, [*resume, "--warmup-epochs", "0"], capsys)
+    assert "--warmup-fraction cannot change in a run" in said
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,10 @@ def fit_to_encoder(args):
     """The flags, in which a CLIP as --image-encoder is the text encoder as well, and VAST has its
     own.
 
-    --text-encoder and --embed-dim stay if the command line has them.
+    --text-encoder and --embed-dim stay if the command line has them, and in a resumed run.
     """
+    if args.resume:
+        return args
     chooses_image = "--image-encoder" in args.command_line
     chooses_text = "--text-encoder" in args.command_line
     if not chooses_image or chooses_text or not getattr(args, "text_encoder", ""):

@@ -37,6 +37,7 @@ CHANGEABLE = {
     "--grad-checkpointing", "--mixed-precision", "--lr"}
 # those of CHANGEABLE that change the steps to come
 CHANGE_STEPS = ("lr", "mixed_precision", "epochs", "max_steps", "frame_cache")
+WARMUP_FLAGS = {"--warmup-epochs", "--warmup-fraction"}  # one of them sets the other to 0
 # {flag of other code bases: ours; of several, that of the program}
 OTHER_NAMES = {
     "--learning-rate": ["--lr"],
@@ -332,7 +333,7 @@ class Parser(OneLineErrorParser):
     def settle_lengths(self, args):
         """Of two flags for the same length, the one on the command line counts."""
         flags = self.command_line_flags
-        if {"--warmup-epochs", "--warmup-fraction"} <= flags:
+        if flags >= WARMUP_FLAGS:
             self.error("--warmup-fraction: not beside --warmup-epochs; give one of them")
         if "--warmup-epochs" in flags:
             args.warmup_fraction = 0.0
@@ -365,6 +366,8 @@ class Parser(OneLineErrorParser):
         if not resume:
             return
         flags = self.command_line_flags & self._option_string_actions.keys()
+        if flags & WARMUP_FLAGS:
+            flags |= WARMUP_FLAGS
         for flag in sorted(flags - CHANGEABLE):
             name = name_of(flag)
             is_same = name in saved and vars(args)[name] == saved[name]
