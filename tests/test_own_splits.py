@@ -165,6 +165,34 @@ def test_files_of_extra_pairs_are_left_out_of_other_sets_alone(root, tmp_path, c
     assert "pairs.csv of the run cannot be read, so rows" in capsys.readouterr().out
 
 
+def test_exchanged_captions_of_extra_pairs_are_known(root):
+    names = sorted(path.name for path in root.glob("*.png"))
+    rows = [(name, f"words of {name}") for name in names[30:50]]
+    more = str(write_rows(root / "more.csv", ["image", "caption"], rows))
+    flags = ["--dataset", str(root / "train.csv"), "--caption-noise", "0.5", "--extra-pairs", more]
+    train, _ = open_data(temo.parse_args(flags))
+    is_other = []
+    for row, key in enumerate(train.keys()):
+        is_other.append(train.captions(row) != [f"words of {key}"])
+    assert train.column("noisy").tolist() == is_other
+    num_own = len(train.before_extra_pairs)
+    assert 0 < sum(is_other[:num_own]) < num_own < len(train)
+    assert 0 < sum(is_other[num_own:]) < len(train) - num_own
+
+
+def test_neighbours_are_those_of_the_set_without_extra_pairs(root, tmp_path):
+    """In training as in eval.py."""
+    names = sorted(path.name for path in root.glob("*.png"))
+    rows = [(name, f"words of {name}", "ab"[k % 2]) for k, name in enumerate(names)]
+    own = write_rows(root / "labelled.csv", ["image", "caption", "label"], rows[:40])
+    more = write_rows(root / "unlabelled.csv", ["image", "caption"], [row[:2] for row in rows[40:]])
+    flags = [*TINY, "--dataset", own, "--extra-pairs", more]
+    trained = run_script(temo, tmp_path / "run", *flags)["test"][str(own)]
+    flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--workers", "0", "--tasks", "knn"]
+    loaded = eval_py.main(eval_py.parse_args(flags))["datasets"][str(own)]["metrics"]
+    assert trained["knn@1"] == loaded["knn@1"] and trained["knn@10"] == loaded["knn@10"]
+
+
 def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
     """A file that was cut holds out other rows, some of which were trained on."""
     path = write_captions(tmp_path, 60)

@@ -343,6 +343,8 @@ def add_pairs(data, pairs, evaluation_sets, flag):
     pairs = pairs.select(rows)
 
     columns = ["source", "captions", "key"]
+    if "noisy" in pairs.table.column_names:  # --caption-noise holds for both
+        columns.append("noisy")
     question_columns = [name for name in QUESTION_COLUMNS if name in data.table.column_names]
     with opening(flag):  # the sources of tars and of files differ
         table = datasets.concatenate_datasets([

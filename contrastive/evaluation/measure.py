@@ -312,7 +312,8 @@ class Evaluator:
     def __init__(self, model, tokenizer, transform, sets, train, *, device, args,
                  method_metrics=None, few_shot=None):
         if not train.streamed:
-            train = train.folded()  # neighbours are clips, not their captions
+            # neighbours are clips, not their captions, and those of the set itself
+            train = (train.before_extra_pairs or train).folded()
         self.towers = Towers(model, tokenizer, transform)
         self.sets, self.train, self.few_shot = sets, train, few_shot
         self.device, self.args, self.method_metrics = device, args, method_metrics
