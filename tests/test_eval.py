@@ -486,6 +486,25 @@ def test_class_names_are_captions_of_all_images_of_their_class(runs, sets):
     )  # 2 of 6
 
 
+def test_images_of_several_classes_are_of_no_class_together(tmp_path):
+    """Pictures 0 and 1 of a table occur twice, with two classes each, which are their captions."""
+    labels = [(0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (3, 0), (4, 1), (5, 2)]
+    features = datasets.Features(
+        image=datasets.Image(), label=datasets.ClassLabel(names=helpers.CLASSES))
+    images = [{"bytes": helpers.encode(helpers.picture(i)), "path": None} for i, _ in labels]
+    table = {"image": images, "label": [label for _, label in labels]}
+    path = tmp_path / "table.parquet"
+    datasets.Dataset.from_dict(table, features=features).to_parquet(str(path))
+    data = helpers.all_rows(path)
+    assert data.labels.tolist() == [-1, -1, 2, 0, 1, 2] and not data.has_captions
+    texts, owner = evaluation.retrieval.captions_of(data, np.arange(6))
+    groups = evaluation.retrieval.groups_of_images(data)
+    positives = evaluation.retrieval.positives_table(groups[owner], groups)
+    for text, image, right in zip(texts, owner, positives.tolist(), strict=True):
+        assert image in right
+        assert all(text in data.captions(other) for other in right if other >= 0)
+
+
 def test_training_images_of_other_classes_are_none(run, sets, tmp_path):
     """Nor is the evaluated split itself: kNN with k = 1 would be 100 % whatever the model."""
     why = dict.fromkeys(("knn", "probe"), "there are no other training images of the same classes")

@@ -53,10 +53,12 @@ def captions_of(data, index):
 
 def groups_of_images(data):
     """(rows,) numbers; images of one group are positives of each other's captions. If class names
-    serve as captions, the groups are the classes."""
+    serve as captions, the groups are the classes; an image of several classes, whose label is -1,
+    has a group of its own."""
     if data.has_captions or data.labels is None:
         return data.groups
-    return data.labels
+    own_groups = -1 - np.arange(len(data))
+    return np.where(data.labels >= 0, data.labels, own_groups)
 
 
 def positives_table(query_groups, gallery_groups):
