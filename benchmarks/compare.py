@@ -60,6 +60,7 @@ RECIPE_VERSIONS = {"emoji": 2}
 TUNING_SEED = 1000  # the first seed that tunes; no pair has it
 MAX_HITS = 5000  # queries of a direction whose hits are kept with a record
 NARROW = 1.5  # points: an interval around 0 of at most this half width is "no difference"
+ROUNDING = 1e-9  # points: differences that are alike differ by less
 LESS_IS_BETTER = {"MdR", "MnR", "modality_gap", "error"}
 
 
@@ -101,7 +102,7 @@ def standard_error(values):
     if len(values) < 2:
         return math.inf
     deviation = statistics.stdev(values)
-    if deviation == 0:
+    if deviation < ROUNDING:
         return math.inf
     return deviation / math.sqrt(len(values))
 

@@ -72,6 +72,8 @@ def test_without_a_spread_there_is_no_evidence():
         line = compare.compare_pairs(these, those)
         assert (line.half, line.smallest_effect) == (math.inf, math.inf)
         assert (line.p, line.mean) == (1, 1)
+    rounded = compare.compare_pairs({0: 10.35, 1: 10.25}, {0: 10.3, 1: 10.2})  # 0.05 but for bits
+    assert len({*rounded.differences}) == 2 and rounded.p == 1
 
 
 def comparison(p, mean, half=1.0, sign=1):
