@@ -61,7 +61,9 @@ TUNING_SEED = 1000  # the first seed that tunes; no pair has it
 MAX_HITS = 5000  # queries of a direction whose hits are kept with a record
 NARROW = 1.5  # points: an interval around 0 of at most this half width is "no difference"
 ROUNDING = 1e-9  # points: differences that are alike differ by less
-LESS_IS_BETTER = {"MdR", "MnR", "modality_gap", "error"}
+LESS_IS_BETTER = {
+    "MdR", "MnR", "modality_gap", "gap", "error", "info_nce", "alignment", "uniformity", "neg_cos"}
+NOT_IN_POINTS = {"embeddings"}  # groups of metrics that are no percentages
 
 
 # ----------------------------------------------------- statistics ---------------------------------
@@ -164,6 +166,14 @@ def sign_of(metric):
     if LESS_IS_BETTER.isdisjoint(metric.split("/")):
         return 1
     return -1
+
+
+def narrow_of(metric):
+    """`narrow` of verdict_of for a metric; 0, so that nothing is "no difference", if its unit is
+    not points."""
+    if sign_of(metric) < 0 or not NOT_IN_POINTS.isdisjoint(metric.split("/")):
+        return 0
+    return NARROW
 
 
 # ----------------------------------------------------- runs ---------------------------------------
@@ -509,7 +519,7 @@ def draw(comparisons, title, unit, path):
     fig, (ax,) = figure(1, width=8, height=1.6 + 0.55 * len(comparisons))
     names = []
     for y, (command, comparison) in enumerate(comparisons.items()):
-        half = 0
+        half = None  # no bar, where the interval has no end
         if math.isfinite(comparison.half):
             half = comparison.half
         ax.errorbar(comparison.mean, y, xerr=half, fmt="s", color="black", capsize=4)
@@ -591,7 +601,8 @@ def parse_args(argv=None):
     grid = {}
     for tune in args.tune:
         flag, _, values = tune.partition("=")
-        grid[flag] = [f"--{flag}={value}" for value in values.split(",")]
+        words = [f"--{flag}={value}" for value in values.split(",")]
+        grid.setdefault(flag, {}).update(dict.fromkeys(words))             # each once
     args.grid = list(itertools.product(*grid.values()))
     check_commands(p, args, [f"--{flag}" for flag in (args.vary, *grid)])
     return args
@@ -628,10 +639,16 @@ def table_of(args, measured, comparisons):
         rows.append(row)
     table = markdown(["command", f"{args.metric} on test", *COLUMNS], rows)
     if args.also:
+        metrics = {}  # of any command, in order
+        for arm in measured.values():
+            metrics.update(dict.fromkeys(arm.further))
         rows = []
-        for metric in measured[args.commands[0]].further:
-            row = [mean_and_deviation(arm.further[metric].values()) for arm in measured.values()]
-            rows.append([metric, *row])
+        for metric in metrics:
+            row = [metric]
+            for arm in measured.values():
+                values = arm.further.get(metric)
+                row.append(mean_and_deviation(values.values()) if values else "-")
+            rows.append(row)
         titles = [f"`{command}`" for command in measured]
         table += ["", *markdown(["metric on test", *titles], rows)]
     return table
@@ -654,15 +671,14 @@ def main(argv=None):
 
     first, *other_commands = args.commands
     sign = sign_of(args.metric)
-    narrow = NARROW
-    if sign < 0:  # no points: other metrics have other units
-        narrow = 0
     comparisons = {}
     for command in other_commands:
+        if measured[command].test.keys().isdisjoint(measured[first].test):
+            raise SystemExit(f"{command}: has no pair with {first}, since runs failed; see above")
         comparisons[command] = compare_pairs(measured[command].test, measured[first].test, sign)
     correct(comparisons.values())
     for comparison in comparisons.values():
-        comparison.verdict = verdict_of(comparison, narrow)
+        comparison.verdict = verdict_of(comparison, narrow_of(args.metric))
 
     table = table_of(args, measured, comparisons)
     stem = args.out / "comparison"

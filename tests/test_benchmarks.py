@@ -21,23 +21,27 @@ from benchmarks import claims, compare, gpu, recipes, speed
 from helpers import write_files
 
 # A script that any other may stand beside: its test metric is 50 + 10 tau + noise by seed, less
-# some 20 with --worse.
+# some 20 with --worse. With --odd the two have no seed in common.
 FORK = """
 import argparse, json, pathlib
 p = argparse.ArgumentParser()
 kinds = dict(seed=int, split_seed=int, tau=float, output_dir=str, run_name=str)
 for name, kind in kinds.items():
     p.add_argument("--" + name.replace("_", "-"), type=kind, default=0)
-p.add_argument("--worse", action="store_true")
+for name in ("--worse", "--extra", "--odd"):
+    p.add_argument(name, action="store_true")
 p.add_argument("--dataset")
 a = p.parse_args()
 with open("calls", "a") as f:
     f.write(f"{a.seed} {a.split_seed} {a.tau} {a.worse}\\n")
 assert (a.seed, a.worse, a.dataset) != (1, True, "bad"), "no"
+assert not a.odd or a.seed == a.worse
 value = 50 + 10 * a.tau + (a.seed + a.split_seed) % 3 * (1 + a.worse / 10) - 20 * a.worse
 out = pathlib.Path(a.output_dir, a.run_name)
 out.mkdir()
 of = {"set": {"text_to_image": {"R@1": value, "MdR": 100 - value}}}
+if a.extra:
+    of["set"]["extra"] = 7
 val = {"set": {"text_to_image": {"R@1": -value, "MdR": value}}}
 numbers = dict(steps=3, wall_s=1.0, samples_per_s=1.0, peak_memory_mb=1.0, chance={})
 (out / "summary.json").write_text(json.dumps(dict(numbers, commit="c", val=val, test=of)))
@@ -98,6 +102,14 @@ def test_holm_decides_over_all_lines():
         compare.correct([line])
     assert compare.verdict_of(less_is_better) == "better"
     assert compare.verdict_of(too_wide) == "not decidable"
+
+
+@pytest.mark.parametrize("metric, sign, narrow", [
+    ("text_to_image/R@1", 1, 1.5), ("knn@1/mean_per_class", 1, 1.5), ("text_to_image/MdR", -1, 0),
+    ("normalize/none/error/text_to_image", -1, 0), ("modality_gap", -1, 0),
+    ("embeddings/gap", -1, 0), ("embeddings/info_nce", -1, 0), ("embeddings/pos_cos", 1, 0)])
+def test_which_metrics_are_better_if_less_and_which_are_points(metric, sign, narrow):
+    assert (compare.sign_of(metric), compare.narrow_of(metric)) == (sign, narrow)
 
 
 def test_comparisons_that_have_not_run_count_as_lines_with_p_1():
@@ -179,6 +191,9 @@ def test_compare_tunes_on_val_on_a_seed_of_its_own(fork):
     assert sorted(pairs) == sorted(f"0 {k} 0.1 {w}" for k in (0, 1) for w in (False, True))
     arm = read_json("runs/compare/comparison.json")["arms"]["mine.py"]
     assert arm["flags"] == "mine.py --tau=0.1" and len(arm["tuning"]) == 3
+    compare.main([*PAIR, *"--tune tau=0.3,0.3,0.1 --tune tau=0.2 --seeds 1 --out again".split()])
+    arm = read_json("again/comparison.json")["arms"]["mine.py"]
+    assert arm["flags"] == "mine.py --tau=0.1" and len(arm["tuning"]) == 3
     with pytest.raises(SystemExit, match="2"):  # which tau would it be?
         compare.main([*PAIR, "--tune", "tau=1", "--tau", "2"])
 
@@ -196,6 +211,10 @@ def test_means_deviations_and_further_metrics(fork, capsys):
     )
     line = line_of("runs/compare")
     assert line["mean"] == pytest.approx(19.9) and line["verdict"] == "worse"
+    compare.main(["mine.py", "mine.py --extra", "--also", "text_to_image/R@1", "extra"])
+    table = capsys.readouterr().out
+    assert "| text_to_image/R@1 | 51.00 ± 1.00 | 51.00 ± 1.00 |" in table
+    assert "| extra | - | 7.00 ± 0.00 |" in table
     with pytest.raises(SystemExit, match="^R@5: not in the test results of .*: text_to_image/R@1"):
         compare.main([*PAIR, "--metric", "R@5"])
 
@@ -205,6 +224,8 @@ def test_a_failed_run_is_said_and_not_tried_again(fork, capsys):
         compare.main([*PAIR, "--dataset", "bad", "--seeds", "3"])
     assert len(calls()) == 6 and "AssertionError: no" in capsys.readouterr().out
     assert line_of("runs/compare")["seeds"] == [0, 2]
+    with pytest.raises(SystemExit, match="mine.py --worse: has no pair with mine.py, since runs"):
+        compare.main([*PAIR, "--odd", "--seeds", "2"])
 
 
 # ------------------------------------------------------- claims -----------------------------------

@@ -3,10 +3,11 @@
 from types import SimpleNamespace
 
 from contrastive.core.metrics import normalize
+from contrastive.core.processes import UserError
 from contrastive.evaluation.measure import usual_tasks
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.evaluation.report import table
-from contrastive.figures import base, mama, mmts, ts
+from contrastive.figures import base, mama, mmts, several, ts
 
 import numpy as np
 import pytest
@@ -90,6 +91,27 @@ def test_figure_2_of_ts_has_the_temperatures_of_the_run(schedule, head, labels):
     _, axes = base.figure(3)
     ts.draw_shares(axes, normalize(torch.randn(9, 4)), args)
     assert axes[0].get_legend_handles_labels()[1] == labels
+
+
+def test_curves_of_many_runs_look_different(monkeypatch):
+    """Eight colours; the ninth curve has the first one's with another line."""
+    figures = []
+    monkeypatch.setattr(several, "save_figure", lambda fig, _: figures.append(fig))
+    log = [{"step": 0, "loss": 1.0, "tau": 0.1}, {"step": 1, "loss": 1.0, "tau": 0.1}]
+    several.draw_temperatures({f"run {k}": log for k in range(20)}, "temperatures.png")
+    for ax in figures[0].axes:
+        looks = {(line.get_color(), line.get_linestyle()) for line in ax.lines}
+        assert len(looks) == len(ax.lines) == 20
+
+
+def test_runs_of_other_classes_or_with_margins_are_refused():
+    of_run = dict(sizes=np.array([3, 1]), label_names=["cat", "dog"])
+    for other in ({"sizes": np.array([4, 1])}, {"label_names": ["cat", "cow"]}):
+        runs = {"a": SimpleNamespace(**of_run), "b": SimpleNamespace(**of_run | other)}
+        with pytest.raises(UserError, match="b: its classes, or their numbers of training images"):
+            several.draw_tails(runs, "tails.png")
+    with pytest.raises(UserError, match="margins: its log has no temperature"):
+        several.draw_temperatures({"margins": [{"step": 0, "loss": 1.0, "margin": 0.2}]}, "a.png")
 
 
 @pytest.mark.parametrize("num_mismatched, labels", [(0, []), (3, ["matched", "mismatched"])])

@@ -269,13 +269,24 @@ def test_clusters_of_youcook2_and_their_pictures_from_its_words_alone(tmp_path):
         database[video] = {"subset": subset, "duration": 5.0, "annotations": segments}
     write_json(tmp_path / "youcookii_annotations_trainval.json", {"database": database})
     words = "clusters mmts.py --dataset youcook2 --no-pretrained --cpu"
-    words += " --num-clusters 4 --cluster-encoder tf-idf"
+    words += " --num-clusters 4 --cluster-encoder tf-idf --batch-size 8"
     folders = ["--data-dir", str(tmp_path), "--output-dir", str(tmp_path), "--run-name", "words"]
     several.main([*words.split(), *folders, *SMALL_TOWERS])
     pictures = {f"{name}.png" for name in ("temperatures", "distribution", "tsne", "clusters")}
     files = {p.name for p in (tmp_path / "words").iterdir()}
     assert files == pictures | {"clusters.json", "clusters.safetensors"}
     assert read_json(tmp_path / "words" / "clusters.json")["sizes"] == [2] * 4
+
+
+def test_figure_3_of_small_own_data_has_the_steps_of_a_run(tmp_path, monkeypatch):
+    """tools.figures clusters fits the batch and the epochs to the data, as a run does."""
+    saved = []
+    monkeypatch.setattr(figures.mmts, "save_figure", lambda *args: saved.append(args))
+    table = write_captions(tmp_path / "set", 40)
+    words = ["clusters", "mmts.py", "--dataset", str(table), "--cluster-encoder", "tf-idf", "--cpu"]
+    several.main([*words, "--output-dir", str(tmp_path), "--run-name", "words", *SMALL_TOWERS])
+    for line in helpers.panel(saved, "(Fig. 3)").lines:
+        assert len(line.get_xdata()) >= 500 and line.get_xdata()[-1] >= 500
 
 
 def test_epic_kitchens_with_real_clips(tmp_path, monkeypatch):

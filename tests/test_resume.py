@@ -545,6 +545,18 @@ def test_the_five_keep_the_promises(script, words, capsys):
     assert "losses 0e+00 (at most 0), tensors 0e+00 (at most 0)" in said["kill and resume"]
 
 
+def test_an_error_with_chunks_is_not_left_out(tmp_path, capsys):
+    """The banner names --chunk-size, too, but the error is that the loss is not finite."""
+    line = "        run.check_finite(loss, tau, embeddings)"
+    infinite = "        if args.chunk_size:\n            loss = loss * math.inf\n"
+    own = helpers.fork(temo, tmp_path, line, infinite + line)
+    flags = [*check.SMALL, *TINY, *check.FIXED, "--output-dir", str(tmp_path)]
+    chunks = next(variant for variant in check.VARIANTS if variant.name == "chunks")
+    assert not check.keeps_promise(chunks, own, flags, tmp_path)
+    said = capsys.readouterr().out
+    assert "--chunk-size" in said and "not finite" in said and "DIFFERS (exit code 2)" in said
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fork_keeps_them_and_a_fault_is_found(fault, tmp_path, capsys):
     """Of a memory of texts beside the method; each fault breaks the promise of its name alone."""

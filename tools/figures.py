@@ -593,7 +593,8 @@ def draw_clusters(argv):
     clusters = open_clusters(folder, args, train, torch.device("cpu"), cluster_captions)
     if clusters is None:
         raise UserError("--clusters none: there is nothing to draw; name another --clusters")
-    total = args.max_steps or max(1, round(args.epochs * (train.examples // args.batch_size)))
+    args = common.fit_to_data(args, train)  # the steps of a run with these flags
+    total = common.count_steps(args, train).total
     period, alpha = mmts.schedule_of(args, total)
     curve = functools.partial(mmts.sample_temperature, period=period, alpha=alpha)
     draw_figures(folder, args, train, clusters, total=total,

@@ -30,7 +30,9 @@ TEXTS = (
 COLOURS = [
     "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink",
     "tab:gray"]
-LINES = ["-", "--", ":", "-.", "-", "--", ":", "-."]
+LINE_STYLES = ["-", "--", ":", "-."]
+# of 32 curves; where a colour comes again, its line is another
+LINES = [LINE_STYLES[(k + k // 8) % 4] for k in range(32)]
 STYLE = {
     **dict.fromkeys(TEXTS, LETTERS),
     "axes.spines.top": False,
@@ -45,7 +47,7 @@ STYLE = {
     "text.parse_math": False,
     # TrueType: journals refuse matplotlib's default, Type 3
     "pdf.fonttype": 42,
-    "axes.prop_cycle": f"cycler(color={COLOURS}, ls={LINES})"}
+    "axes.prop_cycle": f"cycler(color={COLOURS * 4}, ls={LINES})"}
 NO_PICTURES_BELOW = 20  # of a set; with fewer there are no pictures
 # (text, width in letters)
 wrap = functools.partial(textwrap.fill, max_lines=3, placeholder=" ...")

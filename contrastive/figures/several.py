@@ -29,7 +29,7 @@ def draw_temperatures(logs, path):
             for row in rows:
                 if "loss" in row:
                     steps.append(row["step"])
-                    values.append(row.get(column, row["tau"]))
+                    values.append(temperature_of_row(row, column, run))
             ax.plot(steps, values, label=run)
             lines.append(f"{title}, {run}: {values[0]:.4f} first, {values[-1]:.4f} last")
         ax.set_title(title)
@@ -39,6 +39,20 @@ def draw_temperatures(logs, path):
         legend_above(ax)
     save_figure(fig, path)
     return lines
+
+
+def temperature_of_row(row, column, run):
+    """The mean temperature of positive or negative image-text pairs in a row of a run's log.
+
+    Args:
+        column: 'tau_pos' or 'tau_neg', which are there if the two differ; else it is tau.
+    Raises: UserError for a run with a margin in place of a temperature.
+    """
+    if column in row:
+        return row[column]
+    if "tau" not in row:
+        raise UserError(f"{run}: its log has no temperature, which this figure compares")
+    return row["tau"]
 
 
 def draw_bars(panels, path):
@@ -206,7 +220,15 @@ def draw_tails(pieces, path):
 
     Args:
         pieces: have sizes, (classes,) training images of each class, too.
+    Raises: UserError if the runs have other classes, or other numbers of images of a class.
     """
+    first_run = next(iter(pieces))
+    first = pieces[first_run]
+    for run, run_pieces in pieces.items():
+        has_same_names = run_pieces.label_names == first.label_names
+        if not has_same_names or not np.array_equal(run_pieces.sizes, first.sizes):
+            raise UserError(f"{run}: its classes, or their numbers of training images, are not "
+                            f"those of {first_run}; compare runs on the same data")
     fig, axes = figure(len(pieces) + 1)
     *spaces, below = axes
     lines = []
