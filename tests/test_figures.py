@@ -124,6 +124,25 @@ def test_pairs_are_called_matched_only_where_it_is_known(num_mismatched, labels,
     assert sum(len(points.get_offsets()) for points in ax.collections) == 8
 
 
+def test_a_class_without_a_test_image_has_no_accuracy(monkeypatch):
+    """It had 0 %. In the pictures of a run (Figs. 3 and 5) and of several."""
+    sizes, names, accuracies = np.array([9, 5, 4]), ["cat", "dog", "cow"], {0: 50.0, 1: 0.0}
+    _, (ax,) = base.figure(1)
+    ts.draw_accuracies(ax, sizes, names, accuracies, "mean")
+    assert [bar.get_height() for bar in ax.patches] == pytest.approx([50, 0, np.nan], nan_ok=True)
+    figures = []
+    monkeypatch.setattr(several, "save_figure", lambda fig, _: figures.append(fig))
+    labels = np.repeat([0, 1, 2], sizes)
+    run = SimpleNamespace(
+        sizes=sizes, label_names=names, per_class=accuracies, train_labels=labels,
+        train_features=torch.randn(18, 8))
+    assert several.draw_tails({"a": run}, "tails.png") == [
+        "a: mean of classes 25.0 %; by class, largest first: 50.0 0.0 -"]
+    legends = [text.get_text() for ax in figures[0].axes if ax.get_legend()
+               for text in ax.get_legend().get_texts()]
+    assert "head: cat (9), kNN@1 50 %" in legends and "tail: cow (4), no test image" in legends
+
+
 def test_few_classes_have_their_names():
     _, (few, many) = base.figure(2)
     ts.name_classes(few, [1, 0], ["cat", "dog"])

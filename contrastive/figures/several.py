@@ -7,7 +7,7 @@ command line. Each draws a picture and returns its numbers as lines of text.
 from contrastive.core.processes import UserError
 from contrastive.figures import base, ncl
 from contrastive.figures.base import figure, legend_above, save_figure, whole_ticks
-from contrastive.figures.ts import draw_space
+from contrastive.figures.ts import accuracies_of, draw_space
 
 import numpy as np
 
@@ -244,9 +244,9 @@ def draw_tails(pieces, path):
             accuracies=accuracies,
             title=f"{title} (Fig. 3)")
         largest_first = np.argsort(-sizes, kind="stable")                  # (classes,)
-        values = [accuracies.get(int(label), 0) for label in largest_first]
+        values = accuracies_of(largest_first, accuracies)
         below.plot(values, label=title, marker=".")
-        numbers = " ".join(f"{value:.1f}" for value in values)
+        numbers = " ".join(f"{value:.1f}" for value in values).replace("nan", "-")
         lines.append(f"{title}; by class, largest first: {numbers}")
     below.set_title("kNN@1 per class (Fig. 5)")
     below.set_xlabel("class, largest first")

@@ -88,12 +88,21 @@ def draw_figures(run, sizes, taus, project, path):
 def draw_accuracies(ax, sizes, names, accuracies, mean):
     """Fig. 5: kNN@1 of each class. mean: words on all of them."""
     order = np.argsort(-sizes, kind="stable")                              # largest first
-    heights = [accuracies.get(int(label), 0) for label in order]
+    heights = accuracies_of(order, accuracies)
     ax.bar(range(len(order)), heights, width=1.0)
     ax.set(
         title=f"kNN@1 per class, {mean} (Fig. 5)",
         ylabel="test accuracy, %")
     name_classes(ax, order, names)
+
+
+def accuracies_of(labels, accuracies):
+    """The accuracy of each of these classes, a list; nan, which is not drawn, of a class without a
+    test image.
+
+    Args: accuracies: {class: percent}.
+    """
+    return [accuracies.get(int(label), np.nan) for label in labels]
 
 
 def name_classes(ax, order, names):
@@ -177,8 +186,11 @@ def draw_space(place, features, labels, *, sizes, names, accuracies, title):
     head_and_tail = (("head", present[0], "tab:red"), ("tail", present[-1], "tab:blue"))
     for name, label, colour in head_and_tail:
         points = space[labels == label]                                    # (m, 3)
-        accuracy = accuracies.get(int(label), 0)
-        legend = f"{name}: {names[label]} ({sizes[label]}), kNN@1 {accuracy:.0f} %"
+        legend = f"{name}: {names[label]} ({sizes[label]}), "
+        if int(label) in accuracies:
+            legend += f"kNN@1 {accuracies[int(label)]:.0f} %"
+        else:
+            legend += "no test image"
         solid.scatter(*points.T, s=14, color=colour, label=legend)
     # the legend is wider than the axes
     solid.legend(loc="upper center", bbox_to_anchor=(0.5, 0.1)).set_in_layout(False)
