@@ -31,7 +31,7 @@ from helpers import (
 )
 from tools import figures as several
 from tools import check, score
-from tools.export import export
+from tools.export import export, warnings_of
 
 SMALL = [
     *"--cpu --batch-size 32 --image-size 16 --embed-dim 16 --log-every 1".split(),
@@ -193,6 +193,14 @@ def test_open_clip_s_embeddings_are_ours(image, more, exported, tmp_path):
         "captions.csv; licence: that of your own data" in card
         and f"text_to_image/R@1 | {value:.4g} |" in card
     )
+
+
+def test_an_export_warns_of_what_is_elsewhere(tmp_path):
+    folder, by_name = {"text_encoder": str(tmp_path)}, {"text_encoder": "google-bert/bert-base"}
+    (warning,) = warnings_of(folder | {"clean_captions": False})
+    assert f"configuration of the text encoder from {tmp_path}; where this folder is" in warning
+    (warning,) = warnings_of(by_name | {"clean_captions": True})
+    assert "does not clean captions" in warning
 
 
 @pytest.mark.parametrize(

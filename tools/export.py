@@ -150,6 +150,20 @@ def model_card(run, spec, args):
         "| metric | value |", "|---|---|", *rows, ""])
 
 
+def warnings_of(spec):
+    """Sentences on what may differ or fail where open_clip loads the model of a spec."""
+    warnings = []
+    if spec["clean_captions"]:
+        warnings.append("WARNING: open_clip does not clean captions, as the run did: its retrieval "
+                        "differs")
+    text_encoder = spec["text_encoder"]
+    if Path(text_encoder).is_dir():
+        warnings.append(f"WARNING: open_clip reads the configuration of the text encoder from "
+                        f"{text_encoder}; where this folder is not, write another path or hub id "
+                        "of it into open_clip_config.json")
+    return warnings
+
+
 def export(run, out):
     """Writes the folder OUT from a finished run.
 
@@ -168,11 +182,7 @@ def export(run, out):
         text = json.dumps(config, indent=1)
         (out / "open_clip_config.json").write_text(text, encoding="utf8")
         (out / "README.md").write_text(model_card(run, spec, args), encoding="utf8")
-    message = f"written to {out}, whose name is local-dir:{out}"
-    if spec["clean_captions"]:
-        message += ("; WARNING: open_clip does not clean captions, as the run did: its retrieval "
-                    "differs")
-    print(message)
+    print(f"written to {out}, whose name is local-dir:{out}", *warnings_of(spec), sep="\n")
 
 
 def main(argv=None):
