@@ -801,3 +801,31 @@ def test_a_sample_of_a_tar_without_a_class_is_no_class(tmp_path):
     write_tar(tmp_path / "b" / "0.tar", samples)
     assert len(captions_of(tmp_path / "b")) == 9
     assert "the classes serve as captions" not in note_of(tmp_path / "b")
+
+
+def test_splits_of_tars_that_only_a_data_card_names_are_refused(tmp_path):
+    card = (
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
+        "    path: a/*.tar\n  - split: validation\n    path: b/*.tar\n---\n"
+    )
+    layouts = {"unnamed": ("a", "b"), "named": ("train", "val"), "a part": ("train",)}
+    for layout, names in layouts.items():
+        for number, name in enumerate(names):
+            tar = tmp_path / layout / name / "0.tar"
+            write_tar(tar, tar_samples([number], "jpg", "txt"))
+        (tmp_path / layout / "README.md").write_text(card)
+    words = "README.md names val, but no tar", "such as a/0.tar"
+    complains(tmp_path / "unnamed", "train", *words)
+    assert {*opened(tmp_path / "named")} == {"train", "val"}
+    assert {*opened(tmp_path / "a part")} == {"train"}
+
+
+def test_captions_of_tars_of_the_hub_are_a_line_each(tmp_path):
+    """As `datasets` reads them, with a column __key__, and as our index of tars does."""
+    tar = write_tar(tmp_path / "0.tar", tar_samples(range(6), "jpg", "txt"))
+    table = datasets.load_dataset("webdataset", data_files={"train": str(tar)})
+    tables = folders.Tables({"train": table["train"]}, from_hub=True)
+    data = user_data.data_of_tables("org/name", tables, DataOptions(), tmp_path)["train"]
+    assert list(data.keys()) == [f"{i:06}" for i in range(6)]
+    assert data.column("captions") == [[caption(i), caption(i, 1)] for i in range(6)]
+    assert "line breaks" not in data.note

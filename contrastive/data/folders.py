@@ -278,12 +278,28 @@ def read_tables(source, revision=None):
 
 def names_its_files(folder):
     """Whether README.md, as the card of a data set, says which files are which split."""
+    return bool(configs_of_card(folder))
+
+
+def configs_of_card(folder):
+    """What README.md, as the card of a data set, says of its files: a list of dicts, or none."""
     from huggingface_hub import DatasetCard
 
     card = folder / "README.md"
     if not card.is_file() or "configs" not in card.read_text(encoding="utf8", errors="replace"):
-        return False
-    return bool(DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs"))
+        return []
+    return DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs") or []
+
+
+def splits_of_card(folder):
+    """The splits train, val and test that README.md names."""
+    splits = set()
+    for config in configs_of_card(folder):
+        files = config.get("data_files")
+        if isinstance(files, list):
+            names = [item.get("split") for item in files if isinstance(item, dict)]
+            splits.update(settle_eval({name: split_of_name(name) for name in names}).values())
+    return splits - {None}
 
 
 def read_folder(folder):

@@ -21,7 +21,8 @@ from contrastive.data.annotations import TEXT_OF_LIST, parse_list
 from contrastive.data.batches import TRIES, crop_views, frame_draws
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
-    notes_on_others, notes_on_tables, refuse_without_split, sort_files, splits_of_paths)
+    notes_on_others, notes_on_tables, refuse_without_split, sort_files, split_of_name,
+    splits_of_card, splits_of_paths)
 from contrastive.data.hub import generating, pick_column, require_column
 from contrastive.data.options import DataOptions
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES, decode
@@ -46,6 +47,7 @@ def open_tars(name, path, options):
     if path.is_dir():
         files = sort_files(path)
         tars = tars_by_split(path, sorted(map(Path, files.tars)))
+        refuse_splits_of_card(path, files.tars)
         if files.media["Image"] or files.media["Video"]:
             note = "images and videos beside the tars are not read"
         note = join_notes(note, *files.notes(), *notes_on_tables(files.tables),
@@ -71,6 +73,17 @@ def tars_by_split(folder, files):
     for file, name in zip(files, names):
         tars.setdefault(splits[name] or "train", []).append(str(file))
     return tars
+
+
+def refuse_splits_of_card(folder, files):
+    """Raises UserError if README.md names other splits than train, but the tars below a folder have
+    no words for splits: all would be trained on."""
+    other_splits = splits_of_card(folder) - {"train"}
+    names = [str(Path(file).relative_to(folder)) for file in files]
+    if other_splits and not any(split_of_name(name) for name in names):
+        raise UserError(f"{folder}: README.md names {' and '.join(sorted(other_splits))}, but no "
+                        f"tar, nor its folder, is called so, such as {names[0]}: rename them, or "
+                        "move README.md away")
 
 
 def open_streaming(name, tars, options, note):

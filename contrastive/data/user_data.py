@@ -39,6 +39,7 @@ LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
 NO_CLASS = ("", "-1", "nan")  # how tables write an unknown class, in lower case
 WHOLE_NUMBER = re.compile(r"(-?\d+)\.0")  # 3.0, as pandas writes class 3 beside an unknown class
 OPEN_SIDES = {"start": -math.inf, "end": math.inf}  # seconds that cut nothing off a video
+SAMPLE_KEY = "__key__"  # column of the names of samples, where `datasets` reads tars of the hub
 HASHED_AT_ONCE = 100  # images of a table that are in memory while they are hashed
 
 
@@ -441,6 +442,8 @@ def captions_of_rows(user, labels):
         return [[str(text or "").strip() for text in texts or ()] for texts in lists]
     texts = texts_of(column)
     if not any(re.match(TEXT_OF_LIST, text) for text in texts):
+        if SAMPLE_KEY in user.table.column_names:  # of tars, a caption a line
+            return [[line.strip() for line in text.split("\n")] for text in texts]
         return [[text] for text in texts]
     with opening(f"--dataset {user.name}: some cells of {user.caption} are the text of a list"):
         return [[text.strip() for text in parse_list(cell)] for cell in texts]
@@ -509,8 +512,8 @@ def table_of_pictures(user, examples):
 
     rows = [example.row for example in examples]
     all_names = user.path
-    if "__key__" in user.table.column_names:
-        all_names = user.table["__key__"][:]
+    if SAMPLE_KEY in user.table.column_names:
+        all_names = user.table[SAMPLE_KEY][:]
     names = [all_names[row] for row in rows]
     num_unique = len({(example.split, name) for example, name in zip(examples, names)})
     if "" in names or num_unique < len(names):  # "image.png" in every row is no name
