@@ -829,3 +829,27 @@ def test_captions_of_tars_of_the_hub_are_a_line_each(tmp_path):
     assert list(data.keys()) == [f"{i:06}" for i in range(6)]
     assert data.column("captions") == [[caption(i), caption(i, 1)] for i in range(6)]
     assert "line breaks" not in data.note
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_files_that_number_classes_in_other_ways_are_refused(kind, tmp_path):
+    """As class_encode_column makes them of splits one by one, of which one lacks a class."""
+    classes = {"train": ["bird", "cat", "dog"], "test": ["cat", "dog"]}
+    for folder in ("a", "b"):
+        for split, names in classes.items():
+            if folder == "b":
+                names = classes["train"]
+            features = datasets.Features({
+                "image": datasets.Image(), "caption": datasets.Value("string"),
+                "label": datasets.ClassLabel(names=names)})
+            rows = {"image": [{"bytes": encode(picture(i))} for i in range(6)],
+                    "caption": ["x"] * 6, "label": ["cat", "dog"] * 3}
+            table = datasets.Dataset.from_dict(rows, features=features)
+            if kind == "parquet":
+                (tmp_path / folder).mkdir(exist_ok=True)
+                table.to_parquet(str(tmp_path / folder / f"{split}.parquet"))
+            else:
+                table.save_to_disk(str(tmp_path / folder / split))
+    complains(tmp_path / "a", "train", "number the classes of the column label in other ways, "
+              "cat, dog and bird, cat, dog: write both with one ClassLabel")
+    assert open_splits(tmp_path / "b")["test"].label_names == classes["train"]
