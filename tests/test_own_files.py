@@ -850,6 +850,21 @@ def test_files_that_number_classes_in_other_ways_are_refused(kind, tmp_path):
                 table.to_parquet(str(tmp_path / folder / f"{split}.parquet"))
             else:
                 table.save_to_disk(str(tmp_path / folder / split))
-    complains(tmp_path / "a", "train", "number the classes of the column label in other ways, "
-              "cat, dog and bird, cat, dog: write both with one ClassLabel")
+    words = "number the classes of the column label in other ways, "
+    complains(tmp_path / "a", "train", words + "cat, dog and bird, cat, dog: write both with one")
     assert open_splits(tmp_path / "b")["test"].label_names == classes["train"]
+
+
+def test_class_numbers_of_files_that_a_data_card_names(tmp_path):
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+    for split, names in {"train": ["bird", "cat", "dog"], "test": ["cat", "dog"]}.items():
+        features = datasets.Features({
+            "image": datasets.Image(), "caption": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=names)})
+        rows = {"image": [{"bytes": PNG}], "caption": ["x"], "label": ["cat"]}
+        table = datasets.Dataset.from_dict(rows, features=features)
+        table.to_parquet(str(tmp_path / f"{split}.parquet"))
+        card += f"  - split: {split}\n    path: {split}.parquet\n"
+    (tmp_path / "README.md").write_text(card + "---\n")
+    words = "number the classes of the column label in other ways"
+    complains(tmp_path, "train", words, "bird, cat, dog and cat, dog")

@@ -128,6 +128,9 @@ def read_repository(source, revision=None):
     if is_plain_csv(builder):
         options = csv_options(list(itertools.chain(*builder.config.data_files.values())))
         builder = datasets.load_dataset_builder(str(source), revision=revision, **options)
+    elif isinstance(source, Path) and builder.info.features is None:
+        files = list(itertools.chain(*builder.config.data_files.values()))
+        check_class_names(table_kind(files[0]), files)
     return prepare(builder)
 
 
