@@ -290,6 +290,23 @@ def test_transparency_of_a_gif_ends_on_white(tmp_path):
         assert np.abs(x - want).max() <= 1
 
 
+@pytest.mark.parametrize("codec, kind", [
+    ("png", "rgba"), ("png", "rgba64be"), ("png", "ya8"), ("qtrle", "argb"),
+    ("prores_ks", "yuva444p10le")])
+def test_transparency_of_a_video_ends_on_white(codec, kind, tmp_path):
+    clear = np.zeros((32, 32, 4), np.uint8)
+    clear[:16, :, 3] = 255  # black above, clear below
+    with av.open(str(tmp_path / "a.mov"), "w") as out:
+        stream = out.add_stream(codec, rate=5)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, kind
+        for _ in range(3):
+            picture = av.VideoFrame.from_ndarray(clear, format="rgba").reformat(format=kind)
+            out.mux(stream.encode(picture))
+        out.mux(stream.encode())
+    for x in read_frames(tmp_path / "a.mov", 3):
+        assert x[:14].max() < 3 and x[18:].min() > 252
+
+
 # ---- what is no whole video ----
 def refused(source, match, **options):
     """read_frames gives nothing, with the reason on one line."""

@@ -142,6 +142,41 @@ def test_words_of_the_column_split(names, tmp_path):
     assert folders_of(opened(path)) == {split: {split} for split in names}
 
 
+def test_a_column_split_in_capitals_divides_the_rows(names, tmp_path):
+    rows = [(f"{split}/{i}.png", "x", name) for split, name in names.items() for i in "123"]
+    path = write_rows(tmp_path / "a.csv", ["image", "caption", "Split"], rows)
+    assert folders_of(opened(path)) == {split: {split} for split in names}
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_column_of_words_for_splits_that_has_another_name_is_refused(kind, tmp_path):
+    """Else its test rows would be trained on. Beside files of splits, and as words of one split
+    alone, it says nothing new."""
+    rows = [(f"{i}.png", caption(i), "Test" if i % 3 else "train") for i in range(9)]
+    header = ["image", "caption", "subset"]
+    path = write_rows(tmp_path / f"a.{kind}", header, rows)
+    complains(path, "train", "the column subset holds test, train; call it split if")
+    for split in ("train", "test"):
+        write_rows(tmp_path / "b" / f"{split}.{kind}", header, rows[:6])
+    assert {*opened(tmp_path / "b")} == {"train", "test"}
+    path = write_rows(tmp_path / f"c.{kind}", header, [row for row in rows if row[2] == "train"])
+    assert len(opened(path)["train"]) == 3
+
+
+@pytest.mark.parametrize("kind", ["rows", "videos"])
+def test_a_split_of_which_nothing_is_left_is_warned_of(kind, tmp_path):
+    """Since a part of train takes its place."""
+    rows = [(f"{i}.png", caption(i), "train") for i in range(9)]
+    rows += [(f"{i}.png", "", "test") for i in range(9, 12)]
+    header = ["image", "caption", "split"]
+    if kind == "videos":
+        write_clips(tmp_path, {i: f"{i}.mp4" for i in range(9)})
+        rows = [(name.replace("png", "mp4"), "x", split) for name, _, split in rows]
+        header[0] = "video"
+    note = note_of(write_rows(tmp_path / "a.csv", header, rows))
+    assert "WARNING: all 3 rows of the split test are left out" in note
+
+
 def test_names_with_words_of_no_split_or_of_two():
     for name in ("bus", "tested", "attest", "train_test_split", "protest", "2014", ""):
         assert split_of_name(name) is None, name
@@ -314,6 +349,8 @@ def test_links_to_folders_are_followed_once(tmp_path):
     (tmp_path / "classes" / "also_bus").symlink_to(tmp_path / "classes" / "bus")
     (tmp_path / "classes" / "bus" / "loop").symlink_to(tmp_path / "classes")
     assert folders_of(opened(tmp_path / "classes")) == {"train": {"bus", "car", "plane"}}
+    words = "2 links to folders that are read already, passed over, first "
+    assert words in note_of(tmp_path / "classes")
     write_tar(tmp_path / "disk" / "tars" / "0.tar", tar_samples(range(6), "jpg", "txt"))
     (tmp_path / "tars").mkdir()
     (tmp_path / "tars" / "test").symlink_to(tmp_path / "disk" / "tars")
@@ -682,3 +719,152 @@ def test_a_folder_is_walked_once_for_each_real_folder(tmp_path):
     put(tmp_path, "a", "b")
     (tmp_path / "b" / "up").symlink_to(tmp_path)
     assert len(folders.files_below(tmp_path)) == 6
+
+
+def test_an_infinite_end_is_the_end_of_the_video(tmp_path):
+    """So that all windows of a video are held out together."""
+    rows = []
+    for i in range(30):
+        rows += [(f"{i}.mp4", 0.0, 2.0, "x"), (f"{i}.mp4", "2", "inf", "y")]
+        (tmp_path / f"{i}.mp4").touch()
+    path = write_rows(tmp_path / "a.csv", ["video", "start", "end", "caption"], rows)
+    videos = []
+    for data in open_splits(path).values():
+        assert len(data) % 2 == 0
+        videos += {key.partition(" ")[0] for key in data.keys()}
+    assert len(videos) == len(set(videos)) == 30
+    assert data.key(1).endswith(" 2- s") and data.sources[1]["source"]["end"] is None
+
+
+@pytest.mark.parametrize("place", ["disk", "table"])
+def test_images_have_no_windows(place, tmp_path):
+    """Rows of one image are one example, whatever columns start and end say."""
+    rows = [(f"{i // 2}.png", caption(i), float(i), i + 1.0) for i in range(8)]
+    if place == "table":
+        rows = [({"bytes": encode(picture(i // 2)), "path": None}, *rows[i][1:]) for i in range(8)]
+    header = ["image", "caption", "start", "end"]
+    path = write_rows(tmp_path / "a.parquet", header, rows)
+    assert sorted(captions_of(path)) == [[caption(i), caption(i + 1)] for i in range(0, 8, 2)]
+
+
+def test_class_numbers_as_pandas_writes_them(tmp_path):
+    """An int column with a hole becomes 3.0, -1.0 and nothing, beside a file of whole numbers."""
+    words = ["0.0", "1.0", "-1.0", "", "NaN", "2"]
+    rows = [(f"{i}.png", caption(i), word) for i, word in enumerate(words)]
+    write_rows(tmp_path / "train.csv", ["image", "caption", "label"], rows)
+    rows = [(f"{i}.png", caption(i), str(i % 3)) for i in range(10, 13)]
+    write_rows(tmp_path / "test.csv", ["image", "caption", "label"], rows)
+    test = open_splits(tmp_path)["test"]
+    assert test.label_names == ["0", "1", "2"] and list(test.labels) == [1, 2, 0]
+    assert "3 without a class" in test.note
+
+
+def test_a_column_of_classes_as_captions_gives_their_names(tmp_path):
+    features = datasets.Features({
+        "image": datasets.Value("string"), "kind": datasets.ClassLabel(names=["a_cat", "a dog"])})
+    rows = {"image": [f"{i}.png" for i in range(5)], "kind": [0, 1, 1, 0, -1]}
+    table = datasets.Dataset.from_dict(rows, features=features)
+    table.to_parquet(str(tmp_path / "a.parquet"))
+    captions = captions_of(tmp_path / "a.parquet", caption_column="kind")
+    assert captions == [["a cat"], ["a cat"], ["a dog"], ["a dog"]]
+
+
+@pytest.mark.parametrize("kind", ["classes", "metadata", "tars"])
+def test_files_of_unknown_kinds_are_counted(kind, tmp_path):
+    """Images that are not read, such as HEIC and those without an ending; README.md is none."""
+    put(tmp_path, "cat/x.heic", "dog/x.tga", "README.md")
+    (tmp_path / "dog" / "unnamed").write_bytes(PNG)
+    if kind == "tars":
+        write_tar(tmp_path / "0.tar", tar_samples(range(6), "jpg", "txt"))
+    else:
+        put(tmp_path, "cat", "dog")
+    number = 3
+    if kind == "metadata":
+        rows = [("cat/0.png", "x"), ("dog/unnamed", "y")]  # what a row names is read
+        write_rows(tmp_path / "metadata.csv", ["file_name", "caption"], rows)
+        number = 2
+    note = note_of(tmp_path)
+    assert f"{number} other files not read, first {tmp_path}/cat/x.heic" in note
+
+
+def test_a_sample_of_a_tar_without_a_class_is_no_class(tmp_path):
+    """With captions it stays; without, it is left out and counted."""
+    samples = tar_samples(range(9), "jpg", "cls")
+    for key in list(samples)[::4]:
+        samples[key]["cls"] = b"-1"
+    write_tar(tmp_path / "a" / "0.tar", samples)
+    assert {text for [text] in captions_of(tmp_path / "a")} == {"class 0", "class 1", "class 2"}
+    words = "3 samples left out, first 000000 of "
+    assert words in note_of(tmp_path / "a") and "the class is -1" in note_of(tmp_path / "a")
+    for number, parts in enumerate(samples.values()):
+        parts["txt"] = f"class {number + 5} of steam engines".encode()
+    write_tar(tmp_path / "b" / "0.tar", samples)
+    assert len(captions_of(tmp_path / "b")) == 9
+    assert "the classes serve as captions" not in note_of(tmp_path / "b")
+
+
+def test_splits_of_tars_that_only_a_data_card_names_are_refused(tmp_path):
+    card = (
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
+        "    path: a/*.tar\n  - split: validation\n    path: b/*.tar\n---\n"
+    )
+    layouts = {"unnamed": ("a", "b"), "named": ("train", "val"), "a part": ("train",)}
+    for layout, names in layouts.items():
+        for number, name in enumerate(names):
+            tar = tmp_path / layout / name / "0.tar"
+            write_tar(tar, tar_samples([number], "jpg", "txt"))
+        (tmp_path / layout / "README.md").write_text(card)
+    words = "README.md names val, but no tar", "such as a/0.tar"
+    complains(tmp_path / "unnamed", "train", *words)
+    assert {*opened(tmp_path / "named")} == {"train", "val"}
+    assert {*opened(tmp_path / "a part")} == {"train"}
+
+
+def test_captions_of_tars_of_the_hub_are_a_line_each(tmp_path):
+    """As `datasets` reads them, with a column __key__, and as our index of tars does."""
+    tar = write_tar(tmp_path / "0.tar", tar_samples(range(6), "jpg", "txt"))
+    table = datasets.load_dataset("webdataset", data_files={"train": str(tar)})
+    tables = folders.Tables({"train": table["train"]}, from_hub=True)
+    data = user_data.data_of_tables("org/name", tables, DataOptions(), tmp_path)["train"]
+    assert list(data.keys()) == [f"{i:06}" for i in range(6)]
+    assert data.column("captions") == [[caption(i), caption(i, 1)] for i in range(6)]
+    assert "line breaks" not in data.note
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_files_that_number_classes_in_other_ways_are_refused(kind, tmp_path):
+    """As class_encode_column makes them of splits one by one, of which one lacks a class."""
+    classes = {"train": ["bird", "cat", "dog"], "test": ["cat", "dog"]}
+    for folder in ("a", "b"):
+        for split, names in classes.items():
+            if folder == "b":
+                names = classes["train"]
+            features = datasets.Features({
+                "image": datasets.Image(), "caption": datasets.Value("string"),
+                "label": datasets.ClassLabel(names=names)})
+            rows = {"image": [{"bytes": encode(picture(i))} for i in range(6)],
+                    "caption": ["x"] * 6, "label": ["cat", "dog"] * 3}
+            table = datasets.Dataset.from_dict(rows, features=features)
+            if kind == "parquet":
+                (tmp_path / folder).mkdir(exist_ok=True)
+                table.to_parquet(str(tmp_path / folder / f"{split}.parquet"))
+            else:
+                table.save_to_disk(str(tmp_path / folder / split))
+    words = "number the classes of the column label in other ways, "
+    complains(tmp_path / "a", "train", words + "cat, dog and bird, cat, dog: write both with one")
+    assert open_splits(tmp_path / "b")["test"].label_names == classes["train"]
+
+
+def test_class_numbers_of_files_that_a_data_card_names(tmp_path):
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+    for split, names in {"train": ["bird", "cat", "dog"], "test": ["cat", "dog"]}.items():
+        features = datasets.Features({
+            "image": datasets.Image(), "caption": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=names)})
+        rows = {"image": [{"bytes": PNG}], "caption": ["x"], "label": ["cat"]}
+        table = datasets.Dataset.from_dict(rows, features=features)
+        table.to_parquet(str(tmp_path / f"{split}.parquet"))
+        card += f"  - split: {split}\n    path: {split}.parquet\n"
+    (tmp_path / "README.md").write_text(card + "---\n")
+    words = "number the classes of the column label in other ways"
+    complains(tmp_path, "train", words, "bird, cat, dog and cat, dog")

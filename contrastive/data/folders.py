@@ -27,21 +27,32 @@ ARCHIVES = (".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z",
 # descriptions that the library datasets, or a model, leaves beside tables
 NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json",
             "state.json")
+# names and endings of descriptions, and of what systems add
+NO_SAMPLES = ("readme", "license", ".md", "thumbs.db", "desktop.ini")
 
 
 # ---- files ----
 def files_below(folder):
-    """Paths of all files below a folder, in no order; each folder behind links is read once.
+    """Paths of all files below a folder, as walk_once finds them."""
+    files, _ = walk_once(folder)
+    return files
+
+
+def walk_once(folder):
+    """Paths of all files below a folder, in no order, and the links to folders that are passed
+    over, since each folder is read once.
 
     What macOS adds, files ._NAME and folders __MACOSX, is no file of the user.
     """
     files = []
+    repeated_links = []
     visited = set()
     starts = [str(folder)]
     for start in starts:  # grows by the links to folders, which come after the folders themselves
         for parent, folders, names in os.walk(start):
             real = os.path.realpath(parent)
             if real in visited:
+                repeated_links.append(parent)
                 folders.clear()
                 continue
             visited.add(real)
@@ -53,7 +64,7 @@ def files_below(folder):
             for name in names:
                 if not name.startswith("._"):
                     files.append(os.path.join(parent, name))
-    return files
+    return files, repeated_links
 
 
 def media_kind(path):
@@ -84,10 +95,15 @@ class FolderFiles(NamedTuple):
     tables: dict  # {kind: paths} of csv, json and parquet files
     archives: list  # which are not read
     num_hidden: int  # images and videos in hidden folders, or with hidden names
+    others: list  # of unknown kinds
+    repeated_links: list  # to folders that are read already
 
     def notes(self):
-        """What the banner says of hidden files and of archives."""
+        """What the banner says of hidden files, of archives and of links."""
         notes = []
+        if self.repeated_links:
+            notes.append(f"{counted(len(self.repeated_links), 'links')} to folders that are read "
+                         f"already, passed over, first {self.repeated_links[0]}")
         if self.num_hidden:
             notes.append(f"{self.num_hidden:,} hidden images or videos are not read")
         if self.archives:
@@ -98,10 +114,11 @@ class FolderFiles(NamedTuple):
 
 def sort_files(folder):
     """The FolderFiles of a folder."""
-    files = FolderFiles({"Image": [], "Video": []}, [], [], {}, [], 0)
+    paths, repeated_links = walk_once(folder)
+    files = FolderFiles({"Image": [], "Video": []}, [], [], {}, [], 0, [], repeated_links)
     num_hidden = 0
     start = len(str(folder)) + 1
-    for path in sorted(files_below(folder)):
+    for path in sorted(paths):
         name = os.path.basename(path)
         kind = media_kind(path)
         if is_hidden(path[start:]):
@@ -116,7 +133,15 @@ def sort_files(folder):
             files.metadata.append(path)
         elif table_kind(name) and name not in NOT_DATA:
             files.tables.setdefault(table_kind(name), []).append(path)
+        elif name not in NOT_DATA and not describes(name):
+            files.others.append(path)
     return files._replace(num_hidden=num_hidden)
+
+
+def describes(name):
+    """Whether a file is a description such as README.md, or was added by the system."""
+    name = name.lower()
+    return name.startswith(NO_SAMPLES) or name.endswith(NO_SAMPLES)
 
 
 def most_frequent(files):
@@ -152,6 +177,14 @@ def split_of_name(name):
     splits = {SPLIT_WORDS[word] for word in words_of(name) if word in SPLIT_WORDS}
     if len(splits) == 1:
         return splits.pop()
+    return None
+
+
+def find_split_column(columns):
+    """The column split, in whatever case; None if there is none."""
+    for column in columns:
+        if column.lower() == "split":
+            return column
     return None
 
 
@@ -245,12 +278,28 @@ def read_tables(source, revision=None):
 
 def names_its_files(folder):
     """Whether README.md, as the card of a data set, says which files are which split."""
+    return bool(configs_of_card(folder))
+
+
+def configs_of_card(folder):
+    """What README.md, as the card of a data set, says of its files: a list of dicts, or none."""
     from huggingface_hub import DatasetCard
 
     card = folder / "README.md"
     if not card.is_file() or "configs" not in card.read_text(encoding="utf8", errors="replace"):
-        return False
-    return bool(DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs"))
+        return []
+    return DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs") or []
+
+
+def splits_of_card(folder):
+    """The splits train, val and test that README.md names."""
+    splits = set()
+    for config in configs_of_card(folder):
+        files = config.get("data_files")
+        if isinstance(files, list):
+            names = [item.get("split") for item in files if isinstance(item, dict)]
+            splits.update(settle_eval({name: split_of_name(name) for name in names}).values())
+    return splits - {None}
 
 
 def read_folder(folder):
@@ -281,6 +330,13 @@ def notes_on_tables(tables):
     for kind, paths in tables.items():
         notes.append(f"{counted(len(paths), f'{kind} tables')} not read, first {paths[0]}")
     return notes
+
+
+def notes_on_others(paths):
+    """What the banner says of files of unknown kinds that are not read."""
+    if not paths:
+        return []
+    return [f"{counted(len(paths), 'other files')} not read, first {paths[0]}"]
 
 
 def read_table_files(folder, tables, notes):
@@ -322,6 +378,7 @@ def read_class_folders(folder, files, notes):
     num_others = sum(map(len, files.media.values())) - len(media)
     if num_others:
         notes.append(f"{num_others:,} files are not read, since most are {kind.lower()}s")
+    notes += notes_on_others(files.others)
     relative_folders = folders_of(media, folder)
     class_folders = list(relative_folders.values())
     check_class_folders(folder, [path.split(os.sep) for path in class_folders], table_files)
@@ -415,6 +472,7 @@ def read_metadata(folder, files, notes):
     if extra_files:
         notes.append(f"{len(extra_files):,} images or videos are in no row of the metadata, first "
                      + extra_files[0])
+    notes += notes_on_others(sorted(set(files.others) - set(paths)))
     is_there = np.array([path in media or os.path.isfile(path) for path in paths], bool)
     missing = [paths[row] for row in np.flatnonzero(~is_there)]
     if missing:
@@ -430,7 +488,8 @@ def read_metadata(folder, files, notes):
     if column in table.column_names:
         table = table.remove_columns(column)
     table = table.add_column(column, paths).cast_column(column, getattr(datasets, kind)())
-    splits = np.array(splits_of_files(folder, paths, "split" in table.column_names))
+    has_column = find_split_column(table.column_names) is not None
+    splits = np.array(splits_of_files(folder, paths, has_column))
     tables = {}
     for split in np.unique(splits).tolist():
         tables[split] = table.select(np.flatnonzero(splits == split))

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from contrastive.core.processes import UserError
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 COMMITS = {}  # {repository: commit} of all that this process has read, for summary.json
 WINDOW = ("start", "end")  # columns of a window in a video, in seconds
 FIELDS_OF_CSV = "commas separate fields, and a field with a comma stands in quotation marks"
@@ -62,6 +65,7 @@ def read_files(files):
     options = {}
     if kind == "csv":
         options = csv_options(paths)
+    check_class_names(kind, paths)
     patterns = {}
     for split in files:
         patterns[split] = [glob.escape(path) for path in files[split]]
@@ -71,6 +75,38 @@ def read_files(files):
     name = f"{kind}-{hashlib.sha256(sizes.encode()).hexdigest()[:16]}"
     with without_progress_bars():
         return prepare(datasets.load_dataset_builder(kind, name, data_files=patterns, **options))
+
+
+def check_class_names(kind, files):
+    """Raises UserError if two parquet or arrow files number the classes of a column in other ways:
+    `datasets` gives the numbers of all files the names of one."""
+    import datasets
+
+    first = {}  # {column: (class names, file)}
+    for file in files:
+        features = datasets.Features()
+        if kind in ("parquet", "arrow"):
+            features = datasets.Features.from_arrow_schema(read_schema(kind, file))
+        for column, feature in features.items():
+            names = getattr(feature, "names", None)
+            if names is None:
+                continue
+            first_names, first_file = first.setdefault(column, (names, file))
+            if names != first_names:
+                raise UserError(f"{first_file} and {file} number the classes of the column {column}"
+                                f" in other ways, {', '.join(first_names)} and {', '.join(names)}: "
+                                "write both with one ClassLabel")
+
+
+def read_schema(kind, file):
+    """The arrow schema of a parquet or arrow file."""
+    if kind == "parquet":
+        return pq.read_schema(file)
+    with pa.memory_map(str(file)) as content:
+        try:
+            return pa.ipc.open_stream(content).schema
+        except pa.ArrowInvalid:  # the other of the two formats
+            return pa.ipc.open_file(content).schema
 
 
 def read_repository(source, revision=None):
@@ -92,6 +128,9 @@ def read_repository(source, revision=None):
     if is_plain_csv(builder):
         options = csv_options(list(itertools.chain(*builder.config.data_files.values())))
         builder = datasets.load_dataset_builder(str(source), revision=revision, **options)
+    elif isinstance(source, Path) and builder.info.features is None:
+        files = list(itertools.chain(*builder.config.data_files.values()))
+        check_class_names(table_kind(files[0]), files)
     return prepare(builder)
 
 

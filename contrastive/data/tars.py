@@ -21,7 +21,8 @@ from contrastive.data.annotations import TEXT_OF_LIST, parse_list
 from contrastive.data.batches import TRIES, crop_views, frame_draws
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
-    notes_on_tables, refuse_without_split, sort_files, splits_of_paths)
+    notes_on_others, notes_on_tables, refuse_without_split, sort_files, split_of_name,
+    splits_of_card, splits_of_paths)
 from contrastive.data.hub import generating, pick_column, require_column
 from contrastive.data.options import DataOptions
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES, decode
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 
 TEXT_TYPES = ("txt", "caption", "text", "cls")  # files that are read while the index is built
-INDEX_VERSION = 6  # the cache compares arguments, not code: changed rows need a new number
+INDEX_VERSION = 7  # the cache compares arguments, not code: changed rows need a new number
 SAMPLE_NAME = re.compile("(.*/)?[^/.]*")  # the path of a file up to the first dot of its name
 SAMPLES_PER_SHARD = 5000  # a guess, if the number of samples is not known
 MAX_CAPTIONS = 20_000  # that are read from the beginning of a stream
@@ -46,9 +47,11 @@ def open_tars(name, path, options):
     if path.is_dir():
         files = sort_files(path)
         tars = tars_by_split(path, sorted(map(Path, files.tars)))
+        refuse_splits_of_card(path, files.tars)
         if files.media["Image"] or files.media["Video"]:
             note = "images and videos beside the tars are not read"
-        note = join_notes(note, *files.notes(), *notes_on_tables(files.tables))
+        note = join_notes(note, *files.notes(), *notes_on_tables(files.tables),
+                          *notes_on_others(files.others))
     else:
         tars = tars_by_split(path.parent, [path])
     if options.streaming:
@@ -70,6 +73,17 @@ def tars_by_split(folder, files):
     for file, name in zip(files, names):
         tars.setdefault(splits[name] or "train", []).append(str(file))
     return tars
+
+
+def refuse_splits_of_card(folder, files):
+    """Raises UserError if README.md names other splits than train, but the tars below a folder have
+    no words for splits: all would be trained on."""
+    other_splits = splits_of_card(folder) - {"train"}
+    names = [str(Path(file).relative_to(folder)) for file in files]
+    if other_splits and not any(split_of_name(name) for name in names):
+        raise UserError(f"{folder}: README.md names {' and '.join(sorted(other_splits))}, but no "
+                        f"tar, nor its folder, is called so, such as {names[0]}: rename them, or "
+                        "move README.md away")
 
 
 def open_streaming(name, tars, options, note):
@@ -163,8 +177,10 @@ def parse_sample(parts, options):
     label = -1
     if label_part is not None:
         label = int(parts[label_part])
+    if caption_part is None and label < 0:
+        raise ValueError(f"the class is {label}, which is none, and there is no caption")
     if caption_part is None:
-        return Sample(extension, [f"class {label}"], label)
+        return Sample(extension, [class_caption(label)], label)
     text = parts[caption_part].decode("utf-8-sig")
     if caption_part == "json" or re.match(TEXT_OF_LIST, text):
         lines = parse_list(text)
@@ -174,6 +190,11 @@ def parse_sample(parts, options):
     if not captions:
         raise ValueError("an empty caption")
     return Sample(extension, captions, label)
+
+
+def class_caption(label):
+    """The caption of a sample that has a class alone."""
+    return f"class {label}"
 
 
 def read_tar(url):
@@ -215,13 +236,13 @@ def index_tars(name, split, tars, options):
     table = table.select(readable).remove_columns(["shard", "video", "error"])
     if len(set(keys)) < len(keys):  # every tar counts from 0
         table = table.remove_columns("key").add_column("key", keys_with_tars(keys, shards, tars))
+    has_captions = not are_class_numbers(table[:100])
     if columns["label"][readable].max() < 0:
         table = table.remove_columns("label")
 
     clip = None
     if columns["video"].any():
         clip = clip_options(options)
-    has_captions = not are_class_numbers(table[:100]["captions"])
     if not has_captions:
         note = join_notes(note, "no captions: the classes serve as captions")
     return Data(name, split, table, clip=clip, has_captions=has_captions, shards=shards, note=note)
@@ -283,10 +304,11 @@ def keys_with_tars(keys, shards, tars):
     return [f"{names[shard]}/{key}" for shard, key in zip(shards, keys)]
 
 
-def are_class_numbers(captions):
-    """Whether all these captions are the numbers of classes, as parse_sample writes them."""
-    for texts in captions:
-        if len(texts) != 1 or not texts[0].startswith("class "):
+def are_class_numbers(rows):
+    """Whether the captions of all these rows of an index are their classes, as parse_sample writes
+    them."""
+    for captions, label in zip(rows["captions"], rows["label"]):
+        if captions != [class_caption(label)]:
             return False
     return True
 

@@ -19,9 +19,10 @@ from contrastive.data.annotations import (
     TEXT_OF_LIST, Videos, parse_list, video_folder, window_key, with_sound, with_subtitle_note)
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
-    SPLIT_WORDS, holds_tars, media_kind, read_tables, refuse_trainval, settle_eval, split_of_name)
+    SPLIT_WORDS, find_split_column, holds_tars, media_kind, read_tables, refuse_trainval,
+    settle_eval, split_of_name)
 from contrastive.data.hub import WINDOW, generating, pick_column, require_column
-from contrastive.data.registry import SPLITS
+from contrastive.data.registry import SPLITS, find_data_set
 from contrastive.data.table import Data, make_table, with_column, with_note
 from contrastive.data.tars import open_tars
 
@@ -35,7 +36,10 @@ VIDEO_COLUMNS = ("video", "video_path", "video_id", "clip_id")  # a path, a file
 CAPTION_COLUMNS = ("caption", "captions", "text", "txt", "sentence", "sentences", "title",
                    "description")
 LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
-NO_CLASS = ("", "-1", "nan")  # how tables write an unknown class
+NO_CLASS = ("", "-1", "nan")  # how tables write an unknown class, in lower case
+WHOLE_NUMBER = re.compile(r"(-?\d+)\.0")  # 3.0, as pandas writes class 3 beside an unknown class
+OPEN_SIDES = {"start": -math.inf, "end": math.inf}  # seconds that cut nothing off a video
+SAMPLE_KEY = "__key__"  # column of the names of samples, where `datasets` reads tars of the hub
 HASHED_AT_ONCE = 100  # images of a table that are in memory while they are hashed
 
 
@@ -129,11 +133,12 @@ def data_of_tables(name, tables, options, root, *, joins_rows=True):
         files = identify_pictures(user)
     else:
         files = [str(row) for row in range(len(user.table))]
-    examples = group_examples(user, files)
+    examples = group_examples(user, files, has_windows=is_video)
     if not examples:
         reasons = "; ".join(user.notes)
         raise UserError(f"--dataset {name}: no row has an image and a caption, or no file is found"
                         f" ({reasons})")
+    note_lost_splits(user, examples)
     note_shared_files(user, examples)
     note_gifs(user, examples, is_video)
     if user.in_table:
@@ -181,10 +186,15 @@ def describe_tables(name, tables, options):
         row_numbers += range(len(part))
     table = datasets.concatenate_datasets(list(tables.splits.values()))
     names = table.column_names
-    if "split" in names and len(set(splits)) == 1:
-        splits = read_split_column(name, table)
-    elif "split" in names:
-        notes.append("the column split is not read, since files or folders name the splits")
+    split_column = find_split_column(names)
+    if len(set(splits)) > 1:
+        if split_column:
+            notes.append(f"the column {split_column} is not read, since files or folders name the "
+                         "splits")
+    elif split_column:
+        splits = read_split_column(name, table, split_column)
+    else:
+        refuse_split_words(name, table)
 
     media = find_media_columns(table, options)
     image = require_column("--image-column", options.image_column, names,
@@ -238,15 +248,37 @@ def find_media_columns(table, options):
     return media
 
 
-def read_split_column(name, table):
-    """The split of each row by the column `split`. Raises: UserError naming an unknown word, or
-    trainval beside val."""
-    words = [str(word) for word in table["split"][:]]
+def refuse_split_words(name, table):
+    """Raises UserError if a column that is not called split holds words for several splits, and
+    nothing else: rows of test would be trained on."""
+    for column, feature in table.features.items():
+        if getattr(feature, "dtype", "") not in ("string", "large_string"):
+            continue
+        cells = table.select_columns(column)
+        first_words = lower_words(cells[:100][column])
+        if not first_words <= set(SPLIT_WORDS):
+            continue
+        words = lower_words(cells[column][:])
+        if words <= set(SPLIT_WORDS) and len({SPLIT_WORDS[word] for word in words}) > 1:
+            raise UserError(f"--dataset {name}: the column {column} holds "
+                            f"{', '.join(sorted(words))}; call it split if it divides the rows, "
+                            "else drop it")
+
+
+def lower_words(cells):
+    """The different texts of cells that are not empty, in lower case."""
+    return {cell.lower() for cell in cells if cell}
+
+
+def read_split_column(name, table, column):
+    """The split of each row by a column. Raises: UserError naming an unknown word, or trainval
+    beside val."""
+    words = [str(word) for word in table[column][:]]
     splits = settle_eval({word: split_of_name(word) for word in set(words)})
     refuse_trainval(splits)
     unknown = sorted(word for word, split in splits.items() if split is None)
     if unknown:
-        raise UserError(f"--dataset {name}: '{unknown[0]}' in the column split is none of "
+        raise UserError(f"--dataset {name}: '{unknown[0]}' in the column {column} is none of "
                         + ", ".join(SPLIT_WORDS))
     return [splits[word] for word in words]
 
@@ -264,18 +296,21 @@ def add_labels(data, user, examples):
 
 
 # ---- rows to examples ----
-def group_examples(user, files):
+def group_examples(user, files, *, has_windows=True):
     """Joins the rows of one split, file and window to one example with all their captions, and
     notes how many rows are left out.
 
     Args:
         files: of each row, a text that rows of one image or video share; "" = the row names none,
             None = it is not there.
+        has_windows: whether the columns start and end are windows, which images have not.
     Returns: UserExamples, in the order of their first rows.
     """
     labels = labels_of_rows(user)
     captions = captions_of_rows(user, labels)
-    starts, ends = [seconds_of_rows(user, column) for column in WINDOW]
+    starts = ends = [None] * len(user.table)
+    if has_windows:
+        starts, ends = [seconds_of_rows(user, column) for column in WINDOW]
     examples = {}  # {(split, file, start, end): UserExample}
     rows_left_out = []
     rows_with_breaks = []  # a row for each caption with a line break
@@ -309,6 +344,18 @@ def group_examples(user, files):
     return list(examples.values())
 
 
+def note_lost_splits(user, examples):
+    """Notes which of the splits train, val and test have rows, but no example. A part of train
+    would take their place; of a data set by name none does."""
+    if find_data_set(user.name) is not None:
+        return
+    remaining = {example.split for example in examples}
+    for split in SPLITS:
+        if split in user.splits and split not in remaining:
+            user.notes.append(f"WARNING: all {user.splits.count(split):,} rows of the split {split}"
+                              " are left out")
+
+
 def note_shared_files(user, examples):
     """Notes how many files have examples in several of the splits train, val and test."""
     splits_of_file = {}  # {file: splits}
@@ -337,8 +384,8 @@ def note_gifs(user, examples, is_video):
 
 
 def seconds_of_rows(user, column):
-    """The start or end of each row; None is an open side, as is nan, which is noted. Raises:
-    ValueError naming a text that is no number."""
+    """The start or end of each row; None is an open side, as are an infinite end and nan, which is
+    noted. Raises: ValueError naming a text that is no number."""
     if column not in user.table.column_names:
         return [None] * len(user.table)
     seconds = []
@@ -348,8 +395,9 @@ def seconds_of_rows(user, column):
         if text:
             second = float(text)
             if math.isnan(second):
-                second = None
                 num_nan += 1
+            if math.isnan(second) or second == OPEN_SIDES[column]:
+                second = None
         seconds.append(second)
     if num_nan:
         user.notes.append(f"{num_nan:,} rows have nan in the column {column}, which counts as "
@@ -361,10 +409,18 @@ def labels_of_rows(user):
     """The name of the class of each row, None where there is none."""
     if user.label is None:
         return [None] * len(user.table)
-    names = getattr(user.table.features[user.label], "names", None)
+    return class_names_of_rows(user, user.label)
+
+
+def class_names_of_rows(user, column):
+    """The cells of a column of classes as names, None where there is none."""
+    names = getattr(user.table.features[column], "names", None)
     labels = []
-    for word in user.texts(user.label):
-        if word in NO_CLASS:
+    for word in user.texts(column):
+        number = WHOLE_NUMBER.fullmatch(word)
+        if number:
+            word = number[1]
+        if word.lower() in NO_CLASS:
             labels.append(None)
         elif names is None:
             labels.append(word)
@@ -377,16 +433,25 @@ def captions_of_rows(user, labels):
     """The captions of each row, a list of texts; without captions the name of the class. Raises:
     UserError if some cells are the text of a list, and others are not."""
     if user.caption is None:
-        return [[(label or "").replace("_", " ")] for label in labels]
+        return [[caption_of_class(label)] for label in labels]
+    if hasattr(user.table.features[user.caption], "names"):
+        return [[caption_of_class(name)] for name in class_names_of_rows(user, user.caption)]
     column = user.cells(user.caption)
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         lists = column.to_pylist()
         return [[str(text or "").strip() for text in texts or ()] for texts in lists]
     texts = texts_of(column)
     if not any(re.match(TEXT_OF_LIST, text) for text in texts):
+        if SAMPLE_KEY in user.table.column_names:  # of tars, a caption a line
+            return [[line.strip() for line in text.split("\n")] for text in texts]
         return [[text] for text in texts]
     with opening(f"--dataset {user.name}: some cells of {user.caption} are the text of a list"):
         return [[text.strip() for text in parse_list(cell)] for cell in texts]
+
+
+def caption_of_class(name):
+    """A caption from the name of a class, "" from None."""
+    return (name or "").replace("_", " ")
 
 
 def is_text(kind):
@@ -447,8 +512,8 @@ def table_of_pictures(user, examples):
 
     rows = [example.row for example in examples]
     all_names = user.path
-    if "__key__" in user.table.column_names:
-        all_names = user.table["__key__"][:]
+    if SAMPLE_KEY in user.table.column_names:
+        all_names = user.table[SAMPLE_KEY][:]
     names = [all_names[row] for row in rows]
     num_unique = len({(example.split, name) for example, name in zip(examples, names)})
     if "" in names or num_unique < len(names):  # "image.png" in every row is no name
