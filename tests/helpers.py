@@ -31,9 +31,10 @@ from tools.check import drift as drift  # noqa: F401  (of two trainings; tests i
 
 DRAW = {script: script.draw for script in (mama, mmts, ncl, temo, temperature_schedules)}
 for script in DRAW:
-    script.draw = lambda *_, **__: (
-        None
-    )  # it would take a run four seconds; where a test asks, run_script draws
+    # it would take a run four seconds; where a test asks, run_script draws
+    script.draw = lambda *_, **__: None
+# of 4096 SLIP's head has 17 million weights, whose checkpoints take seconds
+temo.slip_head.__defaults__ = (64, 256)
 CLASSES = ["apple", "pear_tree", "zebra"]  # sample i has class i % 3
 
 
