@@ -1,5 +1,6 @@
 """Emoji, moving emoji and emoji scenes: what they show, and what their splits hold out."""
 
+import math
 import re
 from collections import Counter, defaultdict
 
@@ -294,6 +295,28 @@ def test_moving_emoji_questions(moving):
     assert len(kinds) == 3 and min(places[k] for k in range(5)) > 0.15 * sum(
         places.values()
     )  # the place tells nothing
+
+
+def test_moving_emoji_sounds_and_subtitles_say_verb_and_noun():
+    """A tone for the verb and then one for the noun, from 200 Hz of the first class to 3,200 Hz of
+    the last; other words than the first caption."""
+    data = small(clips=[60, 4, 4], modalities="vas").select(range(59, -1, -1))
+    names = moving_emoji.draw_sprites(32).names
+    pitch_of_class = {"verb": {}, "noun": {}}
+    for i in range(60):
+        tones = np.split(data.samples(i), 2)
+        for (kind, pitches), tone in zip(pitch_of_class.items(), tones):
+            pitch = abs(np.fft.rfft(tone)).argmax() * 16000 / len(tone)
+            assert pitches.setdefault(data.column(kind)[i], pitch) == pitch
+        verb, noun = (data.column(kind)[i] for kind in pitch_of_class)
+        name, _, phrase = data.sound_and_text(i)["subtitle"].partition(", it ")
+        assert name.removeprefix("now look at the ") in names[noun]
+        assert phrase in list(moving_emoji.MOTIONS.values())[verb].phrases
+    for pitches, last in zip(pitch_of_class.values(), (23, 119)):
+        rising = [pitches[k] for k in sorted(pitches)]
+        assert rising == sorted(rising) and len(rising) > 10
+        for k, pitch in pitches.items():
+            assert math.log2(pitch / 200) == pytest.approx(4 * k / last, abs=0.02)
 
 
 @pytest.mark.parametrize("noise", [0.1, 1.0])
