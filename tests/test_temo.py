@@ -1,6 +1,7 @@
 """TeMo's equations against loops written from the paper, a step of main by hand, its log and
 pictures."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import temo
-from helpers import few_steps, fork, panel, run_script, steps, unit, write_images, write_rows
+from helpers import few_steps, fork, panel, run_script, tensors_of, unit, write_images, write_rows
 from temperature_schedules import nt_xent
 
 N, D = 6, 5
@@ -188,22 +189,25 @@ STEP = (
 )
 def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path, monkeypatch):
     """One step of plain SGD: which texts are T and T~, what is encoded without gradient, and the
-    loss and the gradient
-    by hand from the weights before it."""
-    encode, text_pair, seen, texts = temo.encode, temo.text_pair, [], []
+    loss and the gradient by hand from the weights before it."""
+    encode, text_pair, build_towers = temo.encode, temo.text_pair, common.build_towers
+    seen, texts, before = [], [], []
 
     def spy(model, inputs, slip):
         seen.append((torch.is_grad_enabled() and model.training, inputs["pixels"]))
         return encode(model, inputs, slip)
 
-    run_script(
-        temo, tmp_path / "before", *paraphrased, *words.split(), "--lr", 0, "--lr-end", 0, base=STEP
-    )
+    def watched_towers(*args):
+        built = build_towers(*args)
+        before.extend((copy.deepcopy(built[0]).eval(), built[1]))
+        return built
+
     monkeypatch.setattr(temo, "encode", spy)
+    monkeypatch.setattr(common, "build_towers", watched_towers)
     monkeypatch.setattr(
         temo, "text_pair", lambda *a, **k: texts.append(text_pair(*a, **k)) or texts[-1]
     )
-    run_script(temo, tmp_path / "after", *paraphrased, *words.split(), "--lr", 0.1, base=STEP)
+    log = few_steps(temo, tmp_path / "r", *paraphrased, *words.split(), "--lr", 0.1, base=STEP)
 
     # the texts: T is the caption or one of its paraphrases, T~ one of the paraphrases, of the
     # same caption
@@ -226,7 +230,7 @@ def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path,
         torch.cat([views[k] for _, views in seen if k in views])[:16] for k in (0, 1)
     ]  # (B, 3, S, S) each
     assert not torch.equal(*pixels)
-    model, tokenizer, _ = common.load_model(tmp_path / "before")
+    model, tokenizer = before
     I, I2 = (F.normalize(model(x)[0], dim=1).double() for x in pixels)
     T, T2 = (F.normalize(model(tokens=tokenizer(t))[1], dim=1).double() for t in (first, second))
     I2, T2 = (I2, T2) if "--grad-augmented" in words else (I2.detach(), T2.detach())
@@ -240,12 +244,13 @@ def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path,
 
     multimodal = ce(I, T, False) + ce(T, I, False) + ce(I, T, True) + ce(T, I, True)
     loss = multimodal / 4 + (ce(I, I2, True) + ce(T, T2, True)) / 2
-    assert steps(tmp_path / "after")[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert log[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     loss.backward()
-    after = dict(common.load_model(tmp_path / "after")[0].named_parameters())
+    after = tensors_of(tmp_path / "r", 1)
     largest = max(p.grad.abs().max().item() for p in model.parameters())
     for name, p in model.named_parameters():
-        assert torch.allclose((p - after[name]) / 0.1, p.grad, rtol=1e-3, atol=1e-3 * largest), name
+        step = (p - after[f"model/{name}"]) / 0.1
+        assert torch.allclose(step, p.grad, rtol=1e-3, atol=1e-3 * largest), name
 
 
 def test_the_loss_is_made_of_the_terms_in_its_log(tmp_path):
