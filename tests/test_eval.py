@@ -64,11 +64,15 @@ SAID = {"law": "law of val and test: zipf"}
 IMAGES = {"classes": 140, "long tail": 40, "stream": 10, "videos": 4}  # that are tested
 
 
-@pytest.fixture(scope="module", autouse=True)
-def knn_of_emoji():
-    """Runs measure the kNN of emoji, which they leave out else."""
+@contextlib.contextmanager
+def measured_as(name):
+    """Within it a run of RUNS is trained and evaluated. Of emoji, kNN takes seconds: one run
+    measures it, which is left out else. Probes of pixels do, too: one run draws their images."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation.measure, "WITHOUT_KNN", ())
+        if name == "backbone":
+            patch.setattr(evaluation.measure, "WITHOUT_KNN", ())
+        if name == "classes":
+            patch.setattr(evaluation.trivial, "MAX_TRAIN", 300)
         yield
 
 
@@ -125,14 +129,12 @@ def runs(tmp_path_factory, sets):
 
     def made(name):
         script, flags = RUNS[name]
-        return train(
-            root / name,
-            [
-                sets / word.lower() if word.isalnum() and word.isupper() else word
-                for word in flags.split()
-            ],
-            script,
-        )
+        words = [
+            sets / word.lower() if word.isalnum() and word.isupper() else word
+            for word in flags.split()
+        ]
+        with measured_as(name):
+            return train(root / name, words, script)
 
     return functools.cache(made)
 
@@ -169,11 +171,10 @@ def test_what_training_printed_is_printed_without_a_flag(name, runs, capsys):
     fold and classes."""
     folder, own, of_run = runs(name)
     tables = of_run[next(k for k, line in enumerate(of_run) if "in brackets: chance" in line) : -3]
-    result = evaluate("--checkpoint", folder, pictures=name in DRAWN)["datasets"]
-    said, chance = (
-        capsys.readouterr().out,
-        json.loads((folder / "summary.json").read_text())["chance"],
-    )
+    with measured_as(name):
+        result = evaluate("--checkpoint", folder, pictures=name in DRAWN)["datasets"]
+    said = capsys.readouterr().out
+    chance = json.loads((folder / "summary.json").read_text())["chance"]
     assert not [line for line in tables if line not in said.splitlines()]
     assert " in training" not in said and result.keys() == own.keys()
     for dataset in own:
@@ -549,13 +550,14 @@ def test_frames_are_compared_with_those_of_the_run_s_evaluations(capsys):
     assert capsys.readouterr().out == "--frames 8: 16 in the evaluations of the run\n"
 
 
-def test_trivial_neighbours_by_hand(run):
+def test_trivial_neighbours_by_hand(runs):
     """One neighbour by cosine on pixels and on 64 colours, in numpy; the untrained tower is the
     run's before its first step."""
+    run = runs("backbone")[0]
     data = {split: common.load_data("emoji", split, image_size=24) for split in ("train", "val")}
     (*_, transform), spec = common.load_model(run), json.loads((run / "model.json").read_text())
     first = encoders.models.untrained(spec, seed=42)
-    options = evaluation.by_class.FeatureOptions(transform, torch.device("cpu"), 0, "projected")
+    options = evaluation.by_class.FeatureOptions(transform, torch.device("cpu"), 0, "backbone")
     found = evaluation.trivial.trivial_accuracy(
         data["train"], data["val"], None, options, tasks=["knn"], models={"untrained": first}
     )
