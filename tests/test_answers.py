@@ -500,28 +500,10 @@ def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path):
     assert guess == pytest.approx([math.log(16)] * 2)
 
 
-def test_flags_without_effect_are_named(tmp_path, capsys):
-    """Beside answers alone those of meta-data and margin, for retrieval those of questions."""
-    flags = "--spl-start 0.3 --meta-lr 1 --meta-size 9 --meta-batch-size 4"
-    main(tmp_path / "alone", *ALONE.split(), *flags.split())
-    said = capsys.readouterr().out
-    for flag in ("--spl-start", "--meta-lr", "--meta-size", "--meta-batch-size"):
-        assert f"WARNING: {flag} has no effect" in said
-    main(tmp_path / "pairs", *"--answers 3 --eta 2 --shuffle-video --fusion-layers 1".split())
-    said = capsys.readouterr().out
-    for flag in ("--answers", "--eta", "--shuffle-video", "--fusion-layers"):
-        assert f"WARNING: {flag} has no effect" in said
-    assert "--meta-size has no effect" not in said
-
-
 # -------------------------------------- flags that are refused -------------------------------
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (
-            "--task qa-choice --chunk-size 4",
-            "--chunk-size: --weighting meta encodes the whole batch",
-        ),
         ("--task qa-choice --qa-model vgt --qa-similarity fused", "with --qa-model fusion"),
         (
             "--task qa-open --qa-similarity fused --weighting none --chunk-size 4",

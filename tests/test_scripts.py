@@ -1,12 +1,15 @@
 """The five scripts side by side: a short run, a learnt tau, every flag acts, the views; then
 docs/forking.md."""
 
+import contextlib
 import functools
-import importlib.util
+import importlib
 import inspect
+import io
 import math
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import common
 from contrastive import figures
@@ -20,9 +23,8 @@ import mama
 import mmts
 import ncl
 import temo
-from helpers import few_steps, fork, refused, rows, run_script, steps, write_images
+from helpers import few_steps, fork, losses, refused, rows, run_script, steps, write_images
 
-ROOT = Path(temo.__file__).parent
 NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
 TOTAL, CLIP = 10, 1e-2
 SMALL = [
@@ -215,18 +217,25 @@ ACTS = {  # script, flags: what changes the losses of a run with them
 }
 
 
+class Outcome(NamedTuple):
+    """Of three steps of a script."""
+
+    losses: list
+    useless: set  # flags that are named as without an effect
+
+
 @pytest.fixture(scope="module")
-def losses_of(tmp_path_factory):
-    """The losses of three steps of a script with these flags, once for each."""
+def outcome_of(tmp_path_factory):
+    """Function of a script and flags -> Outcome, once for each."""
 
     @functools.cache
     def run(name, words):
         base = [*SMALL, *OF.get(name, ()), "--max-steps", "3"]
         folder = tmp_path_factory.mktemp("acts") / "a"
-        return [
-            row["loss"]
-            for row in few_steps(importlib.import_module(name), folder, *words.split(), base=base)
-        ]
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            few_steps(importlib.import_module(name), folder, *words.split(), base=base)
+        useless = re.findall(r"WARNING: (--[\w-]+) has no effect", said.getvalue())
+        return Outcome(losses(folder), set(useless))
 
     return run
 
@@ -234,30 +243,22 @@ def losses_of(tmp_path_factory):
 @pytest.mark.parametrize(
     "name, words, flag", [(*of, flag) for of, flags in ACTS.items() for flag in flags.split(", ")]
 )
-def test_every_flag_acts(losses_of, name, words, flag):
-    without, acts = losses_of(name, words), losses_of(name, f"{words} {flag}")
-    assert len(without) == 3 and acts != without
+def test_every_flag_acts(outcome_of, name, words, flag):
+    """And is not said to be useless: test_flags.py has those that are."""
+    without, acts = outcome_of(name, words), outcome_of(name, f"{words} {flag}")
+    assert len(without.losses) == 3 and acts.losses != without.losses
+    assert not acts.useless & set(re.findall(r"--[a-z][\w-]*", f"{words} {flag}"))
 
 
 # ----------------------------------------------- a choice without a branch ------------------------
-def with_choice(name, flag, folder):
-    """The module of a copy of a script with one more choice of a flag, 'sigmoid'."""
-    text = (ROOT / f"{name}.py").read_text(encoding="utf8")
-    new, count = re.subn(rf'("{flag}",[^)]*?choices=\[)', r'\1"sigmoid", ', text, count=1)
-    assert count == 1
-    path = folder / f"{name}_with_choice.py"
-    path.write_text(new, encoding="utf8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @each_script
 def test_a_choice_of_a_loss_without_a_branch_is_an_error(name, tmp_path):
     """Adding a choice touches the list and the branch; without the branch nothing else is trained.
     """
-    own = with_choice(name, "--loss", tmp_path)
+    script = importlib.import_module(name)
+    text = Path(script.__file__).read_text(encoding="utf8")
+    choices = re.search(r'"--loss",[^)]*?choices=\[', text)[0]
+    own = fork(script, tmp_path, choices, f'{choices}"sigmoid", ')
     flags = [*OF.get(name, ()), "--loss", "sigmoid", "--max-steps", "1"]
     with pytest.raises(ValueError, match="^--loss sigmoid has no branch in this loop$"):
         few_steps(own, tmp_path / "a", *flags, base=SMALL)
@@ -362,8 +363,7 @@ TINY = [*SMALL, *"--max-steps 4 --embed-dim 8 --batch-size 8".split()]
 
 def test_a_weighting_is_what_is_said_and_drawn(tmp_path, capsys):
     own = fork(mama, tmp_path, END, f"\n{BLOCKS[0]}\n{END}")
-    place = "    loss_modules.to(run.device)\n"
-    own = fork(own, tmp_path, place, f"{BLOCKS[1]}{place}")
+    own = fork(own, tmp_path, PLACE, f"{BLOCKS[1]}{PLACE}")
     branch = '        elif args.weighting == "none":\n'
     own = fork(own, tmp_path, branch, f"{BLOCKS[2]}{branch}")
     own = fork(own, tmp_path, '"l2rw", "none"]', '"l2rw", "median", "none"]')
@@ -535,13 +535,12 @@ def test_without_a_terminal_a_run_writes_a_line_for_each_row_of_its_log(tmp_path
 
 
 def test_a_scalar_parameter_of_the_loss_is_in_the_log_without_a_line_of_code(tmp_path):
-    old = "    loss_modules.to(run.device)\n"
     new = (
         "    loss_modules['bias'] = nn.ParameterDict("
         "{'b': nn.Parameter(torch.tensor(-10.0))})\n"
-        "    loss_modules['other'] = Temperature(0.5, (0.1, 1.0))\n" + old
+        "    loss_modules['other'] = Temperature(0.5, (0.1, 1.0))\n"
     )
-    script = fork(temo, tmp_path, old, new)
+    script = fork(temo, tmp_path, PLACE, new + PLACE)
     flags = ["--learnable-tau", "--max-steps", 1, "--eval-every", 0]
     row = few_steps(script, tmp_path / "run", *flags, base=SMALL)[0]
     assert row["bias.b"] == -10 and "tau.log_tau" not in row
