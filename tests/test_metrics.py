@@ -236,10 +236,9 @@ def test_no_image_is_its_own_negative():
         data, np.arange(3), image=image, text=four_texts, owner=np.arange(3).repeat(4))
     metrics, chance = evaluation.retrieval.gap_and_health(pieces)
     expected = common.embedding_health(image, text)
-    assert (
-        metrics["embeddings"].items() <= expected.items()
-        and chance["modality_gap"] == (1 / 3 + 1 / 12) ** 0.5
-    )
+    assert len(metrics["embeddings"]) > 4
+    assert metrics["embeddings"].items() <= expected.items()
+    assert chance["modality_gap"] == (1 / 3 + 1 / 12) ** 0.5
     one = EvaluationPieces(
         data, np.arange(1), image=image[:1], text=text[:2], owner=np.zeros(2, int))
     assert not evaluation.retrieval.gap_and_health(one)[0][
@@ -253,7 +252,7 @@ def test_no_image_of_a_group_is_a_negative_of_another(monkeypatch):
     data = types.SimpleNamespace(has_captions=False, labels=np.arange(20) // 4)
     pieces = EvaluationPieces(data, np.arange(20), image=image, text=text, owner=np.arange(20))
     found = evaluation.retrieval.gap_and_health(pieces)[0]["embeddings"]
-    assert found.items() <= common.embedding_health(image[::4], text[::4]).items()
+    assert found and found.items() <= common.embedding_health(image[::4], text[::4]).items()
     monkeypatch.setattr(evaluation.retrieval, "MAX_HEALTH", 3)
     some = evaluation.retrieval.gap_and_health(pieces)[0]["embeddings"]
     assert some == evaluation.retrieval.gap_and_health(pieces)[0]["embeddings"]
