@@ -22,6 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_flatten_with_path
 
+import eval as eval_py
 import mama
 import mmts
 import ncl
@@ -426,6 +427,12 @@ def few_steps(script, folder, *flags, base=()):
         patch.setattr(Run, "finish", lambda run, *_, **__: run.bar.close())
         run_script(script, folder, *flags, base=base)
     return steps(folder)
+
+
+def evaluated(checkpoint, *flags):
+    """{data set: its result} of eval.py."""
+    words = ["--cpu", "--workers", 0, "--checkpoint", checkpoint, *flags]
+    return eval_py.main(eval_py.parse_args([*map(str, words)]))["datasets"]
 
 
 def rows(folder):

@@ -13,15 +13,15 @@ from contrastive.core.metrics import answer_vocabulary, question_metrics
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-import eval as eval_py
 import launch
 import mama
-from helpers import drift, of_set, refused, run_script, steps
+from helpers import (
+    CPU, drift, evaluated, few_steps, losses, of_set, refused, run_script, steps, tensors_of)
 from tools import score
+from tools.check import select
 
-CPU, INF = torch.device("cpu"), math.inf
+INF = math.inf
 
 
 # -------------------------------------- loss and model ---------------------------------------
@@ -307,25 +307,10 @@ def test_choices_and_pairs_by_hand(capsys):
 
 
 # -------------------------------------- runs -------------------------------------------------
-BASE = [
-    "--cpu",
-    "--clips",
-    "64",
-    "24",
-    "24",
-    "--batch-size",
-    "16",
-    "--meta-batch-size",
-    "8",
-    "--meta-size",
-    "24",
-    "--log-every",
-    "1",
-    "--eval-every",
-    "0",
-    "--max-steps",
-    "2",
-]
+BASE = (
+    "--cpu --clips 64 24 24 --batch-size 16 --meta-batch-size 8 --meta-size 24 --log-every 1 "
+    "--eval-every 0 --max-steps 2"
+).split()
 
 
 def main(folder, *flags):
@@ -333,8 +318,7 @@ def main(folder, *flags):
 
 
 def evaluate(folder, *flags):
-    flags = ["--checkpoint", str(folder), "--cpu", "--output-dir", str(folder / "eval"), *flags]
-    return eval_py.main(eval_py.parse_args(flags))["datasets"]["moving-emoji"]
+    return evaluated(folder, *flags)["moving-emoji"]
 
 
 @pytest.fixture(scope="module")
@@ -436,50 +420,27 @@ SGD = (
 
 def test_chunks_are_exact(tmp_path):
     """--chunk-size encodes questions and choices in parts: losses and weights are the same."""
+    flags = [*"--task qa-choice --weighting none".split(), *SGD]
+    states = []
     for name, chunk, lr in (("start", 0, 0), ("whole", 0, 0.02), ("parts", 5, 0.02)):
-        main(
-            tmp_path / name,
-            "--task",
-            "qa-choice",
-            "--weighting",
-            "none",
-            *SGD,
-            "--chunk-size",
-            chunk,
-            "--lr",
-            lr,
-        )
-    start, whole, parts = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("start", "whole", "parts")
-    )
+        folder = tmp_path / name
+        few_steps(mama, folder, *flags, "--chunk-size", chunk, "--lr", lr, base=BASE)
+        states.append(select(tensors_of(folder, 2), "model/"))
+    start, whole, parts = states
     assert drift(parts, whole, start) < 0.05
-    losses = [[r["loss"] for r in steps(tmp_path / name)] for name in ("whole", "parts")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
 
 def test_two_processes_are_one(tmp_path):
     """Losses, weights of the samples and accuracies, with the meta step.
 
     The texts of fused pairs differ in length between the processes."""
-    flags = [
-        *BASE,
-        "--task",
-        "qa-open",
-        "--qa-similarity",
-        "fused",
-        "--batch-size",
-        "8",
-        "--meta-batch-size",
-        "4",
-        *SGD,
-        "--meta-every",
-        "1",
-        "--max-steps",
-        "4",
-    ]
-    launch.one_and_two(
-        tmp_path, flags, 0.005, ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos")
+    words = (
+        "--task qa-open --qa-similarity fused --batch-size 8 --meta-batch-size 4 --meta-every 1 "
+        "--max-steps 4"
     )
+    names = ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos")
+    launch.one_and_two(tmp_path, [*BASE, *SGD, *words.split()], 0.005, names)
 
 
 ALONE = "--task qa-open --contrastive-weight 0"

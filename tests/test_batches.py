@@ -23,23 +23,8 @@ import torch
 
 import launch
 from helpers import (
-    CPU,
-    TEXT,
-    TRUNCATED,
-    all_rows,
-    batches_of,
-    caption,
-    complains,
-    counted,
-    numbers,
-    tar_samples,
-    write_captions,
-    write_clips,
-    write_images,
-    write_rows,
-    write_tar,
-    write_video,
-)
+    CPU, TEXT, TRUNCATED, all_rows, batches_of, caption, complains, counted, numbers, tar_samples,
+    write_captions, write_clips, write_images, write_rows, write_tar, write_video)
 
 VIEWS = [
     common.Augment(16, 0.5, 0.5, randaugment=(2, 7)),

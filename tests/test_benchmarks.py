@@ -293,16 +293,20 @@ def test_every_claim_names_flags_that_its_script_has(tmp_path):
         assert len(read) == len({*map(tuple, asked)}), name
 
 
-def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
-    """Tables are rewritten while runs are made: their records must still name a clean commit."""
-    files = ("benchmarks/results/claims.md", "temo.py", "contrastive/engine/log.py")
-    write_files(tmp_path, dict.fromkeys(files, "before"))
+def commit_all(folder):
+    """Makes the folder a git repository with one commit."""
     for words in (
         ["init", "-q"],
         ["add", "-A"],
         ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"],
     ):
-        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+        subprocess.run(["git", *words], cwd=folder, check=True)
+
+
+def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
+    """Tables are rewritten while runs are made: their records must still name a clean commit."""
+    files = ("benchmarks/results/claims.md", "temo.py", "contrastive/engine/log.py")
+    commit_all(write_files(tmp_path, dict.fromkeys(files, "before")))
     monkeypatch.setattr(engine.log, "__file__", str(tmp_path / files[2]))
     for changed, script, dirty in (
         ("benchmarks/results/claims.md", "temo.py", False),
@@ -317,12 +321,7 @@ def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
 
 def test_a_fork_outside_the_checkout_has_no_clean_commit(tmp_path, monkeypatch):
     write_files(tmp_path, {"ours/contrastive/engine/log.py": "", "mine.py": ""})
-    for words in (
-        ["init", "-q"],
-        ["add", "-A"],
-        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"],
-    ):
-        subprocess.run(["git", *words], cwd=tmp_path / "ours", check=True)
+    commit_all(tmp_path / "ours")
     file = tmp_path / "ours" / "contrastive" / "engine" / "log.py"
     monkeypatch.setattr(engine.log, "__file__", str(file))
     for program, dirty in (("mine.py", True), ("pytest", False)):

@@ -16,15 +16,7 @@ import torch
 import launch
 import mama
 from helpers import (
-    TEXT,
-    frame,
-    frame_number,
-    open_splits,
-    write_captions,
-    write_images,
-    write_rows,
-    write_video,
-)
+    TEXT, frame, frame_number, open_splits, write_captions, write_images, write_rows, write_video)
 from tools import caption, paraphrase
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -21,10 +21,9 @@ import torch
 
 import mama
 import mmts
-from helpers import run_script, unit, write_rows, write_video
+from helpers import CPU, run_script, unit, write_rows, write_video
 from tools import figures as several
 
-CPU = torch.device("cpu")
 KINDS = ["a red apple", "the green pear", "some blue birds"]
 CAPTIONS = [[f"{KINDS[i % 3]} {w}" for w in ("here", "there")] for i in (0, 0, 0, 0, 1, 1, 1, 2)]
 
@@ -225,15 +224,8 @@ def msrvtt(root):
         for k in range(32)
     ]
     (root / "MSRVTT_data.json").write_text(json.dumps({"videos": about, "sentences": said}))
-    return [
-        "--dataset",
-        "msrvtt",
-        "--data-dir",
-        str(root),
-        "--video-dir",
-        str(root / "videos"),
-        *SMALL,
-    ]
+    folders = ["--data-dir", str(root), "--video-dir", str(root / "videos")]
+    return ["--dataset", "msrvtt", *folders, *SMALL]
 
 
 def meta_of(flags, *more):
@@ -307,16 +299,8 @@ def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, 
     )
     run_script(mama, tmp_path / "mama", *files, "--meta-size", "4", "--unfold-captions")
     assert seen and all(len(keys) == len(set(keys)) for keys in seen)
-    several.main(
-        [
-            "concepts",
-            *[str(tmp_path / "mama")] * 2,
-            "--topics",
-            "2",
-            "--out",
-            str(tmp_path / "t.png"),
-        ]
-    )
+    folders = [str(tmp_path / "mama")] * 2
+    several.main(["concepts", *folders, "--topics", "2", "--out", str(tmp_path / "t.png")])
     said = capsys.readouterr().out
     assert (
         "1 of 4 queries have no topic and are left out" in said

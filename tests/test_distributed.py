@@ -258,7 +258,6 @@ def test_chunks_replay_dropout():
 )
 def test_a_process_that_fails_alone_waits_for_no_other(error, code, words, tmp_path):
     def work(place):
-        AcceleratorState._reset_state(True)  # a fork of this process, which may have had one
         core.processes.join(cpu=True)
         barrier()  # else one of them may still be connecting when the other fails
         if place:

@@ -21,18 +21,8 @@ import torch
 from PIL import Image
 
 from helpers import (
-    TEXT,
-    batches_of,
-    complains,
-    counted,
-    encode,
-    frame,
-    frame_number,
-    numbers,
-    open_splits,
-    write_rows,
-    write_video,
-)
+    TEXT, batches_of, complains, counted, encode, frame, frame_number, numbers, open_splits,
+    write_rows, write_video)
 
 
 def error_of(clip, shown, **size):

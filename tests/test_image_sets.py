@@ -32,16 +32,7 @@ import helpers
 import temo
 import temperature_schedules as ts
 from helpers import (
-    CLASSES,
-    complains,
-    encode,
-    picture,
-    rows,
-    run_script,
-    tar_samples,
-    write_images,
-    write_tar,
-)
+    CLASSES, complains, encode, picture, rows, run_script, tar_samples, write_images, write_tar)
 
 PROMPTS = common.read_json(images.PROMPTS_FILE)
 
@@ -299,35 +290,12 @@ def test_imagenet_has_the_names_and_prompts_of_slip_s_code(tmp_path):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_the_cc3m_recipe_trains_on_tars_and_is_evaluated_on_three_sets(streaming, hub, tmp_path):
     others = [f"{name}={hub / name}" for name in ("cc3m", "coco", "flickr30k")]
-    flags = [
-        "--dataset",
-        "cc3m",
-        "--data-dir",
-        str(hub / "cc3m"),
-        "--eval-datasets",
-        *others,
-        "--image-encoder",
-        "small",
-        "--text-encoder",
-        "small",
-        "--no-pretrained",
-        "--batch-size",
-        "8",
-        "--max-steps",
-        "2",
-        "--image-size",
-        "24",
-        "--cpu",
-        "--workers",
-        "2",
-        "--mixed-precision",
-        "bf16",
-        "--output-dir",
-        str(tmp_path),
-        "--run-name",
-        "r",
-    ]
-    summary = temo.main(temo.parse_args(flags + ["--streaming"] * streaming))
+    words = (
+        "--dataset cc3m --image-encoder small --text-encoder small --no-pretrained --batch-size 8 "
+        "--max-steps 2 --image-size 24 --cpu --workers 2 --mixed-precision bf16"
+    )
+    flags = [*words.split(), "--data-dir", hub / "cc3m", "--eval-datasets", *others]
+    summary = run_script(temo, tmp_path / "r", *flags, *["--streaming"] * streaming)
     assert set(summary["test"]) == {"coco", "flickr30k"} and set(summary["val"]) == {"cc3m"}
     assert summary["test"]["coco"]["captions"] == 24
 
@@ -719,15 +687,11 @@ def test_head_mid_tail_of_imagenet100():
 def test_own_class_folders_with_a_tail(tmp_path, capsys):
     for c, name in enumerate(helpers.CLASSES):
         write_images(tmp_path / "data" / name, range(40 * c, 40 * c + 40))
-    helpers.few_steps(
-        ts,
-        tmp_path / "r",
-        "--dataset",
-        tmp_path / "data",
-        "--imbalance-ratio",
-        4,
-        *"--cpu --image-size 16 --batch-size 8 --max-steps 2 --train-features augmented".split(),
+    words = (
+        "--cpu --image-size 16 --batch-size 8 --max-steps 2 --train-features augmented "
+        "--imbalance-ratio 4 --dataset"
     )
+    helpers.few_steps(ts, tmp_path / "r", *words.split(), tmp_path / "data")
     assert re.search(r"classes +3, 28 to 7 images", capsys.readouterr().out)
     with pytest.raises(UserError, match="needs classes: a folder per class, or a column label"):
         long_tail.labelled_sets(str(helpers.write_captions(tmp_path / "c", 30)))

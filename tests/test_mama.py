@@ -15,12 +15,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import eval as eval_py
 import helpers
 import mama
-from helpers import drift, few_steps, run_script, unit
+from helpers import CPU, drift, evaluated, few_steps, run_script, unit
 
-CPU = torch.device("cpu")
 BASE = (
     "--cpu --workers 0 --clips 64 16 16 --batch-size 16 --meta-batch-size 8 --meta-size 24 "
     "--log-every 1 --eval-every 0"
@@ -195,21 +193,8 @@ def test_meta_data_of_val_leave_every_evaluation(tmp_path):
     summary = run_script(
         mama, tmp_path / "run", *"--max-steps 2 --meta-set val --meta-size 10".split(), base=BASE
     )
-    flags = [
-        "--checkpoint",
-        str(tmp_path / "run"),
-        "--cpu",
-        "--split",
-        "val",
-        "--tasks",
-        "retrieval",
-    ]
-    result = eval_py.main(eval_py.parse_args([*flags, "--output-dir", str(tmp_path / "eval")]))
-    assert (
-        summary["val"]["moving-emoji"]["images"]
-        == result["datasets"]["moving-emoji"]["metrics"]["images"]
-        == 6
-    )
+    found = evaluated(tmp_path / "run", "--split", "val", "--tasks", "retrieval")["moving-emoji"]
+    assert summary["val"]["moving-emoji"]["images"] == found["metrics"]["images"] == 6
 
 
 def test_bad_samples_of_the_meta_data_are_counted_and_listed(tmp_path):

@@ -30,7 +30,7 @@ import mama
 import mmts
 import temo
 import temperature_schedules as ts
-from helpers import equal_files, few_steps, run_script, tiny_model, write_captions
+from helpers import CPU, equal_files, few_steps, run_script, tiny_model, write_captions
 
 SPEC = dict(
     image_encoder="small",
@@ -43,10 +43,7 @@ SPEC = dict(
     eval_resize="crop",
 )
 RUN = ["--cpu", "--workers", "0", "--max-steps", "2", "--batch-size", "16"]
-CPU, SMALL = (
-    torch.device("cpu"),
-    dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8),
-)
+SMALL = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
 SCRIPTS = {"temo": temo, "ts": ts, "mmts": mmts, "mama": mama}
 IMAGENET = encoders.base.STATS["imagenet"]
 
@@ -716,22 +713,9 @@ def test_load_model_gives_the_run_s_embeddings(tmp_path, data, tokenizer):
         tiny_model("distilbert", tmp_path / "text", tokenizer),
     )
     folder, test = tmp_path / "r", common.load_data(data, "test")
-    summary = run_script(
-        temo,
-        folder,
-        *RUN,
-        "--dataset",
-        data,
-        "--image-size",
-        "32",
-        "--pretrained",
-        "--image-encoder",
-        tmp_path / "clip",
-        "--text-encoder",
-        tmp_path / "text",
-        "--text-length",
-        "12",
-    )
+    flags = ["--image-encoder", tmp_path / "clip", "--text-encoder", tmp_path / "text"]
+    flags += ["--dataset", data, *"--image-size 32 --pretrained --text-length 12".split()]
+    summary = run_script(temo, folder, *RUN, *flags)
     for name in ("text", "clip"):
         shutil.rmtree(tmp_path / name)
     model, words, transform = common.load_model(folder)

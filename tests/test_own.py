@@ -15,29 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import eval as eval_py
 import temo
 import temperature_schedules
 from helpers import (
-    CLASSES,
-    TEXT,
-    TRUNCATED,
-    all_rows,
-    caption,
-    complains,
-    encode,
-    numbers,
-    open_splits,
-    picture,
-    run_script,
-    tar_samples,
-    write_captions,
-    write_clips,
-    write_images,
-    write_rows,
-    write_tar,
-    write_video,
-)
+    CLASSES, TEXT, TRUNCATED, all_rows, caption, complains, encode, evaluated, numbers,
+    open_splits, picture, run_script, tar_samples, write_captions, write_clips, write_images,
+    write_rows, write_tar, write_video)
 
 HALVES = {
     "train": range(0, 8),
@@ -640,9 +623,8 @@ def test_the_first_image_that_cannot_be_read_is_named_without_addresses(good, tm
         (tmp_path / name).write_bytes((good.parent / name).read_bytes())
     (tmp_path / rows[2].partition(",")[0]).write_bytes(TEXT)
     run_script(temo, tmp_path / "r", base=[*TINY, "--dataset", good])
-    flags = ["--cpu", "--checkpoint", str(tmp_path / "r"), "--datasets", str(csv)]
     capsys.readouterr()
-    eval_py.main(eval_py.parse_args(flags))
+    evaluated(tmp_path / "r", "--datasets", csv)
     output = capsys.readouterr()
     name = rows[2].partition(",")[0]
     assert (f"1 of 6 images cannot be read and are left out, the first: {name}: cannot identify "

@@ -18,16 +18,8 @@ import eval as eval_py
 import temo
 import temperature_schedules
 from helpers import (
-    caption,
-    encode,
-    open_splits,
-    picture,
-    refused,
-    run_script,
-    write_captions,
-    write_images,
-    write_rows,
-)
+    caption, encode, evaluated, open_splits, picture, refused, run_script, write_captions,
+    write_images, write_rows)
 
 TINY = (
     "--cpu --workers 0 --image-size 16 --embed-dim 16 --batch-size 8 --max-steps 1 "
@@ -82,17 +74,6 @@ def test_beside_a_test_file_train_gives_val_and_keeps_the_rest(root):
     assert list(sets) == [str(root / "test.csv")]  # emoji is no file of the user
 
 
-def test_a_run_with_a_test_file_evaluates_val_on_the_way(root, tmp_path):
-    flags = ["--dataset", root / "train.csv", "--eval-datasets", root / "test.csv"]
-    summary = run_script(temo, tmp_path / "run", *TINY, *flags)
-    assert {name: split["images"] for name, split in summary["val"].items()} == {
-        str(root / "train.csv"): 6
-    }
-    assert {name: split["images"] for name, split in summary["test"].items()} == {
-        str(root / "test.csv"): 30
-    }
-
-
 def test_rows_that_were_trained_on_are_left_out_and_counted(root):
     train, sets = open_data(parse(root, "both.csv"))
     test = sets[str(root / "both.csv")]["test"]
@@ -113,11 +94,9 @@ def test_files_inside_tables_are_said_not_to_be_compared(tmp_path, capsys):
     words = "WARNING: files inside tables and tars are not compared with those trained on"
     assert words in test.note
     run_script(temo, tmp_path / "run", *TINY, "--dataset", tmp_path / "train.parquet")
-    flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--workers", "0"]
     capsys.readouterr()
     for name, count in (("train", 0), ("test", 1)):
-        file = str(tmp_path / f"{name}.parquet")
-        eval_py.main(eval_py.parse_args([*flags, "--datasets", file]))
+        evaluated(tmp_path / "run", "--datasets", tmp_path / f"{name}.parquet")
         assert capsys.readouterr().out.count(words) == count
 
 
@@ -131,8 +110,7 @@ def test_a_set_of_nothing_else_than_the_training_rows_is_an_error(root):
 
 def test_eval_py_reads_a_test_file_as_a_whole(root, run, tmp_path, capsys):
     files = [str(root / "test.csv"), str(root / "both.csv")]
-    flags = ["--checkpoint", str(run), "--cpu", "--workers", "0", "--output-dir", str(tmp_path)]
-    found = eval_py.main(eval_py.parse_args([*flags, "--datasets", *files]))["datasets"]
+    found = evaluated(run, "--output-dir", tmp_path, "--datasets", *files)
     assert [found[file]["metrics"]["images"] for file in files] == [30, 42]
     assert "28 rows left out, whose files were trained on" in capsys.readouterr().out
 
@@ -150,9 +128,8 @@ def test_files_of_extra_pairs_are_left_out_of_other_sets_alone(root, tmp_path, c
     train, _ = open_data(args)
     trained = set(train.keys()) | set(open_pairs(str(root / "pairs.csv"), args).keys())
     files = [str(root / "test.csv"), str(root / "evaluated.csv")]
-    flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--workers", "0"]
-    flags += ["--tasks", "retrieval", "--output-dir", str(tmp_path)]
-    found = eval_py.main(eval_py.parse_args([*flags, "--datasets", *files]))["datasets"]
+    flags = ["--tasks", "retrieval", "--datasets"]
+    found = evaluated(tmp_path / "run", *flags, *files)
     num_trained = len(trained & set(names[40:]))
     assert num_trained >= 5
     images = [found[file]["metrics"]["images"] for file in files]
@@ -160,7 +137,7 @@ def test_files_of_extra_pairs_are_left_out_of_other_sets_alone(root, tmp_path, c
     assert f"{num_trained} rows left out, whose files were" in capsys.readouterr().out
     (root / "pairs.csv").rename(root / "moved.csv")
     open_unnamed.cache_clear()
-    found = eval_py.main(eval_py.parse_args([*flags, "--datasets", files[0]]))["datasets"]
+    found = evaluated(tmp_path / "run", *flags, files[0])
     assert found[files[0]]["metrics"]["images"] == 30
     assert "pairs.csv of the run cannot be read, so rows" in capsys.readouterr().out
 
@@ -202,21 +179,20 @@ def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
     other = path.with_name("other.csv")
     other.write_text(header + "".join(lines[50:]))
     run_script(temo, tmp_path / "run", *TINY, "--dataset", path, "--unfold-captions")
-    flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--workers", "0"]
     capsys.readouterr()
-    for more in ([], ["--datasets", str(other)]):
-        eval_py.main(eval_py.parse_args([*flags, *more]))
+    for more in ([], ["--datasets", other]):
+        evaluated(tmp_path / "run", *more)
     assert "has changed" not in capsys.readouterr().out
     path.write_text(header + "".join(lines[:40]))
     open_unnamed.cache_clear()
-    for more in ([], ["--datasets", str(other)]):
-        eval_py.main(eval_py.parse_args([*flags, *more]))
+    for more in ([], ["--datasets", other]):
+        evaluated(tmp_path / "run", *more)
         out = capsys.readouterr().out
         assert f"WARNING: {path} has changed since the run, which trained on other rows" in out
         assert out.count("has changed since the run") == 1
     path.unlink()
     open_unnamed.cache_clear()
-    eval_py.main(eval_py.parse_args([*flags, "--datasets", str(other)]))
+    evaluated(tmp_path / "run", "--datasets", other)
     assert f"WARNING: {path} cannot be read, so rows that were" in capsys.readouterr().out
 
 
@@ -229,8 +205,7 @@ def test_a_test_file_of_classes_learns_from_the_training_images(root, tmp_path, 
     trained_on = str(root / "classes_train.csv")
     run_script(temperature_schedules, tmp_path / "run", *flags, "--dataset", trained_on)
     test = str(root / "classes_test.csv")
-    flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--workers", "0"]
-    found = eval_py.main(eval_py.parse_args([*flags, "--datasets", test]))["datasets"][test]
+    found = evaluated(tmp_path / "run", "--datasets", test)[test]
     assert found["metrics"]["images"] == 30 and "knn@1" in found["metrics"]
     said = f"knn and probe learn from the training images of {trained_on}"
     assert said in capsys.readouterr().out

@@ -188,7 +188,7 @@ ACTS = {  # script, flags: what changes the losses of a run with them
     ("temperature_schedules", "--loss moco --queue-size 64"): "--queue-size 32, --momentum .5",
     ("temperature_schedules", "--loss sdclr"): "--prune .5",
     ("temperature_schedules", "--weight-decay .9"): "--decay-all",
-    ("temperature_schedules", "--image-encoder resnet18-cifar"): "--no-zero-init",
+    ("temperature_schedules", "--image-encoder test_resnet"): "--no-zero-init",
     (
         "mmts",
         "",
@@ -318,17 +318,8 @@ def views_of(tmp_path, monkeypatch):
             "batches",
             lambda run, views, *more: seen.extend(views) or batches(run, views, *more),
         )
-        few_steps(
-            importlib.import_module(name),
-            tmp_path / "run",
-            *OF.get(name, ()),
-            *flags.split(),
-            "--image-size",
-            24,
-            "--max-steps",
-            1,
-            base=SMALL,
-        )
+        words = [*OF.get(name, ()), *flags.split(), "--image-size", 24, "--max-steps", 1]
+        few_steps(importlib.import_module(name), tmp_path / "run", *words, base=SMALL)
         return [vars(view) for view in seen]
 
     return found

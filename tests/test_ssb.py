@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 import transformers as T
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-import eval as eval_py
 import launch
 import ncl
-from helpers import drift, losses, run_script, steps, tensors_of, unit, write_rows
+from helpers import (
+    drift, evaluated, few_steps, losses, run_script, steps, tensors_of, unit, write_rows)
+from tools.check import select
 
 D, V = 16, 3  # embedding width, videos
 
@@ -123,15 +123,8 @@ def test_towers(root):
 
 
 def flags(root, *more):
-    towers = [
-        "--dataset",
-        root / "clips.csv",
-        "--feature-dir",
-        root / "motion",
-        root / "appearance",
-        "--text-encoder",
-        root / "t5",
-    ]
+    towers = ["--dataset", root / "clips.csv", "--text-encoder", root / "t5"]
+    towers += ["--feature-dir", root / "motion", root / "appearance"]
     rest = (
         f"--cpu --workers 0 --image-encoder ssb --text-length 12 --embed-dim {D} --frames 5 "
         "--batch-size 8 --max-steps 4 --log-every 1 --save-every 2 "
@@ -154,8 +147,7 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, tmp_path, capsys):
         and "text.head.conv.weight" in names
     )
 
-    command = f"--cpu --workers 0 --tasks retrieval --checkpoint {folder} --output-dir {tmp_path}"
-    (found,) = eval_py.main(eval_py.parse_args(command.split()))["datasets"].values()
+    (found,) = evaluated(folder, "--tasks", "retrieval").values()
     trained = summary["test"][str(root / "clips.csv")]  # with the biases of its queue, as eval.py
     assert found["metrics"]["text_to_image"] == trained["text_to_image"]
 
@@ -163,40 +155,16 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, tmp_path, capsys):
 def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
     """SGD without dropout, so that a step is as near as the gradients are; the decoder's weights,
     too."""
-    plain = flags(
-        root,
-        "--optimizer",
-        "sgd",
-        "--lr",
-        "1e-3",
-        "--grad-clip",
-        0,
-        "--dropout",
-        0,
-        "--no-text-dropout",
-        "--max-steps",
-        2,
-        "--output-dir",
-        tmp_path,
-        "--run-name",
+    words = (
+        "--optimizer sgd --lr 1e-3 --grad-clip 0 --dropout 0 --no-text-dropout --max-steps 2"
     )
-    for name, more in (("start", ["--lr", "0"]), ("whole", []), ("chunks", ["--chunk-size", "3"])):
-        ncl.main(ncl.parse_args([*plain, name, *more]))
-
-    def work(rank):
-        AcceleratorState._reset_state(
-            reset_partial_state=True
-        )  # it knows of the runs before the fork
-        ncl.main(ncl.parse_args([*plain, "two"]))
-
-    ended = launch.ranks(tmp_path, work)
+    plain = flags(root, *words.split())
+    for name, more in (("start", ["--lr", 0]), ("whole", []), ("chunks", ["--chunk-size", 3])):
+        few_steps(ncl, tmp_path / name, *plain, *more)
+    ended = launch.ranks(tmp_path, lambda _: few_steps(ncl, tmp_path / "two", *plain))
     assert [code for code, _ in ended] == [0, 0], ended
     start, whole, *others = (
-        {
-            k: v
-            for k, v in tensors_of(tmp_path / name, 2).items()
-            if k.startswith(("model/", "own/captioner"))
-        }
+        select(tensors_of(tmp_path / name, 2), ("model/", "own/captioner"))
         for name in ("start", "whole", "chunks", "two")
     )
     for name, of in zip(("chunks", "two"), others):

@@ -24,14 +24,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState
 
-import eval as eval_py
 import launch
 import mmts
 from helpers import (
-    CPU, drift, equal_files, few_steps, frame, open_splits, run_script, steps, tensors_in,
-    tensors_of, unit, write_files, write_rows, write_tar, write_video)
+    CPU, drift, equal_files, evaluated, few_steps, frame, open_splits, run_script, steps,
+    tensors_in, tensors_of, unit, write_files, write_rows, write_tar, write_video)
 from tools.check import select
 
 D = 24  # width of the embeddings
@@ -631,12 +629,8 @@ def test_chunks_processes_and_a_resume_give_the_same_steps(tmp_path):
     sgd = [*RUN, *CLIPS, *learnt, "--matching-weight", 1, "--optimizer", "sgd", "--lr", 1e-2]
     for name, more in (("start", ["--lr", 0]), ("whole", []), ("chunks", ["--chunk-size", 3])):
         few_steps(mmts, tmp_path / name, "--max-steps", 2, *sgd, *more)
-
-    def work(_):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        few_steps(mmts, tmp_path / "two", "--max-steps", 2, *sgd)
-
-    ended = launch.ranks(tmp_path, work)
+    ended = launch.ranks(
+        tmp_path, lambda _: few_steps(mmts, tmp_path / "two", "--max-steps", 2, *sgd))
     assert [code for code, _ in ended] == [0, 0], ended
     start, whole, chunks, two = (
         select(tensors_of(tmp_path / name, 2), ("model/", "own/"))
@@ -711,14 +705,13 @@ def test_eval_reranks_and_says_so(trained, tmp_path, capsys):
     refused."""
     folder, summary = trained
 
-    def evaluate(*flags):
-        words = ["--cpu", "--workers", "0", "--tasks", "retrieval", "--output-dir", tmp_path]
-        args = eval_py.parse_args([str(word) for word in (*words, *flags)])
-        return eval_py.main(args)["datasets"]["moving-emoji"]["metrics"]
+    def evaluate(checkpoint, *flags):
+        words = ["--tasks", "retrieval", "--output-dir", tmp_path]
+        return evaluated(checkpoint, *words, *flags)["moving-emoji"]["metrics"]
 
-    plain = evaluate("--checkpoint", folder / "vas")
+    plain = evaluate(folder / "vas")
     assert plain["text_to_image"] == summary["test"]["moving-emoji"]["text_to_image"]
-    found = evaluate("--checkpoint", folder / "vas", "--rerank", 10)
+    found = evaluate(folder / "vas", "--rerank", 10)
     assert "the first 10 candidates by cosine are ranked by the matching head; R@1" in (
         capsys.readouterr().out)  # fmt: skip
     assert found["rerank"]["cosine"]["text_to_image"] == plain["text_to_image"]
@@ -733,10 +726,10 @@ def test_eval_reranks_and_says_so(trained, tmp_path, capsys):
     for name in ("matching.linear2.weight", "matching.linear2.bias"):
         tensors[name] = 1024 * tensors[name]
     common.write_tensors(tmp_path / "confident" / "model.safetensors", tensors)
-    assert evaluate("--checkpoint", tmp_path / "confident", "--rerank", 10) == found
+    assert evaluate(tmp_path / "confident", "--rerank", 10) == found
 
     with pytest.raises(UserError, match="--rerank: .* has no matching head; mmts.py trains one"):
-        evaluate("--checkpoint", folder / "a", "--rerank", 10)
+        evaluate(folder / "a", "--rerank", 10)
 
 
 @pytest.mark.parametrize(

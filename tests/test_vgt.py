@@ -17,38 +17,15 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import eval as eval_py
+import helpers
 import mama
 from helpers import of_set, refused, run_script, steps, write_rows
 from test_models import SPEC
 
-VGT = [
-    "--cpu",
-    "--clips",
-    "32",
-    "8",
-    "8",
-    "--batch-size",
-    "8",
-    "--meta-batch-size",
-    "4",
-    "--meta-size",
-    "12",
-    "--log-every",
-    "1",
-    "--eval-every",
-    "0",
-    "--max-steps",
-    "2",
-    "--qa-model",
-    "vgt",
-    "--image-size",
-    "16",
-    "--frames",
-    "4",
-    "--embed-dim",
-    "32",
-]
+VGT = (
+    "--cpu --clips 32 8 8 --batch-size 8 --meta-batch-size 4 --meta-size 12 --log-every 1 "
+    "--eval-every 0 --max-steps 2 --qa-model vgt --image-size 16 --frames 4 --embed-dim 32"
+).split()
 
 
 def numbers(*shape, seed=0):
@@ -358,31 +335,17 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
         )
     write_npz(tmp_path / "features", "0123")
     write_h5(tmp_path / "features", "test", list("3210"))
-    data = common.load_data(
-        "nextqa",
-        "train",
-        data_dir=str(tmp_path),
-        region_dir=str(tmp_path / "features"),
-        regions=5,
-        frames=8,
-    )
+    where = {"data_dir": str(tmp_path), "region_dir": str(tmp_path / "features")}
+    data = common.load_data("nextqa", "train", **where, regions=5, frames=8)
     expected = features(4)[1][1, 0, 0, 2] / (96, 64, 96, 64)  # by the sizes of the list
     assert data.read(1).view(8, 6, W + 5)[0, 3, W:-1].numpy() == pytest.approx(expected, rel=1e-5)
     (tmp_path / "more.csv").write_text("video,caption\n0.mp4,a caption of the first\n")
-    flags = [
-        "--dataset",
-        "nextqa",
-        "--data-dir",
-        tmp_path,
-        "--region-dir",
-        tmp_path / "features",
-        "--frames",
-        8,
-        *"--workers 1 --text-encoder small --text-length 12 --batch-size 4".split(),
-        *"--meta-batch-size 2".split(),
-        "--extra-captions",
-        tmp_path / "more.csv",
-    ]
+    words = (
+        "--dataset nextqa --frames 8 --workers 1 --text-encoder small --text-length 12 "
+        "--batch-size 4 --meta-batch-size 2"
+    )
+    flags = ["--data-dir", tmp_path, "--region-dir", tmp_path / "features", *words.split()]
+    flags += ["--extra-captions", tmp_path / "more.csv"]
     test = run_script(mama, tmp_path / "run", *flags, base=VGT)["test"]["nextqa"]
     assert test["questions"] == 8 and "1 videos (1 rows) are not in" in capsys.readouterr().out
     assert evaluated(tmp_path / "run") == test
@@ -391,8 +354,7 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
 # -------------------------------------- runs -------------------------------------------------
 def evaluated(folder):
     """eval.py's numbers of a run on its only set."""
-    words = ["--checkpoint", str(folder), "--cpu", "--workers", "0", "--tasks", "qa"]
-    (result,) = eval_py.main(eval_py.parse_args(words))["datasets"].values()
+    (result,) = helpers.evaluated(folder, "--tasks", "qa").values()
     return result["metrics"]
 
 
