@@ -1,5 +1,5 @@
 """Questions and answers by hand: the loss, the model, its gradient and the accuracies; runs of both
-tasks, eval.py, chunks and processes, flags that are refused or without effect, tools.score."""
+tasks, eval.py, chunks and processes, flags that are refused, tools.score."""
 
 import functools
 import math

@@ -126,7 +126,7 @@ def test_relevancy_of_classes():
 
 
 def test_moving_emoji_is_scored_by_its_own_relevancy():
-    """A model that knows the classes is perfect, one that knows nothing is at chance; clips and
+    """A model that knows the classes is perfect; chance is that of its relevancies; clips and
     captions of one pair have relevancy 1."""
     data = common.load_data("moving-emoji", "val", clips=[300, 40, 40])
     index = np.array(

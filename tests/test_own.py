@@ -634,7 +634,7 @@ def test_the_first_image_that_cannot_be_read_is_named_without_addresses(good, tm
 
 
 def test_too_many_bad_samples_stop_the_run(tmp_path):
-    """Of 60 pictures one in the first batch cannot be read: counted, listed, and above
+    """Of 60 pictures two in the first batch cannot be read: counted, listed, and above
     --max-bad-fraction the end."""
     csv = write_captions(tmp_path / "data", 60)
     train = common.load_data(str(csv), "train")

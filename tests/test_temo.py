@@ -264,26 +264,21 @@ def test_the_loss_is_made_of_the_terms_in_its_log(tmp_path):
         assert row["loss"] == pytest.approx(expected, rel=1e-4), k
 
 
-def test_the_temperature_in_the_log_is_that_of_the_step_or_the_mean_of_the_pairs(tmp_path):
-    log = few_steps(temo, tmp_path / "ts", "--loss", "ts", "--max-steps", 6, base=SMALL)
-    assert [row["tau"] for row in log] == pytest.approx(
-        [temo.ts_temperature(k / 6, 0.05, 0.15) for k in range(6)]
-    )
-    for words in ("--loss dystress", "--row b"):  # without a term at --tau
-        (row,) = few_steps(temo, tmp_path / words[-1], *words.split(), "--max-steps", 1, base=SMALL)
-        assert row["tau"] == pytest.approx((row["tau_pos"] + 15 * row["tau_neg"]) / 16) != 0.1
-
-
-def test_the_log_has_the_terms_of_the_loss_alone(tmp_path):
-    """L_MM of InfoNCE and TS is the loss; DySTreSS, CWCL and row b have no such term."""
-    for words in ("infonce --learnable-tau --lr 0.1", "ts"):
+def test_the_log_has_the_temperature_and_the_terms_of_the_loss_alone(tmp_path):
+    """That of the step or the mean of the pairs. L_MM of InfoNCE and TS is the loss; DySTreSS, CWCL
+    and row b have no such term."""
+    for words in ("infonce --learnable-tau --lr 0.1", "ts --max-steps 6"):
         folder = tmp_path / words.split()[0]
-        log = few_steps(temo, folder, "--loss", *words.split(), "--max-steps", 3, base=SMALL)
+        log = few_steps(temo, folder, "--max-steps", 3, "--loss", *words.split(), base=SMALL)
         assert [row["L_MM"] for row in log] == pytest.approx([row["loss"] for row in log], rel=1e-5)
+    expected = [temo.ts_temperature(k / 6, 0.05, 0.15) for k in range(6)]
+    assert [row["tau"] for row in log] == pytest.approx(expected)
     for words in ("--loss dystress", "--loss cwcl", "--row b"):
         folder = tmp_path / words.split()[1]
         (row,) = few_steps(temo, folder, *words.split(), "--max-steps", 1, base=SMALL)
         assert "L_MM" not in row
+        if words != "--loss cwcl":  # without a term at --tau
+            assert row["tau"] == pytest.approx((row["tau_pos"] + 15 * row["tau_neg"]) / 16) != 0.1
     # images with texts have no temperatures by pair, though the unimodal terms do
     words = "--no-modulated --unimodal modulated --max-steps 1".split()
     (row,) = few_steps(temo, tmp_path / "unimodal", *words, base=SMALL)
