@@ -25,13 +25,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
-import eval as eval_py
 import launch
 import mama
 import ncl
 import temo
 import temperature_schedules as ts
-from helpers import run_script, unit, write_captions
+from helpers import evaluated, run_script, unit, write_captions
 from test_losses import LOSSES, D, N, parameters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -295,9 +294,7 @@ def test_batchnorm_on_several_cpus_is_evaluated_as_it_is_saved(tmp_path):
         temo, tmp_path / "run", *flags.split(), "--dataset", data))
     assert [code for code, _ in ended] == [0, 0], ended
     trained = read_json(tmp_path / "run" / "summary.json")["test"][str(data)]
-    result = eval_py.main(eval_py.parse_args(
-        ["--checkpoint", str(tmp_path / "run"), "--cpu", "--tasks", "gap", "--workers", "0"]))
-    loaded = result["datasets"][str(data)]["metrics"]
+    loaded = evaluated(tmp_path / "run", "--tasks", "gap")[str(data)]["metrics"]
     assert trained["embeddings"] == pytest.approx(loaded["embeddings"], rel=1e-4)
 
 

@@ -165,8 +165,7 @@ def test_neighbours_are_those_of_the_set_without_extra_pairs(root, tmp_path):
     more = write_rows(root / "unlabelled.csv", ["image", "caption"], [row[:2] for row in rows[40:]])
     flags = [*TINY, "--dataset", own, "--extra-pairs", more]
     trained = run_script(temo, tmp_path / "run", *flags)["test"][str(own)]
-    flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--workers", "0", "--tasks", "knn"]
-    loaded = eval_py.main(eval_py.parse_args(flags))["datasets"][str(own)]["metrics"]
+    loaded = evaluated(tmp_path / "run", "--tasks", "knn")[str(own)]["metrics"]
     assert trained["knn@1"] == loaded["knn@1"] and trained["knn@10"] == loaded["knn@10"]
 
 
