@@ -353,14 +353,10 @@ def tiny_model(kind, folder, tokenizer):
     """A transformers model of width 24 with this tokenizer, saved into a folder -> the model."""
     import transformers as T
 
-    words, layers = (
-        dict(vocab_size=len(tokenizer.tokenizer)),
-        dict(num_hidden_layers=1, num_attention_heads=2),
-    )
-    small, ids = (
-        dict(hidden_size=24, intermediate_size=32),
-        dict(eos_token_id=3, bos_token_id=2, pad_token_id=0),
-    )
+    words = dict(vocab_size=len(tokenizer.tokenizer))
+    layers = dict(num_hidden_layers=1, num_attention_heads=2)
+    small = dict(hidden_size=24, intermediate_size=32)
+    ids = dict(eos_token_id=3, bos_token_id=2, pad_token_id=0)
     tower = small | layers | dict(num_hidden_layers=2)
     make = {
         "bert": lambda: T.BertModel(T.BertConfig(**words, **small, **layers)),

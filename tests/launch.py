@@ -42,9 +42,8 @@ def forked(work, log, **environment):
     own_children()
 
     def inside():
-        AcceleratorState._reset_state(
-            reset_partial_state=True
-        )  # this process may have been one of one
+        # this process may have been one of one
+        AcceleratorState._reset_state(reset_partial_state=True)
         os.environ.update(environment)
         for number, file in ((1, os.devnull), (2, log)):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)

@@ -97,10 +97,8 @@ def test_scores_of_choices():
 
 def test_fused_cosines_are_those_of_each_pair_alone(monkeypatch):
     """One pass for all pairs, in blocks or not, against a double loop; the gradient is finite."""
-    model, clips = (
-        model_of(["yes", "no"], similarity="fused", layers=2).double(),
-        clips_of(4).double(),
-    )
+    model = model_of(["yes", "no"], similarity="fused", layers=2).double()
+    clips = clips_of(4).double()
     tokens, question, mu, tau = words(4, 6), words(4, 5), 0.3, 0.5
     for row, length in enumerate((6, 3, 5, 1)):
         tokens["attention_mask"][row, length:] = 0
@@ -201,10 +199,8 @@ def test_accuracies_by_hand():
     }
     chance = question_metrics([1 / 5] * 8, types, pairs)  # of a random choice among five
     assert chance["accuracy"] == pytest.approx(100 * (4 * 0.2 + 2 * 0.04) / 6)
-    assert (
-        chance["accuracy predictive"] == pytest.approx(4.0)
-        and chance["accuracy predictive reason"] == 20.0
-    )
+    assert chance["accuracy predictive"] == pytest.approx(4.0)
+    assert chance["accuracy predictive reason"] == 20.0
 
 
 def data_of(asked, types=None, pairs=None):
@@ -258,24 +254,14 @@ def test_open_answers_by_hand():
     )
     known = answer_vocabulary(data.column("answer"), 2)  # the most frequent, else by the alphabet
     assert known == ["cat", "dog"] and right_answers(data, range(3), known).tolist() == [0, 1, -1]
-    scores = [
-        [2.0, 1.0],
-        [2.0, 1.0],
-        [2.0, 1.0],
-        [1.0, 1.0],
-        [1.0, 2.0],
-    ]  # right, wrong, unknown, tie, right
+    # right, wrong, unknown, tie, right
+    scores = [[2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [1.0, 1.0], [1.0, 2.0]]
     metrics, chance, pieces = scored(Told(scores, known), data, batch=4)
     assert (metrics["accuracy"], metrics["upper_bound"], metrics["questions"]) == (40, 80, 5)
     assert (metrics["accuracy what"], metrics["accuracy who"]) == (50, pytest.approx(100 / 3))
     assert (chance["accuracy"], chance["accuracy what"]) == (40, 50)  # always "cat"
-    assert pieces.predicted == ["cat", "cat", "cat", "cat", "dog"] and pieces.hits.tolist() == [
-        1,
-        0,
-        0,
-        0,
-        1,
-    ]
+    assert pieces.predicted == ["cat", "cat", "cat", "cat", "dog"]
+    assert pieces.hits.tolist() == [1, 0, 0, 0, 1]
 
 
 def test_choices_and_pairs_by_hand(capsys):
@@ -292,14 +278,11 @@ def test_choices_and_pairs_by_hand(capsys):
         100,
         50,
     )
-    assert (
-        chance["accuracy"] == pytest.approx(100 * (1 / 16 + 1 / 4) / 2)
-        and "upper_bound" not in metrics
-    )
+    assert chance["accuracy"] == pytest.approx(100 * (1 / 16 + 1 / 4) / 2)
+    assert "upper_bound" not in metrics
     assert pieces.predicted == ["b", "b", "c", "a"]
-    metrics, chance, pieces = scored(
-        model, data.select([1, 2, 3])
-    )  # half of the first pair is gone
+    # half of the first pair is gone
+    metrics, chance, pieces = scored(model, data.select([1, 2, 3]))
     assert (metrics["accuracy"], metrics["questions"], pieces.predicted) == (100, 2, ["c", "a"])
     assert chance["accuracy"] == 25 and "1 of 3 questions are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match="no question has both its answer and its reason"):
@@ -337,16 +320,13 @@ def test_a_run_and_its_checkpoint(runs_of, task):
     """eval.py gives its numbers; with shorter texts it counts those that are cut."""
     folder, summary = runs_of[0] / task, runs_of[1][task]
     test, chance = (summary[k]["moving-emoji"] for k in ("test", "chance"))
-    assert (
-        test["questions"] == 24
-        and {"accuracy noun", "accuracy verb", "accuracy colour"} < test.keys()
-    )
+    assert test["questions"] == 24
+    assert {"accuracy noun", "accuracy verb", "accuracy colour"} < test.keys()
     assert ("upper_bound" in test) == (task == "qa-open") and chance.keys() <= test.keys()
     assert chance["accuracy"] == pytest.approx(20) or task == "qa-open"
     for row in steps(folder):
-        assert 0 < row["CE"] < row["L"] and row["loss"] == pytest.approx(
-            row["w"] * row["L"], rel=0.2
-        )
+        assert 0 < row["CE"] < row["L"]
+        assert row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
     found = evaluate(folder)
     assert found["metrics"] == test and found["chance"] == chance and not found["left_out"]
     model, tokenizer, _ = common.load_model(folder)
@@ -355,9 +335,8 @@ def test_a_run_and_its_checkpoint(runs_of, task):
     )
     texts = data.column("question")
     if task == "qa-open":
-        assert (folder / "answers.png").is_file() and (
-            folder / "eval" / "answers_moving-emoji.png"
-        ).is_file()
+        assert (folder / "answers.png").is_file()
+        assert (folder / "eval" / "answers_moving-emoji.png").is_file()
         assert model.answers == answer_vocabulary(train.column("answer"), 1500)
     else:
         texts = [
@@ -413,9 +392,8 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
         assert found["left_out"].keys() == {"retrieval"} and "knn@1" in found["metrics"]
 
 
-SGD = (
-    "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()
-)  # as near as gradients are
+# as near as gradients are
+SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()
 
 
 def test_chunks_are_exact(tmp_path):
@@ -497,9 +475,9 @@ def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
     found = score.main([*folders, "--out", str(tmp_path / "scores"), "--cpu"])
     data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
     rows = [*score.caption_pairs(data, "")]  # of clips with captions of two lengths
-    assert (
-        found.shape == (2, len(rows), 2) and len(rows) > 12 and (tmp_path / "scores.png").is_file()
-    )
+    assert found.shape == (2, len(rows), 2)
+    assert len(rows) > 12
+    assert (tmp_path / "scores.png").is_file()
     model, tokenizer, transform = common.load_model(folders[1])
     texts = [of(data.captions(rows[5]), key=lambda c: len(c.split())) for of in (min, max)]
     with torch.no_grad():

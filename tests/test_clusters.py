@@ -258,10 +258,8 @@ def test_clusters_of_captions_in_turn():
     )
     kind = np.repeat(range(6), counts)
     found, how = balanced_rows(data, 24, by_captions=True)
-    assert (
-        sorted(Counter(kind[found].tolist()).values()) == [1, 4, 4, 5, 5, 5]
-        and len({*found.tolist()}) == 24
-    )
+    assert sorted(Counter(kind[found].tolist()).values()) == [1, 4, 4, 5, 5, 5]
+    assert len({*found.tolist()}) == 24
     assert how.startswith("balanced over 6 clusters of captions")
     plain, how = balanced_rows(data, 24)
     assert how.startswith("at random") and max(Counter(kind[plain].tolist()).values()) > 8
@@ -302,10 +300,8 @@ def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, 
     folders = [str(tmp_path / "mama")] * 2
     several.main(["concepts", *folders, "--topics", "2", "--out", str(tmp_path / "t.png")])
     said = capsys.readouterr().out
-    assert (
-        "1 of 4 queries have no topic and are left out" in said
-        and "% of the training rows, gain" in said
-    )
+    assert "1 of 4 queries have no topic and are left out" in said
+    assert "% of the training rows, gain" in said
     assert "nan" not in said and (tmp_path / "t.png").stat().st_size > 5000
     table = common.make_table(
         [
@@ -321,10 +317,8 @@ def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, 
     topics = several.Topics(data, 2)
     clips, names = topics.of_clips, topics.names
     queries = topics.of_texts(["the cats purr", "cars race", "unheard of"])
-    assert (
-        len(clips) == 20
-        and len(set(clips[:2])) == len(set(clips[2:4])) == 1
-        and clips[0] != clips[2]
-    )
+    assert len(clips) == 20
+    assert len(set(clips[:2])) == len(set(clips[2:4])) == 1
+    assert clips[0] != clips[2]
     assert queries.tolist() == [clips[0], clips[2], -1]
     assert "cats" in names[clips[0]] and "cars" in names[clips[2]]

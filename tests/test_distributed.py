@@ -77,11 +77,9 @@ def inputs(rows, dtype=torch.float64):
 def step(name, dtype, rows, chunk=0, dropout=0.0):
     """The mean loss and the gradients (of towers, and of tau where it is learnt), as a script's
     loop has them."""
-    model, p, accelerator = (
-        towers(dtype, dropout),
-        parameters(rows, dtype, DEVICE),
-        Accelerator(cpu=DEVICE == "cpu"),
-    )
+    model = towers(dtype, dropout)
+    p = parameters(rows, dtype, DEVICE)
+    accelerator = Accelerator(cpu=DEVICE == "cpu")
     wrapped = accelerator.prepare(model)  # DDP must outlive the backward
     assert isinstance(wrapped, DistributedDataParallel) == (world() > 1)
     chunks = common.Chunks(wrapped, wrapped, accelerator, chunk)
@@ -99,10 +97,8 @@ def step(name, dtype, rows, chunk=0, dropout=0.0):
 def of_mama(rows):
     """Gradients of the weight network and weights of pairs, for these rows of a batch and of
     meta-data."""
-    x, theta = (
-        inputs(rows),
-        {"video": unit(WIDTH, D, seed=4).to(DEVICE), "text": unit(WIDTH, D, seed=5).to(DEVICE)},
-    )
+    x = inputs(rows)
+    theta = {"video": unit(WIDTH, D, seed=4).to(DEVICE), "text": unit(WIDTH, D, seed=5).to(DEVICE)}
 
     def losses(parameters, k):
         return mama.angular_margin_loss(

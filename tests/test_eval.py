@@ -300,23 +300,19 @@ def test_all_tasks_on_several_sets(run, sets, tmp_path, capsys, monkeypatch):
         ("zero-shot", "knn", "probe"), "the set has no classes"
     )
     learnt, beside = {"knn@1", "knn@10", "few-shot", "all"}, dtd["chance"].pop("trivial")
-    assert (
-        dtd["metrics"].keys() == {"zero-shot", "images", "unreadable", *learnt}
-        and coco["metrics"]["captions"] == 12
-    )
+    assert dtd["metrics"].keys() == {"zero-shot", "images", "unreadable", *learnt}
+    assert coco["metrics"]["captions"] == 12
     assert dtd["chance"].keys() == {"zero-shot", *learnt}
-    assert list(beside) == ["pixels", "colours", "untrained"] and all(
-        of.keys() == learnt for of in beside.values()
-    )
+    assert list(beside) == ["pixels", "colours", "untrained"]
+    assert all(of.keys() == learnt for of in beside.values())
     table = capsys.readouterr().out
     assert "coco: --max-captions 1: all without it" in table
     said = ", ".join(
         f"{name} {of['few-shot']['mean_per_class']:.2f}" for name, of in beside.items()
     )
     assert f"mean_per_class of {said}" in table
-    monkeypatch.setattr(
-        evaluation.measure, "encode_images", None
-    )  # all are opened before the first is encoded
+    # all are opened before the first is encoded
+    monkeypatch.setattr(evaluation.measure, "encode_images", None)
     with pytest.raises(UserError, match="no such file or folder"):
         evaluate(*flags, "/no/such/set")
 
@@ -330,11 +326,8 @@ def test_the_sets_that_are_meant():
 
     sets = wanted("--datasets", "temo-17=DIR", "coco", "dtd=a")  # one of them lies elsewhere
     last = TEMO_17[-1]
-    assert list(sets) == [*TEMO_17, "coco"] and (sets[last], sets["dtd"], sets["coco"]) == (
-        f"DIR/{last}",
-        "a",
-        "",
-    )
+    assert list(sets) == [*TEMO_17, "coco"]
+    assert (sets[last], sets["dtd"], sets["coco"]) == (f"DIR/{last}", "a", "")
     args = eval_py.parse_args("--checkpoint r --datasets coco temo-17".split())
     assert eval_py.tasks_of_set(args, last) == ["zero-shot"]
     assert eval_py.tasks_of_set(args, "coco") == []  # as in training
@@ -491,9 +484,8 @@ def test_trivial_neighbours_by_hand(runs):
         )
         x, q = (y / np.linalg.norm(y, axis=1, keepdims=True) for y in (x, q))
         hits = data["train"].labels[(q @ x.T).argmax(1)] == data["val"].labels
-        assert found[name]["knn@1"]["top1"] == pytest.approx(
-            100 * hits.mean(), abs=1.2
-        )  # ties of two of 177
+        # ties of two of 177
+        assert found[name]["knn@1"]["top1"] == pytest.approx(100 * hits.mean(), abs=1.2)
     before = next(row for row in helpers.rows(run) if "eval" in row)
     assert before["step"] == 0 and found["untrained"]["knn@1"] == before["eval"]["emoji"]["knn@1"]
 

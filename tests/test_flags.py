@@ -435,9 +435,8 @@ def test_any_recipe_for_any_data(name, frozen_packages):
 
 def test_a_paper_s_recipe_needs_a_gpu_or_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(
-        torch.cuda, "init", lambda: torch.empty(0, device="nowhere")
-    )  # torch says why there is none
+    # torch says why there is none
+    monkeypatch.setattr(torch.cuda, "init", lambda: torch.empty(0, device="nowhere"))
     data = str(write_captions(tmp_path, 24))
     args = parse(
         "temo",
@@ -504,8 +503,7 @@ def test_flags_of_a_data_set_that_is_evaluated_alone_are_used():
 def test_a_warm_up_of_less_than_half_a_step_is_none():
     """And not that of --warmup-epochs, which a recipe of a fork may have beside it."""
     train = Namespace(examples=160)
-    args = Namespace(
-        batch_size=16, max_steps=40, epochs=1, warmup_fraction=0.01, warmup_epochs=2.0)
+    args = Namespace(batch_size=16, max_steps=40, epochs=1, warmup_fraction=0.01, warmup_epochs=2.0)
     assert count_steps(args, train).warmup == 0
     args.warmup_fraction = 0.1
     assert count_steps(args, train).warmup == 4

@@ -171,9 +171,8 @@ def test_meta_data_are_clean_balanced_and_stay_in_train():
     counts = np.bincount(meta.labels, minlength=24)
     clean = np.bincount(np.asarray(train.labels)[~np.asarray(train.column("noisy"))], minlength=24)
     short = clean < counts.max()  # only a class without more may have fewer
-    assert (counts[~short] >= counts.max() - 1).all() and (
-        counts[short] == clean[short]
-    ).sum() >= short.sum() - 1
+    assert (counts[~short] >= counts.max() - 1).all()
+    assert (counts[short] == clean[short]).sum() >= short.sum() - 1
     assert meta_of(*flags)[2].column("key") == meta.column("key")
     table = common.make_table(
         [["x"]] * 9,
@@ -320,11 +319,9 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
     # Adam: a gradient near 0 may turn its sign
     assert drift(seen["net"].state_dict(), net.state_dict(), start) < 0.1
     curves = load_file(tmp_path / "run" / "weights.safetensors")["curves"]
-    assert (
-        curves.shape == (2, 65)
-        and curves[:, 0].tolist() == [1, 2]
-        and not torch.equal(*curves[:, 1:])
-    )
+    assert curves.shape == (2, 65)
+    assert curves[:, 0].tolist() == [1, 2]
+    assert not torch.equal(*curves[:, 1:])
 
 
 def test_the_look_ahead_is_fp32_under_mixed_precision(tmp_path, monkeypatch):

@@ -152,18 +152,16 @@ def test_image_encoders_and_frames(name, stats):
         features, pooled = encoder(clip)
         frames = [common.normalize(encoder(clip[:, t])[1]) for t in range(3)]
     assert features.shape == (2, encoder.width) and [*map(tuple, encoder.stats)] == [*stats]
-    assert torch.allclose(
-        pooled, sum(frames) / 3, atol=1e-5
-    )  # meanP: the mean of normalised frame embeddings
+    # meanP: the mean of normalised frame embeddings
+    assert torch.allclose(pooled, sum(frames) / 3, atol=1e-5)
     if name == "resnet18-cifar":  # its stem keeps the resolution
         assert encoder.body.forward_features(clip[0]).shape[-2:] == (4, 4)
 
 
 def test_default_towers_have_no_batchnorm_and_no_dropout(tokenizer):
     model = built(tokenizer)
-    assert not encoders.base.batchnorms(model) and not any(
-        isinstance(m, torch.nn.Dropout) for m in model.modules()
-    )
+    assert not encoders.base.batchnorms(model)
+    assert not any(isinstance(m, torch.nn.Dropout) for m in model.modules())
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -335,10 +333,8 @@ def test_transformers_vision_models(kind, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(
         '{"image_mean": [0.5, 0.5, 0.5], "image_std": [1, 1, 1]}'
     )
-    encoder, pixels = (
-        common.VisionEncoder(str(tmp_path), 0, True, 32).eval(),
-        torch.randn(2, 3, 32, 32),
-    )
+    encoder = common.VisionEncoder(str(tmp_path), 0, True, 32).eval()
+    pixels = torch.randn(2, 3, 32, 32)
     body = getattr(model, "vit", model)
     torch.testing.assert_close(encoder(pixels)[0], features_of(body(pixel_values=pixels)))
     assert encoder.stats == ((0.5, 0.5, 0.5), (1, 1, 1))
@@ -634,11 +630,9 @@ def test_init_from_a_run_takes_its_words_too(tmp_path):
 
     first, second = words("a", ["red apple"] * 9), words("b", ["green pear"] * 9)
     model = built(Tokenizer(tmp_path / "a" / "tokenizer", 16))
-    run, weights, alone = (
-        tmp_path / "a",
-        tmp_path / "a" / "model.safetensors",
-        tmp_path / "alone.safetensors",
-    )
+    run = tmp_path / "a"
+    weights = tmp_path / "a" / "model.safetensors"
+    alone = tmp_path / "alone.safetensors"
     for file in (weights, alone):
         save_file(part(model.state_dict(), ""), file)
     assert [words(f"c{k}", ["green pear"] * 9, x) for k, x in enumerate((run, weights, alone))] == [

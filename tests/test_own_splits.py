@@ -287,8 +287,7 @@ def test_a_run_that_is_older_than_the_flag_keeps_its_splits(run, root):
     names = sorted(path.name for path in root.glob("*.png"))[:40]
     assert args.test_fraction == 0 and len(train) > 28
     assert set(train.keys()) == {name for name in names if hash_fraction(name) >= 0.1}
-    model = eval_py.EvaluatedModel(
-        eval_py.parse_args(["--checkpoint", str(run), "--cpu"]), "cpu")
+    model = eval_py.EvaluatedModel(eval_py.parse_args(["--checkpoint", str(run), "--cpu"]), "cpu")
     splits = eval_py.EvaluatedSplits(model, str(root / "train.csv"), "")
     assert splits.options.test_fraction == 0
     file.write_text(text)

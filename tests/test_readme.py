@@ -196,9 +196,8 @@ def test_tables_are_those_of_the_results_files():
     report.main(["--check"])
     page = PAGES[report.PAGE]
     assert len(report.BLOCK.findall(page)) == 6
-    assert (
-        report.fill(page.replace("| InfoNCE ", "| better ")) == page
-    )  # a number typed by hand does not stay
+    # a number typed by hand does not stay
+    assert report.fill(page.replace("| InfoNCE ", "| better ")) == page
 
 
 METHOD_PAGES = {

@@ -77,10 +77,8 @@ def test_a_run(name, tmp_path, monkeypatch):
     for method in ("begin", "done"):
         monkeypatch.setattr(Run, method, watch(getattr(Run, method)))
     script = importlib.import_module(name)
-    summary, log = (
-        run_script(script, folder, *SLOPE, *OF.get(name, ()), base=SMALL, pictures=True),
-        steps(folder),
-    )
+    summary = run_script(script, folder, *SLOPE, *OF.get(name, ()), base=SMALL, pictures=True)
+    log = steps(folder)
     assert [row["step"] for row in log] == [*range(1, TOTAL + 1)]
     assert [row["lr"] for row in log] == pytest.approx(
         [1.0, *(0.1 + 0.9 * (1 - k / 9) for k in range(9))]
@@ -96,19 +94,16 @@ def test_a_run(name, tmp_path, monkeypatch):
         10,
         16,
     )
-    assert (
-        summary["processes"] == 1
-        and summary["bad_samples"] == 0
-        and summary["chance"]["moving-emoji"]
-    )
+    assert summary["processes"] == 1
+    assert summary["bad_samples"] == 0
+    assert summary["chance"]["moving-emoji"]
     assert PICTURES[name] == {p.stem for p in folder.glob("*.png") if p.stat().st_size > 5000}
     suffixes = {p.suffix for p in folder.rglob("*") if p.is_file()}
     assert suffixes <= {".json", ".jsonl", ".safetensors", ".png", ".pt"}
     model, tokenizer, transform = common.load_model(folder)
     features = model(transform(torch.zeros(2, 3, 30, 40, dtype=torch.uint8))[None])[2]
-    assert features.shape == (1, model.vision.width) and bool(tokenizer) == (
-        name != "temperature_schedules"
-    )
+    assert features.shape == (1, model.vision.width)
+    assert bool(tokenizer) == (name != "temperature_schedules")
 
 
 def without_val(split, options):
@@ -363,12 +358,10 @@ def test_a_weighting_is_what_is_said_and_drawn(tmp_path, capsys):
     )
     run_script(own, tmp_path / "a", *TINY, *"--weighting median --a0 2".split(), pictures=True)
     said = capsys.readouterr().out
-    assert "--weighting median" in said and not any(
-        word in said for word in ("meta-data", "METHOD", "random guess")
-    )
-    assert (tmp_path / "a" / "weights.png").is_file() and {
-        row["w"] for row in steps(tmp_path / "a")
-    } != {1.0}
+    assert "--weighting median" in said
+    assert not any(word in said for word in ("meta-data", "METHOD", "random guess"))
+    assert (tmp_path / "a" / "weights.png").is_file()
+    assert {row["w"] for row in steps(tmp_path / "a")} != {1.0}
 
 
 NO_BRANCH = (
@@ -431,9 +424,8 @@ def test_a_part_of_own_with_a_rate_of_its_own(tmp_path):
         [group[key] for group in state["optimizer"]["param_groups"]]
         for key in ("lr", "weight_decay")
     )
-    assert rates == pytest.approx(
-        [log[1]["lr"] * factor for factor in (1, 1, 10, 10)]
-    ) and decays == [0.3, 0, 0.3, 0]
+    assert rates == pytest.approx([log[1]["lr"] * factor for factor in (1, 1, 10, 10)])
+    assert decays == [0.3, 0, 0.3, 0]
 
 
 def test_a_schedule_is_what_is_said_and_refused(tmp_path, capsys):

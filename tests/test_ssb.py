@@ -90,11 +90,9 @@ def test_the_decoder_comes_back_from_a_checkpoint(root, first):
 
 
 def test_a_batch_of_one_video_has_no_support():
-    text, videos, video_id = (
-        unit(6, D),
-        unit(6, D, seed=1).requires_grad_(),
-        torch.zeros(6, dtype=torch.long),
-    )
+    text = unit(6, D)
+    videos = unit(6, D, seed=1).requires_grad_()
+    video_id = torch.zeros(6, dtype=torch.long)
     alone = support_summary(text, videos, video_id, video_id)
     (gradient,) = torch.autograd.grad(alone.sum(), videos)
     assert not alone.any() and not gradient.any()
@@ -142,10 +140,8 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, tmp_path, capsys):
         assert row["loss"] == pytest.approx(expected, rel=1e-5)
     assert log[-1]["L_cap"] < log[0]["L_cap"]
     names = load_file(folder / "model.safetensors").keys()
-    assert (
-        not [n for n in names if "decoder" in n or "captioner" in n]
-        and "text.head.conv.weight" in names
-    )
+    assert not [n for n in names if "decoder" in n or "captioner" in n]
+    assert "text.head.conv.weight" in names
 
     (found,) = evaluated(folder, "--tasks", "retrieval").values()
     trained = summary["test"][str(root / "clips.csv")]  # with the biases of its queue, as eval.py
@@ -155,9 +151,7 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, tmp_path, capsys):
 def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
     """SGD without dropout, so that a step is as near as the gradients are; the decoder's weights,
     too."""
-    words = (
-        "--optimizer sgd --lr 1e-3 --grad-clip 0 --dropout 0 --no-text-dropout --max-steps 2"
-    )
+    words = "--optimizer sgd --lr 1e-3 --grad-clip 0 --dropout 0 --no-text-dropout --max-steps 2"
     plain = flags(root, *words.split())
     for name, more in (("start", ["--lr", 0]), ("whole", []), ("chunks", ["--chunk-size", 3])):
         few_steps(ncl, tmp_path / name, *plain, *more)
@@ -201,10 +195,8 @@ def test_recipe_of_ssb(tmp_path):
 @pytest.mark.parametrize("kind", ["t5", "distilbert", "bert"])
 def test_dropout_of_a_text_encoder_stays_or_goes(tiny, tokenizer, kind):
     text = common.TextEncoder(tiny(kind)[0], 16, pooling="mean")
-    model, tokens = (
-        common.TwoTower(common.VisionEncoder("small", 16), text),
-        tokenizer(["red apple", "a blue bird"]),
-    )
+    model = common.TwoTower(common.VisionEncoder("small", 16), text)
+    tokens = tokenizer(["red apple", "a blue bird"])
 
     def differ(*modes):
         a, b = (model.train(mode)(tokens=tokens)[1] for mode in modes)

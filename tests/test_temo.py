@@ -97,10 +97,8 @@ def test_an_unknown_similarity_is_refused():
 
 def test_table_3_rows():
     views, t = [unit(N, D, seed=s) for s in range(4)], 0.3
-    mm, mod = (
-        temo.multimodal_loss(*views[:2], 0.01),
-        temo.modulated_multimodal_loss(*views[:2], 0.01, 0.04),
-    )
+    mm = temo.multimodal_loss(*views[:2], 0.01)
+    mod = temo.modulated_multimodal_loss(*views[:2], 0.01, 0.04)
     plain = temo.info_nce(views[0], views[2], 0.01) + temo.info_nce(views[1], views[3], 0.01)
     uni = temo.modulated_loss(views[0], views[2], 0.01, 0.04) + temo.modulated_loss(
         views[1], views[3], 0.01, 0.04
@@ -226,9 +224,8 @@ def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path,
     )
     assert forwards == ([(True, [0, 1])] if "--grad-augmented" in words else alone)
     # loss and gradient from the weights before the step
-    pixels = [
-        torch.cat([views[k] for _, views in seen if k in views])[:16] for k in (0, 1)
-    ]  # (B, 3, S, S) each
+    # (B, 3, S, S) each
+    pixels = [torch.cat([views[k] for _, views in seen if k in views])[:16] for k in (0, 1)]
     assert not torch.equal(*pixels)
     model, tokenizer = before
     I, I2 = (F.normalize(model(x)[0], dim=1).double() for x in pixels)

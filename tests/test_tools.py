@@ -61,10 +61,8 @@ def draw(runs, tmp_path, capsys):
     """Function of a figure, names of runs or folders, and flags -> the lines that it prints."""
 
     def drawn(figure, names, *flags):
-        out, folders = (
-            tmp_path / f"{figure}.png",
-            [str(runs[name][0] if name in runs else name) for name in names],
-        )
+        out = tmp_path / f"{figure}.png"
+        folders = [str(runs[name][0] if name in runs else name) for name in names]
         capsys.readouterr()
         several.main([figure, *folders, "--out", str(out), *flags])
         assert out.stat().st_size > 5000
@@ -95,13 +93,9 @@ def test_results_and_logs_are_those_of_the_runs(runs, draw):
 
 def test_pairs_queries_and_modalities_by_hand(runs, draw):
     pieces = {name: several.read_pieces(runs[name][0]) for name in {*TEMO, *NCL}}
-    cosines = {
-        name: F.cosine_similarity(p.text, p.image[p.owner]) for name, p in pieces.items()
-    }
-    said, worst = (
-        draw("false-positives", TEMO),
-        int((cosines["infonce"] - cosines["temo"]).argmax()),
-    )
+    cosines = {name: F.cosine_similarity(p.text, p.image[p.owner]) for name, p in pieces.items()}
+    said = draw("false-positives", TEMO)
+    worst = int((cosines["infonce"] - cosines["temo"]).argmax())
     expected = ", ".join(f"{name} {cosines[name][worst]:.2f}" for name in TEMO)
     assert said[0] == f"{expected}: {pieces['temo'].texts[worst]}" and len(said) == 6
     assert [line.split(":")[0] for line in draw("similarities", TEMO)[:2]] == [*TEMO]
@@ -167,9 +161,8 @@ def test_open_clip_s_embeddings_are_ours(image, more, exported, tmp_path):
         Image.fromarray(picture(7, height, width)) for height, width in ((160, 160), (250, 320))
     )
     torch.testing.assert_close(preprocess(same), transform(same), rtol=0, atol=1e-5)
-    assert (preprocess(larger) - transform(larger)).abs().max() < 2.5 / 255 / min(
-        transform.std
-    )  # PIL's own rounding
+    # PIL's own rounding
+    assert (preprocess(larger) - transform(larger)).abs().max() < 2.5 / 255 / min(transform.std)
     with torch.no_grad():
         pixels = torch.stack([transform(same), transform(larger)])
         for got, wanted in (
@@ -184,10 +177,8 @@ def test_open_clip_s_embeddings_are_ours(image, more, exported, tmp_path):
     (value,) = (
         of["text_to_image"]["R@1"] for of in read_json(folder / "summary.json")["test"].values()
     )
-    assert (
-        "captions.csv; licence: that of your own data" in card
-        and f"text_to_image/R@1 | {value:.4g} |" in card
-    )
+    assert "captions.csv; licence: that of your own data" in card
+    assert f"text_to_image/R@1 | {value:.4g} |" in card
 
 
 @pytest.mark.parametrize(
@@ -244,9 +235,8 @@ def test_margins_of_several_runs(tmp_path, draw):
     over = "margin (Fig. 4, left), a2 = 0.1: "
     assert f"{over}0: 5.00 (1 runs)\n" in said and f"{over}0.2: 15.00 (2 runs)\n" in said
     assert f"{over}0.4: 8.00" in said and "(Fig. 4, left), constant: 0.2: 12.00" in said
-    assert (
-        "middle), mu = 0.2: 0.01: 9.00" in said and "middle), mu = 0.2: 0.1: 15.00 (2 runs)" in said
-    )
+    assert "middle), mu = 0.2: 0.01: 9.00" in said
+    assert "middle), mu = 0.2: 0.1: 15.00 (2 runs)" in said
 
 
 def test_queries_without_a_class_are_no_concept(tmp_path):
@@ -263,11 +253,9 @@ def test_queries_without_a_class_are_no_concept(tmp_path):
     flags = "--batch-size 16 --weighting none --max-steps 2".split()
     run_script(mama, tmp_path / "r", *own, *flags, base=SMALL)
     found, right, share, keys = several.read_hits(tmp_path / "r")
-    assert (
-        sorted(found) == ["a", "a", "b", "b", "b"]
-        and len(keys) == len(right) == 5
-        and "014.png" not in keys
-    )
+    assert sorted(found) == ["a", "a", "b", "b", "b"]
+    assert len(keys) == len(right) == 5
+    assert "014.png" not in keys
     assert share == {"a": 0.5, "b": 0.4}
 
 
@@ -294,11 +282,7 @@ def test_gain_by_concept(runs, tmp_path, draw):
         np.array(["a", "a", "a", "b", "c"]), base, other, {"a": 0.5, "b": 0.3, "c": 0.2}
     )
     assert found == [(0.5, 1, 2, 3, "a"), (0.3, 0, 1, 1, "b"), (0.2, 1, 0, 1, "c")]
-    assert [gain.percent for gain in found] == [
-        100,
-        pytest.approx(math.nan, nan_ok=True),
-        -100,
-    ]
+    assert [gain.percent for gain in found] == [100, pytest.approx(math.nan, nan_ok=True), -100]
     assert [(name, g) for name, *_, g in several.thirds(found)] == [("frequent", 100), ("rare", 0)]
     run_script(mama, tmp_path / "other", *MAMA.split(), "--margin-schedule", "none", base=SMALL)
     draw("concepts", ["mama", tmp_path / "other"], "--topics", "2")
@@ -350,9 +334,8 @@ def test_scores_are_of_a_clip_s_own_captions(tmp_path):
     write_json(tmp_path / "args.json", args)
     data = score.open_test(tmp_path)
     clean = common.load_data("moving-emoji", "test", clips=args["clips"])
-    assert data.column("captions") == clean.column("captions") and list(data.keys()) == list(
-        clean.keys()
-    )
+    assert data.column("captions") == clean.column("captions")
+    assert list(data.keys()) == list(clean.keys())
 
 
 def test_check_has_a_help(capsys):

@@ -75,9 +75,8 @@ def kaldi(samples):
     x = x - 0.97 * np.concatenate([x[:1], x[:-1]])
     n = np.arange(400)
     x = x * (0.5 - 0.5 * np.cos(2 * np.pi * n / 399)) ** 0.85
-    power = [
-        abs((x * np.exp(-2j * np.pi * k * n / 512)).sum()) ** 2 for k in range(256)
-    ]  # without Nyquist
+    # without Nyquist
+    power = [abs((x * np.exp(-2j * np.pi * k * n / 512)).sum()) ** 2 for k in range(256)]
 
     def mel(f):
         return 1127 * math.log(1 + f / 700)
@@ -320,9 +319,7 @@ def test_beats_is_the_loop():
         attention, heads = layer.self_attn, []
         for h in range(2):
             part = slice(4 * h, 4 * h + 4)
-            q, k, v = (
-                getattr(attention, f"{name}_proj")(x)[:, part] for name in ("q", "k", "v")
-            )
+            q, k, v = (getattr(attention, f"{name}_proj")(x)[:, part] for name in ("q", "k", "v"))
             gates = attention.grep_linear(q)  # (256, 8)
             g1, g2 = gates[:, :4].sum(1).sigmoid(), gates[:, 4:].sum(1).sigmoid()
             gate = g1 * (g2 * attention.grep_a[0, h, 0, 0] - 1) + 2
@@ -419,9 +416,7 @@ def test_negatives_are_drawn_by_their_probability():
     for row in range(4):
         weights = (sim[row] / 0.3).softmax(0) + 1e-4
         weights[row] = 0
-        rows = torch.stack([
-            vast.hard_negatives(sim, 0.3, u.expand(4))[row] for u in draws[::20]
-        ])
+        rows = torch.stack([vast.hard_negatives(sim, 0.3, u.expand(4))[row] for u in draws[::20]])
         share = rows.bincount(minlength=4) / len(rows)
         assert share[row] == 0
         assert torch.allclose(share.double(), weights / weights.sum(), atol=2e-3)

@@ -66,27 +66,23 @@ def test_the_graph_against_loops():
     torch.manual_seed(0)
     T, R, W, d = 8, 5, 6, 16
     graph = VideoGraph(W, d, R, dropout=0.3).double().eval()
-    frames, regions, boxes = (
-        numbers(1, T, W),
-        numbers(1, T, R, W, seed=1),
-        numbers(1, T, R, 5, seed=2),
-    )
+    frames = numbers(1, T, W)
+    regions = numbers(1, T, R, W, seed=1)
+    boxes = numbers(1, T, R, 5, seed=2)
     got = graph(frames, regions, boxes)[0]
 
     y = boxes.view(-1, 5)
     for convolution, norm in ((graph.box[0], graph.box[1]), (graph.box[3], graph.box[4])):
-        y = (
-            y @ convolution.weight[:, :, 0, 0].T + convolution.bias
-        )  # groups of channels over all regions:
+        # groups of channels over all regions:
+        y = y @ convolution.weight[:, :, 0, 0].T + convolution.bias
         y = F.group_norm(y.T[None], 8, norm.weight, norm.bias)[0].T.relu()
     x = F.elu(graph.region(torch.cat([regions[0], y.view(T, R, -1)], -1)))  # (T, R, d)
     for clip in range(2):
         here = slice(4 * clip, 4 * clip + 4)
         x[here] = torch.stack([attention(graph.nodes, x[here, r]) for r in range(R)], 1)
         raw = torch.einsum("tid,tjd->tij", graph.key(x[here]), graph.query(x[here]))
-        edges = (
-            attention(graph.edges, raw.view(4, R * R)).view(4, R, R).softmax(-1)
-        )  # first whole, then by rows
+        # first whole, then by rows
+        edges = attention(graph.edges, raw.view(4, R * R)).view(4, R, R).softmax(-1)
         assert edges.sum(-1).allclose(edges.new_tensor(1))
         for t, A in zip(range(*here.indices(T)), edges):
             h = x[t]
@@ -117,9 +113,8 @@ def test_words_past_a_text_s_length_and_absent_choices_have_no_part():
             assert torch.allclose(found[b, n], torch.stack(each).amax(0))
     table = sinusoids(3, 6, words)
     assert table[2, 3].item() == pytest.approx(math.cos(2 / 10_000 ** (2 / 6)))
-    assert table[0].tolist() == [0, 1] * 3 and table[1, 4].item() == pytest.approx(
-        math.sin(1 / 10_000 ** (4 / 6))
-    )
+    assert table[0].tolist() == [0, 1] * 3
+    assert table[1, 4].item() == pytest.approx(math.sin(1 / 10_000 ** (4 / 6)))
 
 
 # -------------------------------------- the model --------------------------------------------
@@ -162,9 +157,8 @@ def test_scores_are_dot_products_and_no_row_sees_another():
         alone = model(
             pixels[row : row + 1], None, {k: v[row : row + 1] for k, v in question.items()}, one
         )
-        assert torch.allclose(alone[2][0], scores[row, :many], atol=1e-5) and torch.allclose(
-            alone[0][0], f[row]
-        )
+        assert torch.allclose(alone[2][0], scores[row, :many], atol=1e-5)
+        assert torch.allclose(alone[0][0], f[row])
     video = model.graph(*model.look(pixels, question["boxes"]))
     words, g = model.read({k: choices[k] for k in ("input_ids", "attention_mask")})
     keep = choices["attention_mask"].bool()
@@ -174,12 +168,10 @@ def test_scores_are_dot_products_and_no_row_sees_another():
     model.at_frames = True  # TGIF-QA's action and transition
     early = model.summary(video, *rest)
     model.at_frames = False
-    assert torch.equal(
-        early, model.summary(attend_words(video, *rest), *rest)
-    ) and not torch.allclose(early, answer)
-    assert torch.allclose(
-        g[0, 0], words[0, 0, : keep[0, 0].sum()].mean(0), atol=1e-6
-    )  # a text's own words
+    assert torch.equal(early, model.summary(attend_words(video, *rest), *rest))
+    assert not torch.allclose(early, answer)
+    # a text's own words
+    assert torch.allclose(g[0, 0], words[0, 0, : keep[0, 0].sum()].mean(0), atol=1e-6)
     assert not torch.allclose(
         model(pixels, None, question | {"boxes": question["boxes"] / 2}, choices)[2], scores
     )
@@ -208,9 +200,8 @@ def test_a_crop_shows_its_box():
     whole, quarter = crops(frame, torch.tensor([[[0.0, 0, 8, 8], [4, 0, 8, 4]]]))[0]
     assert torch.allclose(whole, frame[0], atol=1e-4)
     small = F.interpolate(frame[:, :, :4, 4:], scale_factor=2, mode="bilinear")[0]
-    assert torch.allclose(
-        quarter[:, 1:-1, 2:-2], small[:, 1:-1, 2:-2], atol=1e-3
-    )  # borders see beyond the box
+    # borders see beyond the box
+    assert torch.allclose(quarter[:, 1:-1, 2:-2], small[:, 1:-1, 2:-2], atol=1e-3)
 
 
 def test_boxes_of_moving_emoji_hold_the_drawing():
@@ -222,9 +213,8 @@ def test_boxes_of_moving_emoji_hold_the_drawing():
     drawn = ((data.pixels.float() - ground).abs().amax(2) > 24).float()  # (24, 4, 32, 32)
     at = torch.arange(32) + 0.5
     low, high = boxes[:, :, 0, :2], boxes[:, :, 0, 2:]  # (24, 4, 2)
-    inside = (
-        (at >= low[..., None] - 1) & (at <= high[..., None] + 1)
-    ).float()  # (24, 4, 2, 32), x and y
+    # (24, 4, 2, 32), x and y
+    inside = ((at >= low[..., None] - 1) & (at <= high[..., None] + 1)).float()
     mask = inside[:, :, 1, :, None] * inside[:, :, 0, None]  # (24, 4, 32, 32)
     assert (drawn * mask).sum() > 0.98 * drawn.sum() and mask.mean() < 0.6
     assert boxes[0, 0, 1:].tolist() == [
@@ -234,9 +224,8 @@ def test_boxes_of_moving_emoji_hold_the_drawing():
         [16, 16, 32, 32],
     ]
     other = evaluation.answers.shuffle_videos(data)  # boxes go with their videos, all elsewhere
-    assert other.column("question") == data.column("question") and other.column(
-        "key"
-    ) == data.column("key")
+    assert other.column("question") == data.column("question")
+    assert other.column("key") == data.column("key")
     where = [next(i for i, p in enumerate(data.pixels) if torch.equal(p, x)) for x in other.pixels]
     assert torch.equal(torch.tensor(other.column("boxes")), boxes[where])
     assert sorted(where) == [*range(24)] and all(i != k for i, k in enumerate(where))
@@ -270,11 +259,8 @@ def write_h5(folder, split, names):
     )
     feat, bbox, frames = features(len(names))
     with h5py.File(folder / "region_feat_n" / f"acregion_8c{N}b_{split}.h5", "w") as file:
-        file["ids"], file["feat"], file["bbox"] = (
-            names,
-            feat,
-            bbox,
-        )  # ids of text come back as bytes
+        # ids of text come back as bytes
+        file["ids"], file["feat"], file["bbox"] = names, feat, bbox
     with h5py.File(folder / "frame_feat" / f"app_feat_{split}.h5", "w") as file:
         file["ids"], file["resnet_features"] = names, frames
 
@@ -298,9 +284,8 @@ def test_both_layouts_give_the_numbers_of_their_files(tmp_path):
             assert found[1 + box, W:] == pytest.approx(
                 [x1 / wide, y1 / high, x2 / wide, y2 / high, area], rel=1e-5
             )
-    few = Regions(tmp_path / "npz", "val", 5, 8)("c").view(2, 4, 6, W + 5)[
-        :, :, 0, :W
-    ]  # two whole clips
+    # two whole clips
+    few = Regions(tmp_path / "npz", "val", 5, 8)("c").view(2, 4, 6, W + 5)[:, :, 0, :W]
     assert np.array_equal(few, frames[2, [0, 7]])
 
 
@@ -365,11 +350,9 @@ def test_a_run_and_its_evaluation(tmp_path):
         "moving-emoji"
     ]
     for row in steps(folder):
-        assert (
-            row["CE"] > 0
-            and row["L"] > row["CE"]
-            and row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
-        )
+        assert row["CE"] > 0
+        assert row["L"] > row["CE"]
+        assert row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
     whole = load_file(folder / "model.safetensors")
     torch.manual_seed(42)
     first = common.VisionEncoder("small", 0, False, 16).state_dict()
