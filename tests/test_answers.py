@@ -348,17 +348,14 @@ def test_a_run_and_its_checkpoint(runs_of, task):
     assert cut == sum(len(ids) > 6 for ids in tokenizer.tokenizer([*texts])["input_ids"]) > 0
 
 
-OTHER = {
-    "eta": "qa-open --eta 0",
-    "answers": "qa-open --answers 3",
-    "layers": "qa-open --fusion-layers 3",
-    "control": "qa-open --shuffle-video",
-    "fused": "qa-choice --qa-similarity fused",
-}
+def test_a_vocabulary_of_three_answers(tmp_path):
+    summary = main(tmp_path / "run", *"--task qa-open --answers 3".split())
+    assert 0 < summary["test"]["moving-emoji"]["upper_bound"] < 50
+    assert len(common.load_model(tmp_path / "run")[0].answers) == 3
 
 
-@pytest.mark.parametrize("name", OTHER)
-def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
+def test_a_control_asks_about_other_videos(tmp_path, capsys, monkeypatch):
+    """In all its evaluations. eval.py asks with the right ones, and says that it does."""
     asked, measure = [], evaluation.answers.evaluate
 
     def watch(towers, data, *args, **options):
@@ -366,30 +363,26 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
         return measure(towers, data, *args, **options)
 
     monkeypatch.setattr(evaluation.answers, "evaluate", watch)
-    task, folder = OTHER[name].split()[0], tmp_path / "other"
-    summary = main(folder, "--task", *OTHER[name].split())
-    ours, theirs = steps(runs_of[0] / task), steps(folder)
-    assert len(theirs) == 2 and ours[-1]["loss"] != theirs[-1]["loss"]
-    if name == "answers":
-        assert 0 < summary["test"]["moving-emoji"]["upper_bound"] < 50
-        assert len(common.load_model(folder)[0].answers) == 3
-    if name == "control":  # eval.py asks with the right videos, and says that it does
-        right = {
-            split: common.load_data("moving-emoji", split, clips=(64, 24, 24))
-            for split in ("val", "test")
-        }
-        assert {data.split for data in asked} == right.keys()
-        assert not any(torch.equal(data.pixels, right[data.split].pixels) for data in asked)
-        evaluate(folder)
-        assert (
-            "the run was a control (--shuffle-video); here each question has its own"
-            in capsys.readouterr().out
-        )
-    if name == "fused":
-        assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
-        assert evaluate(folder)["metrics"] == summary["test"]["moving-emoji"]
-        found = evaluate(folder, "--tasks", "retrieval", "knn", "--knn-features", "backbone")
-        assert found["left_out"].keys() == {"retrieval"} and "knn@1" in found["metrics"]
+    main(tmp_path / "run", *"--task qa-open --shuffle-video".split())
+    right = {
+        split: common.load_data("moving-emoji", split, clips=(64, 24, 24))
+        for split in ("val", "test")
+    }
+    assert {data.split for data in asked} == right.keys()
+    assert not any(torch.equal(data.pixels, right[data.split].pixels) for data in asked)
+    evaluate(tmp_path / "run")
+    assert torch.equal(asked[-1].pixels, right["test"].pixels)
+    words = "the run was a control (--shuffle-video); here each question has its own"
+    assert words in capsys.readouterr().out
+
+
+def test_fused_pairs_have_no_embeddings_of_their_own(tmp_path):
+    summary = main(tmp_path / "run", *"--task qa-choice --qa-similarity fused".split())
+    assert steps(tmp_path / "run")[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
+    assert evaluate(tmp_path / "run")["metrics"] == summary["test"]["moving-emoji"]
+    flags = "--tasks retrieval knn --knn-features backbone".split()
+    found = evaluate(tmp_path / "run", *flags)
+    assert found["left_out"].keys() == {"retrieval"} and "knn@1" in found["metrics"]
 
 
 # as near as gradients are
