@@ -22,6 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_flatten_with_path
 
+import eval as eval_py
 import mama
 import mmts
 import ncl
@@ -31,9 +32,10 @@ from tools.check import drift as drift  # noqa: F401  (of two trainings; tests i
 
 DRAW = {script: script.draw for script in (mama, mmts, ncl, temo, temperature_schedules)}
 for script in DRAW:
-    script.draw = lambda *_, **__: (
-        None
-    )  # it would take a run four seconds; where a test asks, run_script draws
+    # it would take a run four seconds; where a test asks, run_script draws
+    script.draw = lambda *_, **__: None
+# of 4096 SLIP's head has 17 million weights, whose checkpoints take seconds
+temo.slip_head.__defaults__ = (64, 256)
 CLASSES = ["apple", "pear_tree", "zebra"]  # sample i has class i % 3
 
 
@@ -351,14 +353,10 @@ def tiny_model(kind, folder, tokenizer):
     """A transformers model of width 24 with this tokenizer, saved into a folder -> the model."""
     import transformers as T
 
-    words, layers = (
-        dict(vocab_size=len(tokenizer.tokenizer)),
-        dict(num_hidden_layers=1, num_attention_heads=2),
-    )
-    small, ids = (
-        dict(hidden_size=24, intermediate_size=32),
-        dict(eos_token_id=3, bos_token_id=2, pad_token_id=0),
-    )
+    words = dict(vocab_size=len(tokenizer.tokenizer))
+    layers = dict(num_hidden_layers=1, num_attention_heads=2)
+    small = dict(hidden_size=24, intermediate_size=32)
+    ids = dict(eos_token_id=3, bos_token_id=2, pad_token_id=0)
     tower = small | layers | dict(num_hidden_layers=2)
     make = {
         "bert": lambda: T.BertModel(T.BertConfig(**words, **small, **layers)),
@@ -425,6 +423,12 @@ def few_steps(script, folder, *flags, base=()):
         patch.setattr(Run, "finish", lambda run, *_, **__: run.bar.close())
         run_script(script, folder, *flags, base=base)
     return steps(folder)
+
+
+def evaluated(checkpoint, *flags):
+    """{data set: its result} of eval.py."""
+    words = ["--cpu", "--workers", 0, "--checkpoint", checkpoint, *flags]
+    return eval_py.main(eval_py.parse_args([*map(str, words)]))["datasets"]
 
 
 def rows(folder):

@@ -1,5 +1,5 @@
 """Questions and answers by hand: the loss, the model, its gradient and the accuracies; runs of both
-tasks, eval.py, chunks and processes, flags that are refused or without effect, tools.score."""
+tasks, eval.py, chunks and processes, flags that are refused, tools.score."""
 
 import functools
 import math
@@ -13,15 +13,15 @@ from contrastive.core.metrics import answer_vocabulary, question_metrics
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-import eval as eval_py
 import launch
 import mama
-from helpers import drift, of_set, refused, run_script, steps
+from helpers import (
+    CPU, drift, evaluated, few_steps, losses, of_set, refused, run_script, steps, tensors_of)
 from tools import score
+from tools.check import select
 
-CPU, INF = torch.device("cpu"), math.inf
+INF = math.inf
 
 
 # -------------------------------------- loss and model ---------------------------------------
@@ -97,10 +97,8 @@ def test_scores_of_choices():
 
 def test_fused_cosines_are_those_of_each_pair_alone(monkeypatch):
     """One pass for all pairs, in blocks or not, against a double loop; the gradient is finite."""
-    model, clips = (
-        model_of(["yes", "no"], similarity="fused", layers=2).double(),
-        clips_of(4).double(),
-    )
+    model = model_of(["yes", "no"], similarity="fused", layers=2).double()
+    clips = clips_of(4).double()
     tokens, question, mu, tau = words(4, 6), words(4, 5), 0.3, 0.5
     for row, length in enumerate((6, 3, 5, 1)):
         tokens["attention_mask"][row, length:] = 0
@@ -201,10 +199,8 @@ def test_accuracies_by_hand():
     }
     chance = question_metrics([1 / 5] * 8, types, pairs)  # of a random choice among five
     assert chance["accuracy"] == pytest.approx(100 * (4 * 0.2 + 2 * 0.04) / 6)
-    assert (
-        chance["accuracy predictive"] == pytest.approx(4.0)
-        and chance["accuracy predictive reason"] == 20.0
-    )
+    assert chance["accuracy predictive"] == pytest.approx(4.0)
+    assert chance["accuracy predictive reason"] == 20.0
 
 
 def data_of(asked, types=None, pairs=None):
@@ -258,24 +254,14 @@ def test_open_answers_by_hand():
     )
     known = answer_vocabulary(data.column("answer"), 2)  # the most frequent, else by the alphabet
     assert known == ["cat", "dog"] and right_answers(data, range(3), known).tolist() == [0, 1, -1]
-    scores = [
-        [2.0, 1.0],
-        [2.0, 1.0],
-        [2.0, 1.0],
-        [1.0, 1.0],
-        [1.0, 2.0],
-    ]  # right, wrong, unknown, tie, right
+    # right, wrong, unknown, tie, right
+    scores = [[2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [1.0, 1.0], [1.0, 2.0]]
     metrics, chance, pieces = scored(Told(scores, known), data, batch=4)
     assert (metrics["accuracy"], metrics["upper_bound"], metrics["questions"]) == (40, 80, 5)
     assert (metrics["accuracy what"], metrics["accuracy who"]) == (50, pytest.approx(100 / 3))
     assert (chance["accuracy"], chance["accuracy what"]) == (40, 50)  # always "cat"
-    assert pieces.predicted == ["cat", "cat", "cat", "cat", "dog"] and pieces.hits.tolist() == [
-        1,
-        0,
-        0,
-        0,
-        1,
-    ]
+    assert pieces.predicted == ["cat", "cat", "cat", "cat", "dog"]
+    assert pieces.hits.tolist() == [1, 0, 0, 0, 1]
 
 
 def test_choices_and_pairs_by_hand(capsys):
@@ -292,14 +278,11 @@ def test_choices_and_pairs_by_hand(capsys):
         100,
         50,
     )
-    assert (
-        chance["accuracy"] == pytest.approx(100 * (1 / 16 + 1 / 4) / 2)
-        and "upper_bound" not in metrics
-    )
+    assert chance["accuracy"] == pytest.approx(100 * (1 / 16 + 1 / 4) / 2)
+    assert "upper_bound" not in metrics
     assert pieces.predicted == ["b", "b", "c", "a"]
-    metrics, chance, pieces = scored(
-        model, data.select([1, 2, 3])
-    )  # half of the first pair is gone
+    # half of the first pair is gone
+    metrics, chance, pieces = scored(model, data.select([1, 2, 3]))
     assert (metrics["accuracy"], metrics["questions"], pieces.predicted) == (100, 2, ["c", "a"])
     assert chance["accuracy"] == 25 and "1 of 3 questions are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match="no question has both its answer and its reason"):
@@ -307,25 +290,10 @@ def test_choices_and_pairs_by_hand(capsys):
 
 
 # -------------------------------------- runs -------------------------------------------------
-BASE = [
-    "--cpu",
-    "--clips",
-    "64",
-    "24",
-    "24",
-    "--batch-size",
-    "16",
-    "--meta-batch-size",
-    "8",
-    "--meta-size",
-    "24",
-    "--log-every",
-    "1",
-    "--eval-every",
-    "0",
-    "--max-steps",
-    "2",
-]
+BASE = (
+    "--cpu --clips 64 24 24 --batch-size 16 --meta-batch-size 8 --meta-size 24 --log-every 1 "
+    "--eval-every 0 --max-steps 2"
+).split()
 
 
 def main(folder, *flags):
@@ -333,8 +301,7 @@ def main(folder, *flags):
 
 
 def evaluate(folder, *flags):
-    flags = ["--checkpoint", str(folder), "--cpu", "--output-dir", str(folder / "eval"), *flags]
-    return eval_py.main(eval_py.parse_args(flags))["datasets"]["moving-emoji"]
+    return evaluated(folder, *flags)["moving-emoji"]
 
 
 @pytest.fixture(scope="module")
@@ -353,16 +320,13 @@ def test_a_run_and_its_checkpoint(runs_of, task):
     """eval.py gives its numbers; with shorter texts it counts those that are cut."""
     folder, summary = runs_of[0] / task, runs_of[1][task]
     test, chance = (summary[k]["moving-emoji"] for k in ("test", "chance"))
-    assert (
-        test["questions"] == 24
-        and {"accuracy noun", "accuracy verb", "accuracy colour"} < test.keys()
-    )
+    assert test["questions"] == 24
+    assert {"accuracy noun", "accuracy verb", "accuracy colour"} < test.keys()
     assert ("upper_bound" in test) == (task == "qa-open") and chance.keys() <= test.keys()
     assert chance["accuracy"] == pytest.approx(20) or task == "qa-open"
     for row in steps(folder):
-        assert 0 < row["CE"] < row["L"] and row["loss"] == pytest.approx(
-            row["w"] * row["L"], rel=0.2
-        )
+        assert 0 < row["CE"] < row["L"]
+        assert row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
     found = evaluate(folder)
     assert found["metrics"] == test and found["chance"] == chance and not found["left_out"]
     model, tokenizer, _ = common.load_model(folder)
@@ -371,9 +335,8 @@ def test_a_run_and_its_checkpoint(runs_of, task):
     )
     texts = data.column("question")
     if task == "qa-open":
-        assert (folder / "answers.png").is_file() and (
-            folder / "eval" / "answers_moving-emoji.png"
-        ).is_file()
+        assert (folder / "answers.png").is_file()
+        assert (folder / "eval" / "answers_moving-emoji.png").is_file()
         assert model.answers == answer_vocabulary(train.column("answer"), 1500)
     else:
         texts = [
@@ -385,17 +348,14 @@ def test_a_run_and_its_checkpoint(runs_of, task):
     assert cut == sum(len(ids) > 6 for ids in tokenizer.tokenizer([*texts])["input_ids"]) > 0
 
 
-OTHER = {
-    "eta": "qa-open --eta 0",
-    "answers": "qa-open --answers 3",
-    "layers": "qa-open --fusion-layers 3",
-    "control": "qa-open --shuffle-video",
-    "fused": "qa-choice --qa-similarity fused",
-}
+def test_a_vocabulary_of_three_answers(tmp_path):
+    summary = main(tmp_path / "run", *"--task qa-open --answers 3".split())
+    assert 0 < summary["test"]["moving-emoji"]["upper_bound"] < 50
+    assert len(common.load_model(tmp_path / "run")[0].answers) == 3
 
 
-@pytest.mark.parametrize("name", OTHER)
-def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
+def test_a_control_asks_about_other_videos(tmp_path, capsys, monkeypatch):
+    """In all its evaluations. eval.py asks with the right ones, and says that it does."""
     asked, measure = [], evaluation.answers.evaluate
 
     def watch(towers, data, *args, **options):
@@ -403,83 +363,55 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
         return measure(towers, data, *args, **options)
 
     monkeypatch.setattr(evaluation.answers, "evaluate", watch)
-    task, folder = OTHER[name].split()[0], tmp_path / "other"
-    summary = main(folder, "--task", *OTHER[name].split())
-    ours, theirs = steps(runs_of[0] / task), steps(folder)
-    assert len(theirs) == 2 and ours[-1]["loss"] != theirs[-1]["loss"]
-    if name == "answers":
-        assert 0 < summary["test"]["moving-emoji"]["upper_bound"] < 50
-        assert len(common.load_model(folder)[0].answers) == 3
-    if name == "control":  # eval.py asks with the right videos, and says that it does
-        right = {
-            split: common.load_data("moving-emoji", split, clips=(64, 24, 24))
-            for split in ("val", "test")
-        }
-        assert {data.split for data in asked} == right.keys()
-        assert not any(torch.equal(data.pixels, right[data.split].pixels) for data in asked)
-        evaluate(folder)
-        assert (
-            "the run was a control (--shuffle-video); here each question has its own"
-            in capsys.readouterr().out
-        )
-    if name == "fused":
-        assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
-        assert evaluate(folder)["metrics"] == summary["test"]["moving-emoji"]
-        found = evaluate(folder, "--tasks", "retrieval", "knn", "--knn-features", "backbone")
-        assert found["left_out"].keys() == {"retrieval"} and "knn@1" in found["metrics"]
+    main(tmp_path / "run", *"--task qa-open --shuffle-video".split())
+    right = {
+        split: common.load_data("moving-emoji", split, clips=(64, 24, 24))
+        for split in ("val", "test")
+    }
+    assert {data.split for data in asked} == right.keys()
+    assert not any(torch.equal(data.pixels, right[data.split].pixels) for data in asked)
+    evaluate(tmp_path / "run")
+    assert torch.equal(asked[-1].pixels, right["test"].pixels)
+    words = "the run was a control (--shuffle-video); here each question has its own"
+    assert words in capsys.readouterr().out
 
 
-SGD = (
-    "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()
-)  # as near as gradients are
+def test_fused_pairs_have_no_embeddings_of_their_own(tmp_path):
+    summary = main(tmp_path / "run", *"--task qa-choice --qa-similarity fused".split())
+    assert steps(tmp_path / "run")[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
+    assert evaluate(tmp_path / "run")["metrics"] == summary["test"]["moving-emoji"]
+    flags = "--tasks retrieval knn --knn-features backbone".split()
+    found = evaluate(tmp_path / "run", *flags)
+    assert found["left_out"].keys() == {"retrieval"} and "knn@1" in found["metrics"]
+
+
+# as near as gradients are
+SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()
 
 
 def test_chunks_are_exact(tmp_path):
     """--chunk-size encodes questions and choices in parts: losses and weights are the same."""
+    flags = [*"--task qa-choice --weighting none".split(), *SGD]
+    states = []
     for name, chunk, lr in (("start", 0, 0), ("whole", 0, 0.02), ("parts", 5, 0.02)):
-        main(
-            tmp_path / name,
-            "--task",
-            "qa-choice",
-            "--weighting",
-            "none",
-            *SGD,
-            "--chunk-size",
-            chunk,
-            "--lr",
-            lr,
-        )
-    start, whole, parts = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("start", "whole", "parts")
-    )
+        folder = tmp_path / name
+        few_steps(mama, folder, *flags, "--chunk-size", chunk, "--lr", lr, base=BASE)
+        states.append(select(tensors_of(folder, 2), "model/"))
+    start, whole, parts = states
     assert drift(parts, whole, start) < 0.05
-    losses = [[r["loss"] for r in steps(tmp_path / name)] for name in ("whole", "parts")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
 
 def test_two_processes_are_one(tmp_path):
     """Losses, weights of the samples and accuracies, with the meta step.
 
     The texts of fused pairs differ in length between the processes."""
-    flags = [
-        *BASE,
-        "--task",
-        "qa-open",
-        "--qa-similarity",
-        "fused",
-        "--batch-size",
-        "8",
-        "--meta-batch-size",
-        "4",
-        *SGD,
-        "--meta-every",
-        "1",
-        "--max-steps",
-        "4",
-    ]
-    launch.one_and_two(
-        tmp_path, flags, 0.005, ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos")
+    words = (
+        "--task qa-open --qa-similarity fused --batch-size 8 --meta-batch-size 4 --meta-every 1 "
+        "--max-steps 4"
     )
+    names = ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos")
+    launch.one_and_two(tmp_path, [*BASE, *SGD, *words.split()], 0.005, names)
 
 
 ALONE = "--task qa-open --contrastive-weight 0"
@@ -500,28 +432,10 @@ def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path):
     assert guess == pytest.approx([math.log(16)] * 2)
 
 
-def test_flags_without_effect_are_named(tmp_path, capsys):
-    """Beside answers alone those of meta-data and margin, for retrieval those of questions."""
-    flags = "--spl-start 0.3 --meta-lr 1 --meta-size 9 --meta-batch-size 4"
-    main(tmp_path / "alone", *ALONE.split(), *flags.split())
-    said = capsys.readouterr().out
-    for flag in ("--spl-start", "--meta-lr", "--meta-size", "--meta-batch-size"):
-        assert f"WARNING: {flag} has no effect" in said
-    main(tmp_path / "pairs", *"--answers 3 --eta 2 --shuffle-video --fusion-layers 1".split())
-    said = capsys.readouterr().out
-    for flag in ("--answers", "--eta", "--shuffle-video", "--fusion-layers"):
-        assert f"WARNING: {flag} has no effect" in said
-    assert "--meta-size has no effect" not in said
-
-
 # -------------------------------------- flags that are refused -------------------------------
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (
-            "--task qa-choice --chunk-size 4",
-            "--chunk-size: --weighting meta encodes the whole batch",
-        ),
         ("--task qa-choice --qa-model vgt --qa-similarity fused", "with --qa-model fusion"),
         (
             "--task qa-open --qa-similarity fused --weighting none --chunk-size 4",
@@ -554,9 +468,9 @@ def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
     found = score.main([*folders, "--out", str(tmp_path / "scores"), "--cpu"])
     data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
     rows = [*score.caption_pairs(data, "")]  # of clips with captions of two lengths
-    assert (
-        found.shape == (2, len(rows), 2) and len(rows) > 12 and (tmp_path / "scores.png").is_file()
-    )
+    assert found.shape == (2, len(rows), 2)
+    assert len(rows) > 12
+    assert (tmp_path / "scores.png").is_file()
     model, tokenizer, transform = common.load_model(folders[1])
     texts = [of(data.captions(rows[5]), key=lambda c: len(c.split())) for of in (min, max)]
     with torch.no_grad():

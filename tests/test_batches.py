@@ -23,23 +23,8 @@ import torch
 
 import launch
 from helpers import (
-    CPU,
-    TEXT,
-    TRUNCATED,
-    all_rows,
-    batches_of,
-    caption,
-    complains,
-    counted,
-    numbers,
-    tar_samples,
-    write_captions,
-    write_clips,
-    write_images,
-    write_rows,
-    write_tar,
-    write_video,
-)
+    CPU, TEXT, TRUNCATED, all_rows, batches_of, caption, complains, counted, numbers, tar_samples,
+    write_captions, write_clips, write_images, write_rows, write_tar, write_video)
 
 VIEWS = [
     common.Augment(16, 0.5, 0.5, randaugment=(2, 7)),
@@ -99,13 +84,10 @@ def test_many_shards_are_read_a_few_at_a_time(forty):
     assert np.array_equal(order, epoch_order(n, 3, 1, 7 * forty + 2))  # of no shard's number
     for other in ((3, 2), (4, 1)):
         assert not np.array_equal(order, epoch_order(n, *other, forty))
-    read, sizes = (
-        forty[order],
-        np.bincount(forty),
-    )  # (n,) the shard of each row in the order of reading; (40,)
-    turns = np.argsort(
-        [np.flatnonzero(read == s)[0] for s in range(40)]
-    )  # shards as they are begun
+    read = forty[order]  # (n,) the shard of each row in the order of reading
+    sizes = np.bincount(forty)  # (40,)
+    # shards as they are begun
+    turns = np.argsort([np.flatnonzero(read == s)[0] for s in range(40)])
     windows = [
         turns[:SHARDS_AT_ONCE],
         turns[SHARDS_AT_ONCE : 2 * SHARDS_AT_ONCE],
@@ -113,15 +95,12 @@ def test_many_shards_are_read_a_few_at_a_time(forty):
     ]
     at = np.cumsum([0, *(sizes[w].sum() for w in windows)])
     for window, start, stop in zip(windows, at, at[1:]):
-        assert set(read[start:stop].tolist()) == set(
-            window.tolist()
-        )  # a window is these shards, whole
-        assert (np.diff(order[start:stop]) == 1).mean() < 0.1 and len(
-            set(read[start : start + 32].tolist())
-        ) > 6  # mixed
-    assert not np.array_equal(
-        np.sort(windows[0]), np.arange(16)
-    )  # the shards come in random order too
+        # a window is these shards, whole
+        assert set(read[start:stop].tolist()) == set(window.tolist())
+        assert (np.diff(order[start:stop]) == 1).mean() < 0.1
+        assert len(set(read[start : start + 32].tolist())) > 6  # mixed
+    # the shards come in random order too
+    assert not np.array_equal(np.sort(windows[0]), np.arange(16))
 
 
 def test_epoch_batches(forty):
@@ -129,9 +108,8 @@ def test_epoch_batches(forty):
     steps = list(epoch_batches(n, 32, 7, 0, 2 * per_epoch + 1, shards=forty))
     assert [e for e, _ in steps] == [0] * per_epoch + [1] * per_epoch + [2]
     for e in (0, 1):
-        rows = np.concatenate(
-            [b for epoch, b in steps if epoch == e]
-        )  # what is left waits for another epoch
+        # what is left waits for another epoch
+        rows = np.concatenate([b for epoch, b in steps if epoch == e])
         assert np.array_equal(rows, epoch_order(n, 7, e, forty)[: per_epoch * 32])
 
 
@@ -164,14 +142,12 @@ def test_batches_do_not_depend_on_workers_nor_on_where_they_start(kind, sets):
         same_batch(a, b) for a, b in zip(whole, batches_of(data, VIEWS, size, last=7, seed=4))
     )
     shape = (size, 4, 3, 16, 16) if kind == "clips" else (size, 3, 16, 16)
-    assert [tuple(v.shape) for v in whole[0]["views"]] == [shape] * 2 and whole[0][
-        "draws"
-    ].shape == (size, 32)
+    assert [tuple(v.shape) for v in whole[0]["views"]] == [shape] * 2
+    assert whole[0]["draws"].shape == (size, 32)
     rows = {k: i for i, k in enumerate(data.keys())}
     for b in whole:
-        assert b["captions"] == [data.captions(rows[k]) for k in b["keys"]] and b[
-            "rows"
-        ].tolist() == [rows[k] for k in b["keys"]]
+        assert b["captions"] == [data.captions(rows[k]) for k in b["keys"]]
+        assert b["rows"].tolist() == [rows[k] for k in b["keys"]]
     epoch = len(data) // size
     assert len({k for b in whole[:epoch] for k in b["keys"]}) == epoch * size
 
@@ -208,10 +184,8 @@ def test_two_processes_get_the_batches_of_one(tmp_path):
     )
     alone = batches_of(data, VIEWS, last=7)
     for a, b, whole in zip(left, right, counted(alone), strict=True):
-        assert (
-            a["keys"] + b["keys"] == whole["keys"]
-            and a["captions"] + b["captions"] == whole["captions"]
-        )
+        assert a["keys"] + b["keys"] == whole["keys"]
+        assert a["captions"] + b["captions"] == whole["captions"]
         assert a["epoch"] == whole["epoch"]
         assert all(
             torch.equal(torch.cat(v), w) for *v, w in zip(a["views"], b["views"], whole["views"])
@@ -236,9 +210,8 @@ def test_bad_samples_are_replaced_by_the_next_counted_and_listed(tmp_path):
     assert seen == [after.get(k, k) for k in order]
     lines = (tmp_path / "bad_samples.txt").read_text(encoding="utf8").splitlines()
     reasons = dict(line.split("\t") for line in lines)
-    assert (
-        set(batches.bad) == set(after) == set(reasons) and len(lines) == 3
-    )  # each once in two epochs
+    assert set(batches.bad) == set(after) == set(reasons)
+    assert len(lines) == 3  # each once in two epochs
     for k, words in ((3, "truncated"), (4, "cannot identify"), (35, "No such file")):
         assert words in reasons[keys[k]]
 
@@ -283,10 +256,8 @@ def test_random_frames_change_with_the_epoch_and_a_broken_clip_is_replaced(tmp_p
     ]
     path = write_rows(tmp_path / "a.csv", ["video", "caption", "split"], rows)
     data = common.load_data(str(path), "train", frames=4, frame_sampling="random")
-    batches, found = (
-        batches_of(data, [PLAIN], 12, last=2, side=32),
-        [defaultdict(list), defaultdict(list)],
-    )
+    batches = batches_of(data, [PLAIN], 12, last=2, side=32)
+    found = [defaultdict(list), defaultdict(list)]
     for epoch, key, shown in shown_by(batches):
         found[epoch][key].append(shown)
     assert [*batches.bad] == [names[4]]
@@ -315,9 +286,8 @@ def test_all_frames_of_a_clip_get_the_same_view(tmp_path):
             assert (x - x[:, :1]).abs().max() < 1e-4, v
             for key, clip in zip(batch["keys"], x):
                 views[key, v].append(clip[0])
-    assert len(views) == 20 and not any(
-        torch.equal(*of) for of in views.values()
-    )  # every epoch shows another crop
+    assert len(views) == 20
+    assert not any(torch.equal(*of) for of in views.values())  # every epoch shows another crop
 
 
 def test_a_forked_process_reads_clips_after_its_parent(tmp_path):
@@ -346,10 +316,8 @@ def test_evaluation_batches_count_frames_and_leave_out_what_cannot_be_read(tmp_p
             sizes.append(len(x))
             return x.mean((1, 2, 3, 4))[:, None], None, x.mean((1, 3, 4))
 
-    view, data = (
-        common.EvalTransform(32, (0,) * 3, (1,) * 3),
-        common.load_data(str(path), "train", frames=4),
-    )
+    view = common.EvalTransform(32, (0,) * 3, (1,) * 3)
+    data = common.load_data(str(path), "train", frames=4)
     index, _, features, bad = evaluation.embed.encode_images(
         Model(), data, view, CPU, batch=16, workers=2
     )
@@ -368,11 +336,9 @@ def test_the_index_of_tars_is_made_anew_when_they_change(tmp_path):
     both = data_tars.index_tars(
         "x", "train", [tmp_path / "0.tar", tmp_path / "1.tar"], DataOptions()
     )
-    assert (
-        both.key(3) == "0/000003"
-        and both.key(41) == "1/000001"
-        and both.shards.tolist() == [0] * 40 + [1] * 5
-    )
+    assert both.key(3) == "0/000003"
+    assert both.key(41) == "1/000001"
+    assert both.shards.tolist() == [0] * 40 + [1] * 5
 
 
 @pytest.mark.parametrize(
@@ -382,9 +348,8 @@ def test_a_tar_that_cannot_be_read_to_its_end_is_named(damage, tmp_path):
     content = write_tar(tmp_path / "a.tar", tar_samples(range(20), "jpg", "txt")).read_bytes()
     (tmp_path / "a.tar").write_bytes(damage(content))
     complains(tmp_path / "a.tar", "train", "a.tar: not a tar that can be read to its end")
-    found = list(
-        data_tars.read_tar(str(tmp_path / "a.tar"))
-    )  # a stream gives what it can, and one bad sample
+    # a stream gives what it can, and one bad sample
+    found = list(data_tars.read_tar(str(tmp_path / "a.tar")))
     assert isinstance(found[-1][1], Exception) and len(found) < 15
 
 
@@ -418,9 +383,8 @@ def items(data, process=0, processes=1, *, count=None, first=0, local=6):
 def test_two_readers_share_an_epoch_between_them(shards):
     data = stream(shards)
     left, right, views = items(data, 0, 2), items(data, 1, 2), {i[0]: i[2] for i in items(data)}
-    assert len(left) == len(right) == 12 and {i[0] for i in left + right} == {
-        f"{i:06}" for i in range(24)
-    }
+    assert len(left) == len(right) == 12
+    assert {i[0] for i in left + right} == {f"{i:06}" for i in range(24)}
     # whoever reads a key, its views are the same
     assert all(
         torch.equal(a, b) for key, _, v in left + right for a, b in zip(v, views[key], strict=True)
@@ -465,9 +429,8 @@ def test_samples_without_caption_are_left_out_of_an_index_and_bad_in_a_stream(tm
     batches = batches_of(stream(tmp_path), VIEWS, 4, last=3)
     keys = [k for b in counted(batches) for k in b["keys"]]
     assert {*batches.bad} == {"000005", "000007"} and {*keys} == {*samples} - {"000005", "000007"}
-    assert (
-        len(keys) == 12 and keys.count("000006") == keys.count("000008") == 2
-    )  # a bad one has the next in its place
+    assert len(keys) == 12
+    assert keys.count("000006") == keys.count("000008") == 2  # a bad one has the next in its place
 
 
 def test_more_processes_than_shards_is_refused(shards, monkeypatch):
@@ -490,6 +453,5 @@ def test_a_stream_of_videos(tmp_path):
     found = [
         *shown_by(batches_of(dataclasses.replace(data, buffer=3), [PLAIN], 4, last=1, side=32))
     ]
-    assert len(found) == 4 and all(
-        shown == [8 * int(key) + j for j in (0, 2, 5, 7)] for _, key, shown in found
-    )
+    assert len(found) == 4
+    assert all(shown == [8 * int(key) + j for j in (0, 2, 5, 7)] for _, key, shown in found)

@@ -16,15 +16,7 @@ import torch
 import launch
 import mama
 from helpers import (
-    TEXT,
-    frame,
-    frame_number,
-    open_splits,
-    write_captions,
-    write_images,
-    write_rows,
-    write_video,
-)
+    TEXT, frame, frame_number, open_splits, write_captions, write_images, write_rows, write_video)
 from tools import caption, paraphrase
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -60,20 +52,16 @@ def test_key_frames_are_the_equations_on_random_features(n, k, q, scale):
 
 
 def test_still_shots_few_frames_and_equal_frames():
-    still, moving = (
-        torch.zeros(20, 3),
-        torch.randn(10, 3, generator=torch.Generator().manual_seed(2)),
-    )
+    still = torch.zeros(20, 3)
+    moving = torch.randn(10, 3, generator=torch.Generator().manual_seed(2))
     found = mama.key_frames(torch.cat([still, moving]), q=6).tolist()
-    assert (
-        found[0] == 0 and len(found) == 6 and all(f >= 20 for f in found[1:])
-    )  # a still shot is one key frame
+    assert found[0] == 0
+    assert len(found) == 6
+    assert all(f >= 20 for f in found[1:])  # a still shot is one key frame
     assert mama.key_frames(torch.zeros(5, 2), q=12).tolist() == [0, 1, 2, 3, 4]
     assert mama.key_frames(torch.zeros(30, 2), q=4).tolist() == [0, 1, 2, 3]  # equal: the first
-    assert mama.key_frames([[0.0], [1.0], [5.0]], k=6, q=2).tolist() == [
-        0,
-        1,
-    ]  # k is capped, lists will do
+    # k is capped, lists will do
+    assert mama.key_frames([[0.0], [1.0], [5.0]], k=6, q=2).tolist() == [0, 1]
     with pytest.raises(ValueError, match="finite"):
         mama.key_frames(torch.full((3, 2), math.nan), q=1)
 
@@ -81,11 +69,9 @@ def test_still_shots_few_frames_and_equal_frames():
 def test_the_picture_shows_frames_from_left_to_right_and_top_to_bottom_in_a_square():
     frames = torch.stack([torch.full((3, 10, 16), 20 * i) for i in range(12)]).byte()
     picture = np.asarray(caption.grid_picture(frames, 3))  # 3 wide, 4 high: 48 x 40
-    assert (
-        picture.shape == (48, 48, 3)
-        and (picture[:4] == caption.GREY).all()
-        and (picture[44:] == caption.GREY).all()
-    )
+    assert picture.shape == (48, 48, 3)
+    assert (picture[:4] == caption.GREY).all()
+    assert (picture[44:] == caption.GREY).all()
     cells = picture[4:44].reshape(4, 10, 3, 16, 3)
     assert (cells == 20 * np.arange(12).reshape(4, 1, 3, 1, 1)).all()
 
@@ -126,10 +112,8 @@ def model_of(kind, folder):
     """A random LLaVA, BLIP-2, InstructBLIP, Llama or T5 and its processor, as a user has them."""
     import transformers as T
 
-    words, tower = (
-        words_tokenizer(),
-        SIZES | {"intermediate_size": 16, "image_size": 32, "patch_size": 16},
-    )
+    words = words_tokenizer()
+    tower = SIZES | {"intermediate_size": 16, "image_size": 32, "patch_size": 16}
     llama = T.LlamaConfig(**SIZES, **IDS, vocab_size=len(words), intermediate_size=16)
     image = {"image_token_index": words.convert_tokens_to_ids("<image>")}
     torch.manual_seed(5)  # of others some say nothing
@@ -251,9 +235,8 @@ def test_a_csv_of_captions_that_the_scripts_read(kind, videos, tmp_path, capsys,
     rows = run(videos, tmp_path / "captions.csv", model_of(kind, tmp_path / "model"))
     assert list(rows) == ["a.mp4", "b.mp4", "c.mp4", "inside/d.mp4"]
     assert all(rows.values()) and len(set(rows.values())) > 1  # the pictures matter
-    assert not any(
-        "sentence for the video" in text for text in rows.values()
-    )  # what was asked is no answer
+    # what was asked is no answer
+    assert not any("sentence for the video" in text for text in rows.values())
     assert "4 captions; 1 clips have none" in capsys.readouterr().out
     report = json.loads((tmp_path / "captions.csv.json").read_text())
     assert report["captions"] == 4 and [x["video"] for x in report["without"]] == ["z.mp4"]
@@ -284,14 +267,12 @@ def test_captions_of_frames_are_summed_up_by_another_model(llava, videos, tmp_pa
     )
     assert rows and not any("Sentences" in text for text in rows.values())
     first = asked[0].split("\n")
-    assert (
-        first[0] == "Sentences on frames of one video in the order of time:" and len(first) == 6
-    )  # four frames
+    assert first[0] == "Sentences on frames of one video in the order of time:"
+    assert len(first) == 6  # four frames
     assert len(asked) == 4
     args = SimpleNamespace(dtype="float32", device="cpu", temperature=0, max_new_tokens=6)
-    assert (
-        len(true(model_of("T5", tmp_path / "t5"), args)(["red", "green"])) == 2
-    )  # an encoder-decoder
+    # an encoder-decoder
+    assert len(true(model_of("T5", tmp_path / "t5"), args)(["red", "green"])) == 2
 
 
 ANSWERS = SimpleNamespace(dtype="float32", device="cpu", temperature=0, max_new_tokens=6)
@@ -403,18 +384,13 @@ def test_paraphrases_by_a_model_that_goes_on_with_its_own_file(tmp_path):
     paraphrase.main([*flags, str(path)])
     lines = path.read_text(encoding="utf8").splitlines(keepends=True)
     rows = [json.loads(line) for line in lines]
-    assert [r["caption"] for r in rows] == [
-        "a cat",
-        "a dog sat",
-        "the red cow",
-        "on a mat",
-    ]  # the duplicate once
+    # the duplicate once
+    assert [r["caption"] for r in rows] == ["a cat", "a dog sat", "the red cow", "on a mat"]
     assert all(len(r["paraphrases"]) == 5 for r in rows)
 
     done = json.dumps(rows[0] | {"paraphrases": ["kept"] * 5}) + "\n"
-    path.write_text(
-        done + lines[1] + lines[2][: len(lines[2]) // 2], encoding="utf8"
-    )  # a kill in the third line
+    # a kill in the third line
+    path.write_text(done + lines[1] + lines[2][: len(lines[2]) // 2], encoding="utf8")
     paraphrase.main([*flags, str(path)])
     assert path.read_text(encoding="utf8").splitlines(keepends=True) == [done, *lines[1:]]
     assert len(Paraphrases(path).hashes) == 4 and Paraphrases(path).get(["a cat"]) == [["kept"] * 5]

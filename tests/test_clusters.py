@@ -21,10 +21,9 @@ import torch
 
 import mama
 import mmts
-from helpers import run_script, unit, write_rows, write_video
+from helpers import CPU, run_script, unit, write_rows, write_video
 from tools import figures as several
 
-CPU = torch.device("cpu")
 KINDS = ["a red apple", "the green pear", "some blue birds"]
 CAPTIONS = [[f"{KINDS[i % 3]} {w}" for w in ("here", "there")] for i in (0, 0, 0, 0, 1, 1, 1, 2)]
 
@@ -225,15 +224,8 @@ def msrvtt(root):
         for k in range(32)
     ]
     (root / "MSRVTT_data.json").write_text(json.dumps({"videos": about, "sentences": said}))
-    return [
-        "--dataset",
-        "msrvtt",
-        "--data-dir",
-        str(root),
-        "--video-dir",
-        str(root / "videos"),
-        *SMALL,
-    ]
+    folders = ["--data-dir", str(root), "--video-dir", str(root / "videos")]
+    return ["--dataset", "msrvtt", *folders, *SMALL]
 
 
 def meta_of(flags, *more):
@@ -266,10 +258,8 @@ def test_clusters_of_captions_in_turn():
     )
     kind = np.repeat(range(6), counts)
     found, how = balanced_rows(data, 24, by_captions=True)
-    assert (
-        sorted(Counter(kind[found].tolist()).values()) == [1, 4, 4, 5, 5, 5]
-        and len({*found.tolist()}) == 24
-    )
+    assert sorted(Counter(kind[found].tolist()).values()) == [1, 4, 4, 5, 5, 5]
+    assert len({*found.tolist()}) == 24
     assert how.startswith("balanced over 6 clusters of captions")
     plain, how = balanced_rows(data, 24)
     assert how.startswith("at random") and max(Counter(kind[plain].tolist()).values()) > 8
@@ -307,21 +297,11 @@ def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, 
     )
     run_script(mama, tmp_path / "mama", *files, "--meta-size", "4", "--unfold-captions")
     assert seen and all(len(keys) == len(set(keys)) for keys in seen)
-    several.main(
-        [
-            "concepts",
-            *[str(tmp_path / "mama")] * 2,
-            "--topics",
-            "2",
-            "--out",
-            str(tmp_path / "t.png"),
-        ]
-    )
+    folders = [str(tmp_path / "mama")] * 2
+    several.main(["concepts", *folders, "--topics", "2", "--out", str(tmp_path / "t.png")])
     said = capsys.readouterr().out
-    assert (
-        "1 of 4 queries have no topic and are left out" in said
-        and "% of the training rows, gain" in said
-    )
+    assert "1 of 4 queries have no topic and are left out" in said
+    assert "% of the training rows, gain" in said
     assert "nan" not in said and (tmp_path / "t.png").stat().st_size > 5000
     table = common.make_table(
         [
@@ -337,10 +317,8 @@ def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, 
     topics = several.Topics(data, 2)
     clips, names = topics.of_clips, topics.names
     queries = topics.of_texts(["the cats purr", "cars race", "unheard of"])
-    assert (
-        len(clips) == 20
-        and len(set(clips[:2])) == len(set(clips[2:4])) == 1
-        and clips[0] != clips[2]
-    )
+    assert len(clips) == 20
+    assert len(set(clips[:2])) == len(set(clips[2:4])) == 1
+    assert clips[0] != clips[2]
     assert queries.tolist() == [clips[0], clips[2], -1]
     assert "cats" in names[clips[0]] and "cars" in names[clips[2]]

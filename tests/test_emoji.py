@@ -1,5 +1,6 @@
 """Emoji, moving emoji and emoji scenes: what they show, and what their splits hold out."""
 
+import math
 import re
 from collections import Counter, defaultdict
 
@@ -36,22 +37,17 @@ def test_emoji_counts_and_captions(emoji):
     assert {s: len(d.label_names) for s, d in emoji.items()} == dict.fromkeys(SPLITS, 99)
     for s, d in emoji.items():  # variants of skin only train, and say so
         for key, said in zip(d.column("key"), captions[s], strict=True):
-            assert (
-                said
-                and len(set(said)) == len(said)
-                and all(c == c.lower() and "_" not in c for c in said)
-            )
-            assert {"skin tone" in c for c in said} == {" " in key} and (
-                s == "train" or " " not in key
-            )
+            assert said
+            assert len(set(said)) == len(said)
+            assert all(c == c.lower() and "_" not in c for c in said)
+            assert {"skin tone" in c for c in said} == {" " in key}
+            assert s == "train" or " " not in key
         pairs = set(zip(d.groups.tolist(), [x.numpy().tobytes() for x in d.pixels], strict=True))
         assert len(pairs) == len(set(d.groups.tolist()))  # the drawings of one group are alike
-    assert (
-        sum(" " not in k for d in emoji.values() for k in d.column("key")) == 1898
-    )  # base drawings
-    assert (
-        len(set(emoji["test"].groups.tolist())) == 166
-    )  # identical drawings are positives of each other
+    # base drawings
+    assert sum(" " not in k for d in emoji.values() for k in d.column("key")) == 1898
+    # identical drawings are positives of each other
+    assert len(set(emoji["test"].groups.tolist())) == 166
 
 
 def test_no_emoji_twin_crosses_the_splits(emoji):
@@ -144,27 +140,15 @@ def drawn(d):
 def test_moving_emoji_counts_columns_and_drawings(moving):
     """The same in every process; three captions of a clip have other forms, phrases and names for
     the same facts."""
-    columns = {
-        "verb",
-        "noun",
-        "colour",
-        "label",
-        "group",
-        "noisy",
-        "question",
-        "question_type",
-        "answer",
-        "choices",
-    }
+    columns = "verb noun colour label group noisy question question_type answer choices".split()
     names, forms = moving_emoji.draw_sprites(32).names, Counter()
     assert len(names) == 120 and all(re.fullmatch("[a-z ]+", n) for of in names for n in of)
     for d, n in zip(moving.values(), (2000, 300, 300), strict=True):
-        assert (
-            d.pixels.shape == (n, 4, 3, 32, 32) and d.pixels.dtype == torch.uint8 and d.clip is None
-        )
-        assert {*d[5]} == {"pixels", "captions", "key", *columns} - {"group"} and d[5][
-            "label"
-        ] == d[5]["verb"]
+        assert d.pixels.shape == (n, 4, 3, 32, 32)
+        assert d.pixels.dtype == torch.uint8
+        assert d.clip is None
+        assert {*d[5]} == {"pixels", "captions", "key", *columns} - {"group"}
+        assert d[5]["label"] == d[5]["verb"]
         assert [d.names(c) for c in ("label", "verb", "noun", "colour")] == [
             [*moving_emoji.MOTIONS],
             [*moving_emoji.MOTIONS],
@@ -178,11 +162,11 @@ def test_moving_emoji_counts_columns_and_drawings(moving):
             forms.update(form for form, *_ in said)
     assert len(forms) == 6 and min(forms.values()) > 0.14 * sum(forms.values())
     assert len({key for d in moving.values() for key in d.keys()}) == 2600
-    again = moving_emoji.load("moving-emoji", "val", DataOptions())
-    assert all(
-        again.column(c) == moving["val"].column(c) for c in ("captions", "question", "choices")
-    )
-    assert torch.equal(again.pixels, moving["val"].pixels)
+    val, again = moving["val"], moving_emoji.load("moving-emoji", "val", DataOptions())
+    assert val.captions(0)[1] == "on grey ground one rosette glides leftwards"
+    assert val.column("choices")[0] == ["rosette", "toolbox", "sari", "butterfly", "hut"]
+    assert all(again.column(c) == val.column(c) for c in ("captions", "question", "choices"))
+    assert torch.equal(again.pixels, val.pixels)
 
 
 def test_moving_emoji_moves_and_shows_what_its_captions_say(moving):
@@ -212,28 +196,24 @@ def test_moving_emoji_holds_out_pairs_but_neither_verbs_nor_nouns(moving):
         counts = sorted(
             Counter(pair[part] for pair in both(moving["train"])).values(), reverse=True
         )
-        assert (
-            counts[0] > share * 2000 and counts[0] > 10 * counts[-1] and counts[0] > 1.5 * counts[1]
-        )
+        assert counts[0] > share * 2000
+        assert counts[0] > 10 * counts[-1]
+        assert counts[0] > 1.5 * counts[1]
     assert {verb for verb, _ in pairs["train"]} == set(range(24))
-    assert all(
-        groups_are_facts(d) for d in moving.values()
-    )  # clips of one pair and colour are positives
+    # clips of one pair and colour are positives
+    assert all(groups_are_facts(d) for d in moving.values())
 
 
 def test_moving_emoji_thousands_of_distinct_test_clips():
     """Each pair in turn: a pair comes again in another colour, and only after all its colours in
     one it had."""
     train, test = (small(s, clips=[4000, 30, 2000], image_size=16) for s in ("train", "test"))
-    assert len(drawn(test)) == len(test) == len(
-        set(test.groups.tolist())
-    ) == 2000 and groups_are_facts(test)
+    assert len(drawn(test)) == len(test) == len(set(test.groups.tolist())) == 2000
+    assert groups_are_facts(test)
     times = Counter(both(test))
-    assert (
-        len(times) < 400
-        and max(times.values()) - min(times.values()) == 1
-        and max(times.values()) <= 6
-    )
+    assert len(times) < 400
+    assert max(times.values()) - min(times.values()) == 1
+    assert max(times.values()) <= 6
     assert not set(times) & set(both(train)) and not drawn(test) & drawn(train)
     assert all(all(agree(test, i)) for i in range(0, 2000, 7)) and "2000 descriptions" in test.note
 
@@ -249,19 +229,16 @@ def test_moving_emoji_by_the_law_of_training():
         d = zipf[s]
         assert groups_are_facts(d) and all(all(agree(d, i)) for i in range(0, len(d), 9))
         assert "law of val and test: zipf" in d.note
-        assert len(drawn(d)) == len(d) and not drawn(d) & (
-            drawn(zipf["train"]) | drawn(zipf[other])
-        )
+        assert len(drawn(d)) == len(d)
+        assert not drawn(d) & (drawn(zipf["train"]) | drawn(zipf[other]))
         assert not set(both(d)) & {*both(once["val"]), *both(once["test"])}
     train, test = (Counter(both(zipf[s])) for s in ("train", "test"))
-    often = [
-        pair for pair, _ in train.most_common(30)
-    ]  # a third of all clips, as often in test as in train
+    # a third of all clips, as often in test as in train
+    often = [pair for pair, _ in train.most_common(30)]
     shares = [sum(pairs[pair] for pair in often) / 2000 for pairs in (train, test)]
     assert shares[0] > 0.25 and abs(shares[1] - shares[0]) < 0.05
-    assert (
-        0.7 < sum(n for pair, n in test.items() if pair in train) / 2000 < 0.95
-    )  # the tail is drawn anew
+    # the tail is drawn anew
+    assert 0.7 < sum(n for pair, n in test.items() if pair in train) / 2000 < 0.95
 
 
 def test_moving_emoji_tests_nothing_that_a_small_training_set_never_shows():
@@ -285,26 +262,44 @@ def test_moving_emoji_questions(moving):
         for i in range(len(d)):
             question, answer, choices = (d.column(c)[i] for c in ("question", "answer", "choices"))
             kind = asked[question]
-            assert (
-                answer == d.names(kind)[d.column(kind)[i]] and d.column("question_type")[i] == kind
-            )
+            assert answer == d.names(kind)[d.column(kind)[i]]
+            assert d.column("question_type")[i] == kind
             assert len(set(choices)) == len(choices) == 5 and {*choices} < {*d.names(kind)}
             places[choices.index(answer)] += 1
             kinds[kind] += 1
-    assert len(kinds) == 3 and min(places[k] for k in range(5)) > 0.15 * sum(
-        places.values()
-    )  # the place tells nothing
+    assert len(kinds) == 3
+    assert min(places[k] for k in range(5)) > 0.15 * sum(places.values())  # the place tells nothing
+
+
+def test_moving_emoji_sounds_and_subtitles_say_verb_and_noun():
+    """A tone for the verb and then one for the noun, from 200 Hz of the first class to 3,200 Hz of
+    the last; other words than the first caption."""
+    data = small(clips=[60, 4, 4], modalities="vas").select(range(59, -1, -1))
+    names = moving_emoji.draw_sprites(32).names
+    pitch_of_class = {"verb": {}, "noun": {}}
+    for i in range(60):
+        tones = np.split(data.samples(i), 2)
+        for (kind, pitches), tone in zip(pitch_of_class.items(), tones):
+            pitch = abs(np.fft.rfft(tone)).argmax() * 16000 / len(tone)
+            assert pitches.setdefault(data.column(kind)[i], pitch) == pitch
+        verb, noun = (data.column(kind)[i] for kind in pitch_of_class)
+        name, _, phrase = data.sound_and_text(i)["subtitle"].partition(", it ")
+        assert name.removeprefix("now look at the ") in names[noun]
+        assert phrase in list(moving_emoji.MOTIONS.values())[verb].phrases
+    for pitches, last in zip(pitch_of_class.values(), (23, 119)):
+        rising = [pitches[k] for k in sorted(pitches)]
+        assert rising == sorted(rising) and len(rising) > 10
+        for k, pitch in pitches.items():
+            assert math.log2(pitch / 200) == pytest.approx(4 * k / last, abs=0.02)
 
 
 @pytest.mark.parametrize("noise", [0.1, 1.0])
 def test_caption_noise_mismatches_the_announced_part_of_training(noise):
     clean, noisy = (small("train", clips=[1000, 40, 40], caption_noise=n) for n in (0.0, noise))
     right, wrong = np.array([sum(agree(noisy, i)) for i in range(1000)]), noisy.column("noisy")
-    assert (
-        not clean.column("noisy").any()
-        and wrong.sum() == 1000 * noise
-        and f"{wrong.sum():,} examples with another's captions" in noisy.note
-    )
+    assert not clean.column("noisy").any()
+    assert wrong.sum() == 1000 * noise
+    assert f"{wrong.sum():,} examples with another's captions" in noisy.note
     # not one caption fits by chance, as the most frequent pair is 6 % of the clips
     assert np.array_equal(right, np.where(wrong, 0, 3)) and torch.equal(clean.pixels, noisy.pixels)
     dealt = [sorted(map(tuple, d.column("captions"))) for d in (clean, noisy)]
@@ -323,9 +318,8 @@ def test_emoji_scenes_show_their_class_and_hide_it_from_pixels_and_colours():
     train, test = sets["train"], sets["test"]
     assert train.pixels.shape[1:] == (3, 32, 32) and np.bincount(test.labels).tolist() == [5] * 60
     names = train.label_names
-    assert len({*names}) == 60 and all(
-        train.captions(i)[0] == names[y] for i, y in enumerate(train.labels)
-    )
+    assert len({*names}) == 60
+    assert all(train.captions(i)[0] == names[y] for i, y in enumerate(train.labels))
     again = common.load_data("emoji-scenes", "train", scenes=[20, 2, 5])
     assert torch.equal(train.pixels, again.pixels)
     corners = train.pixels[:, :, 0, 0].float()  # mostly background

@@ -22,9 +22,8 @@ def loop(sim, rel):
     """{mAP, mAP_binary, nDCG, no_match, unrelated} of the rows as queries, in plain Python."""
     ap, binary, ndcg = [], [], []
     for s, r in zip(np.asarray(sim, float).tolist(), np.asarray(rel, float).tolist()):
-        ranked = [
-            r[j] for j in sorted(range(len(s)), key=lambda j: (-s[j], r[j]))
-        ]  # ties: least relevant first
+        # ties: least relevant first
+        ranked = [r[j] for j in sorted(range(len(s)), key=lambda j: (-s[j], r[j]))]
         ones, above = sum(x == 1 for x in ranked), sum(x > 0 for x in ranked)
         if ones:
             at = [k for k, x in enumerate(ranked) if x == 1]
@@ -55,9 +54,8 @@ def soft_relevancy(rows, columns, seed=0):
 @pytest.mark.parametrize("chunk", [7, 1024])
 def test_against_a_plain_loop(kind, chunk):
     rel = soft_relevancy(31, 23)
-    sim = torch.from_numpy(np.random.default_rng(1).normal(size=rel.shape).round(1)).to(
-        kind
-    )  # rounded: many ties
+    # rounded: many ties
+    sim = torch.from_numpy(np.random.default_rng(1).normal(size=rel.shape).round(1)).to(kind)
     got = common.mir_metrics(sim, torch.from_numpy(rel).to(kind), chunk=chunk)
     for way, s, r in (("rows", sim, rel), ("columns", sim.T, rel.T)):
         want = loop(s, r)
@@ -97,10 +95,8 @@ def test_chance_is_what_a_random_order_gets():
 
 
 def test_recalls_of_frequent_and_rare_queries():
-    ranks, frequency = (
-        np.array([1, 1, 1, 4, 20, 1, 60, 60, 60]),
-        np.array([9, 9, 9, 5, 5, 5, 1, 2, 1]),
-    )
+    ranks = np.array([1, 1, 1, 4, 20, 1, 60, 60, 60])
+    frequency = np.array([9, 9, 9, 5, 5, 5, 1, 2, 1])
     recalls = evaluation.by_class.recall_by_frequency
     got = recalls(ranks, frequency)
     assert [got[k]["R@1"] for k in ("head", "mid", "tail")] == pytest.approx([100, 100 / 3, 0])
@@ -118,24 +114,19 @@ def test_recalls_of_frequent_and_rare_queries():
 def test_relevancy_of_classes():
     nouns = multi_hot([[1], [1, 2], [0, 1, 2, 3, 4]], 6)
     got = class_relevancy([3, 3, 5], nouns, [3, 5], multi_hot([[1], [0]], 6), torch.float64)
-    assert got.tolist() == [
-        [1, 0],
-        [0.75, 0],
-        [0.1, 0.6],
-    ]  # (1 + 1)/2, (1 + 1/2)/2, (0 + 1/5)/2, (1 + 1/5)/2
+    # (1 + 1)/2, (1 + 1/2)/2, (0 + 1/5)/2, (1 + 1/5)/2
+    assert got.tolist() == [[1, 0], [0.75, 0], [0.1, 0.6]]
 
 
 def test_moving_emoji_is_scored_by_its_own_relevancy():
-    """A model that knows the classes is perfect, one that knows nothing is at chance; clips and
+    """A model that knows the classes is perfect; chance is that of its relevancies; clips and
     captions of one pair have relevancy 1."""
     data = common.load_data("moving-emoji", "val", clips=[300, 40, 40])
-    index = np.array(
-        [0, *range(0, 38, 2)]
-    )  # the captions of one clip come twice, and are one query each
+    # the captions of one clip come twice, and are one query each
+    index = np.array([0, *range(0, 38, 2)])
     texts = [data.captions(i) for i in index]
-    whole = sum(
-        (data.column(c)[:, None] == data.column(c)) / 2 for c in ("verb", "noun")
-    )  # (40, 40), halves of both
+    # (40, 40), halves of both
+    whole = sum((data.column(c)[:, None] == data.column(c)) / 2 for c in ("verb", "noun"))
     eye = torch.eye(int(data.column("group").max()) + 1)
     image = eye[data.column("group")[index]]
     owner = np.repeat(np.arange(20), 3)
@@ -148,16 +139,14 @@ def test_moving_emoji_is_scored_by_its_own_relevancy():
         texts=[t for c in texts for t in c],
     )
     metrics, chance = evaluation.retrieval.multi_instance_retrieval(pieces, None, None, CPU)
-    assert (
-        metrics["mAP_binary"] == pytest.approx(100) and metrics["nDCG"] < 100
-    )  # it knows no half relevancy
+    assert metrics["mAP_binary"] == pytest.approx(100)
+    assert metrics["nDCG"] < 100  # it knows no half relevancy
     unique = dict(zip(reversed(pieces.texts), reversed(owner)))
     assert metrics["text_to_image"]["queries"] == len(unique)
     columns = [owner[pieces.texts.index(t)] for t in dict.fromkeys(pieces.texts)]
     want = core.metrics.mir_chance(whole[index][:, index][:, columns])
-    assert chance["mAP"] == pytest.approx(want["mAP"]) and chance["nDCG"] == pytest.approx(
-        want["nDCG"]
-    )
+    assert chance["mAP"] == pytest.approx(want["mAP"])
+    assert chance["nDCG"] == pytest.approx(want["nDCG"])
 
 
 # ---------------------------------------- EPIC-KITCHENS-100 --------------------------------------
@@ -189,14 +178,8 @@ CLIPS = {
     "P02_03_1": ("P02_03", 2, 6, "move a b c d e", 11, [2, 3, 4, 5, 6]),
     "P09_09_0": ("P09_09", 0, 1, "wash pan", 2, [5]),
 }
-SENTENCES = [
-    "P01_01_0",
-    "P01_01_1",
-    "P01_01_2",
-    "P01_01_3",
-    "P02_03_1",
-    "P09_09_0",
-]  # no narration twice
+# no narration twice
+SENTENCES = ["P01_01_0", "P01_01_1", "P01_01_2", "P01_01_3", "P02_03_1", "P09_09_0"]
 
 
 def stamp(t):
@@ -271,9 +254,8 @@ def test_clips_of_whole_videos_and_of_chunks_are_the_middles_of_their_parts(kitc
     assert numbers(kitchens(kitchen, frames=16).read(2))[-1] > 215  # the last of three chunks
     ends = kitchens(kitchen, frames=5, frame_sampling="uniform")
     assert numbers(ends.read(1)) == [65, 70, 75, 80, 85]  # of seconds 13 to 17
-    late = chunks.clip(
-        str(kitchen / "chunks" / "P01" / "P01_01.MP4"), 43, 60
-    )  # the video ends after 45 seconds
+    # the video ends after 45 seconds
+    late = chunks.clip(str(kitchen / "chunks" / "P01" / "P01_01.MP4"), 43, 60)
     assert numbers(late) == [int(5 * (43 + (k + 0.5) / 4) + 1e-6) for k in range(8)]
     cached = kitchens(kitchen, frame_cache=str(tmp_path))
     assert [numbers(cached.read(i)) for i in (1, 2, 1)] == [
@@ -284,24 +266,16 @@ def test_clips_of_whole_videos_and_of_chunks_are_the_middles_of_their_parts(kitc
 
 def test_the_table_of_a_split(kitchen):
     data = kitchens(kitchen)
-    assert data.column("verb").tolist() == [0, 1, 0, 10, 0, 11] and data.names("verb")[:3] == [
-        "take",
-        "put",
-        "2",
-    ]
-    assert data.column("noun").tolist() == [2, 2, 2, 94, 2, 2] and data.column("nouns")[2] == [
-        2,
-        13,
-    ]
-    assert (
-        data.captions(2) == ["take plate and cup"]
-        and data.groups[0] == data.groups[4] != data.groups[1]
-    )
+    assert data.column("verb").tolist() == [0, 1, 0, 10, 0, 11]
+    assert data.names("verb")[:3] == ["take", "put", "2"]
+    assert data.column("noun").tolist() == [2, 2, 2, 94, 2, 2]
+    assert data.column("nouns")[2] == [2, 13]
+    assert data.captions(2) == ["take plate and cup"]
+    assert data.groups[0] == data.groups[4] != data.groups[1]
     assert data.sentences.texts == [CLIPS[i][3] for i in SENTENCES]
     assert "1 videos (1 rows) are not in" in data.note and "first P09_09" in data.note
-    assert (
-        "6 sentences, relevancies from the classes" in data.note and "9,668 expected" in data.note
-    )
+    assert "6 sentences, relevancies from the classes" in data.note
+    assert "9,668 expected" in data.note
 
 
 def plain_relevancy(a, b):
@@ -321,9 +295,8 @@ def test_relevancies_are_the_published_ones_else_those_of_the_classes(kitchen, t
     file.parent.mkdir()
     file.write_bytes(pickle.dumps(matrix + 0.25))
     data = kitchens(tmp_path, video_dir=str(kitchen / "chunks"))
-    assert file.name in data.note and np.allclose(
-        data.sentences.relevancy(np.arange(6)), matrix[:6] + 0.25
-    )
+    assert file.name in data.note
+    assert np.allclose(data.sentences.relevancy(np.arange(6)), matrix[:6] + 0.25)
 
 
 def test_training_captions_are_the_relevant_sentences(kitchen):
@@ -341,9 +314,8 @@ def test_training_captions_are_the_relevant_sentences(kitchen):
             == data.captions(i)
             == [CLIPS[key][3]]
         )
-    assert (
-        plain_relevancy("P02_03_1", "P01_01_0") == 0.1
-    )  # one noun of five, and strictly above counts
+    # one noun of five, and strictly above counts
+    assert plain_relevancy("P02_03_1", "P01_01_0") == 0.1
     assert "take plate" not in {data.training_captions(5, 0, e, 5)[0] for e in range(50)}
 
 

@@ -27,7 +27,7 @@ import mama
 import mmts
 import ncl
 import temo
-from helpers import CPU, equal_files, few_steps, losses, run_script, tensors_of
+from helpers import CPU, few_steps, losses, run_script, tensors_of
 from tools import check
 
 SCRIPTS = {"ncl": ncl, "mmts": mmts, "mama": mama, "temo": temo}
@@ -240,8 +240,10 @@ def test_existing_files_are_not_computed_again(tmp_path, captions_csv):
     first = image_features(tmp_path).views(train, augments)
     again = image_features(tmp_path, encode=not_called).views(train, augments)
     assert torch.equal(first.tables[0].tensor, again.tables[0].tensor)
-    (tmp_path / next(p.parent.name for p in tmp_path.rglob("1-*.npy")) / "1-00000.npy").unlink()
+    (file,) = tmp_path.rglob("1-00000.npy")
+    file.unlink()
     image_features(tmp_path).views(train, augments)
+    assert file.exists()
 
 
 def test_views_that_are_the_same_share_features(tmp_path, captions_csv):
@@ -355,31 +357,9 @@ def test_killed_while_features_are_computed(tmp_path, captions_csv):
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
 
 
-def test_killed_in_a_step_and_resumed(tmp_path, captions_csv):
-    done = Run.done
-
-    def done_and_killed(run, *args, **more):
-        done(run, *args, **more)
-        if run.step == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    flags = flags_of("temo", captions_csv, tmp_path / "cache", "--max-steps", 12)
-    run_script(temo, tmp_path / "whole", *flags)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "done", done_and_killed)
-        process = launch.forked(lambda: run_script(temo, tmp_path / "killed", *flags),
-                                tmp_path / "log")
-        assert launch.ended(process) == -signal.SIGKILL
-    temo.main(temo.parse_args(["--resume", str(tmp_path / "killed")]))
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert equal_files(*[tmp_path / name / "checkpoints" / "step_12.pt"
-                         for name in ("whole", "killed")])
-
-
-def test_a_fork_with_frozen_encoders_keeps_its_promises(tmp_path, captions_csv, capsys):
-    fork = tmp_path / "mine.py"
-    fork.write_text(Path(temo.__file__).read_text(encoding="utf8"), encoding="utf8")
-    code = check.main([str(fork), "--dataset", str(captions_csv), "--freeze", "both",
+def test_frozen_encoders_keep_the_promises(tmp_path, captions_csv, capsys):
+    """On two processes, in chunks, and killed in a step and resumed."""
+    code = check.main([temo.__file__, "--dataset", str(captions_csv), "--freeze", "both",
                        "--feature-cache", str(tmp_path / "cache")])
     assert code == 0, capsys.readouterr().out
 

@@ -178,9 +178,7 @@ def test_emoji_have_no_neighbours_where_raw_pixels_are_above_towers():
 def test_clusters_have_captions_in_their_number(pieces, monkeypatch):
     tables = []
     monkeypatch.setattr(base, "draw_examples", lambda *args, **_: tables.append(args))
-    examples = [
-        {"size": size, "captions": ["a"], "rows": [0]} for size in (2000, 2, 1)
-    ]
+    examples = [{"size": size, "captions": ["a"], "rows": [0]} for size in (2000, 2, 1)]
     mmts.draw_clusters(pieces.data, examples, "clusters.png", "a.csv")
     assert [label for label, _ in tables[0][0]] == ["2,000 captions", "2 captions", "1 caption"]
 

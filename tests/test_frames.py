@@ -21,18 +21,8 @@ import torch
 from PIL import Image
 
 from helpers import (
-    TEXT,
-    batches_of,
-    complains,
-    counted,
-    encode,
-    frame,
-    frame_number,
-    numbers,
-    open_splits,
-    write_rows,
-    write_video,
-)
+    TEXT, batches_of, complains, counted, encode, frame, frame_number, numbers, open_splits,
+    write_rows, write_video)
 
 
 def error_of(clip, shown, **size):
@@ -83,17 +73,14 @@ def test_all_fewer_and_more_frames_of_every_format_from_paths_and_bytes(name, wr
     assert clip.shape == (20, 64, 96, 3) and clip.dtype == np.uint8
     assert numbers(clip) == list(range(20)) and error_of(clip, range(20)) <= FORMATS[name][2]
     assert np.array_equal(read_frames(path.read_bytes(), 20), clip)
-    assert np.array_equal(
-        common.read_frames(str(path), 2, 1.0, 1.2), clip[10:12]
-    )  # the name that users know
+    # the name that users know
+    assert np.array_equal(common.read_frames(str(path), 2, 1.0, 1.2), clip[10:12])
     few, many = read_frames(path, 6), read_frames(path, 45)
     assert np.array_equal(few, clip[[0, 4, 8, 11, 15, 19]])  # nearest to 0, 3.8, 7.6, ...
     shown = numbers(many)
-    assert (
-        shown == sorted(shown)
-        and set(shown) == set(range(20))
-        and np.array_equal(many, clip[shown])
-    )
+    assert shown == sorted(shown)
+    assert set(shown) == set(range(20))
+    assert np.array_equal(many, clip[shown])
 
 
 @pytest.mark.parametrize("name", ["mp4 h264", "avi mpeg4", "gif"])
@@ -129,16 +116,11 @@ def test_random_frames_lie_where_their_draws_say(two_seconds):
     def read(draws):
         return numbers(read_frames(two_seconds, len(draws), sampling="random", draws=draws))
 
-    assert read([0, 0.25, 0.5, 0.999]) == [0, 6, 12, 19] and read(np.float32([0.5] * 4)) == [
-        2,
-        7,
-        12,
-        17,
-    ]
+    assert read([0, 0.25, 0.5, 0.999]) == [0, 6, 12, 19]
+    assert read(np.float32([0.5] * 4)) == [2, 7, 12, 17]
     shown = [read(row) for row in common.uniforms(0, 0, range(12), 4)]
-    assert all(
-        5 * k <= i < 5 * (k + 1) for clip in shown for k, i in enumerate(clip)
-    )  # one in each quarter
+    # one in each quarter
+    assert all(5 * k <= i < 5 * (k + 1) for clip in shown for k, i in enumerate(clip))
     assert all(len({clip[k] for clip in shown}) == 5 for k in range(4))  # and any of it
 
 
@@ -199,10 +181,8 @@ def test_a_window_with_no_frame_is_named_and_one_between_two_frames_shows_the_ea
         assert numbers(read_frames(written(name), 3, 1.02, 1.07, **options)) == [10] * 3
 
 
-SLOWING = [
-    *range(0, 10),
-    *range(10, 100, 10),
-]  # in tenths of a second: ten frames in the first, then one a second
+# in tenths of a second: ten frames in the first, then one a second
+SLOWING = [*range(0, 10), *range(10, 100, 10)]
 
 
 @pytest.mark.parametrize("name", ["mp4 h264", "webm vp9", "gif", "avi mpeg4"])
@@ -266,14 +246,11 @@ def test_a_clip_is_turned_as_the_camera_says(turn, matrix, tmp_path):
     assert struct.unpack(">9i", data[at : at + 36]) == (65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)
     data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     clip = read_frames(data, 8)
-    assert (
-        clip.shape == (8, 64, 96, 3)
-        and numbers(clip) == list(range(8))
-        and error_of(clip, range(8)) < 3
-    )
-    assert read_frames(data, 2, short=32).shape == (2, 32, 48, 3) and Clips(2)(
-        bytes(data)
-    ).shape == (2, 3, 64, 96)
+    assert clip.shape == (8, 64, 96, 3)
+    assert numbers(clip) == list(range(8))
+    assert error_of(clip, range(8)) < 3
+    assert read_frames(data, 2, short=32).shape == (2, 32, 48, 3)
+    assert Clips(2)(bytes(data)).shape == (2, 3, 64, 96)
 
 
 def test_transparency_of_a_gif_ends_on_white(tmp_path):
@@ -362,9 +339,8 @@ def test_frames_that_do_not_decode(tmp_path):
         packets = [p for p in container.demux(video=0) if p.size]
     for first, last in ((14, 20), (0, 14)):
         for p in packets[first:last]:
-            data[p.pos : p.pos + p.size] = b"\0\0\1\xb6\x50\x9f".ljust(
-                p.size, b"\0"
-            )  # a P picture, vop_coded = 0
+            # a P picture, vop_coded = 0
+            data[p.pos : p.pos + p.size] = b"\0\0\1\xb6\x50\x9f".ljust(p.size, b"\0")
         if first:
             assert numbers(read_frames(data, 20)) == [*range(14), *[13] * 6]
     refused(data, "only 0 of 4 frames can be decoded")
@@ -405,9 +381,8 @@ def test_frames_of_containers_that_tell_no_times(codec, kind, options, tmp_path)
     how = {"codec": codec, "fps": 25, "options": options}
     path = write_video(tmp_path / f"whole.{kind}", range(60), **how)
     whole, _ = plain_decode(path)
-    assert whole == list(range(60)) and numbers(read_frames(path, 8)) == nearest(
-        whole, np.arange(60)
-    )
+    assert whole == list(range(60))
+    assert numbers(read_frames(path, 8)) == nearest(whole, np.arange(60))
     window = numbers(read_frames(path, 4, 0.4, 1.0))
     assert window[0] in (10, 11) and window[-1] in (23, 24, 25) and window == sorted(set(window))
     if kind != "m2v":  # it has no times at all
@@ -418,9 +393,8 @@ def test_frames_of_containers_that_tell_no_times(codec, kind, options, tmp_path)
         assert at is None or numbers(read_frames(gaps, 8)) == nearest(numbers_of, at)
     if kind in ("mpg", "ts"):
         content, size = path.read_bytes(), {"mpg": 2048, "ts": 188}[kind]
-        cut = content[
-            int(0.3 * len(content)) // size * size :
-        ]  # some packets have lost their key frame
+        # some packets have lost their key frame
+        cut = content[int(0.3 * len(content)) // size * size :]
         for name, part in (
             ("cut", cut),
             ("twice", content + content),
@@ -453,9 +427,8 @@ def test_the_frame_cache_needs_the_video_once(tmp_path):
     ):
         with pytest.raises((OSError, ValueError)):
             other(path)  # other frames are not in it
-    assert [f.suffix for f in cache.rglob("*") if f.is_file()] == [
-        ".jpg"
-    ] * 2  # nothing half written
+    # nothing half written
+    assert [f.suffix for f in cache.rglob("*") if f.is_file()] == [".jpg"] * 2
 
 
 def test_a_clip_in_the_cache_is_of_this_path_this_time_or_these_bytes(tmp_path):
@@ -491,19 +464,14 @@ def test_random_frames_come_from_the_cache(tmp_path):
     def read(draws):
         return numbers(clips(path, draws=draws))
 
-    assert read([0, 0.4, 0.7, 0.999]) == [
-        1,
-        9,
-        17,
-        23,
-    ]  # of each quarter's six frames 1, 3 and 5 are kept
+    # of each quarter's six frames 1, 3 and 5 are kept
+    assert read([0, 0.4, 0.7, 0.999]) == [1, 9, 17, 23]
     evaluated = clips(path)  # without draws: what it sees without a cache, in a file of its own
     assert numbers(evaluated) == numbers(Clips(4, "random")(path)) == numbers(Clips(4)(path))
     assert read([0.5] * 4) == [3, 9, 15, 21] and read([0.999] * 4) == [5, 11, 17, 23]
     assert read([0] * 4) == [1, 7, 13, 19]
-    assert (
-        torch.equal(clips(path), evaluated) and len(list((tmp_path / "cache").rglob("*.jpg"))) == 2
-    )
+    assert torch.equal(clips(path), evaluated)
+    assert len(list((tmp_path / "cache").rglob("*.jpg"))) == 2
 
 
 # ---- features ----
@@ -528,11 +496,9 @@ def features(tmp_path):
 def test_features_of_two_folders_stand_side_by_side(features):
     path, folders = features
     sets = [*open_splits(path, frames=4, feature_dir=folders).values()]
-    assert (
-        sum(map(len, sets)) == 8
-        and feature_shape(sets[0]) == [4, 5]
-        and "whole files" not in sets[0].note
-    )
+    assert sum(map(len, sets)) == 8
+    assert feature_shape(sets[0]) == [4, 5]
+    assert "whole files" not in sets[0].note
     with pytest.raises(UserError, match="^--image-encoder ssb: the data set has pixels"):
         feature_shape(common.load_data("emoji", "val"))
     for d in sets:
@@ -542,13 +508,8 @@ def test_features_of_two_folders_stand_side_by_side(features):
             assert x[:, 0].tolist() == x[:, 2].tolist() == np.linspace(0, 9 + k, 4).round().tolist()
             assert x[:, 3].tolist() == x[:, 4].tolist() == [100, 101, 103, 104]
     only = common.load_data(str(path), "train", frames=20, feature_dir=folders[1:]).read(0)
-    assert only.shape == (20, 2) and set(only[:, 0].tolist()) == {
-        100,
-        101,
-        102,
-        103,
-        104,
-    }  # more than there are
+    assert only.shape == (20, 2)
+    assert set(only[:, 0].tolist()) == {100, 101, 102, 103, 104}  # more than there are
     np.save(Path(folders[1]) / "v3.npy", np.float32([7, 8]))  # a vector is a row
     assert Features(folders, 4)("v3.mp4")[:, 3:].tolist() == [[7, 8]] * 4
 
@@ -565,9 +526,8 @@ def test_features_have_no_windows(features, tmp_path):
         [(f"v{k}.mp4", f"part {k}", k, k + 1, "train") for k in range(4)],
     )
     note = common.load_data(str(path), "train", feature_dir=folders).note
-    assert (
-        "those of whole files, not of the windows" in note
-    )  # one each: the features are still of all of it
+    # one each: the features are still of all of it
+    assert "those of whole files, not of the windows" in note
 
 
 BROKEN = {
@@ -588,11 +548,8 @@ def test_unusable_features_are_a_bad_sample(kind, features):
         np.save(file, BROKEN[kind], allow_pickle=True)
     batches = batches_of(data, [common.Augment(32)] * 2, 6, last=1)
     (batch,) = counted(batches)
-    assert (
-        list(batches.bad) == [bad]
-        and bad not in batch["keys"]
-        and batch["keys"].count(data.key(3)) == 2
-    )
-    assert [tuple(v.shape) for v in batch["views"]] == [(6, 4, 5)] * 2 and torch.isfinite(
-        batch["views"][0]
-    ).all()
+    assert list(batches.bad) == [bad]
+    assert bad not in batch["keys"]
+    assert batch["keys"].count(data.key(3)) == 2
+    assert [tuple(v.shape) for v in batch["views"]] == [(6, 4, 5)] * 2
+    assert torch.isfinite(batch["views"][0]).all()

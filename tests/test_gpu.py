@@ -41,10 +41,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of a GPU that torch does no
 ROOT, aten = str(Path(__file__).parents[1]), torch.ops.aten
 # a GPU that is not there: its tensors are meta tensors
 GPU, META = torch.device("cuda", 0), torch.device("meta")
-VALUES = {
-    aten._local_scalar_dense.default,
-    aten.equal.default,
-}  # .item(), bool(), .tolist(), torch.equal
+# .item(), bool(), .tolist(), torch.equal
+VALUES = {aten._local_scalar_dense.default, aten.equal.default}
 SHAPES = {
     aten.nonzero.default,
     aten.masked_select.default,
@@ -112,10 +110,8 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function.__name__
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        there, here = (
-            [x for x in tensors if x.is_meta],
-            [x for x in tensors if x.ndim and not x.is_meta],
-        )
+        there = [x for x in tensors if x.is_meta]
+        here = [x for x in tensors if x.ndim and not x.is_meta]
         by_mask = function in INDEX and any(
             x is not None and x.dtype == torch.bool for x in args[1]
         )
@@ -166,9 +162,8 @@ def test_compiled_in_half_precision_on_two_processes(tmp_path):
     """With the look-ahead through the compiled encoders."""
 
     def work(_):
-        torch.compile = functools.partial(
-            torch.compile, backend="eager"
-        )  # inductor's C++ takes minutes to compile
+        # inductor's C++ takes minutes to compile
+        torch.compile = functools.partial(torch.compile, backend="eager")
         run_script(
             mama,
             tmp_path / "run",
@@ -180,10 +175,8 @@ def test_compiled_in_half_precision_on_two_processes(tmp_path):
     ended = launch.ranks(tmp_path, work)
     assert [code for code, _ in ended] == [0, 0], ended
     numbers = flatten(read_json(tmp_path / "run" / "summary.json")["test"]).values()
-    assert (
-        all(math.isfinite(x) for x in numbers if isinstance(x, float))
-        and len(steps(tmp_path / "run")) == 2
-    )
+    assert all(math.isfinite(x) for x in numbers if isinstance(x, float))
+    assert len(steps(tmp_path / "run")) == 2
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
@@ -318,9 +311,8 @@ def test_similarities_are_computed_on_the_gpu():
         )
         ncl.normalized_retrieval(pieces, 0.1, 4, text, image)
         head_mid_tail(pieces, clusters)
-    assert (
-        seen.products.count(True) > 20 and seen.products.count(False) == 1
-    )  # of nouns, for relevancies
+    assert seen.products.count(True) > 20
+    assert seen.products.count(False) == 1  # of nouns, for relevancies
 
 
 # ----------------------------------------------------- waits and collectives ----------------------

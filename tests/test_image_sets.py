@@ -32,16 +32,7 @@ import helpers
 import temo
 import temperature_schedules as ts
 from helpers import (
-    CLASSES,
-    complains,
-    encode,
-    picture,
-    rows,
-    run_script,
-    tar_samples,
-    write_images,
-    write_tar,
-)
+    CLASSES, complains, encode, picture, rows, run_script, tar_samples, write_images, write_tar)
 
 PROMPTS = common.read_json(images.PROMPTS_FILE)
 
@@ -149,11 +140,9 @@ EXPECTED = {  # (set, split): numbers of the pictures, captions of each, words o
 def test_the_rows_of_a_set(name, split, hub):
     numbers, captions, words = EXPECTED[name, split]
     data = common.load_data(name, split, data_dir=str(hub / name))
-    assert (
-        data.column("captions") == [captions(i) for i in numbers]
-        and words in data.note
-        and data.split == split
-    )
+    assert data.column("captions") == [captions(i) for i in numbers]
+    assert words in data.note
+    assert data.split == split
     off = [
         np.abs(data.read(k).permute(1, 2, 0).numpy().astype(int) - picture(i)).mean()
         for k, i in enumerate(numbers)
@@ -299,35 +288,12 @@ def test_imagenet_has_the_names_and_prompts_of_slip_s_code(tmp_path):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_the_cc3m_recipe_trains_on_tars_and_is_evaluated_on_three_sets(streaming, hub, tmp_path):
     others = [f"{name}={hub / name}" for name in ("cc3m", "coco", "flickr30k")]
-    flags = [
-        "--dataset",
-        "cc3m",
-        "--data-dir",
-        str(hub / "cc3m"),
-        "--eval-datasets",
-        *others,
-        "--image-encoder",
-        "small",
-        "--text-encoder",
-        "small",
-        "--no-pretrained",
-        "--batch-size",
-        "8",
-        "--max-steps",
-        "2",
-        "--image-size",
-        "24",
-        "--cpu",
-        "--workers",
-        "2",
-        "--mixed-precision",
-        "bf16",
-        "--output-dir",
-        str(tmp_path),
-        "--run-name",
-        "r",
-    ]
-    summary = temo.main(temo.parse_args(flags + ["--streaming"] * streaming))
+    words = (
+        "--dataset cc3m --image-encoder small --text-encoder small --no-pretrained --batch-size 8 "
+        "--max-steps 2 --image-size 24 --cpu --workers 2 --mixed-precision bf16"
+    )
+    flags = [*words.split(), "--data-dir", hub / "cc3m", "--eval-datasets", *others]
+    summary = run_script(temo, tmp_path / "r", *flags, *["--streaming"] * streaming)
     assert set(summary["test"]) == {"coco", "flickr30k"} and set(summary["val"]) == {"cc3m"}
     assert summary["test"]["coco"]["captions"] == 24
 
@@ -445,26 +411,20 @@ def test_long_tail_counts_are_the_papers():
 def test_emoji_classes_and_a_ratio_that_they_do_not_have():
     """Sets with a tail of their own: the order of classes is drawn, a small one may be first."""
     sets = long_tail.labelled_sets("emoji")
-    assert (
-        len(sets["train"]) == 3118
-        and len(sizes_of(sets["train"])) == 70
-        and sizes_of(sets["train"]).min() == 5
-    )
+    assert len(sets["train"]) == 3118
+    assert len(sizes_of(sets["train"])) == 70
+    assert sizes_of(sets["train"]).min() == 5
     assert set(sizes_of(sets["test"])) == {2} and set(sizes_of(sets["val"])) == {1}
     base = {s: {k.split()[0] for k in d.keys()} for s, d in sets.items()}
-    assert (
-        not base["train"] & base["test"]
-        and not base["train"] & base["val"]
-        and not base["val"] & base["test"]
-    )
+    assert not base["train"] & base["test"]
+    assert not base["train"] & base["val"]
+    assert not base["val"] & base["test"]
     train = long_tail.labelled_sets("emoji", imbalance_ratio=10)["train"]
     said = re.search(
         r"WARNING: .*-ratio 10 takes; the ratio is ([\d.]+), (\d+) to (\d+) images", train.note
     )
-    assert (
-        list(map(int, said.group(2, 3))) == [sizes_of(train).max(), sizes_of(train).min()]
-        and float(said[1]) > 11
-    )
+    assert list(map(int, said.group(2, 3))) == [sizes_of(train).max(), sizes_of(train).min()]
+    assert float(said[1]) > 11
 
 
 def write_cifar(root, labels, pictures, splits):
@@ -493,26 +453,21 @@ def test_cifar_long_tail(tmp_path):
 
     sets = open_sets(9)
     sizes = sizes_of(sets["train"])
-    assert sorted(sizes)[::-1] == common.long_tail_counts(
-        18, 10, 9
-    )  # a tenth of each class is set aside
-    assert (
-        len(sets["val"]) == 20
-        and len(sets["test"]) == 40
-        and sets["train"].pixels.shape[1:] == (3, 32, 32)
-    )
+    # a tenth of each class is set aside
+    assert sorted(sizes)[::-1] == common.long_tail_counts(18, 10, 9)
+    assert len(sets["val"]) == 20
+    assert len(sets["test"]) == 40
+    assert sets["train"].pixels.shape[1:] == (3, 32, 32)
     assert not {*sets["train"].keys()} & {*sets["val"].keys()}
-    assert not np.array_equal(
-        sizes_of(open_sets(9, 1)["train"]), sizes
-    )  # another split, another order of the classes
+    # another split, another order of the classes
+    assert not np.array_equal(sizes_of(open_sets(9, 1)["train"]), sizes)
     assert np.array_equal(sizes_of(open_sets(1)["train"]), [18] * 10)
     with pytest.raises(
         UserError,
         match="--imbalance-ratio 100 leaves 4 of 10 classes without an image; the largest",
     ):
-        common.load_data(
-            "cifar10-lt", "train", data_dir=root
-        )  # the usual tail, in any other program
+        # the usual tail, in any other program
+        common.load_data("cifar10-lt", "train", data_dir=root)
     # by its plain name it has no val: everything is trained on, or --hold-out-val takes one out;
     # cifar10-lt has one
     plain, held = (open_sets(0, name="cifar10", hold_out_val=h) for h in (False, True))
@@ -528,10 +483,8 @@ def test_index_files_of_sdclr_name_torchvision_s_images(tmp_path):
 
     In the hub's files the batches come as in the tar. A copy in torchvision's order is refused.
     """
-    labels, tail_of = (
-        np.random.default_rng(1).permutation(np.repeat(range(10), 50)),
-        [3, 7, 1, 0, 9, 2, 8, 5, 6, 4],
-    )
+    labels = np.random.default_rng(1).permutation(np.repeat(range(10), 50))
+    tail_of = [3, 7, 1, 0, 9, 2, 8, 5, 6, 4]
     for name, order in (("hub", (4, 3, 2, 5, 1)), ("other", (1, 2, 3, 4, 5))):
         write_cifar(
             tmp_path / name,
@@ -567,13 +520,10 @@ def test_index_files_of_sdclr_name_torchvision_s_images(tmp_path):
     for name, indices in files.items():
         np.save(tmp_path / f"{name}.npy", indices)
     sets = open_sets("tail.npy")
-    assert (
-        numbers_of(sets["train"]) == files["tail"].tolist()
-        and sizes_of(sets["train"])[tail_of].tolist() == sizes
-    )
-    assert not {*numbers_of(sets["val"])} & {*files["tail"].tolist()} and {
-        *sizes_of(sets["val"])
-    } == {5}  # a tenth
+    assert numbers_of(sets["train"]) == files["tail"].tolist()
+    assert sizes_of(sets["train"])[tail_of].tolist() == sizes
+    assert not {*numbers_of(sets["val"])} & {*files["tail"].tolist()}
+    assert {*sizes_of(sets["val"])} == {5}  # a tenth
     for ratio in (0, 1):  # without a tail
         assert (
             numbers_of(open_sets("uniform.npy", ratio=ratio)["train"]) == files["uniform"].tolist()
@@ -677,14 +627,11 @@ def test_imagenet100_runs_without_val(lists, tmp_path, monkeypatch):
         round(24 / 0.875),
     )
     found = [r for r in rows(tmp_path / "r") if "eval" in r]
-    assert (
-        all(r["eval"] == {"imagenet100-lt": {}} and r["coverage"] > 0 for r in found)
-        and len(found) == 2
-    )
+    assert all(r["eval"] == {"imagenet100-lt": {}} and r["coverage"] > 0 for r in found)
+    assert len(found) == 2
     few = summary["test"]["imagenet100-lt"]["few-shot"]
-    assert {"top1", "head", "mid", "tail"} <= few.keys() and len(
-        probed[-1].neighbour_features
-    ) == 6  # the images of the list
+    assert {"top1", "head", "mid", "tail"} <= few.keys()
+    assert len(probed[-1].neighbour_features) == 6  # the images of the list
     with pytest.raises(UserError, match="imagenet100-lt has no val split; see --val-file"):
         run_script(ts, tmp_path / "auto", *flags, *"--eval-epoch auto --eval-every 1".split())
 
@@ -719,15 +666,11 @@ def test_head_mid_tail_of_imagenet100():
 def test_own_class_folders_with_a_tail(tmp_path, capsys):
     for c, name in enumerate(helpers.CLASSES):
         write_images(tmp_path / "data" / name, range(40 * c, 40 * c + 40))
-    helpers.few_steps(
-        ts,
-        tmp_path / "r",
-        "--dataset",
-        tmp_path / "data",
-        "--imbalance-ratio",
-        4,
-        *"--cpu --image-size 16 --batch-size 8 --max-steps 2 --train-features augmented".split(),
+    words = (
+        "--cpu --image-size 16 --batch-size 8 --max-steps 2 --train-features augmented "
+        "--imbalance-ratio 4 --dataset"
     )
+    helpers.few_steps(ts, tmp_path / "r", *words.split(), tmp_path / "data")
     assert re.search(r"classes +3, 28 to 7 images", capsys.readouterr().out)
     with pytest.raises(UserError, match="needs classes: a folder per class, or a column label"):
         long_tail.labelled_sets(str(helpers.write_captions(tmp_path / "c", 30)))

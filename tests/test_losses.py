@@ -31,10 +31,8 @@ def parameters(rows=slice(0, N), dtype=torch.float64, device="cpu", block=0):
     anchor, pair = (0.05 + 0.2 * torch.rand(shape, generator=generator) for shape in ((N,), (N, N)))
     taus = {"tau": torch.tensor(0.13), "anchor": anchor[rows], "pair": pair[rows]}
     taus = {name: x.to(device, dtype).requires_grad_() for name, x in taus.items()}
-    features, keys = (
-        unit(N, 5, seed=5)[rows].to(device, dtype),
-        unit(7, D, seed=6).to(device, dtype),
-    )
+    features = unit(N, 5, seed=5)[rows].to(device, dtype)
+    keys = unit(7, D, seed=6).to(device, dtype)
     return SimpleNamespace(**taus, features=features, keys=keys, block=block)
 
 

@@ -15,12 +15,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import eval as eval_py
 import helpers
 import mama
-from helpers import drift, few_steps, run_script, unit
+from helpers import CPU, drift, evaluated, few_steps, run_script, unit
 
-CPU = torch.device("cpu")
 BASE = (
     "--cpu --workers 0 --clips 64 16 16 --batch-size 16 --meta-batch-size 8 --meta-size 24 "
     "--log-every 1 --eval-every 0"
@@ -173,9 +171,8 @@ def test_meta_data_are_clean_balanced_and_stay_in_train():
     counts = np.bincount(meta.labels, minlength=24)
     clean = np.bincount(np.asarray(train.labels)[~np.asarray(train.column("noisy"))], minlength=24)
     short = clean < counts.max()  # only a class without more may have fewer
-    assert (counts[~short] >= counts.max() - 1).all() and (
-        counts[short] == clean[short]
-    ).sum() >= short.sum() - 1
+    assert (counts[~short] >= counts.max() - 1).all()
+    assert (counts[short] == clean[short]).sum() >= short.sum() - 1
     assert meta_of(*flags)[2].column("key") == meta.column("key")
     table = common.make_table(
         [["x"]] * 9,
@@ -195,21 +192,8 @@ def test_meta_data_of_val_leave_every_evaluation(tmp_path):
     summary = run_script(
         mama, tmp_path / "run", *"--max-steps 2 --meta-set val --meta-size 10".split(), base=BASE
     )
-    flags = [
-        "--checkpoint",
-        str(tmp_path / "run"),
-        "--cpu",
-        "--split",
-        "val",
-        "--tasks",
-        "retrieval",
-    ]
-    result = eval_py.main(eval_py.parse_args([*flags, "--output-dir", str(tmp_path / "eval")]))
-    assert (
-        summary["val"]["moving-emoji"]["images"]
-        == result["datasets"]["moving-emoji"]["metrics"]["images"]
-        == 6
-    )
+    found = evaluated(tmp_path / "run", "--split", "val", "--tasks", "retrieval")["moving-emoji"]
+    assert summary["val"]["moving-emoji"]["images"] == found["metrics"]["images"] == 6
 
 
 def test_bad_samples_of_the_meta_data_are_counted_and_listed(tmp_path):
@@ -335,11 +319,9 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
     # Adam: a gradient near 0 may turn its sign
     assert drift(seen["net"].state_dict(), net.state_dict(), start) < 0.1
     curves = load_file(tmp_path / "run" / "weights.safetensors")["curves"]
-    assert (
-        curves.shape == (2, 65)
-        and curves[:, 0].tolist() == [1, 2]
-        and not torch.equal(*curves[:, 1:])
-    )
+    assert curves.shape == (2, 65)
+    assert curves[:, 0].tolist() == [1, 2]
+    assert not torch.equal(*curves[:, 1:])
 
 
 def test_the_look_ahead_is_fp32_under_mixed_precision(tmp_path, monkeypatch):

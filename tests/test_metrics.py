@@ -45,11 +45,9 @@ def brute_ranks(sim, own):
 # ---------------------------------------- retrieval ----------------------------------------------
 @pytest.mark.parametrize("chunk", [7, 4096])
 def test_ranks_against_brute_force(chunk):
-    query, gallery, generator = (
-        unit(40, 8).float(),
-        unit(15, 8, seed=1).float(),
-        torch.Generator().manual_seed(0),
-    )
+    query = unit(40, 8).float()
+    gallery = unit(15, 8, seed=1).float()
+    generator = torch.Generator().manual_seed(0)
     own = [
         sorted(set(torch.randint(0, 15, (1 + i % 4,), generator=generator).tolist()))
         for i in range(40)
@@ -70,9 +68,8 @@ def test_a_collapsed_model_is_last_and_identical_positives_are_no_ties():
         core.metrics.retrieval_ranks(same, same, torch.arange(100)[:, None]).tolist()
         == [100] * 100
     )
-    twins = torch.cat(
-        [eye[:1], eye[:1], eye[2:]]
-    )  # items 0 and 1 are one drawing: both positive, no tie against it
+    # items 0 and 1 are one drawing: both positive, no tie against it
+    twins = torch.cat([eye[:1], eye[:1], eye[2:]])
     assert (
         common.retrieval_metrics(twins, twins, table([[0, 1], [0, 1], [2], [3], [4], [5]]))["R@1"]
         == 100
@@ -119,9 +116,8 @@ def test_both_directions_with_biases_and_groups():
         seen.append(ranks["image_to_text"])
         six = [100 * np.mean(np.array(ranks[way]) <= k) for way in WAYS for k in (1, 5, 10)]
         assert found["R-Mean"] == pytest.approx(np.mean(six))
-        assert found["R@1-Mean"] == pytest.approx(
-            (six[0] + six[3]) / 2
-        )  # "Avg." of MM-TS's Table 1
+        # "Avg." of MM-TS's Table 1
+        assert found["R@1-Mean"] == pytest.approx((six[0] + six[3]) / 2)
     assert np.mean(seen[0]) != np.mean(seen[1])
 
 
@@ -172,11 +168,9 @@ def test_a_perfect_model_and_a_text_that_two_items_have(same_text, grouped, monk
     monkeypatch.setattr(
         evaluation.retrieval, "encode_texts", lambda model, words, texts, *_: letters(texts)
     )
-    captions, words, right = (
-        [*"abcdefbg"],
-        types.SimpleNamespace(count_cut=lambda texts: 0),
-        same_text == "positive",
-    )
+    captions = [*"abcdefbg"]
+    words = types.SimpleNamespace(count_cut=lambda texts: 0)
+    right = same_text == "positive"
     data = common.Data(
         "mine",
         "test",
@@ -192,10 +186,8 @@ def test_a_perfect_model_and_a_text_that_two_items_have(same_text, grouped, monk
     assert chance["image_to_text"]["R@1"] == pytest.approx(100 * (6 + 2 * (2 if right else 1)) / 64)
     metrics |= {"captions": 8, f"repeated_captions_{same_text}": 2}
     said = evaluation.report.table("mine", metrics, {})
-    assert (
-        f"8 captions, 2 repeated captions {same_text}; " in said
-        and "nothing tells them apart" in said
-    )
+    assert f"8 captions, 2 repeated captions {same_text}; " in said
+    assert "nothing tells them apart" in said
 
 
 # ---------------------------------------- the space ----------------------------------------------
@@ -236,15 +228,13 @@ def test_no_image_is_its_own_negative():
         data, np.arange(3), image=image, text=four_texts, owner=np.arange(3).repeat(4))
     metrics, chance = evaluation.retrieval.gap_and_health(pieces)
     expected = common.embedding_health(image, text)
-    assert (
-        metrics["embeddings"].items() <= expected.items()
-        and chance["modality_gap"] == (1 / 3 + 1 / 12) ** 0.5
-    )
+    assert len(metrics["embeddings"]) > 4
+    assert metrics["embeddings"].items() <= expected.items()
+    assert chance["modality_gap"] == (1 / 3 + 1 / 12) ** 0.5
     one = EvaluationPieces(
         data, np.arange(1), image=image[:1], text=text[:2], owner=np.zeros(2, int))
-    assert not evaluation.retrieval.gap_and_health(one)[0][
-        "embeddings"
-    ]  # a spread of one is nan, which is no JSON
+    # a spread of one is nan, which is no JSON
+    assert not evaluation.retrieval.gap_and_health(one)[0]["embeddings"]
 
 
 def test_no_image_of_a_group_is_a_negative_of_another(monkeypatch):
@@ -253,7 +243,7 @@ def test_no_image_of_a_group_is_a_negative_of_another(monkeypatch):
     data = types.SimpleNamespace(has_captions=False, labels=np.arange(20) // 4)
     pieces = EvaluationPieces(data, np.arange(20), image=image, text=text, owner=np.arange(20))
     found = evaluation.retrieval.gap_and_health(pieces)[0]["embeddings"]
-    assert found.items() <= common.embedding_health(image[::4], text[::4]).items()
+    assert found and found.items() <= common.embedding_health(image[::4], text[::4]).items()
     monkeypatch.setattr(evaluation.retrieval, "MAX_HEALTH", 3)
     some = evaluation.retrieval.gap_and_health(pieces)[0]["embeddings"]
     assert some == evaluation.retrieval.gap_and_health(pieces)[0]["embeddings"]
@@ -271,9 +261,8 @@ def test_knn_against_scikit_learn(k):
     train, test = rng.normal(size=(200, 16)), rng.normal(size=(80, 16))
     labels, truth = rng.integers(0, 5, 200), rng.integers(0, 5, 80)
     known, asked = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (train, test))
-    predicted = (
-        KNeighborsClassifier(k).fit(known, labels).predict(asked)
-    )  # ties: smallest class, as ours
+    # ties: smallest class, as ours
+    predicted = KNeighborsClassifier(k).fit(known, labels).predict(asked)
     got = common.knn_accuracy(*map(torch.from_numpy, (train, labels, test, truth)), k=k, chunk=17)
     assert got["top1"] == pytest.approx(100 * (predicted == truth).mean())
     by_class = [(predicted == truth)[truth == c].mean() for c in range(5)]
@@ -339,10 +328,8 @@ def test_classes_on_a_long_tail():
     seed 42."""
     generator, sizes = torch.Generator().manual_seed(0), [30, 20, 10, 9, 8]
     known, features = (torch.randn(n, 6, generator=generator) for n in (sum(sizes), 50))
-    known_labels, labels = (
-        torch.arange(5).repeat_interleave(torch.tensor(sizes)),
-        torch.arange(5).repeat(10),
-    )
+    known_labels = torch.arange(5).repeat_interleave(torch.tensor(sizes))
+    labels = torch.arange(5).repeat(10)
     data = (known, known, known_labels.numpy()), (features, features, labels.numpy())
     of_class = common.knn_accuracy(known, known_labels, features, labels, per_class=True)[
         "per_class"
@@ -355,17 +342,13 @@ def test_classes_on_a_long_tail():
             k: np.mean([of_class[c] for c in part])
             for k, part in zip(("head", "mid", "tail"), parts)
         }
-        assert means.items() <= metrics["knn@1"].items() and metrics.keys() == chance.keys() == {
-            "knn@1",
-            "knn@10",
-        }
+        assert means.items() <= metrics["knn@1"].items()
+        assert metrics.keys() == chance.keys() == {"knn@1", "knn@10"}
         assert per_class == of_class
     few = common.linear_probe(known, known_labels, features, labels, 8)
     metrics, chance, _ = evaluation.by_class.class_metrics(["probe"], *data)
-    assert few.items() <= metrics["few-shot"].items() and chance["all"] == {
-        "top1": 20,
-        "mean_per_class": 20,
-    }
+    assert few.items() <= metrics["few-shot"].items()
+    assert chance["all"] == {"top1": 20, "mean_per_class": 20}
 
 
 @pytest.mark.parametrize("number, text", [(1, "1 caption cut"), (2, "2 captions cut")])

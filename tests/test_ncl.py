@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import eval as eval_py
 import ncl
-from helpers import few_steps, fork, panel, refused, rows, run_script, unit
+from helpers import (
+    CPU, evaluated, few_steps, fork, panel, refused, rows, run_script, tensors_of, unit)
 
 N, D = 12, 6
 SMALL = (
@@ -76,10 +76,8 @@ def test_biases_against_a_loop(shape, priors):
             for bias, reference in zip(
                 ncl.sinkhorn_biases(sim.to(dtype), gamma, iterations, *shares), expected
             ):
-                assert (
-                    bias.dtype == dtype
-                    and ((bias.double() - reference) / gamma).abs().max() < tolerance
-                )
+                assert bias.dtype == dtype
+                assert ((bias.double() - reference) / gamma).abs().max() < tolerance
 
 
 @pytest.mark.parametrize("iterations", [0, 1, 4])
@@ -95,9 +93,8 @@ def test_ncl_loss_against_a_loop(gamma, iterations):
         "L_t2v": sum(log_sum_exp(s[i]) - s[i][i] for i in range(N)) / N,
         "L_v2t": sum(log_sum_exp([row[i] for row in s]) - s[i][i] for i in range(N)) / N,
     }
-    terms = ncl.ncl_terms(
-        3 * text, 0.1 * video, gamma, iterations
-    )  # embeddings are normalised inside
+    # embeddings are normalised inside
+    terms = ncl.ncl_terms(3 * text, 0.1 * video, gamma, iterations)
     assert {k: v.item() for k, v in terms.items()} == pytest.approx(expected, rel=1e-9)
     loss = ncl.ncl_loss(text, video, torch.tensor(gamma), iterations, detach=False)
     assert loss.item() == pytest.approx(sum(expected.values()) / 2, rel=1e-5)
@@ -123,9 +120,8 @@ def test_hardest_negative_loss_against_a_loop(margin):
         expected["L_t2v"] += max(0, margin - s[i][i] + max(s[i][j] for j in range(N) if j != i)) / N
         expected["L_v2t"] += max(0, margin - s[i][i] + max(s[j][i] for j in range(N) if j != i)) / N
     terms = ncl.hardest_negative_terms(2 * text, video, margin)
-    assert {k: v.item() for k, v in terms.items()} == pytest.approx(expected) and min(
-        expected.values()
-    ) > 0
+    assert {k: v.item() for k, v in terms.items()} == pytest.approx(expected)
+    assert min(expected.values()) > 0
     assert ncl.hardest_negative_loss(2 * text, video, margin).item() == pytest.approx(
         sum(expected.values())
     )
@@ -133,9 +129,8 @@ def test_hardest_negative_loss_against_a_loop(margin):
 
 def test_normalization_error():
     """Eq. 5: a fair item of n collects m / n of m queries; the error is relative to that."""
-    uneven = torch.tensor(
-        [[1.0, 0, 0]] * 4 + [[0, 1.0, 0]] * 2
-    )  # 4, 2 and 0 queries, 2 each were fair
+    # 4, 2 and 0 queries, 2 each were fair
+    uneven = torch.tensor([[1.0, 0, 0]] * 4 + [[0, 1.0, 0]] * 2)
     assert common.normalization_error(uneven, 0.01) == pytest.approx(2 / 3)
     sim = torch.randn(5000, 3, generator=torch.Generator().manual_seed(0))  # in two parts
     expected = (1 - F.softmax(sim.double() / 0.5, 1).sum(0) * 3 / 5000).abs().mean().item()
@@ -155,9 +150,8 @@ def test_queue_keeps_the_last_queries_oldest_first():
     # 2 and 3 do not divide 5; 12 is more than it holds
     for pushed, batch in ((2, 2), (4, 2), (6, 2), (8, 2), (11, 3), (12, 1), (24, 12), (26, 2)):
         queue.push(7 * numbered(pushed - batch, pushed).requires_grad_())  # any scale
-        assert torch.allclose(
-            queue.get(), numbered(max(0, pushed - 5), pushed), atol=1e-6
-        )  # what is there, no zeros
+        # what is there, no zeros
+        assert torch.allclose(queue.get(), numbered(max(0, pushed - 5), pushed), atol=1e-6)
     queue.push(numbered(0, 2).bfloat16())
     assert queue.get().dtype == torch.float32 and not queue.get().requires_grad
 
@@ -217,17 +211,12 @@ def test_normalize_chooses_the_reported_numbers_and_eval_takes_the_latest_querie
                 found[k] == of_all[mode][k] for k in ("text_to_image", "image_to_text", "R-Mean")
             )
     log = rows(tmp_path / "queue")
-    assert list(log[0]["eval"]["moving-emoji"]["normalize"]) == [
-        "none",
-        "oracle",
-    ]  # step 0: nothing is in the queue
+    # step 0: nothing is in the queue
+    assert list(log[0]["eval"]["moving-emoji"]["normalize"]) == ["none", "oracle"]
     assert all(r["error_normalized"] < r["error"] and r["tau"] == 0.1 for r in log if "loss" in r)
 
-    words = (
-        "--cpu --workers 0 --normalize queue --tasks retrieval --queue-size 5 --checkpoint".split()
-    )
-    args = eval_py.parse_args([*words, str(tmp_path / "queue"), "--output-dir", str(tmp_path)])
-    result = eval_py.main(args)["datasets"]["moving-emoji"]["metrics"]["normalize"]
+    words = "--normalize queue --tasks retrieval --queue-size 5".split()
+    result = evaluated(tmp_path / "queue", *words)["moving-emoji"]["metrics"]["normalize"]
     of_few = flatten(summaries["oracle"]["test"]["moving-emoji"]["normalize"])
     assert flatten(result) == pytest.approx(of_few, rel=1e-4, abs=1e-4)
 
@@ -243,10 +232,8 @@ def test_max_margin_has_no_biases_at_a_temperature_that_nothing_trained(tmp_path
     assert {"curves", "retrieval", "modalities"} <= drawn and "normalization" not in drawn
 
     def evaluate(*flags):
-        words = "--cpu --workers 0 --tasks retrieval --output-dir".split()
-        words += [str(tmp_path), "--checkpoint", str(tmp_path / "run"), *flags]
-        result = eval_py.main(eval_py.parse_args(words))
-        return result["datasets"]["moving-emoji"]["metrics"]
+        result = evaluated(tmp_path / "run", "--tasks", "retrieval", *flags)
+        return result["moving-emoji"]["metrics"]
 
     found = evaluate()
     assert found["R-Mean"] == metrics["R-Mean"] and "normalize" not in found
@@ -270,13 +257,12 @@ def test_the_queues_are_the_training_batches(tmp_path):
     run_script(ncl, tmp_path / "still", *flags, base=SMALL)
     queues = load_file(tmp_path / "still" / "queues.safetensors")
     model, tokenizer, transform = common.load_model(tmp_path / "still")
-    device = torch.device("cpu")
 
     def encoded(split):
         data = common.load_data("moving-emoji", split, frames=2, image_size=16, clips=[64, 16, 16])
-        index, video, _, _ = evaluation.embed.encode_images(model, data, transform, device)
+        index, video, _, _ = evaluation.embed.encode_images(model, data, transform, CPU)
         captions = [[data.captions(i)[k] for i in index] for k in range(3)]
-        texts = [evaluation.embed.encode_texts(model, tokenizer, c, device) for c in captions]
+        texts = [evaluation.embed.encode_texts(model, tokenizer, c, CPU) for c in captions]
         return common.normalize(video), common.normalize(torch.stack(texts))  # (M, D), (3, M, D)
 
     order = torch.from_numpy(
@@ -284,9 +270,8 @@ def test_the_queues_are_the_training_batches(tmp_path):
     )
     video, text = encoded("train")
     assert torch.allclose(queues["videos"], video[order], atol=1e-4)
-    assert (
-        (queues["texts"] - text[:, order]).abs().amax(2).amin(0) < 1e-4
-    ).all()  # one of its three captions
+    # one of its three captions
+    assert ((queues["texts"] - text[:, order]).abs().amax(2).amin(0) < 1e-4).all()
     for split in ("val", "test"):
         video, text = encoded(split)
         assert torch.cdist(queues["videos"], video).min() > 1e-3
@@ -297,33 +282,17 @@ def test_clip4clip_freezes_embeddings_and_first_norms(tiny, tmp_path):
     """As its scripts do (--freeze_layer_num 0): these stay as they were, all else learns; others
     are refused."""
     name, model = tiny("clip")
-    clip = [
-        "--image-encoder",
-        name,
-        "--text-encoder",
-        name,
-        "--pretrained",
-        "--image-size",
-        32,
-        "--text-length",
-        12,
-        "--embed-dim",
-        16,
-        "--max-steps",
-        2,
-        "--lr",
-        0.01,
-        "--weight-decay",
-        0.2,
-    ]
-    run_script(ncl, tmp_path / "r", *clip, "--freeze", "clip4clip", base=SMALL)
-    found, still = load_file(tmp_path / "r" / "model.safetensors"), set()
+    words = (
+        "--pretrained --image-size 32 --text-length 12 --embed-dim 16 --max-steps 2 --lr 0.01 "
+        "--weight-decay 0.2 --freeze clip4clip"
+    )
+    clip = ["--image-encoder", name, "--text-encoder", name, *words.split()]
+    few_steps(ncl, tmp_path / "r", *clip, base=SMALL)
+    found, still = tensors_of(tmp_path / "r", 2), set()
     for key, value in model.state_dict().items():
         half, _, rest = key.partition("_model.")
-        if (
-            torch.equal(found.get(f"{half}.body.{rest}", torch.tensor(0)), value)
-            and value.is_floating_point()
-        ):
+        after = found.get(f"model/{half}.body.{rest}", torch.tensor(0))
+        if value.is_floating_point() and torch.equal(after, value):
             still.add(rest)
     assert still == {
         "embeddings.class_embedding",
@@ -334,7 +303,7 @@ def test_clip4clip_freezes_embeddings_and_first_norms(tiny, tmp_path):
         "pre_layrnorm.bias",
     }
     with pytest.raises(UserError, match="--freeze clip4clip: both encoders have to be CLIP's"):
-        run_script(ncl, tmp_path / "small", "--freeze", "clip4clip", base=SMALL)
+        few_steps(ncl, tmp_path / "small", "--freeze", "clip4clip", base=SMALL)
 
 
 # ---------------------------------------------------- pictures ------------------------------------
@@ -354,9 +323,8 @@ def test_the_figures_have_a_fork_s_biases(tmp_path, monkeypatch):
     lines = {line.get_label(): line.get_ydata() for line in panel(drawn, "(Fig. 5)").lines}
     for label, way in {"text -> video": "text_to_image", "video -> text": "image_to_text"}.items():
         assert len(lines[label]) > 1 and set(lines[label]) == {reported[way]["R@1"]}
-    assert lines["video -> text"][0] == pytest.approx(
-        100 / 16
-    )  # the first text is right for one of 16
+    # the first text is right for one of 16
+    assert lines["video -> text"][0] == pytest.approx(100 / 16)
 
 
 def test_what_figures_3_and_7_count():

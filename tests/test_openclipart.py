@@ -118,6 +118,8 @@ def test_the_packages_are_read_once(packages):
     open_named.cache_clear()
     after = rows_of(packages)
     assert before.keys() == after.keys()
+    for key, (*words, pixels) in before.items():
+        assert after[key][:4] == tuple(words) and (after[key][4] == pixels).all()
 
 
 def test_a_folder_without_the_packages_is_refused(tmp_path):

@@ -15,35 +15,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import eval as eval_py
 import temo
 import temperature_schedules
 from helpers import (
-    CLASSES,
-    TEXT,
-    TRUNCATED,
-    all_rows,
-    caption,
-    complains,
-    encode,
-    numbers,
-    open_splits,
-    picture,
-    run_script,
-    tar_samples,
-    write_captions,
-    write_clips,
-    write_images,
-    write_rows,
-    write_tar,
-    write_video,
-)
+    CLASSES, TEXT, TRUNCATED, all_rows, caption, complains, encode, evaluated, numbers,
+    open_splits, picture, run_script, tar_samples, write_captions, write_clips, write_images,
+    write_rows, write_tar, write_video)
 
-HALVES = {
-    "train": range(0, 8),
-    "validation": range(8, 10),
-    "test": range(10, 12),
-}  # where a layout names its splits
+# where a layout names its splits
+HALVES = {"train": range(0, 8), "validation": range(8, 10), "test": range(10, 12)}
 SHOWN = [0, 2, 5, 7]  # of eight frames, four spread
 
 
@@ -199,9 +179,8 @@ def test_layout(layout, contents, tmp_path):
     found, keys = {s: [number_of(d.read(k)) for k in range(len(d))] for s, d in sets.items()}, {}
     for split, data in sets.items():
         keys[split] = [*data.keys()]
-        assert data.split == split and str(tmp_path) not in str(
-            keys
-        )  # a key does not change with the folder
+        assert data.split == split
+        assert str(tmp_path) not in str(keys)  # a key does not change with the folder
         for k, i in enumerate(found[split]):
             example = data[k]
             assert example["captions"] == data.captions(k) == captions(i)
@@ -232,19 +211,16 @@ def test_held_out_splits_are_a_twentieth_each_and_the_same_every_time(tmp_path):
     sets = open_splits(path)
     keys = {s: d.column("key") for s, d in sets.items()}
     assert keys == held_out(names) and all(160 < len(keys[s]) < 240 for s in ("val", "test"))
-    assert (
-        "held out for val and test" in sets["train"].note
-        and "held out of 4,000" in sets["val"].note
-    )
+    assert "held out for val and test" in sets["train"].note
+    assert "held out of 4,000" in sets["val"].note
     # a run may be resumed years later: these must never change
     assert keys["val"][:4] == ["029.png", "078.png", "146.png", "153.png"]
     assert keys["test"][:4] == ["007.png", "027.png", "054.png", "069.png"]
     for fraction in (0.01, 0.3):
         others = open_splits(path, val_fraction=fraction)
         other = {s: {*d.keys()} for s, d in others.items()}
-        assert other["test"] == {*keys["test"]} and len(other["val"]) == pytest.approx(
-            4000 * fraction, rel=0.5
-        )
+        assert other["test"] == {*keys["test"]}
+        assert len(other["val"]) == pytest.approx(4000 * fraction, rel=0.5)
         assert len(set.union(*other.values())) == 4000 == sum(map(len, other.values()))
         assert other["val"] < {*keys["val"]} or other["val"] > {*keys["val"]}
         assert "fewer than 20 rows" not in others["val"].note
@@ -330,18 +306,14 @@ def test_a_name_of_two_videos_is_noted(tmp_path):
 
 def test_a_column_split_says_which_rows_are_whose(tmp_path):
     """Each row keeps its own picture, caption and class; a word that names no split is refused."""
-    words, names = (
-        ["train", "val", "training", "test", "validation", "train"],
-        write_images(tmp_path, range(6)),
-    )
+    words = ["train", "val", "training", "test", "validation", "train"]
+    names = write_images(tmp_path, range(6))
     rows = [(name, f"words {k}", ["dog", "cat"][k % 2], words[k]) for k, name in enumerate(names)]
     path = write_rows(tmp_path / "own.csv", ["image", "caption", "label", "split"], rows)
     for split, wanted in (("train", [0, 2, 5]), ("val", [1, 4]), ("test", [3])):
         data = common.load_data(str(path), split)
-        assert data.column("captions") == [[f"words {k}"] for k in wanted] and data.label_names == [
-            "cat",
-            "dog",
-        ]
+        assert data.column("captions") == [[f"words {k}"] for k in wanted]
+        assert data.label_names == ["cat", "dog"]
         for i, k in enumerate(wanted):
             assert number_of(data.read(i)) == k and data.labels[i] == (k + 1) % 2
     odd = write_rows(
@@ -351,9 +323,8 @@ def test_a_column_split_says_which_rows_are_whose(tmp_path):
     alone = write_rows(
         tmp_path / "test.csv", ["image", "caption", "split"], [("000.png", "x", "test")]
     )
-    complains(
-        alone, "train", "no train split; it has: test"
-    )  # it is evaluated, and nothing trained on
+    # it is evaluated, and nothing trained on
+    complains(alone, "train", "no train split; it has: test")
 
 
 # ---- columns ----
@@ -371,23 +342,16 @@ def test_rows_of_one_image_are_one_example_and_those_without_something_are_count
     data = common.load_data(
         str(write_rows(tmp_path / "a.csv", ["image", "caption", "label"], rows)), "train"
     )
-    assert data.column("captions") == [["a", "c"], ["d"], ["e", "f"]] and data.labels.tolist() == [
-        0,
-        -1,
-        -1,
-    ]
-    assert (
-        "2 rows without an image or a caption left out" in data.note
-        and "2 without a class" in data.note
-    )
+    assert data.column("captions") == [["a", "c"], ["d"], ["e", "f"]]
+    assert data.labels.tolist() == [0, -1, -1]
+    assert "2 rows without an image or a caption left out" in data.note
+    assert "2 without a class" in data.note
     rows = [("0", ["a", "b"]), ("1", []), ("2", ["c"])]
     data = common.load_data(
         str(write_rows(tmp_path / "b.jsonl", ["image", "captions"], rows)), "train"
     )
-    assert (
-        data.column("captions") == [["a", "b"], ["c"]]
-        and "1 row without an image or a caption left out, the first: 1; " in data.note
-    )
+    assert data.column("captions") == [["a", "b"], ["c"]]
+    assert "1 row without an image or a caption left out, the first: 1; " in data.note
 
 
 def test_column_flags_and_data_dir(tmp_path):
@@ -396,11 +360,9 @@ def test_column_flags_and_data_dir(tmp_path):
     path = str(write_rows(tmp_path / "a.csv", ["picture", "said", "text", "kind"], rows))
     flags = {"image_column": "picture", "caption_column": "said", "label_column": "kind"}
     data = common.load_data(path, "train", data_dir=str(tmp_path / "pictures"), **flags)
-    assert (
-        data.captions(2) == [caption(2)]
-        and data.label_names == ["0", "1"]
-        and data.labels.tolist() == [0, 0, 1, 0]
-    )
+    assert data.captions(2) == [caption(2)]
+    assert data.label_names == ["0", "1"]
+    assert data.labels.tolist() == [0, 0, 1, 0]
     assert number_of(data.read(3)) == 3
     for flag in flags:
         words = (
@@ -482,9 +444,8 @@ def test_video_dir_finds_videos_by_path_name_and_stem(tmp_path):
         6: "P06/01.mp4",
     }
     write_clips(tmp_path / "all", names)
-    (tmp_path / "all" / "no_video" / "000.mp4").mkdir(
-        parents=True
-    )  # a folder, as EPIC-KITCHENS in pieces has them
+    # a folder, as EPIC-KITCHENS in pieces has them
+    (tmp_path / "all" / "no_video" / "000.mp4").mkdir(parents=True)
     asked = [
         "er/000",
         "001.mp4",
@@ -640,9 +601,8 @@ def test_the_first_image_that_cannot_be_read_is_named_without_addresses(good, tm
         (tmp_path / name).write_bytes((good.parent / name).read_bytes())
     (tmp_path / rows[2].partition(",")[0]).write_bytes(TEXT)
     run_script(temo, tmp_path / "r", base=[*TINY, "--dataset", good])
-    flags = ["--cpu", "--checkpoint", str(tmp_path / "r"), "--datasets", str(csv)]
     capsys.readouterr()
-    eval_py.main(eval_py.parse_args(flags))
+    evaluated(tmp_path / "r", "--datasets", csv)
     output = capsys.readouterr()
     name = rows[2].partition(",")[0]
     assert (f"1 of 6 images cannot be read and are left out, the first: {name}: cannot identify "
@@ -652,7 +612,7 @@ def test_the_first_image_that_cannot_be_read_is_named_without_addresses(good, tm
 
 
 def test_too_many_bad_samples_stop_the_run(tmp_path):
-    """Of 60 pictures one in the first batch cannot be read: counted, listed, and above
+    """Of 60 pictures two in the first batch cannot be read: counted, listed, and above
     --max-bad-fraction the end."""
     csv = write_captions(tmp_path / "data", 60)
     train = common.load_data(str(csv), "train")

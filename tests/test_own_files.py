@@ -19,18 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from helpers import (
-    caption,
-    complains,
-    encode,
-    open_splits,
-    picture,
-    tar_samples,
-    write_clips,
-    write_images,
-    write_rows,
-    write_tar,
-    write_video,
-)
+    caption, complains, encode, open_splits, picture, tar_samples, write_clips, write_images,
+    write_rows, write_tar, write_video)
 
 PNG = encode(picture(1))
 

@@ -24,12 +24,8 @@ from helpers import CPU, write_clips, write_files, write_rows
 
 OPTIONS = {"frames": 2, "image_size": 32}
 CAUSAL = ["-0AbC_000015_000025", "x1_1_11", "gone_1_11"]
-KINDS = {
-    "descriptive": 1,
-    "explanatory": 1,
-    "predictive": 2,
-    "counterfactual": 2,
-}  # 2: an answer and its reason
+# 2: an answer and its reason
+KINDS = {"descriptive": 1, "explanatory": 1, "predictive": 2, "counterfactual": 2}
 TYPES = [
     "descriptive",
     "explanatory",
@@ -145,10 +141,8 @@ CHOICES = {
     ),
     "tumblr_b_250 ACTION8": ("What before yawn ?", "yell", ["nod", "yell", "sit", "run"], ""),
 }
-WHOLE = [
-    (0, 2, TYPES),
-    (1, 4, [*TYPES[:2], *TYPES[4:]]),
-]  # the video, its right choice; half a pair is none
+# the video, its right choice; half a pair is none
+WHOLE = [(0, 2, TYPES), (1, 4, [*TYPES[:2], *TYPES[4:]])]
 EXPECTED = [
     (
         "msrvtt-qa",
@@ -260,9 +254,8 @@ def test_the_questions_of_a_set(name, split, rows, words, replica):
     kinds = data.column("question_type") or [""] * len(data)
     assert dict(zip(data.column("key"), zip(*columns, kinds))) == rows
     assert all(w in data.note for w in words) and "TGIF-QA's" not in data.note
-    assert [data.captions(i) for i in range(len(data))] == [
-        [q] for q in columns[0]
-    ] and not data.has_captions
+    assert [data.captions(i) for i in range(len(data))] == [[q] for q in columns[0]]
+    assert not data.has_captions
     assert len(data.read(len(data) - 1)) == 2
     if name == "causal-vidqa":  # answer and reason have one number
         assert data.column("pair").tolist() == [0, 1, 2, 2, 3, 3, 4, 5, 7, 7]
@@ -270,10 +263,8 @@ def test_the_questions_of_a_set(name, split, rows, words, replica):
 
 def test_the_choices_of_tgif_qa_before_they_were_drawn_anew_are_told(replica, capsys):
     data = opened(replica, "tgif-qa-r-transition", "test")
-    assert (
-        "the choices are TGIF-QA's" in data.note
-        and "gives the answer away" in capsys.readouterr().out
-    )
+    assert "the choices are TGIF-QA's" in data.note
+    assert "gives the answer away" in capsys.readouterr().out
 
 
 def test_held_out_questions_are_of_other_videos(tmp_path):
@@ -300,11 +291,9 @@ def test_held_out_questions_are_of_other_videos(tmp_path):
         common.load_data("tgif-qa-r-action", split, data_dir=str(tmp_path), hold_out_val=True)
         for split in ("val", "train")
     )
-    assert (
-        len(held)
-        and len(held) + len(rest) == 240
-        and not {*held.column("video")} & {*rest.column("video")}
-    )
+    assert len(held)
+    assert len(held) + len(rest) == 240
+    assert not {*held.column("video")} & {*rest.column("video")}
     assert "held out of 240" in held.note
 
 
@@ -332,10 +321,8 @@ def test_extra_captions_of_training_clips(tmp_path):
             ("c", "", "", "third, with a comma"),
         ],
     )
-    where, extra = (
-        {"data_dir": str(tmp_path), "video_dir": str(tmp_path / "videos")},
-        {"extra_captions": str(more)},
-    )
+    where = {"data_dir": str(tmp_path), "video_dir": str(tmp_path / "videos")}
+    extra = {"extra_captions": str(more)}
     plain, data, unfolded = (
         common.load_data("msrvtt", "train", frames=2, **where, **flags)
         for flags in ({}, extra, extra | {"unfold_captions": True})
@@ -352,11 +339,9 @@ def test_extra_captions_of_training_clips(tmp_path):
         in data.note
     )
     assert torch.equal(data.read(2), plain.read(2)) and [*data.keys()] == [*plain.keys()]
-    assert (
-        len(unfolded) == 7
-        and unfolded.captions(1) == ["first"]
-        and torch.equal(unfolded.read(1), plain.read(0))
-    )
+    assert len(unfolded) == 7
+    assert unfolded.captions(1) == ["first"]
+    assert torch.equal(unfolded.read(1), plain.read(0))
 
 
 def test_extra_captions_that_match_nothing_or_anything_are_refused(tmp_path):
@@ -418,11 +403,9 @@ def test_pairs_of_another_set_join_training(tmp_path):
     assert both.before_extra_pairs is data and data.before_extra_pairs is None
     for i in range(8):
         of, k = (data, i) if i < 4 else (alone, i - 4)  # the last of them are those of v9
-        assert (
-            both.captions(i) == of.captions(k)
-            and both.key(i) == of.key(k)
-            and torch.equal(both.read(i), of.read(k))
-        )
+        assert both.captions(i) == of.captions(k)
+        assert both.key(i) == of.key(k)
+        assert torch.equal(both.read(i), of.read(k))
     assert not torch.equal(both.read(4), both.read(5))  # two windows of one video
     for words in (
         "4 more pairs from ",
@@ -439,10 +422,8 @@ def test_pairs_of_another_set_join_training(tmp_path):
         meta_batch_size=2,
     )
     meta, _ = meta_data(both, {}, args)  # clean examples are the set's own
-    assert (
-        sorted(meta.keys()) == sorted(data.keys())
-        and both.select([5, 0]).before_extra_pairs is None
-    )
+    assert sorted(meta.keys()) == sorted(data.keys())
+    assert both.select([5, 0]).before_extra_pairs is None
     unfolded, joined = (
         pairs_of(tmp_path, f"{more}={tmp_path / 'more'}", **{flag: True})[1]
         for flag in ("unfold_captions", "join_captions")
@@ -540,21 +521,15 @@ def test_pairs_beside_questions_have_none(files, name, known):
     _, own, *_ = prepared(files, name, captions=False, pairs=False)
     args, data, evals, questions, _ = prepared(files, name)
     extras = len(data) - 18
-    assert 1 <= extras <= 4 and data.column("question") == [
-        *own.column("question"),
-        *[None] * extras,
-    ]
-    assert (
-        answers.rows_with_questions(own) is own
-        and len(answers.rows_with_questions(data)) == 18
-        and not answers.reason_without_questions(data, not known)
-    )
+    assert 1 <= extras <= 4
+    assert data.column("question") == [*own.column("question"), *[None] * extras]
+    assert answers.rows_with_questions(own) is own
+    assert len(answers.rows_with_questions(data)) == 18
+    assert not answers.reason_without_questions(data, not known)
     assert questions["answers"] == known
     guess = math.log(len(known) or 5) * 18 / len(data)
-    assert (
-        answers.random_guess(data, questions) == pytest.approx(guess)
-        and answers.random_guess(data, None) == 0
-    )
+    assert answers.random_guess(data, questions) == pytest.approx(guess)
+    assert answers.random_guess(data, None) == 0
     if known:  # of other answers than these there is no loss
         two = answers.random_guess(data, dict(questions, answers=["a", "b"]))
         assert two == pytest.approx(math.log(2) * 12 / len(data))

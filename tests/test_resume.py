@@ -132,9 +132,8 @@ def runs(tmp_path_factory, data, tiny):
             found = codes(processes, logs[1], lambda: run(killed, data, *flags, *of_killed))
         assert found == [-signal.SIGKILL] * processes
         assert [p.stem for p in checkpoints_of(killed)] == [f"step_{SAVED}"]
-        (killed / "checkpoints" / "step_9.tmp").write_bytes(
-            b"cut"
-        )  # what a crash inside a save leaves
+        # what a crash inside a save leaves
+        (killed / "checkpoints" / "step_9.tmp").write_bytes(b"cut")
         assert codes(processes, logs[2], lambda: resume(killed)) == [0] * processes
     return folders
 
@@ -188,11 +187,9 @@ def test_a_finished_run_is_only_evaluated(folder, runs, monkeypatch):
     after = resume(folder)
     # a kill at the end leaves no half of what a resume reads
     assert tokenizer.stat().st_mtime_ns == written
-    assert (
-        after["steps"] == STEPS
-        and after["val"] == before["val"]
-        and after["test"] == before["test"]
-    )
+    assert after["steps"] == STEPS
+    assert after["val"] == before["val"]
+    assert after["test"] == before["test"]
     assert same(folder, runs[1][0]) and 1000 < after["wall_s"] < 2000
     assert f"commit {after['commit']}" in after["versions"]  # that of the start, in both
 
@@ -222,9 +219,8 @@ def test_at_its_end_it_is_evaluated_in_float32(tmp_path, data, monkeypatch):
 
     monkeypatch.setattr(common.TextEncoder, "forward", watch)
     run(tmp_path / "run", data, "--max-steps", 3, "--mixed-precision", "bf16")
-    assert (
-        halves == [(False, True)] + [(True, True)] * 3 + [(False, False)] * 2
-    )  # val, three steps, val and test
+    # val, three steps, val and test
+    assert halves == [(False, True)] + [(True, True)] * 3 + [(False, False)] * 2
 
 
 def test_more_steps_are_remembered_also_on_fewer_processes(runs, tmp_path, capsys):
@@ -401,14 +397,11 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(  # noqa: PLR09
         at_step(patch, 2, lambda: os.kill(os.getpid(), number))
         run(tmp_path / "a", data)
     last = 4 if lagged else 3
-    assert end.value.code == code and [p.stem for p in checkpoints_of(tmp_path / "a")] == [
-        f"step_{last}"
-    ]
+    assert end.value.code == code
+    assert [p.stem for p in checkpoints_of(tmp_path / "a")] == [f"step_{last}"]
     said = capsys.readouterr().out
-    assert (
-        f"stopped after step {last} by {number.name}; to go on: python" in said
-        and f"--resume {tmp_path}/a" in said
-    )
+    assert f"stopped after step {last} by {number.name}; to go on: python" in said
+    assert f"--resume {tmp_path}/a" in said
     resume(tmp_path / "a")
     assert same(tmp_path / "a", runs[1][0])
 
@@ -433,9 +426,8 @@ def test_a_signal_to_one_process_ends_all_and_their_workers(data, tmp_path, monk
 
     at_step(monkeypatch, 2, stop)
     ended = launch.ranks(tmp_path, lambda _: run(tmp_path / "a", data, "--workers", 1))
-    assert [code for code, _ in ended] == [143, 143] and "Traceback" not in ended[0][1] + ended[1][
-        1
-    ]
+    assert [code for code, _ in ended] == [143, 143]
+    assert "Traceback" not in ended[0][1] + ended[1][1]
     assert [p.stem for p in checkpoints_of(tmp_path / "a")] == ["step_3"]
     workers = [pid for r in (0, 1) for pid in json.loads((tmp_path / f"workers{r}").read_text())]
     left = [psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)]
@@ -456,9 +448,8 @@ def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(
     monkeypatch.setattr(
         temo, "multimodal_loss", lambda *x: loss(*x) * (math.nan if now and rank() else 1)
     )
-    monkeypatch.setattr(
-        core.processes.time, "sleep", lambda _: None
-    )  # of the second process, before it speaks
+    # of the second process, before it speaks
+    monkeypatch.setattr(core.processes.time, "sleep", lambda _: None)
     error = error_of(
         launch.ranks(
             tmp_path,
@@ -482,7 +473,6 @@ OF_FIVE = [
     ("temperature_schedules", "--loss sdclr"),
     ("ncl", "--learnable-tau --queue-size 32"),
     ("mmts", "--num-clusters 4"),
-    ("mmts", "--clusters none --no-schedule --no-shifts --learnable-tau"),
     ("mama", "--meta-size 8 --meta-batch-size 4 --meta-every 2 --learnable-tau --tau .5"),
 ]
 MEMORY = '''
@@ -533,10 +523,13 @@ def checked(path, flags, capsys):
 
 
 @pytest.mark.parametrize("script, words", OF_FIVE)
-def test_the_five_keep_the_promises(script, words, capsys):
+def test_the_five_keep_the_promises(script, words, tmp_path, capsys):
     """Two optimisers, queues, MoCo's keys, masks, clusters, learnt taus; MoCo and a look ahead
-    refuse chunks."""
-    code, said = checked(ROOT / f"{script}.py", [*TINY, *words.split()], capsys)
+    refuse chunks. (A learnt tau of mmts.py: test_vast.py.)"""
+    path = ROOT / f"{script}.py"
+    if "slip" in words:  # checkpoints of SLIP's wide head take 20 seconds
+        path = helpers.fork(temo, tmp_path, "hidden=4096", "hidden=64").__file__
+    code, said = checked(path, [*TINY, *words.split()], capsys)
     left_out = "left out; error: --chunk-size" in said["chunks"]
     assert code == 0 and left_out == (script == "mama" or "moco" in words), said
     assert ("own " in said["two processes"]) == any(

@@ -1,12 +1,15 @@
 """The five scripts side by side: a short run, a learnt tau, every flag acts, the views; then
 docs/forking.md."""
 
+import contextlib
 import functools
-import importlib.util
+import importlib
 import inspect
+import io
 import math
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import common
 from contrastive import figures
@@ -20,9 +23,8 @@ import mama
 import mmts
 import ncl
 import temo
-from helpers import few_steps, fork, refused, rows, run_script, steps, write_images
+from helpers import few_steps, fork, losses, refused, rows, run_script, steps, write_images
 
-ROOT = Path(temo.__file__).parent
 NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
 TOTAL, CLIP = 10, 1e-2
 SMALL = [
@@ -75,10 +77,8 @@ def test_a_run(name, tmp_path, monkeypatch):
     for method in ("begin", "done"):
         monkeypatch.setattr(Run, method, watch(getattr(Run, method)))
     script = importlib.import_module(name)
-    summary, log = (
-        run_script(script, folder, *SLOPE, *OF.get(name, ()), base=SMALL, pictures=True),
-        steps(folder),
-    )
+    summary = run_script(script, folder, *SLOPE, *OF.get(name, ()), base=SMALL, pictures=True)
+    log = steps(folder)
     assert [row["step"] for row in log] == [*range(1, TOTAL + 1)]
     assert [row["lr"] for row in log] == pytest.approx(
         [1.0, *(0.1 + 0.9 * (1 - k / 9) for k in range(9))]
@@ -94,19 +94,16 @@ def test_a_run(name, tmp_path, monkeypatch):
         10,
         16,
     )
-    assert (
-        summary["processes"] == 1
-        and summary["bad_samples"] == 0
-        and summary["chance"]["moving-emoji"]
-    )
+    assert summary["processes"] == 1
+    assert summary["bad_samples"] == 0
+    assert summary["chance"]["moving-emoji"]
     assert PICTURES[name] == {p.stem for p in folder.glob("*.png") if p.stat().st_size > 5000}
     suffixes = {p.suffix for p in folder.rglob("*") if p.is_file()}
     assert suffixes <= {".json", ".jsonl", ".safetensors", ".png", ".pt"}
     model, tokenizer, transform = common.load_model(folder)
     features = model(transform(torch.zeros(2, 3, 30, 40, dtype=torch.uint8))[None])[2]
-    assert features.shape == (1, model.vision.width) and bool(tokenizer) == (
-        name != "temperature_schedules"
-    )
+    assert features.shape == (1, model.vision.width)
+    assert bool(tokenizer) == (name != "temperature_schedules")
 
 
 def without_val(split, options):
@@ -186,7 +183,7 @@ ACTS = {  # script, flags: what changes the losses of a run with them
     ("temperature_schedules", "--loss moco --queue-size 64"): "--queue-size 32, --momentum .5",
     ("temperature_schedules", "--loss sdclr"): "--prune .5",
     ("temperature_schedules", "--weight-decay .9"): "--decay-all",
-    ("temperature_schedules", "--image-encoder resnet18-cifar"): "--no-zero-init",
+    ("temperature_schedules", "--image-encoder test_resnet"): "--no-zero-init",
     (
         "mmts",
         "",
@@ -210,23 +207,32 @@ ACTS = {  # script, flags: what changes the losses of a run with them
     "--meta-lr .1, --virtual-lr 5, --meta-size 9, --meta-batch-size 4, --meta-every 2, "
     "--meta-set val, --learnable-tau, --contrastive-weight 2, --weight-hidden 5",
     ("mama", ""): "--loss infonce, --margin-schedule none",
+    ("mama", "--task qa-open"): "--eta 0, --answers 3, --fusion-layers 3, --shuffle-video",
+    ("mama", "--task qa-choice"): "--qa-similarity fused",
     ("mama", "--weighting focal"): "--focal-gamma 1",
     ("mama", "--weighting spl"): "--spl-start .9",
 }
 
 
+class Outcome(NamedTuple):
+    """Of three steps of a script."""
+
+    losses: list
+    useless: set  # flags that are named as without an effect
+
+
 @pytest.fixture(scope="module")
-def losses_of(tmp_path_factory):
-    """The losses of three steps of a script with these flags, once for each."""
+def outcome_of(tmp_path_factory):
+    """Function of a script and flags -> Outcome, once for each."""
 
     @functools.cache
     def run(name, words):
         base = [*SMALL, *OF.get(name, ()), "--max-steps", "3"]
         folder = tmp_path_factory.mktemp("acts") / "a"
-        return [
-            row["loss"]
-            for row in few_steps(importlib.import_module(name), folder, *words.split(), base=base)
-        ]
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            few_steps(importlib.import_module(name), folder, *words.split(), base=base)
+        useless = re.findall(r"WARNING: (--[\w-]+) has no effect", said.getvalue())
+        return Outcome(losses(folder), set(useless))
 
     return run
 
@@ -234,30 +240,22 @@ def losses_of(tmp_path_factory):
 @pytest.mark.parametrize(
     "name, words, flag", [(*of, flag) for of, flags in ACTS.items() for flag in flags.split(", ")]
 )
-def test_every_flag_acts(losses_of, name, words, flag):
-    without, acts = losses_of(name, words), losses_of(name, f"{words} {flag}")
-    assert len(without) == 3 and acts != without
+def test_every_flag_acts(outcome_of, name, words, flag):
+    """And is not said to be useless: test_flags.py has those that are."""
+    without, acts = outcome_of(name, words), outcome_of(name, f"{words} {flag}")
+    assert len(without.losses) == 3 and acts.losses != without.losses
+    assert not acts.useless & set(re.findall(r"--[a-z][\w-]*", f"{words} {flag}"))
 
 
 # ----------------------------------------------- a choice without a branch ------------------------
-def with_choice(name, flag, folder):
-    """The module of a copy of a script with one more choice of a flag, 'sigmoid'."""
-    text = (ROOT / f"{name}.py").read_text(encoding="utf8")
-    new, count = re.subn(rf'("{flag}",[^)]*?choices=\[)', r'\1"sigmoid", ', text, count=1)
-    assert count == 1
-    path = folder / f"{name}_with_choice.py"
-    path.write_text(new, encoding="utf8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @each_script
 def test_a_choice_of_a_loss_without_a_branch_is_an_error(name, tmp_path):
     """Adding a choice touches the list and the branch; without the branch nothing else is trained.
     """
-    own = with_choice(name, "--loss", tmp_path)
+    script = importlib.import_module(name)
+    text = Path(script.__file__).read_text(encoding="utf8")
+    choices = re.search(r'"--loss",[^)]*?choices=\[', text)[0]
+    own = fork(script, tmp_path, choices, f'{choices}"sigmoid", ')
     flags = [*OF.get(name, ()), "--loss", "sigmoid", "--max-steps", "1"]
     with pytest.raises(ValueError, match="^--loss sigmoid has no branch in this loop$"):
         few_steps(own, tmp_path / "a", *flags, base=SMALL)
@@ -317,17 +315,8 @@ def views_of(tmp_path, monkeypatch):
             "batches",
             lambda run, views, *more: seen.extend(views) or batches(run, views, *more),
         )
-        few_steps(
-            importlib.import_module(name),
-            tmp_path / "run",
-            *OF.get(name, ()),
-            *flags.split(),
-            "--image-size",
-            24,
-            "--max-steps",
-            1,
-            base=SMALL,
-        )
+        words = [*OF.get(name, ()), *flags.split(), "--image-size", 24, "--max-steps", 1]
+        few_steps(importlib.import_module(name), tmp_path / "run", *words, base=SMALL)
         return [vars(view) for view in seen]
 
     return found
@@ -362,8 +351,7 @@ TINY = [*SMALL, *"--max-steps 4 --embed-dim 8 --batch-size 8".split()]
 
 def test_a_weighting_is_what_is_said_and_drawn(tmp_path, capsys):
     own = fork(mama, tmp_path, END, f"\n{BLOCKS[0]}\n{END}")
-    place = "    loss_modules.to(run.device)\n"
-    own = fork(own, tmp_path, place, f"{BLOCKS[1]}{place}")
+    own = fork(own, tmp_path, PLACE, f"{BLOCKS[1]}{PLACE}")
     branch = '        elif args.weighting == "none":\n'
     own = fork(own, tmp_path, branch, f"{BLOCKS[2]}{branch}")
     own = fork(own, tmp_path, '"l2rw", "none"]', '"l2rw", "median", "none"]')
@@ -372,12 +360,10 @@ def test_a_weighting_is_what_is_said_and_drawn(tmp_path, capsys):
     )
     run_script(own, tmp_path / "a", *TINY, *"--weighting median --a0 2".split(), pictures=True)
     said = capsys.readouterr().out
-    assert "--weighting median" in said and not any(
-        word in said for word in ("meta-data", "METHOD", "random guess")
-    )
-    assert (tmp_path / "a" / "weights.png").is_file() and {
-        row["w"] for row in steps(tmp_path / "a")
-    } != {1.0}
+    assert "--weighting median" in said
+    assert not any(word in said for word in ("meta-data", "METHOD", "random guess"))
+    assert (tmp_path / "a" / "weights.png").is_file()
+    assert {row["w"] for row in steps(tmp_path / "a")} != {1.0}
 
 
 NO_BRANCH = (
@@ -440,9 +426,8 @@ def test_a_part_of_own_with_a_rate_of_its_own(tmp_path):
         [group[key] for group in state["optimizer"]["param_groups"]]
         for key in ("lr", "weight_decay")
     )
-    assert rates == pytest.approx(
-        [log[1]["lr"] * factor for factor in (1, 1, 10, 10)]
-    ) and decays == [0.3, 0, 0.3, 0]
+    assert rates == pytest.approx([log[1]["lr"] * factor for factor in (1, 1, 10, 10)])
+    assert decays == [0.3, 0, 0.3, 0]
 
 
 def test_a_schedule_is_what_is_said_and_refused(tmp_path, capsys):
@@ -535,13 +520,12 @@ def test_without_a_terminal_a_run_writes_a_line_for_each_row_of_its_log(tmp_path
 
 
 def test_a_scalar_parameter_of_the_loss_is_in_the_log_without_a_line_of_code(tmp_path):
-    old = "    loss_modules.to(run.device)\n"
     new = (
         "    loss_modules['bias'] = nn.ParameterDict("
         "{'b': nn.Parameter(torch.tensor(-10.0))})\n"
-        "    loss_modules['other'] = Temperature(0.5, (0.1, 1.0))\n" + old
+        "    loss_modules['other'] = Temperature(0.5, (0.1, 1.0))\n"
     )
-    script = fork(temo, tmp_path, old, new)
+    script = fork(temo, tmp_path, PLACE, new + PLACE)
     flags = ["--learnable-tau", "--max-steps", 1, "--eval-every", 0]
     row = few_steps(script, tmp_path / "run", *flags, base=SMALL)[0]
     assert row["bias.b"] == -10 and "tau.log_tau" not in row

@@ -41,10 +41,8 @@ def test_shared_blocks(name):
 def test_every_flag_is_read(name):
     """As args.NAME, options.NAME or by name: in the script, or where no flags are declared."""
     texts = {p: p.read_text(encoding="utf8") for p in (ROOT / "contrastive").rglob("*.py")}
-    flags, opened = (
-        ROOT / "contrastive" / "engine" / "flags.py",
-        ROOT / "contrastive" / "data" / "__init__.py",
-    )
+    flags = ROOT / "contrastive" / "engine" / "flags.py"
+    opened = ROOT / "contrastive" / "data" / "__init__.py"
     texts[flags] = texts[flags].partition("    def add_shared_flags")[0]
     texts[opened] = re.sub(r"[A-Z]+_FLAGS = \(.*?\)", "", texts[opened], flags=re.S)
     everything = "".join([text_of(name), text_of("common"), *texts.values()])
@@ -78,18 +76,15 @@ def test_the_order_of_a_script(name):
         k for k, n in enumerate(tree.body) if k and not isinstance(n, ast.Import | ast.ImportFrom)
     )
     between = text.splitlines()[tree.body[first - 1].lineno - 1 : tree.body[first].lineno]
-    assert isinstance(tree.body[first], ast.FunctionDef) and any(
-        "= METHOD =" in line for line in between
-    )
+    assert isinstance(tree.body[first], ast.FunctionDef)
+    assert any("= METHOD =" in line for line in between)
     main = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main")
     assert {*LOSSES[name].split()} <= {n.id for n in ast.walk(main) if isinstance(n, ast.Name)}
     loop = next(n for n in main.body if isinstance(n, ast.For) and ast.unparse(n.iter) == "batches")
     said = ast.unparse(loop)
-    assert (
-        re.search(r"^\s+loss = ", said, re.M)
-        and "chunks.backward(loss)" in said
-        and "optimizer.step()" in said
-    )
+    assert re.search(r"^\s+loss = ", said, re.M)
+    assert "chunks.backward(loss)" in said
+    assert "optimizer.step()" in said
     assert not [n for n in ast.walk(loop) if isinstance(n, ast.FunctionDef | ast.Lambda)], (
         "the loss is in a closure"
     )

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 import transformers as T
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-import eval as eval_py
 import launch
 import ncl
-from helpers import drift, losses, run_script, steps, tensors_of, unit, write_rows
+from helpers import (
+    drift, evaluated, few_steps, losses, run_script, steps, tensors_of, unit, write_rows)
+from tools.check import select
 
 D, V = 16, 3  # embedding width, videos
 
@@ -90,11 +90,9 @@ def test_the_decoder_comes_back_from_a_checkpoint(root, first):
 
 
 def test_a_batch_of_one_video_has_no_support():
-    text, videos, video_id = (
-        unit(6, D),
-        unit(6, D, seed=1).requires_grad_(),
-        torch.zeros(6, dtype=torch.long),
-    )
+    text = unit(6, D)
+    videos = unit(6, D, seed=1).requires_grad_()
+    video_id = torch.zeros(6, dtype=torch.long)
     alone = support_summary(text, videos, video_id, video_id)
     (gradient,) = torch.autograd.grad(alone.sum(), videos)
     assert not alone.any() and not gradient.any()
@@ -123,15 +121,8 @@ def test_towers(root):
 
 
 def flags(root, *more):
-    towers = [
-        "--dataset",
-        root / "clips.csv",
-        "--feature-dir",
-        root / "motion",
-        root / "appearance",
-        "--text-encoder",
-        root / "t5",
-    ]
+    towers = ["--dataset", root / "clips.csv", "--text-encoder", root / "t5"]
+    towers += ["--feature-dir", root / "motion", root / "appearance"]
     rest = (
         f"--cpu --workers 0 --image-encoder ssb --text-length 12 --embed-dim {D} --frames 5 "
         "--batch-size 8 --max-steps 4 --log-every 1 --save-every 2 "
@@ -149,13 +140,10 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, tmp_path, capsys):
         assert row["loss"] == pytest.approx(expected, rel=1e-5)
     assert log[-1]["L_cap"] < log[0]["L_cap"]
     names = load_file(folder / "model.safetensors").keys()
-    assert (
-        not [n for n in names if "decoder" in n or "captioner" in n]
-        and "text.head.conv.weight" in names
-    )
+    assert not [n for n in names if "decoder" in n or "captioner" in n]
+    assert "text.head.conv.weight" in names
 
-    command = f"--cpu --workers 0 --tasks retrieval --checkpoint {folder} --output-dir {tmp_path}"
-    (found,) = eval_py.main(eval_py.parse_args(command.split()))["datasets"].values()
+    (found,) = evaluated(folder, "--tasks", "retrieval").values()
     trained = summary["test"][str(root / "clips.csv")]  # with the biases of its queue, as eval.py
     assert found["metrics"]["text_to_image"] == trained["text_to_image"]
 
@@ -163,40 +151,14 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, tmp_path, capsys):
 def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
     """SGD without dropout, so that a step is as near as the gradients are; the decoder's weights,
     too."""
-    plain = flags(
-        root,
-        "--optimizer",
-        "sgd",
-        "--lr",
-        "1e-3",
-        "--grad-clip",
-        0,
-        "--dropout",
-        0,
-        "--no-text-dropout",
-        "--max-steps",
-        2,
-        "--output-dir",
-        tmp_path,
-        "--run-name",
-    )
-    for name, more in (("start", ["--lr", "0"]), ("whole", []), ("chunks", ["--chunk-size", "3"])):
-        ncl.main(ncl.parse_args([*plain, name, *more]))
-
-    def work(rank):
-        AcceleratorState._reset_state(
-            reset_partial_state=True
-        )  # it knows of the runs before the fork
-        ncl.main(ncl.parse_args([*plain, "two"]))
-
-    ended = launch.ranks(tmp_path, work)
+    words = "--optimizer sgd --lr 1e-3 --grad-clip 0 --dropout 0 --no-text-dropout --max-steps 2"
+    plain = flags(root, *words.split())
+    for name, more in (("start", ["--lr", 0]), ("whole", []), ("chunks", ["--chunk-size", 3])):
+        few_steps(ncl, tmp_path / name, *plain, *more)
+    ended = launch.ranks(tmp_path, lambda _: few_steps(ncl, tmp_path / "two", *plain))
     assert [code for code, _ in ended] == [0, 0], ended
     start, whole, *others = (
-        {
-            k: v
-            for k, v in tensors_of(tmp_path / name, 2).items()
-            if k.startswith(("model/", "own/captioner"))
-        }
+        select(tensors_of(tmp_path / name, 2), ("model/", "own/captioner"))
         for name in ("start", "whole", "chunks", "two")
     )
     for name, of in zip(("chunks", "two"), others):
@@ -233,10 +195,8 @@ def test_recipe_of_ssb(tmp_path):
 @pytest.mark.parametrize("kind", ["t5", "distilbert", "bert"])
 def test_dropout_of_a_text_encoder_stays_or_goes(tiny, tokenizer, kind):
     text = common.TextEncoder(tiny(kind)[0], 16, pooling="mean")
-    model, tokens = (
-        common.TwoTower(common.VisionEncoder("small", 16), text),
-        tokenizer(["red apple", "a blue bird"]),
-    )
+    model = common.TwoTower(common.VisionEncoder("small", 16), text)
+    tokens = tokenizer(["red apple", "a blue bird"])
 
     def differ(*modes):
         a, b = (model.train(mode)(tokens=tokens)[1] for mode in modes)

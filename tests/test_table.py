@@ -45,16 +45,12 @@ def ten():
 
 
 def test_columns_of_data(ten):
-    assert (
-        ten.labels.tolist() == [i % 3 for i in range(10)]
-        and ten.label_names == ten.names("label") == CLASSES
-    )
+    assert ten.labels.tolist() == [i % 3 for i in range(10)]
+    assert ten.label_names == ten.names("label") == CLASSES
     assert ten.groups.tolist() == [i // 2 for i in range(10)]
-    assert (
-        ten.column("remark")[7] == "no 7"
-        and ten.column("nothing") is None
-        and ten.names("remark") is None
-    )
+    assert ten.column("remark")[7] == "no 7"
+    assert ten.column("nothing") is None
+    assert ten.names("remark") is None
     assert set(ten[4]) == {"pixels", "captions", "key", "label", "remark"} and ten[4]["label"] == 1
     bare = common.Data("plain", "test", common.make_table([["a"], ["b"]], ["x", "y"]))
     assert bare.labels is None and bare.label_names is None and bare.groups.tolist() == [0, 1]
@@ -65,16 +61,11 @@ def test_select_takes_rows_in_any_order_and_again(ten):
     part = ten.select(rows, "val")
     assert (part.split, ten.split, len(part), len(ten)) == ("val", "train", 4, 10)
     for k, i in enumerate(rows):
-        assert (part.key(k), part.captions(k)) == (f"s{i}", ten.captions(i)) and torch.equal(
-            part.read(k), ten.read(i)
-        )
+        assert (part.key(k), part.captions(k)) == (f"s{i}", ten.captions(i))
+        assert torch.equal(part.read(k), ten.read(i))
     assert part.labels.tolist() == [1, 2, 2, 0] and part.groups.tolist() == [3, 1, 1, 4]
-    assert part.shards.tolist() == [2, 0, 0, 3] and part.column("remark") == [
-        "no 7",
-        "no 2",
-        "no 2",
-        "no 9",
-    ]
+    assert part.shards.tolist() == [2, 0, 0, 3]
+    assert part.column("remark") == ["no 7", "no 2", "no 2", "no 9"]
     again = part.select(np.array([3, 0]))
     assert [again.key(k) for k in range(2)] == ["s9", "s7"] and again.rows.tolist() == [9, 7]
     bare = dataclasses.replace(ten, table=ten.table.remove_columns("group"))
@@ -91,23 +82,19 @@ def test_unfold_has_a_row_for_each_caption(ten):
     ]
     for name in ("labels", "groups", "shards"):
         assert getattr(each, name).tolist() == getattr(ten, name)[owner].tolist(), name
-    assert torch.equal(each.pixels, ten.pixels[owner]) and list(each.first_captions()) == [
-        c for _, c in pairs
-    ]
+    assert torch.equal(each.pixels, ten.pixels[owner])
+    assert list(each.first_captions()) == [c for _, c in pairs]
     assert each.select([2, 1]).captions(0) == [pairs[2][1]]
-    assert each.folded().column("key") == ten.column("key") and each.folded().captions(
-        2
-    ) == ten.captions(2)
+    assert each.folded().column("key") == ten.column("key")
+    assert each.folded().captions(2) == ten.captions(2)
 
 
 def test_small_images_of_one_size_go_into_memory(tmp_path):
     data = all_rows(write_captions(tmp_path / "a", 7))
     inside = data.in_memory()
-    assert (
-        data.pixels is None
-        and inside.pixels.shape == (7, 3, 20, 24)
-        and inside.pixels.dtype == torch.uint8
-    )
+    assert data.pixels is None
+    assert inside.pixels.shape == (7, 3, 20, 24)
+    assert inside.pixels.dtype == torch.uint8
     assert all(torch.equal(inside.read(i), data.read(i)) for i in range(7))
     assert data.in_memory(limit=23).pixels is None  # a larger side than that
     for other in (
@@ -123,10 +110,8 @@ def test_small_images_of_one_size_go_into_memory(tmp_path):
 )  # small tables are kept as lists, larger ones asked row by row
 def test_a_caption_reads_no_image(rows_in_lists, monkeypatch):
     monkeypatch.setattr(data_table, "MAX_ROWS_AS_LISTS", rows_in_lists)
-    captions, huge = (
-        [[caption(i), caption(i, 1)] for i in range(4)],
-        [{"bytes": bytes(2**24)} for _ in range(4)],
-    )
+    captions = [[caption(i), caption(i, 1)] for i in range(4)]
+    huge = [{"bytes": bytes(2**24)} for _ in range(4)]
     data = common.Data(
         "x",
         "train",
@@ -138,9 +123,8 @@ def test_a_caption_reads_no_image(rows_in_lists, monkeypatch):
         assert len(set(words)) == len(part) == len(part.labels) and [*part.first_captions()]
     assert tracemalloc.get_traced_memory()[1] < 2**21
     tracemalloc.stop()
-    assert [data.captions(i) for i in range(4)] == captions and data.unfold().captions(3) == [
-        captions[1][1]
-    ]
+    assert [data.captions(i) for i in range(4)] == captions
+    assert data.unfold().captions(3) == [captions[1][1]]
 
 
 # ---- decoding ----
@@ -172,9 +156,8 @@ def png16(array):
 
 
 GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)
-WIDE = (
-    np.linspace(0, 65535, 64).reshape(8, 8, 1).repeat(4, 2).round().astype(np.uint16)
-)  # of 16 bits
+# of 16 bits
+WIDE = np.linspace(0, 65535, 64).reshape(8, 8, 1).repeat(4, 2).round().astype(np.uint16)
 WIDE[..., 3] = 65535
 # name: (bytes, what is decoded, or its one colour, and how far off it may be)
 DECODED = {
@@ -200,9 +183,8 @@ def test_decode(name):
     content, expected, tolerance = DECODED[name]
     expected = np.array(expected).reshape(3, *np.shape(expected)[1:] or (1, 1))
     out = decode(content)
-    assert (
-        out.dtype == torch.uint8 and np.abs(out.numpy().astype(int) - expected).max() <= tolerance
-    )
+    assert out.dtype == torch.uint8
+    assert np.abs(out.numpy().astype(int) - expected).max() <= tolerance
 
 
 @pytest.mark.parametrize("kind, mode", [("jpeg", "RGB"), ("jpeg", "CMYK")])
@@ -262,13 +244,10 @@ def test_uniforms():
     assert np.array_equal(common.uniforms(1, 2, [7], 3, 1), u[7:8, :3])  # nor of the batch
     for seed, epoch, number in ((0, 2, 1), (1, 3, 1), (1, 2, 0)):
         other = common.uniforms(seed, epoch, range(5000), 8, number)
-        assert (other == u).mean() < 1e-3 and abs(
-            np.corrcoef(other.ravel(), u.ravel())[0, 1]
-        ) < 0.03
-    assert (
-        len({common.key_hash(f"sample {i}") for i in range(2000)}) == 2000
-        and 0 <= common.key_hash("a") < 2**63
-    )
+        assert (other == u).mean() < 1e-3
+        assert abs(np.corrcoef(other.ravel(), u.ravel())[0, 1]) < 0.03
+    assert len({common.key_hash(f"sample {i}") for i in range(2000)}) == 2000
+    assert 0 <= common.key_hash("a") < 2**63
 
 
 # ---- views ----
@@ -310,9 +289,8 @@ def test_crop_boxes_have_the_area_asked_for():
     area, ratio = boxes[:, 2] * boxes[:, 3] / 200**2, boxes[:, 3] / boxes[:, 2]
     assert 0.07 < area.min() < 0.12 and area.max() > 0.9 and abs(np.median(area) - 0.54) < 0.03
     assert 0.72 < ratio.min() < 0.77 and 1.3 < ratio.max() < 1.39
-    down, right = (
-        (boxes[:, k] + 0.5) / (201 - boxes[:, k + 2]) for k in (0, 1)
-    )  # parts of the way that is free
+    # parts of the way that is free
+    down, right = ((boxes[:, k] + 0.5) / (201 - boxes[:, k + 2]) for k in (0, 1))
     assert abs(np.corrcoef(down, right)[0, 1]) < 0.1
 
 
@@ -331,10 +309,8 @@ def test_colours_are_torchvisions(draw):
         )
     hue = common.Augment(16, jitter_p=1.0, hue=0.1)
     close(finished(hue, x, draws(**on, _9=draw)), V.adjust_hue(x, (2 * draw - 1) * 0.1))
-    grey, primaries = (
-        torch.full((1, 3, 16, 16), 0.4),
-        torch.eye(3)[:, :, None, None].expand(3, 3, 16, 16),
-    )
+    grey = torch.full((1, 3, 16, 16), 0.4)
+    primaries = torch.eye(3)[:, :, None, None].expand(3, 3, 16, 16)
     x = torch.cat([x, grey, primaries])
     close(shift_hue(x, torch.full((8, 1, 1, 1), draw - 0.5)), V.adjust_hue(x, draw - 0.5))
     close(finished(common.Augment(16, grey=1.0), x, draws(8, _10=draw)), V.rgb_to_grayscale(x, 3))
@@ -470,10 +446,8 @@ def test_randaugment_applies_the_operations_of_its_strengths(strengths):
 
 def test_randaugment_chooses_as_torchvision_by_its_draws_alone(monkeypatch):
     """And leaves the random numbers of this process and of the GPU as they are."""
-    clips, u = (
-        (noise(120, 32, 40) * 255).byte().unflatten(0, (60, 2)),
-        common.uniforms(0, 0, range(60), 16),
-    )
+    clips = (noise(120, 32, 40) * 255).byte().unflatten(0, (60, 2))
+    u = common.uniforms(0, 0, range(60), 16)
     theirs, asked, state = v2.RandAugment(num_ops=1, magnitude=21), [], torch.get_rng_state()
     operations = OPERATIONS["torchvision"]
     theirs._AUGMENTATION_SPACE = {k: theirs._AUGMENTATION_SPACE[k] for k in operations}
@@ -542,27 +516,22 @@ def test_text_pair_takes_the_first_source_there_is(tmp_path):
     ]
     # nothing is dropped or swapped; the anchor is the last of the caption and its paraphrases
     u[:, 2:] = 0.99
-    assert common.text_pair(captions, u)[1] == [
-        "a cat",
-        "a dog",
-        "moo",
-    ]  # another caption, else words
+    # another caption, else words
+    assert common.text_pair(captions, u)[1] == ["a cat", "a dog", "moo"]
     assert common.text_pair(captions, u, known) == (["one cat", "a dog", "some cow"],) * 2
     assert common.text_pair(captions, u, known, paraphrase_anchor=False)[0] == plain
     assert common.text_pair(captions, u, known, second=False) == (plain, [])
     u[:, 0] = 0.7
     assert [texts[2] for texts in common.text_pair(captions, u)] == ["moo", "a cow"]
-    many = np.random.default_rng(0).random(
-        (3000, 32), dtype=np.float32
-    )  # T is uniform over three, T~ over two
+    # T is uniform over three, T~ over two
+    many = np.random.default_rng(0).random((3000, 32), dtype=np.float32)
     first, other = common.text_pair([["a cat"]] * 3000, many, known)
     assert all(
         first.count(t) == pytest.approx(1000, abs=100) for t in ("a cat", "the cat", "one cat")
     )
     assert all(other.count(t) == pytest.approx(1500, abs=100) for t in ("the cat", "one cat"))
-    assert sum(a == b for a, b in zip(first, other)) == pytest.approx(
-        1000, abs=100
-    )  # drawn independently
+    # drawn independently
+    assert sum(a == b for a, b in zip(first, other)) == pytest.approx(1000, abs=100)
     for text in ('{"words": "x"}\n', ""):
         path.write_text(text)
         with pytest.raises(UserError, match="^--paraphrases .*p.jsonl: "):
@@ -575,9 +544,8 @@ def test_drop_and_swap():
     out = [common.drop_and_swap(text, row, 0.3, 0.2) for row in u]
     assert all(out) and all(not Counter(o.split()) - Counter(text.split()) for o in out)
     kept = np.mean([len(o.split()) for o in out]) / 7
-    assert abs(kept - 0.7) < 0.04 and any(
-        sorted(o.split()) == sorted(text.split()) and o != text for o in out
-    )
+    assert abs(kept - 0.7) < 0.04
+    assert any(sorted(o.split()) == sorted(text.split()) and o != text for o in out)
     assert all(
         common.drop_and_swap(t, row, 1.0, 1.0) for row in u[:20] for t in ("word", "two words")
     )  # never empty

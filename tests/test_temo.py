@@ -1,6 +1,7 @@
 """TeMo's equations against loops written from the paper, a step of main by hand, its log and
 pictures."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import temo
-from helpers import few_steps, fork, panel, run_script, steps, unit, write_images, write_rows
+from helpers import few_steps, fork, panel, run_script, tensors_of, unit, write_images, write_rows
 from temperature_schedules import nt_xent
 
 N, D = 6, 5
@@ -96,10 +97,8 @@ def test_an_unknown_similarity_is_refused():
 
 def test_table_3_rows():
     views, t = [unit(N, D, seed=s) for s in range(4)], 0.3
-    mm, mod = (
-        temo.multimodal_loss(*views[:2], 0.01),
-        temo.modulated_multimodal_loss(*views[:2], 0.01, 0.04),
-    )
+    mm = temo.multimodal_loss(*views[:2], 0.01)
+    mod = temo.modulated_multimodal_loss(*views[:2], 0.01, 0.04)
     plain = temo.info_nce(views[0], views[2], 0.01) + temo.info_nce(views[1], views[3], 0.01)
     uni = temo.modulated_loss(views[0], views[2], 0.01, 0.04) + temo.modulated_loss(
         views[1], views[3], 0.01, 0.04
@@ -188,22 +187,25 @@ STEP = (
 )
 def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path, monkeypatch):
     """One step of plain SGD: which texts are T and T~, what is encoded without gradient, and the
-    loss and the gradient
-    by hand from the weights before it."""
-    encode, text_pair, seen, texts = temo.encode, temo.text_pair, [], []
+    loss and the gradient by hand from the weights before it."""
+    encode, text_pair, build_towers = temo.encode, temo.text_pair, common.build_towers
+    seen, texts, before = [], [], []
 
     def spy(model, inputs, slip):
         seen.append((torch.is_grad_enabled() and model.training, inputs["pixels"]))
         return encode(model, inputs, slip)
 
-    run_script(
-        temo, tmp_path / "before", *paraphrased, *words.split(), "--lr", 0, "--lr-end", 0, base=STEP
-    )
+    def watched_towers(*args):
+        built = build_towers(*args)
+        before.extend((copy.deepcopy(built[0]).eval(), built[1]))
+        return built
+
     monkeypatch.setattr(temo, "encode", spy)
+    monkeypatch.setattr(common, "build_towers", watched_towers)
     monkeypatch.setattr(
         temo, "text_pair", lambda *a, **k: texts.append(text_pair(*a, **k)) or texts[-1]
     )
-    run_script(temo, tmp_path / "after", *paraphrased, *words.split(), "--lr", 0.1, base=STEP)
+    log = few_steps(temo, tmp_path / "r", *paraphrased, *words.split(), "--lr", 0.1, base=STEP)
 
     # the texts: T is the caption or one of its paraphrases, T~ one of the paraphrases, of the
     # same caption
@@ -222,11 +224,10 @@ def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path,
     )
     assert forwards == ([(True, [0, 1])] if "--grad-augmented" in words else alone)
     # loss and gradient from the weights before the step
-    pixels = [
-        torch.cat([views[k] for _, views in seen if k in views])[:16] for k in (0, 1)
-    ]  # (B, 3, S, S) each
+    # (B, 3, S, S) each
+    pixels = [torch.cat([views[k] for _, views in seen if k in views])[:16] for k in (0, 1)]
     assert not torch.equal(*pixels)
-    model, tokenizer, _ = common.load_model(tmp_path / "before")
+    model, tokenizer = before
     I, I2 = (F.normalize(model(x)[0], dim=1).double() for x in pixels)
     T, T2 = (F.normalize(model(tokens=tokenizer(t))[1], dim=1).double() for t in (first, second))
     I2, T2 = (I2, T2) if "--grad-augmented" in words else (I2.detach(), T2.detach())
@@ -240,12 +241,13 @@ def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path,
 
     multimodal = ce(I, T, False) + ce(T, I, False) + ce(I, T, True) + ce(T, I, True)
     loss = multimodal / 4 + (ce(I, I2, True) + ce(T, T2, True)) / 2
-    assert steps(tmp_path / "after")[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert log[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     loss.backward()
-    after = dict(common.load_model(tmp_path / "after")[0].named_parameters())
+    after = tensors_of(tmp_path / "r", 1)
     largest = max(p.grad.abs().max().item() for p in model.parameters())
     for name, p in model.named_parameters():
-        assert torch.allclose((p - after[name]) / 0.1, p.grad, rtol=1e-3, atol=1e-3 * largest), name
+        step = (p - after[f"model/{name}"]) / 0.1
+        assert torch.allclose(step, p.grad, rtol=1e-3, atol=1e-3 * largest), name
 
 
 def test_the_loss_is_made_of_the_terms_in_its_log(tmp_path):
@@ -259,26 +261,21 @@ def test_the_loss_is_made_of_the_terms_in_its_log(tmp_path):
         assert row["loss"] == pytest.approx(expected, rel=1e-4), k
 
 
-def test_the_temperature_in_the_log_is_that_of_the_step_or_the_mean_of_the_pairs(tmp_path):
-    log = few_steps(temo, tmp_path / "ts", "--loss", "ts", "--max-steps", 6, base=SMALL)
-    assert [row["tau"] for row in log] == pytest.approx(
-        [temo.ts_temperature(k / 6, 0.05, 0.15) for k in range(6)]
-    )
-    for words in ("--loss dystress", "--row b"):  # without a term at --tau
-        (row,) = few_steps(temo, tmp_path / words[-1], *words.split(), "--max-steps", 1, base=SMALL)
-        assert row["tau"] == pytest.approx((row["tau_pos"] + 15 * row["tau_neg"]) / 16) != 0.1
-
-
-def test_the_log_has_the_terms_of_the_loss_alone(tmp_path):
-    """L_MM of InfoNCE and TS is the loss; DySTreSS, CWCL and row b have no such term."""
-    for words in ("infonce --learnable-tau --lr 0.1", "ts"):
+def test_the_log_has_the_temperature_and_the_terms_of_the_loss_alone(tmp_path):
+    """That of the step or the mean of the pairs. L_MM of InfoNCE and TS is the loss; DySTreSS, CWCL
+    and row b have no such term."""
+    for words in ("infonce --learnable-tau --lr 0.1", "ts --max-steps 6"):
         folder = tmp_path / words.split()[0]
-        log = few_steps(temo, folder, "--loss", *words.split(), "--max-steps", 3, base=SMALL)
+        log = few_steps(temo, folder, "--max-steps", 3, "--loss", *words.split(), base=SMALL)
         assert [row["L_MM"] for row in log] == pytest.approx([row["loss"] for row in log], rel=1e-5)
+    expected = [temo.ts_temperature(k / 6, 0.05, 0.15) for k in range(6)]
+    assert [row["tau"] for row in log] == pytest.approx(expected)
     for words in ("--loss dystress", "--loss cwcl", "--row b"):
         folder = tmp_path / words.split()[1]
         (row,) = few_steps(temo, folder, *words.split(), "--max-steps", 1, base=SMALL)
         assert "L_MM" not in row
+        if words != "--loss cwcl":  # without a term at --tau
+            assert row["tau"] == pytest.approx((row["tau_pos"] + 15 * row["tau_neg"]) / 16) != 0.1
     # images with texts have no temperatures by pair, though the unimodal terms do
     words = "--no-modulated --unimodal modulated --max-steps 1".split()
     (row,) = few_steps(temo, tmp_path / "unimodal", *words, base=SMALL)

@@ -18,17 +18,7 @@ import torch.nn.functional as F
 import helpers
 import temperature_schedules as ts
 from helpers import (
-    few_steps,
-    fork,
-    panel,
-    rows,
-    run_script,
-    steps,
-    tensors_of,
-    unit,
-    write_files,
-    write_images,
-)
+    few_steps, fork, panel, rows, run_script, steps, tensors_of, unit, write_files, write_images)
 from tools import figures as several
 
 N, D, K = 5, 4, 7

@@ -21,14 +21,7 @@ import ncl
 import temo
 import temperature_schedules
 from helpers import (
-    picture,
-    run_script,
-    steps,
-    write_captions,
-    write_files,
-    write_images,
-    write_rows,
-)
+    picture, run_script, steps, write_captions, write_files, write_images, write_rows)
 from tools import figures as several
 from tools import check, score
 from tools.export import export, warnings_of
@@ -38,6 +31,7 @@ SMALL = [
     *"--eval-every 0 --workers 0".split(),
 ]
 CLIPS = "--dataset moving-emoji --clips 64 24 24 --max-steps 4 --lr 0.01"
+MAMA = "--clips 64 16 16 --batch-size 16 --weighting none --max-steps 2"
 RUNS = {
     "infonce": (temo, f"{CLIPS} --loss infonce --learnable-tau"),
     "temo": (temo, CLIPS),
@@ -47,6 +41,7 @@ RUNS = {
         "--dataset emoji-scenes --scenes 9 2 2 --imbalance-ratio 3 --max-steps 2 "
         "--train-features augmented",
     ),
+    "mama": (mama, MAMA),
 }
 TEMO, NCL = ("infonce", "temo"), ("infonce", "ncl")
 
@@ -66,10 +61,8 @@ def draw(runs, tmp_path, capsys):
     """Function of a figure, names of runs or folders, and flags -> the lines that it prints."""
 
     def drawn(figure, names, *flags):
-        out, folders = (
-            tmp_path / f"{figure}.png",
-            [str(runs[name][0] if name in runs else name) for name in names],
-        )
+        out = tmp_path / f"{figure}.png"
+        folders = [str(runs[name][0] if name in runs else name) for name in names]
         capsys.readouterr()
         several.main([figure, *folders, "--out", str(out), *flags])
         assert out.stat().st_size > 5000
@@ -100,13 +93,9 @@ def test_results_and_logs_are_those_of_the_runs(runs, draw):
 
 def test_pairs_queries_and_modalities_by_hand(runs, draw):
     pieces = {name: several.read_pieces(runs[name][0]) for name in {*TEMO, *NCL}}
-    cosines = {
-        name: F.cosine_similarity(p.text, p.image[p.owner]) for name, p in pieces.items()
-    }
-    said, worst = (
-        draw("false-positives", TEMO),
-        int((cosines["infonce"] - cosines["temo"]).argmax()),
-    )
+    cosines = {name: F.cosine_similarity(p.text, p.image[p.owner]) for name, p in pieces.items()}
+    said = draw("false-positives", TEMO)
+    worst = int((cosines["infonce"] - cosines["temo"]).argmax())
     expected = ", ".join(f"{name} {cosines[name][worst]:.2f}" for name in TEMO)
     assert said[0] == f"{expected}: {pieces['temo'].texts[worst]}" and len(said) == 6
     assert [line.split(":")[0] for line in draw("similarities", TEMO)[:2]] == [*TEMO]
@@ -172,9 +161,8 @@ def test_open_clip_s_embeddings_are_ours(image, more, exported, tmp_path):
         Image.fromarray(picture(7, height, width)) for height, width in ((160, 160), (250, 320))
     )
     torch.testing.assert_close(preprocess(same), transform(same), rtol=0, atol=1e-5)
-    assert (preprocess(larger) - transform(larger)).abs().max() < 2.5 / 255 / min(
-        transform.std
-    )  # PIL's own rounding
+    # PIL's own rounding
+    assert (preprocess(larger) - transform(larger)).abs().max() < 2.5 / 255 / min(transform.std)
     with torch.no_grad():
         pixels = torch.stack([transform(same), transform(larger)])
         for got, wanted in (
@@ -189,10 +177,8 @@ def test_open_clip_s_embeddings_are_ours(image, more, exported, tmp_path):
     (value,) = (
         of["text_to_image"]["R@1"] for of in read_json(folder / "summary.json")["test"].values()
     )
-    assert (
-        "captions.csv; licence: that of your own data" in card
-        and f"text_to_image/R@1 | {value:.4g} |" in card
-    )
+    assert "captions.csv; licence: that of your own data" in card
+    assert f"text_to_image/R@1 | {value:.4g} |" in card
 
 
 def test_an_export_warns_of_what_is_elsewhere(tmp_path):
@@ -219,12 +205,6 @@ def test_what_open_clip_cannot_express_is_refused(flags, words, exported, tmp_pa
 
 
 # ---------------------------------------------------- MAMA's margins and concepts -----------------
-MAMA = [
-    *"--cpu --clips 64 16 16 --batch-size 16 --log-every 1 --eval-every 0".split(),
-    *"--weighting none --max-steps 2".split(),
-]
-
-
 def folder_of(path, val=10.0, **flags):
     """What tools.figures margins reads of a finished run."""
     args = dict(
@@ -263,9 +243,8 @@ def test_margins_of_several_runs(tmp_path, draw):
     over = "margin (Fig. 4, left), a2 = 0.1: "
     assert f"{over}0: 5.00 (1 runs)\n" in said and f"{over}0.2: 15.00 (2 runs)\n" in said
     assert f"{over}0.4: 8.00" in said and "(Fig. 4, left), constant: 0.2: 12.00" in said
-    assert (
-        "middle), mu = 0.2: 0.01: 9.00" in said and "middle), mu = 0.2: 0.1: 15.00 (2 runs)" in said
-    )
+    assert "middle), mu = 0.2: 0.01: 9.00" in said
+    assert "middle), mu = 0.2: 0.1: 15.00 (2 runs)" in said
 
 
 def test_queries_without_a_class_are_no_concept(tmp_path):
@@ -279,19 +258,17 @@ def test_queries_without_a_class_are_no_concept(tmp_path):
     more = [(f"b/{name}", "x") for name in write_images(tmp_path / "b", range(30, 50))]
     write_rows(tmp_path / "more.csv", ["image", "caption"], more)
     own = ["--dataset", tmp_path / "own.csv", "--extra-pairs", tmp_path / "more.csv"]
-    run_script(mama, tmp_path / "r", *own, base=MAMA)
+    flags = "--batch-size 16 --weighting none --max-steps 2".split()
+    run_script(mama, tmp_path / "r", *own, *flags, base=SMALL)
     found, right, share, keys = several.read_hits(tmp_path / "r")
-    assert (
-        sorted(found) == ["a", "a", "b", "b", "b"]
-        and len(keys) == len(right) == 5
-        and "014.png" not in keys
-    )
+    assert sorted(found) == ["a", "a", "b", "b", "b"]
+    assert len(keys) == len(right) == 5
+    assert "014.png" not in keys
     assert share == {"a": 0.5, "b": 0.4}
 
 
-def test_queries_without_a_class_are_no_concept_without_names(tmp_path, monkeypatch):
+def test_queries_without_a_class_are_no_concept_without_names(runs, monkeypatch):
     """Among words None, among numbers that have no names -1."""
-    run_script(mama, tmp_path / "r", base=MAMA)
     opened = several.open_data
     for missing, kind, dtype in ((None, "runs", "string"), (-1, 3, "int64")):
 
@@ -303,39 +280,38 @@ def test_queries_without_a_class_are_no_concept_without_names(tmp_path, monkeypa
             return train, {"moving-emoji": {"test": test}}
 
         monkeypatch.setattr(several, "open_data", open_data)
-        concepts = several.read_hits(tmp_path / "r").concepts
+        concepts = several.read_hits(runs["mama"][0]).concepts
         assert set(concepts) == {str(kind)}
 
 
-def test_gain_by_concept(tmp_path, draw):
+def test_gain_by_concept(runs, tmp_path, draw):
     base, other = np.array([0, 1, 0, 0, 1.0]), np.array([1, 1, 0, 1, 0.0])
     found = several.gains(
         np.array(["a", "a", "a", "b", "c"]), base, other, {"a": 0.5, "b": 0.3, "c": 0.2}
     )
     assert found == [(0.5, 1, 2, 3, "a"), (0.3, 0, 1, 1, "b"), (0.2, 1, 0, 1, "c")]
-    assert [gain.percent for gain in found] == [
-        100,
-        pytest.approx(math.nan, nan_ok=True),
-        -100,
-    ]
+    assert [gain.percent for gain in found] == [100, pytest.approx(math.nan, nan_ok=True), -100]
     assert [(name, g) for name, *_, g in several.thirds(found)] == [("frequent", 100), ("rare", 0)]
-    summary = run_script(mama, tmp_path / "run", base=MAMA)
-    run_script(mama, tmp_path / "other", "--margin-schedule", "none", base=MAMA)
-    draw("concepts", [tmp_path / "run", tmp_path / "other"], "--topics", "2")
-    _, hits, share, _ = several.read_hits(tmp_path / "run")
+    run_script(mama, tmp_path / "other", *MAMA.split(), "--margin-schedule", "none", base=SMALL)
+    draw("concepts", ["mama", tmp_path / "other"], "--topics", "2")
+    folder, summary = runs["mama"]
+    _, hits, share, _ = several.read_hits(folder)
     ours = summary["test"]["moving-emoji"]["text_to_image"]["R@1"]
     assert 100 * hits.mean() == pytest.approx(ours) and sum(share.values()) == pytest.approx(1)
 
 
 def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path, draw):
-    less, one, two = (tmp_path / name for name in ("less", "one", "two"))
-    run_script(temo, less, *CLIPS.replace("24 24", "24 20").split(), base=SMALL)
-    run_script(mama, one, base=MAMA)
-    run_script(mama, two, *"--clips 64 24 9".split(), base=MAMA)
+    others = {"temo": tmp_path / "less", "mama": tmp_path / "other"}  # of fewer test clips
+    for name, folder in others.items():
+        shutil.copytree(runs[name][0], folder)
+        args = read_json(folder / "args.json")
+        write_json(folder / "args.json", args | {"clips": [*args["clips"][:2], 9]})
     margins = [folder_of(tmp_path / "a"), folder_of(tmp_path / "b", tau=0.2)]
     for says, figure, names in (
-        ("less: its test captions are not those of temo", "similarities", ["temo", less]),
-        ("its test queries and their concepts are not those of", "concepts", [one, two]),
+        ("less: its test captions are not those of temo", "similarities",
+         ["temo", others["temo"]]),
+        ("its test queries and their concepts are not those of", "concepts",
+         ["mama", others["mama"]]),
         (r"differ in --tau \(0.2, 0.1\)", "margins", margins),
     ):
         with pytest.raises(UserError, match=says):
@@ -361,13 +337,13 @@ def test_runs_that_cannot_have_a_figure_are_refused(runs, tmp_path, draw, capsys
 
 def test_scores_are_of_a_clip_s_own_captions(tmp_path):
     """Whatever captions of training the run has swapped, or divided into rows."""
-    args = vars(mama.parse_args([*MAMA, "--caption-noise", "0.9", "--unfold-captions"]))
+    words = f"{MAMA} --caption-noise 0.9 --unfold-captions"
+    args = vars(mama.parse_args(words.split()))
     write_json(tmp_path / "args.json", args)
     data = score.open_test(tmp_path)
     clean = common.load_data("moving-emoji", "test", clips=args["clips"])
-    assert data.column("captions") == clean.column("captions") and list(data.keys()) == list(
-        clean.keys()
-    )
+    assert data.column("captions") == clean.column("captions")
+    assert list(data.keys()) == list(clean.keys())
 
 
 def test_check_has_a_help(capsys):

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 import transformers as T
 from safetensors.torch import save_file
 
-import eval as eval_py
 import mama
 import temo
-from helpers import run_script, steps, write_captions
+from helpers import evaluated, run_script, steps, write_captions
 from test_models import SPEC
 
 
@@ -65,10 +64,8 @@ def test_attention_against_loops(clip, frames):
     """As transformers' own, with a mask that lets a patch see the proxies and its frame."""
     M, L, T = 4, 5, frames
     attention = clip[1].vision_model.encoder.layers[0].self_attn
-    x, frame_of = (
-        torch.randn(2, M + T * L, 24),
-        torch.tensor([-1] * M + [t for t in range(T) for _ in range(L)]),
-    )
+    x = torch.randn(2, M + T * L, 24)
+    frame_of = torch.tensor([-1] * M + [t for t in range(T) for _ in range(L)])
     visible = (frame_of[:, None] == frame_of) | (frame_of[:, None] < 0) | (frame_of < 0)
     assert visible.sum(1).tolist() == [M + T * L] * M + [M + L] * T * L
     expected = attention(x, attention_mask=torch.where(visible, 0.0, -math.inf)[None, None])[0]
@@ -79,9 +76,8 @@ def test_one_frame_without_proxies_is_clip_and_the_order_of_frames_counts(clip):
     pixels, clips, tower = torch.randn(3, 3, 32, 32), torch.randn(2, 3, 3, 32, 32), tower_of(clip)
     with torch.no_grad():
         expected = clip[1].vision_model(pixel_values=pixels).pooler_output
-        alone = encoders.clip_vip.ClipViP(
-            clip[1].vision_model, proxies=0
-        ).eval()  # its temporal embedding is 0
+        # its temporal embedding is 0
+        alone = encoders.clip_vip.ClipViP(clip[1].vision_model, proxies=0).eval()
         for images in (pixels, pixels[:, None]):
             assert torch.allclose(alone(images), expected, atol=1e-5)
         assert not torch.allclose(tower(pixels), expected, atol=1e-3)
@@ -153,28 +149,19 @@ def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path):
     assert len(ahead) == 2 and 0 < ahead[0] != ahead[1] < 1
 
     trained = summary["test"]["moving-emoji"]["text_to_image"]
-    for checkpoint in (
-        [tmp_path / "run"],
-        [f"clip_vip:{clip[0]}", "--init-from", weights, "--datasets", images],
-    ):
-        flags = [
-            "--cpu",
-            "--tasks",
-            "retrieval",
-            "--output-dir",
-            tmp_path / "eval",
-            "--checkpoint",
-            *checkpoint,
-        ]
-        (result,) = eval_py.main(eval_py.parse_args([*map(str, flags)]))["datasets"].values()
-        assert (result["metrics"]["text_to_image"] == trained) == (len(flags) == 7)
+    flags = ["--tasks", "retrieval", "--output-dir", tmp_path / "eval"]
+    (of_run,) = evaluated(tmp_path / "run", *flags).values()
+    assert of_run["metrics"]["text_to_image"] == trained
+    flags += ["--init-from", weights, "--datasets", images]
+    (by_name,) = evaluated(f"clip_vip:{clip[0]}", *flags).values()
+    assert by_name["metrics"]["images"] == 60
 
 
 def test_clip_vip_by_name_needs_its_weights(clip, tmp_path):
     """A CLIP has none of the proxies, which would be random."""
-    flags = ["--cpu", "--checkpoint", f"clip_vip:{clip[0]}", "--datasets", "moving-emoji"]
+    flags = ["--datasets", "moving-emoji", "--output-dir", tmp_path]
     with pytest.raises(UserError, match="proxies would be random; .* --init-from"):
-        eval_py.main(eval_py.parse_args([*flags, "--output-dir", str(tmp_path)]))
+        evaluated(f"clip_vip:{clip[0]}", *flags)
 
 
 # -------------------------------------------- AVION ---------------------------------------------
@@ -207,9 +194,8 @@ def test_the_video_tower_is_one_transformer_over_all_patches(tiny_vit):
     torch.nn.init.normal_(body.temporal, std=9)
     features, embedding = encoder(clip)
     assert features.shape == (2, WIDTH) and embedding.shape == (2, 8)
-    tokens = [
-        body.vit.cls_token[0, 0] + body.vit.pos_embed[0, 0]
-    ]  # the plain way, of the second clip
+    # the plain way, of the second clip
+    tokens = [body.vit.cls_token[0, 0] + body.vit.pos_embed[0, 0]]
     for t in range(3):
         patches = body.vit.patch_embed(clip[1:, t])[0]
         tokens += [
@@ -219,9 +205,8 @@ def test_the_video_tower_is_one_transformer_over_all_patches(tiny_vit):
     for block in body.vit.blocks:
         x = block(x)
     assert torch.allclose(features[1], body.vit.norm(x)[0, 0], atol=1e-5)
-    assert not torch.allclose(
-        encoder(clip.flip(1))[0], features, atol=1e-3
-    )  # the order of the frames matters
+    # the order of the frames matters
+    assert not torch.allclose(encoder(clip.flip(1))[0], features, atol=1e-3)
     still = common.VisionEncoder(VIT, 8, False, 32, frames=3).eval()  # as it starts, it does not
     assert torch.allclose(still(clip.flip(1))[0], still(clip)[0], atol=1e-5)
     assert {m.eps for m in body.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
@@ -238,10 +223,8 @@ def test_a_run_with_the_video_tower(tiny_vit, tmp_path):
     summary = run_script(temo, tmp_path / "r", *flags.split())
     assert summary["steps"] == 2 and 0 < summary["test"]["moving-emoji"]["mir"]["mAP"] < 100
     model, _, transform = common.load_model(tmp_path / "r")
-    assert (
-        model.vision.body.temporal.shape == (4, WIDTH)
-        and model.vision.body.temporal.abs().max() > 0
-    )
+    assert model.vision.body.temporal.shape == (4, WIDTH)
+    assert model.vision.body.temporal.abs().max() > 0
     assert transform.mean == pytest.approx(list(encoders.base.STATS["clip"][0]))
 
 
@@ -336,9 +319,8 @@ def test_avion_s_weights_by_their_names(flash, tiny_vit, tmp_path):
         return F.layer_norm(x, (WIDTH,), s[f"{name}.weight"], s[f"{name}.bias"], eps)
 
     clip = torch.randn(2, 6, 3, 32, 32)
-    temporal = F.interpolate(s["visual.temporal_embedding"].T[None], 6, mode="linear")[
-        0
-    ].T  # (6, width)
+    # (6, width)
+    temporal = F.interpolate(s["visual.temporal_embedding"].T[None], 6, mode="linear")[0].T
     patches = F.conv2d(
         clip.flatten(0, 1), s["visual.conv1.weight"].view(WIDTH, 3, 16, 16), stride=16
     )
@@ -390,31 +372,28 @@ def test_clip_s_text_transformer_from_scratch(tmp_path):
         model_max_length=77,
     ).save_pretrained(tmp_path)
     tower = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    text = tower | dict(
-        vocab_size=len(words), bos_token_id=len(words) - 2, eos_token_id=2
-    )  # 2: as in CLIP's own file
+    # 2: as in CLIP's own file
+    text = tower | dict(vocab_size=len(words), bos_token_id=len(words) - 2, eos_token_id=2)
     T.CLIPConfig(text_config=text, vision_config=tower, projection_dim=16).save_pretrained(tmp_path)
     recipe = temo.parse_args(["--dataset", "cc12m", "--text-encoder", str(tmp_path)])
     tokenizer = common.build_tokenizer(
         recipe.text_encoder, recipe.text_length, clean=recipe.clean_captions
     )
     ids = tokenizer(["Red, red!", "b"])["input_ids"]
-    assert (
-        tokenizer.length == 77 and ids[0, 1] == 53 and (ids[:, 0] == 54).all()
-    )  # lower case, 'red' is one token
+    assert tokenizer.length == 77
+    assert ids[0, 1] == 53
+    assert (ids[:, 0] == 54).all()  # lower case, 'red' is one token
     names = ("text_encoder", "text_length", "text_pooling", "image_stats", "eval_resize")
     spec = SPEC | {k: getattr(recipe, k) for k in names} | dict(embed_dim=16)
     one, two = (common.build_model(dict(spec), tokenizer, recipe.pretrained)[0] for _ in range(2))
     assert one.text.body.embeddings.position_embedding.num_embeddings == 77
     tables = [m.text.body.embeddings.token_embedding.weight for m in (one, two)]
-    assert not torch.equal(*tables) and tables[0].std().item() == pytest.approx(
-        0.02, rel=0.1
-    )  # random, as CLIP starts
+    assert not torch.equal(*tables)
+    assert tables[0].std().item() == pytest.approx(0.02, rel=0.1)  # random, as CLIP starts
     assert one.text.projection.weight.std().item() == pytest.approx(24**-0.5, rel=0.2)
     one.eval()
     alone, padded = (
         one.text(**tokenizer(texts))[0] for texts in (["red"], ["red", "a red bird on a tree"])
     )
-    assert torch.allclose(
-        alone, padded, atol=1e-6
-    )  # read at the end of the text, whatever the padding
+    # read at the end of the text, whatever the padding
+    assert torch.allclose(alone, padded, atol=1e-6)

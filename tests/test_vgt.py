@@ -17,38 +17,15 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import eval as eval_py
+import helpers
 import mama
 from helpers import of_set, refused, run_script, steps, write_rows
 from test_models import SPEC
 
-VGT = [
-    "--cpu",
-    "--clips",
-    "32",
-    "8",
-    "8",
-    "--batch-size",
-    "8",
-    "--meta-batch-size",
-    "4",
-    "--meta-size",
-    "12",
-    "--log-every",
-    "1",
-    "--eval-every",
-    "0",
-    "--max-steps",
-    "2",
-    "--qa-model",
-    "vgt",
-    "--image-size",
-    "16",
-    "--frames",
-    "4",
-    "--embed-dim",
-    "32",
-]
+VGT = (
+    "--cpu --clips 32 8 8 --batch-size 8 --meta-batch-size 4 --meta-size 12 --log-every 1 "
+    "--eval-every 0 --max-steps 2 --qa-model vgt --image-size 16 --frames 4 --embed-dim 32"
+).split()
 
 
 def numbers(*shape, seed=0):
@@ -89,27 +66,23 @@ def test_the_graph_against_loops():
     torch.manual_seed(0)
     T, R, W, d = 8, 5, 6, 16
     graph = VideoGraph(W, d, R, dropout=0.3).double().eval()
-    frames, regions, boxes = (
-        numbers(1, T, W),
-        numbers(1, T, R, W, seed=1),
-        numbers(1, T, R, 5, seed=2),
-    )
+    frames = numbers(1, T, W)
+    regions = numbers(1, T, R, W, seed=1)
+    boxes = numbers(1, T, R, 5, seed=2)
     got = graph(frames, regions, boxes)[0]
 
     y = boxes.view(-1, 5)
     for convolution, norm in ((graph.box[0], graph.box[1]), (graph.box[3], graph.box[4])):
-        y = (
-            y @ convolution.weight[:, :, 0, 0].T + convolution.bias
-        )  # groups of channels over all regions:
+        # groups of channels over all regions:
+        y = y @ convolution.weight[:, :, 0, 0].T + convolution.bias
         y = F.group_norm(y.T[None], 8, norm.weight, norm.bias)[0].T.relu()
     x = F.elu(graph.region(torch.cat([regions[0], y.view(T, R, -1)], -1)))  # (T, R, d)
     for clip in range(2):
         here = slice(4 * clip, 4 * clip + 4)
         x[here] = torch.stack([attention(graph.nodes, x[here, r]) for r in range(R)], 1)
         raw = torch.einsum("tid,tjd->tij", graph.key(x[here]), graph.query(x[here]))
-        edges = (
-            attention(graph.edges, raw.view(4, R * R)).view(4, R, R).softmax(-1)
-        )  # first whole, then by rows
+        # first whole, then by rows
+        edges = attention(graph.edges, raw.view(4, R * R)).view(4, R, R).softmax(-1)
         assert edges.sum(-1).allclose(edges.new_tensor(1))
         for t, A in zip(range(*here.indices(T)), edges):
             h = x[t]
@@ -140,9 +113,8 @@ def test_words_past_a_text_s_length_and_absent_choices_have_no_part():
             assert torch.allclose(found[b, n], torch.stack(each).amax(0))
     table = sinusoids(3, 6, words)
     assert table[2, 3].item() == pytest.approx(math.cos(2 / 10_000 ** (2 / 6)))
-    assert table[0].tolist() == [0, 1] * 3 and table[1, 4].item() == pytest.approx(
-        math.sin(1 / 10_000 ** (4 / 6))
-    )
+    assert table[0].tolist() == [0, 1] * 3
+    assert table[1, 4].item() == pytest.approx(math.sin(1 / 10_000 ** (4 / 6)))
 
 
 # -------------------------------------- the model --------------------------------------------
@@ -185,9 +157,8 @@ def test_scores_are_dot_products_and_no_row_sees_another():
         alone = model(
             pixels[row : row + 1], None, {k: v[row : row + 1] for k, v in question.items()}, one
         )
-        assert torch.allclose(alone[2][0], scores[row, :many], atol=1e-5) and torch.allclose(
-            alone[0][0], f[row]
-        )
+        assert torch.allclose(alone[2][0], scores[row, :many], atol=1e-5)
+        assert torch.allclose(alone[0][0], f[row])
     video = model.graph(*model.look(pixels, question["boxes"]))
     words, g = model.read({k: choices[k] for k in ("input_ids", "attention_mask")})
     keep = choices["attention_mask"].bool()
@@ -197,12 +168,10 @@ def test_scores_are_dot_products_and_no_row_sees_another():
     model.at_frames = True  # TGIF-QA's action and transition
     early = model.summary(video, *rest)
     model.at_frames = False
-    assert torch.equal(
-        early, model.summary(attend_words(video, *rest), *rest)
-    ) and not torch.allclose(early, answer)
-    assert torch.allclose(
-        g[0, 0], words[0, 0, : keep[0, 0].sum()].mean(0), atol=1e-6
-    )  # a text's own words
+    assert torch.equal(early, model.summary(attend_words(video, *rest), *rest))
+    assert not torch.allclose(early, answer)
+    # a text's own words
+    assert torch.allclose(g[0, 0], words[0, 0, : keep[0, 0].sum()].mean(0), atol=1e-6)
     assert not torch.allclose(
         model(pixels, None, question | {"boxes": question["boxes"] / 2}, choices)[2], scores
     )
@@ -231,9 +200,8 @@ def test_a_crop_shows_its_box():
     whole, quarter = crops(frame, torch.tensor([[[0.0, 0, 8, 8], [4, 0, 8, 4]]]))[0]
     assert torch.allclose(whole, frame[0], atol=1e-4)
     small = F.interpolate(frame[:, :, :4, 4:], scale_factor=2, mode="bilinear")[0]
-    assert torch.allclose(
-        quarter[:, 1:-1, 2:-2], small[:, 1:-1, 2:-2], atol=1e-3
-    )  # borders see beyond the box
+    # borders see beyond the box
+    assert torch.allclose(quarter[:, 1:-1, 2:-2], small[:, 1:-1, 2:-2], atol=1e-3)
 
 
 def test_boxes_of_moving_emoji_hold_the_drawing():
@@ -245,9 +213,8 @@ def test_boxes_of_moving_emoji_hold_the_drawing():
     drawn = ((data.pixels.float() - ground).abs().amax(2) > 24).float()  # (24, 4, 32, 32)
     at = torch.arange(32) + 0.5
     low, high = boxes[:, :, 0, :2], boxes[:, :, 0, 2:]  # (24, 4, 2)
-    inside = (
-        (at >= low[..., None] - 1) & (at <= high[..., None] + 1)
-    ).float()  # (24, 4, 2, 32), x and y
+    # (24, 4, 2, 32), x and y
+    inside = ((at >= low[..., None] - 1) & (at <= high[..., None] + 1)).float()
     mask = inside[:, :, 1, :, None] * inside[:, :, 0, None]  # (24, 4, 32, 32)
     assert (drawn * mask).sum() > 0.98 * drawn.sum() and mask.mean() < 0.6
     assert boxes[0, 0, 1:].tolist() == [
@@ -257,9 +224,8 @@ def test_boxes_of_moving_emoji_hold_the_drawing():
         [16, 16, 32, 32],
     ]
     other = evaluation.answers.shuffle_videos(data)  # boxes go with their videos, all elsewhere
-    assert other.column("question") == data.column("question") and other.column(
-        "key"
-    ) == data.column("key")
+    assert other.column("question") == data.column("question")
+    assert other.column("key") == data.column("key")
     where = [next(i for i, p in enumerate(data.pixels) if torch.equal(p, x)) for x in other.pixels]
     assert torch.equal(torch.tensor(other.column("boxes")), boxes[where])
     assert sorted(where) == [*range(24)] and all(i != k for i, k in enumerate(where))
@@ -293,11 +259,8 @@ def write_h5(folder, split, names):
     )
     feat, bbox, frames = features(len(names))
     with h5py.File(folder / "region_feat_n" / f"acregion_8c{N}b_{split}.h5", "w") as file:
-        file["ids"], file["feat"], file["bbox"] = (
-            names,
-            feat,
-            bbox,
-        )  # ids of text come back as bytes
+        # ids of text come back as bytes
+        file["ids"], file["feat"], file["bbox"] = names, feat, bbox
     with h5py.File(folder / "frame_feat" / f"app_feat_{split}.h5", "w") as file:
         file["ids"], file["resnet_features"] = names, frames
 
@@ -321,9 +284,8 @@ def test_both_layouts_give_the_numbers_of_their_files(tmp_path):
             assert found[1 + box, W:] == pytest.approx(
                 [x1 / wide, y1 / high, x2 / wide, y2 / high, area], rel=1e-5
             )
-    few = Regions(tmp_path / "npz", "val", 5, 8)("c").view(2, 4, 6, W + 5)[
-        :, :, 0, :W
-    ]  # two whole clips
+    # two whole clips
+    few = Regions(tmp_path / "npz", "val", 5, 8)("c").view(2, 4, 6, W + 5)[:, :, 0, :W]
     assert np.array_equal(few, frames[2, [0, 7]])
 
 
@@ -358,31 +320,17 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
         )
     write_npz(tmp_path / "features", "0123")
     write_h5(tmp_path / "features", "test", list("3210"))
-    data = common.load_data(
-        "nextqa",
-        "train",
-        data_dir=str(tmp_path),
-        region_dir=str(tmp_path / "features"),
-        regions=5,
-        frames=8,
-    )
+    where = {"data_dir": str(tmp_path), "region_dir": str(tmp_path / "features")}
+    data = common.load_data("nextqa", "train", **where, regions=5, frames=8)
     expected = features(4)[1][1, 0, 0, 2] / (96, 64, 96, 64)  # by the sizes of the list
     assert data.read(1).view(8, 6, W + 5)[0, 3, W:-1].numpy() == pytest.approx(expected, rel=1e-5)
     (tmp_path / "more.csv").write_text("video,caption\n0.mp4,a caption of the first\n")
-    flags = [
-        "--dataset",
-        "nextqa",
-        "--data-dir",
-        tmp_path,
-        "--region-dir",
-        tmp_path / "features",
-        "--frames",
-        8,
-        *"--workers 1 --text-encoder small --text-length 12 --batch-size 4".split(),
-        *"--meta-batch-size 2".split(),
-        "--extra-captions",
-        tmp_path / "more.csv",
-    ]
+    words = (
+        "--dataset nextqa --frames 8 --workers 1 --text-encoder small --text-length 12 "
+        "--batch-size 4 --meta-batch-size 2"
+    )
+    flags = ["--data-dir", tmp_path, "--region-dir", tmp_path / "features", *words.split()]
+    flags += ["--extra-captions", tmp_path / "more.csv"]
     test = run_script(mama, tmp_path / "run", *flags, base=VGT)["test"]["nextqa"]
     assert test["questions"] == 8 and "1 videos (1 rows) are not in" in capsys.readouterr().out
     assert evaluated(tmp_path / "run") == test
@@ -391,8 +339,7 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
 # -------------------------------------- runs -------------------------------------------------
 def evaluated(folder):
     """eval.py's numbers of a run on its only set."""
-    words = ["--checkpoint", str(folder), "--cpu", "--workers", "0", "--tasks", "qa"]
-    (result,) = eval_py.main(eval_py.parse_args(words))["datasets"].values()
+    (result,) = helpers.evaluated(folder, "--tasks", "qa").values()
     return result["metrics"]
 
 
@@ -403,11 +350,9 @@ def test_a_run_and_its_evaluation(tmp_path):
         "moving-emoji"
     ]
     for row in steps(folder):
-        assert (
-            row["CE"] > 0
-            and row["L"] > row["CE"]
-            and row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
-        )
+        assert row["CE"] > 0
+        assert row["L"] > row["CE"]
+        assert row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
     whole = load_file(folder / "model.safetensors")
     torch.manual_seed(42)
     first = common.VisionEncoder("small", 0, False, 16).state_dict()

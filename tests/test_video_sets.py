@@ -44,12 +44,8 @@ CLIP4CLIP = {
     ]
     + [{"sen_id": 9, "video_id": "gone", "caption": "x"}],
 }
-CUT = {
-    "video_id": "a",
-    "category": 18,
-    "start time": 5.0,
-    "end time": 9.0,
-}  # the hub's clips are cut already
+# the hub's clips are cut already
+CUT = {"video_id": "a", "category": 18, "start time": 5.0, "end time": 9.0}
 YOUCOOK2 = {
     "a": {"subset": "training", "annotations": [step(2, 4, "step 0"), step(6.0, 8.5, "step 1")]},
     "b": {"subset": "validation", "annotations": [step(1.0, 3.0, "step 2")]},
@@ -135,11 +131,10 @@ FILES = {
     },
 }
 
-WHOLE_A, WHOLE_B, WHOLE_C = (
-    [0, 26, 53, 79],
-    [100, 106, 113, 119],
-    [200, 202, 205, 207],
-)  # four frames of each
+# four frames of each
+WHOLE_A = [0, 26, 53, 79]
+WHOLE_B = [100, 106, 113, 119]
+WHOLE_C = [200, 202, 205, 207]
 HALF_A = [0, 20, 39, 59]  # of its first 30 seconds
 LOST = "1 videos (1 rows) are not in"
 # set, split: {key: (captions, four frames)}, the classes of the rows, words of the note; what
