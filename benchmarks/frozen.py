@@ -24,6 +24,8 @@ Finished runs are small files below results/frozen/. Writes results/frozen.json,
 frozen_further.md.
 """
 
+import math
+
 from dataclasses import dataclass
 from statistics import mean, stdev
 
@@ -639,8 +641,15 @@ def row_of(result, line):
         f"{result.claim.methods[0].name} `{line.method}` {line.method_mean:.1f}",
         f"{result.baseline.name} `{line.baseline}` {line.baseline_mean:.1f}",
         str(len(line.paired.seeds)),
-        f"{line.paired.mean:+.2f} ± {line.paired.half:.2f}",
+        difference_text(line.paired),
         pictures]
+
+
+def difference_text(paired):
+    """The mean of a Comparison with its interval, which pairs that are all alike do not give."""
+    if math.isinf(paired.half):
+        return f"{paired.mean:+.2f}, all pairs alike"
+    return f"{paired.mean:+.2f} ± {paired.half:.2f}"
 
 
 def further_table(runs):
@@ -659,7 +668,7 @@ def further_table(runs):
                     f"{claim.methods[0].name} `{line.method}` {line.method_mean:.1f}",
                     f"{baseline.name} `{line.baseline}` {line.baseline_mean:.1f}",
                     str(len(line.paired.seeds)),
-                    f"{line.paired.mean:+.2f} ± {line.paired.half:.2f}"])
+                    difference_text(line.paired)])
     if not rows:
         return []
     titles = ["condition", "claim", "method", "against", "pairs", "difference, 95 % over seeds"]
