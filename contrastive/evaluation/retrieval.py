@@ -57,7 +57,7 @@ def groups_of_images(data):
     has a group of its own."""
     if data.has_captions or data.labels is None:
         return data.groups
-    own_groups = -1 - np.arange(len(data))
+    own_groups = -1 - np.arange(len(data.labels))
     return np.where(data.labels >= 0, data.labels, own_groups)
 
 
