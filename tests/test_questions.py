@@ -377,7 +377,8 @@ def pairs_of(folder, more, evals=(), **flags):
 
 
 def test_pairs_of_another_set_join_training(tmp_path):
-    """Their rows stand behind the set's own; clips of the evaluation are left out by name."""
+    """Their rows stand behind the set's own; clips of the evaluation are left out by name, with or
+    without v_ before it."""
     splits, names = ["train"] * 4 + ["val", "test"], ["more/w0.mp4", "more/w1.mp4", "more/v9.mp4"]
     write_clips(tmp_path, dict(enumerate([*(f"v{k}.mp4" for k in range(6)), *names])), 3)
     write_rows(
@@ -395,7 +396,7 @@ def test_pairs_of_another_set_join_training(tmp_path):
         tmp_path / "more" / "more.csv", ["video", "start", "end", "caption", "split"], rows
     )
     held = common.Data(
-        "x", "test", common.make_table([["t"]], ["0"], [str(tmp_path / "elsewhere" / "v9.mp4")])
+        "x", "test", common.make_table([["t"]], ["0"], [str(tmp_path / "elsewhere" / "v_v9.webm")])
     )
     data, both = pairs_of(tmp_path, f"{more}={tmp_path / 'more'}", {"test": held})
     alone = common.load_data(str(more), "train", frames=2)

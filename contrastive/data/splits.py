@@ -336,9 +336,9 @@ def add_pairs(data, pairs, evaluation_sets, flag):
     import datasets
 
     check_pairs(data, pairs, flag)
-    evaluated = evaluated_stems(evaluation_sets)
-    stems = [clip.file.stem for clip in clips_of_data(pairs)]
-    rows = [row for row, stem in enumerate(stems) if stem not in evaluated]
+    evaluated = evaluated_names(evaluation_sets)
+    names = names_of_clips(pairs)
+    rows = [row for row, name in enumerate(names) if name not in evaluated]
     num_dropped = len(pairs) - len(rows)
     pairs = pairs.select(rows)
 
@@ -373,11 +373,20 @@ def check_pairs(data, pairs, flag):
                         "images")
 
 
-def evaluated_stems(evaluation_sets):
-    """File names without suffix of all clips in {name: {split: Data}}."""
-    stems = set()
+def evaluated_names(evaluation_sets):
+    """names_of_clips of all clips in {name: {split: Data}}."""
+    names = set()
     for splits in evaluation_sets.values():
         for data in splits.values():
             if data.sources is not None:
-                stems.update(clip.file.stem for clip in clips_of_data(data))
-    return stems
+                names.update(names_of_clips(data))
+    return names
+
+
+def names_of_clips(data):
+    """The file name of each row's clip without folders and ending, and without the v_ that some
+    sets write before the id of a video."""
+    names = []
+    for clip in clips_of_data(data):
+        names.append(without_ending(clip.file.name).removeprefix("v_"))
+    return names
