@@ -58,7 +58,9 @@ NCL_R1 = "normalize/none/R@1-Mean"  # that of ncl.py, without biases at test tim
 QUEUE_R1 = "normalize/queue/R@1-Mean"
 WITH_HITS = (R1, NCL_R1)  # metrics whose hits on each test picture are kept
 KNN = "knn@1/mean_per_class"
-META_SET = "benchmarks/meta_openclipart.txt"  # 100 training pictures, read by eye
+# 100 training pictures each, read by eye
+META_SET = "benchmarks/meta_openclipart.txt"
+EMOJI_META_SET = "benchmarks/meta_emoji.txt"
 
 
 # ===================================================== the claims =================================
@@ -368,9 +370,8 @@ def missing_runs(runs, claims, pairs, further=False):
     commands = []
     if further:
         for name in claims:
-            trials = first_trials(runs, CLAIMS[name])
-            for trial in trials:
-                for condition in further_conditions(CLAIMS[name], trials).values():
+            for condition in further_conditions(CLAIMS[name]).values():
+                for trial in first_trials(runs, CLAIMS[name], condition):
                     words = command_words(trial, condition)
                     commands += [runs.words(words, seed) for seed in pairs]
         return runs.unfinished(commands)
@@ -385,22 +386,24 @@ def missing_runs(runs, claims, pairs, further=False):
     return runs.unfinished(commands)
 
 
-def first_trials(runs, claim):
-    """The best trial of a claim's method and that of its first baseline; [] before both are
-    tuned."""
+def first_trials(runs, claim, condition):
+    """The best trial of a claim's method and that of its first baseline, as they run in a further
+    condition; [] before both are tuned."""
     trials = []
     for method in claim.methods[:2]:
-        trials += best_trials(runs, method)[:1]
+        for trial in best_trials(runs, method)[:1]:
+            if condition == FURTHER_CONDITIONS["emoji"]:
+                trial = trial.replace(META_SET, EMOJI_META_SET)
+            trials.append(trial)
     if len(trials) < 2:
         return []
     return trials
 
 
-def further_conditions(claim, trials):
-    """Those of FURTHER_CONDITIONS in which these trials of a claim can be compared."""
+def further_conditions(claim):
+    """Those of FURTHER_CONDITIONS that have the metric of a claim."""
     conditions = dict(FURTHER_CONDITIONS)
-    # META_SET names drawings of openclipart, and emoji has no kNN
-    if claim.test_metric == KNN or any(META_SET in trial for trial in trials):
+    if claim.test_metric == KNN:
         del conditions["emoji"]
     return conditions
 
@@ -656,9 +659,9 @@ def further_table(runs):
     """The lines of a table of the further conditions, without verdicts; [] before any has run."""
     rows = []
     for claim in CLAIMS.values():
-        trials = first_trials(runs, claim)
         baseline = claim.methods[1]
-        for title, condition in further_conditions(claim, trials).items():
+        for title, condition in further_conditions(claim).items():
+            trials = first_trials(runs, claim, condition)
             line = None
             if trials:
                 line = compare_trials(runs, claim, baseline, trials, condition)
