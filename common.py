@@ -1,4 +1,4 @@
-"""All that the five method scripts import of ours, apart from their own pictures.
+"""All that the five method scripts and their variants import of ours.
 
 Notation, used in every file of this project:
     B    batch of this process                 W    processes
@@ -8,12 +8,11 @@ Notation, used in every file of this project:
     tau  temperature, divides the cosine       sim  cosine matrix; rows are queries (anchors)
 Shapes stand beside the line that makes them: logits = image @ text.T / tau    # (B, N)
 
-This file holds what a loss and its optimiser need: gradients over processes, the temperature, an
-exact gradient in chunks, the learning rate and the parameter groups. Everything else is imported
-here by name. The order of the packages is that in which they import each other.
+This file holds what a loss and its optimiser need: gradients over processes, the temperature, the
+learning rate and the optimizer. Everything else is imported here by name. The order of the packages
+is that in which they import each other.
 """
 
-import contextlib
 import functools
 import math
 
@@ -22,10 +21,12 @@ from contrastive.core.processes import (
     UserError,              # an error that the user can fix: one line, exit code 2
     clean_exit,             # stands around a program
     gather,                 # (B, ...) of each process -> (N, ...), with gradient
+    make_accelerator,       # the Accelerator that the flags ask for
     mean_over_processes,    # of the columns of a log
     positive_index,         # the column of each row's own pair: (B,)
     rank,                   # index of this process
     say,                    # print on the main process
+    set_seed,               # of all random generators
     to_device,              # copies a tensor without making the host wait
     world)                  # number of processes
 from contrastive.core.files import read_json, write_json, write_tensors
@@ -43,16 +44,17 @@ from contrastive.data.frames import read_frames
 from contrastive.data.long_tail import labelled_splits, long_tail_counts
 from contrastive.data.registry import SETS  # SETS["mine"] = function (split, options) -> Data
 from contrastive.data.table import Data, make_table
-from contrastive.data.views import Augment, key_hash, pick, uniforms
+from contrastive.data.views import (
+    Augment, key_hash, pick, simclr_view, training_view, uniforms)
 
 # ---- contrastive/encoders: towers by name, tokenizers, and the texts of a batch ----
 from contrastive.encoders.base import (
-    TwoTower, batchnorms, functional_call, is_clip, run_again, statistics_stay)
-from contrastive.encoders.build import build_towers, fit_to_encoder
+    TwoTower, batchnorms, functional_call, is_clip, sync_batchnorm)
+from contrastive.encoders.build import build_model, fit_to_encoder
 from contrastive.encoders.cached import open_feature_cache  # --freeze
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
 from contrastive.encoders.models import (
-    EvalTransform, TextEncoder, VisionEncoder, build_model, load_model)
+    EvalTransform, TextEncoder, VisionEncoder, load_model)
 from contrastive.encoders.questions import QuestionAnswerer  # (MAMA)
 from contrastive.encoders.ssb import (  # SSB, a base of NCL
     Captioner, captioning_loss, ssb_recipe, support_summary)
@@ -71,9 +73,11 @@ from contrastive.evaluation.meta import meta_data  # a few clean examples (MAMA)
 from contrastive.evaluation.facts import EvaluationFacts  # what a run tells eval.py
 from contrastive.evaluation.measure import Evaluator
 from contrastive.evaluation.retrieval import retrieval_both_ways
+from contrastive.evaluation.similarities import save_similarities
 
 # ---- contrastive/engine: the flags and the book-keeping of a run ----
 from contrastive.engine.flags import OneLineErrorParser, Parser  # argparse with recipes
+from contrastive.engine.grad_cache import GradCache, tf32  # --chunk-size
 from contrastive.engine.run import Run, count_steps, fit_to_data
 
 import numpy as np
@@ -123,7 +127,7 @@ def per_anchor(value, anchor, name="tau", positive=True, columns=0):
     """A temperature or margin in a shape that divides or shifts the logits (B, N) of the anchors.
 
     Args:
-        value: a number, () or (B,), one for each anchor.
+        value: a number, () or (B,), one for each anchor; or a function, which stays as it is.
         anchor: (B, D).
         name: of the value, for the message.
         positive: whether a number must be above 0. The values of a tensor are not checked, since
@@ -132,6 +136,8 @@ def per_anchor(value, anchor, name="tau", positive=True, columns=0):
     Returns: a number, (), (B, N), or (B,) as (B, 1).
     Raises: ValueError for any other shape, which would broadcast wrongly.
     """
+    if callable(value):
+        return value
     if not torch.is_tensor(value):
         return one_number(value, name, positive)
     B = len(anchor)
@@ -197,183 +203,6 @@ class Temperature(nn.Module):
                 self.log_tau.clamp_(max=math.log(high))
 
 
-# ===================================================== chunks =====================================
-@contextlib.contextmanager
-def tf32(enabled=True):
-    """Context in which a CUDA GPU multiplies float32 matrices in TF32 (11 bits, not 24).
-
-    For encoders, never for a loss, which divides the cosines by 0.01.
-    """
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if enabled else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-
-
-class _CallInBackward(torch.autograd.Function):
-    """The identity of embeddings; backward calls a function before it enters their encoders."""
-
-    @staticmethod
-    def forward(ctx, function, *embeddings):
-        ctx.function = function
-        ctx.set_materialize_grads(False)
-        return tuple(e.view_as(e) for e in embeddings)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        ctx.function()
-        return None, *gradients
-
-
-class Chunks:
-    """Encodes a batch, and passes the gradient of a loss back into the encoders.
-
-    With chunks (gradient caching) this needs the memory of one chunk and gives the exact gradient
-    of the full batch: `encode` encodes the batch without a graph; the script computes its loss from
-    these embeddings; `backward` computes the gradient of the loss at the embeddings, encodes each
-    chunk again with the random state of the first pass, and passes the gradient through it.
-
-    Args:
-        encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as
-            in the inputs.
-        model: what `encode` calls, as prepared by the accelerator.
-        accelerator: the Accelerator of the run.
-        chunk: examples at a time on this process; 0 = all, without a second pass.
-        second_pass: function (inputs of a chunk, number of its first row) -> (embeddings as of
-            `encode`, a further loss () of the chunk). If given, there always is a second pass,
-            which calls it in place of `encode`, and the gradients of both losses add up.
-    """
-
-    def __init__(self, encode, model, accelerator, chunk=0, second_pass=None):
-        self.encode_piece = encode
-        self.second_pass = second_pass
-        self.model = model
-        self.accelerator = accelerator
-        self.chunk = chunk
-        # encoders multiply float32 in TF32, forward and backward; the loss never does
-        self.uses_tf32 = accelerator.device.type == "cuda"
-        self.in_backward = False
-        self.pieces = []  # of the last batch, each with the random state of its first pass
-        self.embeddings = ()  # of the last batch, if it has pieces
-        self.keep_statistics = contextlib.nullcontext
-        norms = batchnorms(model)
-        if norms and run_again(model):  # with --grad-checkpointing
-            self.keep_statistics = functools.partial(statistics_stay, norms)
-
-    def encode(self, inputs):
-        """Nested dict of (B, ...) tensors -> tuple of (B, D) embeddings, for a loss."""
-        from accelerate.utils import find_batch_size
-        B = find_batch_size(inputs)
-        self.pieces = []
-        if self.second_pass or 0 < self.chunk < B:
-            return self.encode_in_chunks(inputs, B)
-        with tf32(self.uses_tf32):
-            embeddings = self.encode_piece(inputs)                         # (B, D) each
-        if self.uses_tf32:
-            embeddings = _CallInBackward.apply(self.enter_encoders, *embeddings)
-        return embeddings
-
-    def encode_in_chunks(self, inputs, B):
-        """The first pass: embeddings without a graph, which are leaves of the loss's graph."""
-        from accelerate.utils import slice_tensors
-        device = self.accelerator.device
-        parts = []
-        with torch.no_grad(), tf32(self.uses_tf32):
-            step = self.chunk or B
-            for start in range(0, B, step):
-                piece = slice_tensors(inputs, slice(start, start + step))
-                self.pieces.append((piece, random_state(device)))
-                parts.append(self.encode_piece(piece))                     # (b, D) each
-        self.embeddings = tuple(x.requires_grad_() for x in join_parts(parts))
-        return self.embeddings                                             # (B, D) each
-
-    @torch.no_grad()
-    def encode_without_gradient(self, inputs):
-        """As encode, but without a graph, for candidates through which no gradient passes."""
-        from accelerate.utils import find_batch_size, slice_tensors
-        B = find_batch_size(inputs)
-        step = self.chunk or B
-        parts = []
-        with tf32(self.uses_tf32):
-            for start in range(0, B, step):
-                piece = slice_tensors(inputs, slice(start, start + step))
-                parts.append(self.encode_piece(piece))                     # (b, D) each
-        return join_parts(parts)                                           # (B, D) each
-
-    def backward(self, loss):
-        """Fills .grad of the model's parameters, and of the loss's, for the last `encode`."""
-        self.in_backward = True
-        with tf32(enabled=False), self.keep_statistics():
-            self.accelerator.backward(loss)
-        self.in_backward = False
-        if self.pieces:
-            with tf32(self.uses_tf32):
-                self.backward_in_chunks()
-
-    def enter_encoders(self):
-        """Switches to TF32 when `backward` comes from the loss to the encoders.
-
-        A script's own autograd.grad stays in float32.
-        """
-        if self.in_backward:
-            torch.set_float32_matmul_precision("high")  # until the end of `backward`
-
-    def backward_in_chunks(self):
-        """The second pass: encodes each chunk with a graph, and passes its gradient through."""
-        device = self.accelerator.device
-        state_after = random_state(device)
-        for k, (piece, state) in enumerate(self.pieces):
-            set_random_state(state, device)
-            sync = contextlib.nullcontext()
-            if k < len(self.pieces) - 1:
-                # processes average their gradients in the last chunk only
-                sync = self.accelerator.no_sync(self.model)
-            with sync:
-                self.backward_of_chunk(piece, start=k * self.chunk)
-        set_random_state(state_after, device)
-
-    def backward_of_chunk(self, piece, start):
-        outputs, gradients = [], []
-        if self.second_pass:
-            embeddings, loss = self.second_pass(piece, start)
-            if self.accelerator.scaler:
-                loss = self.accelerator.scaler.scale(loss)
-            outputs.append(loss)
-            gradients.append(None)
-        else:
-            embeddings = self.encode_piece(piece)
-        for output, embedding in zip(embeddings, self.embeddings):
-            # a frozen encoder has no gradient, and the loss may use only some embeddings
-            if output.requires_grad and embedding.grad is not None:
-                gradient = embedding.grad[start:start + len(output)]       # (b, D)
-                outputs.append(output)
-                gradients.append(gradient.to(output.dtype))
-        torch.autograd.backward(outputs, gradients)
-
-
-def join_parts(parts):
-    """Embeddings of chunks, a list of tuples (b, D) -> of the batch, a tuple (B, D) each."""
-    return tuple(torch.cat(embeddings) for embeddings in zip(*parts))
-
-
-def random_state(device):
-    """Random states of the CPU and, if the device is a GPU, of the device."""
-    cuda = None
-    if device.type == "cuda":
-        cuda = torch.cuda.get_rng_state(device)
-    return torch.get_rng_state(), cuda
-
-
-def set_random_state(state, device):
-    """Restores what random_state returned."""
-    cpu, cuda = state
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
-
-
 # ===================================================== optimiser ==================================
 def learning_rate(step, steps, args):
     """The learning rate of a step: a linear warm-up to --lr, then --lr-schedule.
@@ -397,10 +226,31 @@ def learning_rate(step, steps, args):
         lr = args.lr_end + (args.lr - args.lr_end) * 0.5 * (1 + cosine)
     else:
         raise ValueError(f"--lr-schedule {args.lr_schedule} has no branch in learning_rate")
-    # after the schedule, so that its flags count as read from the first step on
     if step < steps.warmup:
         return args.lr * (step + 1) / steps.warmup
     return lr
+
+
+def set_lr(optimizer, lr):
+    """Writes the learning rate into the optimiser, times a group's `lr_scale` if it has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1)
+
+
+def make_optimizer(modules, args):
+    """The optimiser that the flags ask for.
+
+    Args:
+        modules: those that learn; what needs no gradient in them is left out.
+        args: optimizer, lr, beta1, beta2, eps, weight_decay.
+    """
+    groups = decay_groups(modules, args.weight_decay)
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
+    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+    fused = True if groups[0]["params"][0].is_cuda else None               # None: torch chooses
+    return kinds[args.optimizer](
+        groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=fused)
 
 
 def decay_groups(modules, weight_decay):
@@ -437,7 +287,7 @@ def split_by_lr(groups):
         for scale, members in parameters.items():
             split_group = group | {"params": members}
             if scale != 1.0:
-                split_group["lr_scale"] = scale  # Run.set_lr multiplies by it
+                split_group["lr_scale"] = scale  # set_lr multiplies by it
             split_groups.append(split_group)
     return split_groups
 

@@ -44,9 +44,9 @@ from contrastive.evaluation.measure import (
 from contrastive.evaluation.report import table
 from contrastive.evaluation.rerank import reranked_retrieval
 from contrastive.evaluation.retrieval import retrieval_both_ways
+from contrastive.evaluation.similarities import similarity_histograms
 from contrastive.figures.base import (
-    draw_answers, draw_histograms, draw_retrieval, has_few_queries, kind_of, similarity_histograms,
-    title_of)
+    draw_answers, draw_histograms, draw_retrieval, has_few_queries, kind_of, title_of)
 from contrastive.figures.ncl import draw_normalization
 
 from ncl import normalized_retrieval, retrieval_biases

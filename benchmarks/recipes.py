@@ -21,7 +21,7 @@ from contrastive.data.registry import find_data_set
 from contrastive.encoders.base import recompute
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.data.sound import BANDS, SLICE_LENGTH
-from contrastive.encoders.models import spec_of
+from contrastive.encoders.models import model_of_spec, spec_of
 from contrastive.encoders.vast import SUBTITLE_LENGTH, Pairs
 from contrastive.engine.log import commit
 from contrastive.core.files import read_json, write_json
@@ -141,7 +141,7 @@ def model_of(args, has_clips):
     if "modalities" in spec:  # VAST has 1.2 billion parameters
         without_memory = init_empty_weights(include_buffers=True)
     with without_memory:
-        model, _ = common.build_model(spec, tokenizer, pretrained=False)
+        model, _ = model_of_spec(spec, tokenizer, pretrained=False)
     if getattr(args, "freeze", "") == "clip4clip":
         common.freeze_as_clip4clip(model)
     return model.train(), tokenizer

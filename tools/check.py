@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import common
 from contrastive.core.files import flatten
+from contrastive.engine import run as engine
 from contrastive.engine.log import logged_rows
 
 import torch
@@ -32,7 +33,7 @@ FIXED = [
     *"--warmup-epochs 0 --lr-schedule constant --grad-clip 0 --log-every 1 --eval-every 0".split(),
     "--max-steps", str(NUM_STEPS), "--save-every", str(SAVE_STEP)]
 # largest differences; the state is looser, for Adam of MAMA's network: signs near 0 turn
-LIMITS = {"losses": 1e-3, "weights": 0.05, "own": 0.2}
+LIMITS = {"losses": 1e-3, "weights": 0.05, "state of the loss": 0.2}
 EXACT = {"losses": 0, "tensors": 0}  # tensors: how many of the checkpoint differ
 
 
@@ -56,12 +57,12 @@ VARIANTS = (
         processes=2),
     Variant(
         "chunks", LIMITS,
-        "what reads more of a batch than the embeddings of `chunks.encode`, or calls the model "
+        "what reads more of a batch than the embeddings of `grad_cache.encode`, or calls the model "
         "beside it",
         flags=("--chunk-size", "4")),
     Variant(
         "kill and resume", EXACT,
-        "state outside `loss_modules`: a local variable or an attribute that steps change; random "
+        "state that `run.resume` does not name: a local variable that steps change; random "
         "numbers that come neither from (seed, step) nor from torch's global generators",
         stop=KILL_STEP),
 )
@@ -88,15 +89,15 @@ def run_process(rank, job):
     if job.environment:
         os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     sys.argv = [job.module.__file__, *job.flags]
-    job.module.draw = lambda *_, **__: None
-    done = common.Run.done
+    engine.draw = lambda *_: None
+    end_step = common.Run.end_step
 
-    def done_and_killed(run, *args, **options):
-        done(run, *args, **options)
+    def end_step_and_kill(run, *args):
+        end_step(run, *args)
         if run.step == job.stop:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    common.Run.done = done_and_killed
+    common.Run.end_step = end_step_and_kill
     with common.clean_exit():
         job.module.main(job.module.parse_args(job.flags))
 
@@ -178,9 +179,9 @@ def differences(state, expected, start):
         if not torch.equal(x, state.tensors[path]):
             num_different += 1
     result = {"losses": losses.item(), "tensors": num_different}
-    for name, prefix in (("weights", "model/"), ("own", "own/")):
-        ours = select(state.tensors, prefix)
-        theirs = select(expected.tensors, prefix)
+    for name, is_chosen in (("weights", is_weight), ("state of the loss", is_loss_state)):
+        ours = select(state.tensors, is_chosen)
+        theirs = select(expected.tensors, is_chosen)
         changed = False
         for path, x in theirs.items():
             if x.is_floating_point() and not torch.equal(x, start.tensors[path]):
@@ -190,9 +191,18 @@ def differences(state, expected, start):
     return result
 
 
-def select(tensors, prefix):
-    """Those whose path begins with the prefix."""
-    return {path: x for path, x in tensors.items() if path.startswith(prefix)}
+def is_weight(path):
+    return path.startswith("model/")
+
+
+def is_loss_state(path):
+    """Whether a tensor belongs to what a script has named in Run.resume beside model, optimizer."""
+    return path.partition("/")[0] not in ("model", "optimizer", "processes", "scaler", "bad")
+
+
+def select(tensors, is_chosen):
+    """The tensors whose path is chosen."""
+    return {path: x for path, x in tensors.items() if is_chosen(path)}
 
 
 # ----------------------------------------------------- the check ---------------------------------

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 
 from contrastive import CORES
 
@@ -136,22 +137,41 @@ def join(cpu=False):
     return PartialState(cpu=cpu or not torch.cuda.is_available(), timeout=TIMEOUT).device
 
 
-def set_up(args):
-    """Seeds the random generators and sets up processes, devices and threads.
+def set_seed(seed):
+    """Seeds the random generators of python, numpy and torch."""
+    from accelerate.utils import set_seed as seed_generators
+    seed_generators(seed)
 
-    Returns: the Accelerator.
+
+def make_accelerator(args):
+    """The Accelerator that the flags ask for: processes, device, precision and tracker.
+
     Raises: UserError for a precision, tracker or kind of parallelism that cannot be used.
     """
-    from accelerate.utils import set_seed
-    set_seed(args.seed)
-    accelerator = make_accelerator(args)
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import (
+        DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs)
+    # no buffer is sent in each forward: before an evaluation Run shares those of BatchNorm
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    # accelerate hands the old name of this option to DDP
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    # a second run in this process may choose another device or precision
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with opening("accelerate"):  # it refuses fp16 on a CPU, and a tracker that is not installed
+        accelerator = Accelerator(
+            cpu=args.cpu or not torch.cuda.is_available(), mixed_precision=args.mixed_precision,
+            log_with=args.tracker or None, project_dir=args.output_dir,
+            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=TIMEOUT)], dynamo_backend="no",
+            # else a variable of its launcher's could divide each gradient
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
     if args.tracker and not accelerator.log_with:
         # accelerate leaves a tracker that is not installed out without a word
         raise UserError(f"--tracker {args.tracker}: not installed: pip install {args.tracker}")
     refuse_sharding(accelerator)
     if accelerator.device.type == "cuda":
         # Matrix products are float32, also where torch was imported before contrastive/__init__.py
-        # took TF32 from its environment; common.tf32 is for encoders. Convolutions, which only
+        # took TF32 from its environment; GradCache lets encoders use it. Convolutions, which only
         # encoders have, use TF32 always: this setting does not reach cuDNN.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.benchmark = True  # a run has few shapes
@@ -160,25 +180,6 @@ def set_up(args):
         processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, CORES // processes_here))
     return accelerator
-
-
-def make_accelerator(args):
-    """The Accelerator that the flags ask for."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import (
-        DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs)
-    handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-                InitProcessGroupKwargs(timeout=TIMEOUT)]
-    # a second run in this process may choose another device or precision
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with opening("accelerate"):  # it refuses fp16 on a CPU, and a tracker that is not installed
-        return Accelerator(
-            cpu=args.cpu or not torch.cuda.is_available(), mixed_precision=args.mixed_precision,
-            log_with=args.tracker or None, project_dir=args.output_dir,
-            kwargs_handlers=handlers, dynamo_backend="no",
-            # else a variable of its launcher's could divide each gradient
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
 
 
 def refuse_sharding(accelerator):

@@ -1,6 +1,8 @@
-"""Numbers in messages, and the names of flags."""
+"""Numbers in messages, and the names of flags and scripts."""
 
+import os
 import re
+from pathlib import Path
 
 
 def counted(number, name):
@@ -19,3 +21,11 @@ def name_of(flag):
 def flag_of(name):
     """'--tau-min' of 'tau_min'."""
     return "--" + name.replace("_", "-")
+
+
+def command_of(file):
+    """A script as python takes it here, 'temo.py'; in a package '-m variants.temo_experts'."""
+    path = Path(file)
+    if (path.parent / "__init__.py").exists():
+        return f"-m {path.parent.name}.{path.stem}"
+    return os.path.relpath(path)

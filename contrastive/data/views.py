@@ -459,3 +459,23 @@ def randaugment(image, u, operations, magnitude, strengths="torchvision"):
         pictures = [operation.change(picture, strength) for picture in pictures]
     frames = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)           # (M, 3, H, W)
     return frames.reshape(image.shape).contiguous()
+
+
+# ------------------------------------------------------- views by flags ---------------------------
+def training_view(args):
+    """The view of a training image or clip, as the flags of Parser.add_view_flags say."""
+    randaugment = (0, 0)                                                   # off
+    if args.randaugment_ops:
+        randaugment = (args.randaugment_ops, args.randaugment_magnitude,
+                       args.randaugment_strengths)
+    return Augment(args.image_size, args.crop_min, args.flip, args.jitter_p,
+                   brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
+                   randaugment=randaugment, squash=args.eval_resize == "squash")
+
+
+def simclr_view(args):
+    """The strong view of SimCLR and SLIP, as the flags of Parser.add_simclr_view_flags say."""
+    return Augment(args.image_size, args.aug_crop_min, args.aug_flip, jitter_p=0.8,
+                   brightness=args.aug_jitter, contrast=args.aug_jitter, saturation=args.aug_jitter,
+                   hue=args.aug_hue, grey=0.2, blur=args.aug_blur,
+                   squash=args.eval_resize == "squash")

@@ -1,4 +1,4 @@
-"""The towers of a run, as its model flags say."""
+"""The model of a run, as its flags say."""
 
 import copy
 import functools
@@ -7,7 +7,7 @@ from contrastive.data.clips import feature_shape
 from contrastive.data.table import frames_of
 from contrastive.encoders.base import channels_last, clip_width, recompute
 from contrastive.encoders.kinds import encoder_kind
-from contrastive.encoders.models import build_model, spec_of
+from contrastive.encoders.models import model_of_spec, spec_of
 from contrastive.encoders.texts import build_tokenizer
 from contrastive.core.processes import UserError, say
 
@@ -41,8 +41,8 @@ def fit_to_encoder(args):
     return args
 
 
-def build_towers(args, train, run, texts=None, questions=None):
-    """The towers of a run on its device.
+def build_model(args, train, run, texts=None, questions=None):
+    """Both encoders of a run, on its device.
 
     Args:
         train: training data, from whose captions a tokenizer learns.
@@ -64,7 +64,7 @@ def build_towers(args, train, run, texts=None, questions=None):
     pretrained, weights = args.pretrained, args.init_from
     if run.has_checkpoint():
         pretrained, weights = False, ""  # the checkpoint has the weights
-    tower, transform = build_model(spec, tokenizer, pretrained, weights)
+    tower, transform = model_of_spec(spec, tokenizer, pretrained, weights)
     tower.spec, tower.pretrained = spec, pretrained
     tower.weights_in_words = describe_weights(tower, pretrained, weights)
     if run.has_checkpoint():
@@ -79,7 +79,7 @@ def build_towers(args, train, run, texts=None, questions=None):
     if run.device.type == "cuda":
         channels_last(tower.vision)
     if tokenizer:
-        tokenizer.device = run.device  # not before: build_model tries texts where the model is
+        tokenizer.device = run.device  # not before: model_of_spec tries texts where the model is
     return tower, tokenizer, transform
 
 

@@ -169,17 +169,17 @@ class VisionEncoder(Encoder):
         self.stats = tower.stats
         self.frame_features = tower.frame_features
 
-        # A new layer is made in every case, so that the random numbers after it are the same.
-        self.projection = projection_layer(self.width, embed_dim, projection, projection_bias)
         clip_projection = tower.projection
         if self.kind.family == "ssb":
             self.projection = nn.Identity()
         elif fits(clip_projection, embed_dim, projection):
             self.projection = clip_projection
-        elif clip_projection is not None and pretrained and embed_dim:
-            say(f"--embed-dim {embed_dim}, --projection {projection}: the projections of {name} "
-                f"are linear, of width {clip_projection.out_features}, and are replaced by new "
-                "ones")
+        else:
+            self.projection = projection_layer(self.width, embed_dim, projection, projection_bias)
+            if clip_projection is not None and pretrained and embed_dim:
+                say(f"--embed-dim {embed_dim}, --projection {projection}: the projections of "
+                    f"{name} are linear, of width {clip_projection.out_features}, and are replaced "
+                    "by new ones")
 
     def forward(self, pixels):
         if self.are_features(pixels):
@@ -263,12 +263,12 @@ class TextEncoder(Encoder):
         self.head = None
         if pooling == "ssb":
             self.head = TextHead(self.width, embed_dim)
-        # A new layer is made in every case, so that the random numbers after it are the same.
-        self.projection = projection_layer(self.width, embed_dim, projection, projection_bias)
         if self.head:
             self.projection = nn.Identity()
         elif fits(tower.projection, embed_dim or tower.projection_width, projection):
             self.projection = tower.projection
+        else:
+            self.projection = projection_layer(self.width, embed_dim, projection, projection_bias)
 
     def forward(self, input_ids=None, attention_mask=None, features=None):
         if features is None:
@@ -316,7 +316,7 @@ MODEL_FLAGS = (
 
 
 def spec_of(args):
-    """The model flags of a script, for build_model.
+    """The model flags of a script, for model_of_spec.
 
     A script without texts has only features, on which it puts its own head.
     """
@@ -327,7 +327,7 @@ def spec_of(args):
     return spec
 
 
-def build_model(spec, tokenizer, pretrained, weights=""):
+def model_of_spec(spec, tokenizer, pretrained, weights=""):
     """The model of a spec, and the view of an image that it reads.
 
     Args:
@@ -445,7 +445,7 @@ def untrained(spec, seed):
         if "modalities" in spec:  # without subtitles, which are texts
             vision_spec["modalities"] = spec["modalities"].replace("s", "") or "v"
             vision_spec["matching"] = False
-        model, _ = build_model(vision_spec, None, pretrained=False)
+        model, _ = model_of_spec(vision_spec, None, pretrained=False)
     return model.eval()
 
 
@@ -470,6 +470,6 @@ def load_model(run_dir):
         if spec["text_encoder"]:
             tokenizer = Tokenizer(
                 run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
-        model, transform = build_model(spec, tokenizer, pretrained=False)
+        model, transform = model_of_spec(spec, tokenizer, pretrained=False)
         model.load_state_dict(load_file(run_dir / "model.safetensors"))
     return model.eval(), tokenizer, transform

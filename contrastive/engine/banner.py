@@ -1,5 +1,7 @@
 """What a run prints before training: what its flags amount to."""
 
+import math
+
 from contrastive.core.processes import world
 from contrastive.core.words import counted
 from contrastive.engine.flags import words_of
@@ -10,12 +12,11 @@ METHOD_WIDTH = 84  # characters of a line of method flags
 NEXT_LINE = "\\\n               "  # a backslash, and the command goes on below the first flag
 
 
-def banner(run, random_guess, lines):
+def banner(run, lines):
     """The text of the banner.
 
     Args:
         run: the Run, with its data, model and evaluator.
-        random_guess: loss of a random guess at the start and at the end, or None if it is unknown.
         lines: {title: text} of the script.
     """
     texts = {
@@ -24,8 +25,7 @@ def banner(run, random_guess, lines):
         "evaluation": evaluation_line(run),
         "model": model_line(run),
         "processes": processes_line(run),
-        "batch": batch_line(run, random_guess),
-        "random guess": random_guess_line(random_guess),
+        "batch": batch_line(run),
         "steps": steps_line(run),
         "method": method_line(run),
         **lines,
@@ -39,11 +39,11 @@ def banner(run, random_guess, lines):
 
 def recipe_line(run):
     args = run.args
-    line = f"{args.recipe} ({run.remark})"
+    line = f"{args.recipe} ({args.recipe_source})"
     if args.changed:
         line += f", changed by {', '.join(args.changed)}"
     if args.recipe == "own" and args.dataset != "own":
-        line += f"; others: --recipe {'|'.join(run.recipes)}"
+        line += f"; others: --recipe {'|'.join(args.recipes)}"
     return line
 
 
@@ -81,7 +81,7 @@ def model_line(run):
         names += f", texts {run.args.text_encoder}"
     if tower.spec.get("modalities"):
         names += f", modalities {tower.spec['modalities']}"
-    return f"{names}: {run.parameters / 1e6:.1f} M parameters; {tower.weights_in_words}"
+    return f"{names}: {run.num_parameters / 1e6:.1f} M parameters; {tower.weights_in_words}"
 
 
 def processes_line(run):
@@ -91,23 +91,12 @@ def processes_line(run):
             f"{run.args.mixed_precision}")
 
 
-def batch_line(run, random_guess):
+def batch_line(run):
     batch_size = run.args.batch_size
     line = f"{batch_size} = {world()} x {batch_size // world()}"
     if run.args.chunk_size:
         line += f" in chunks of {run.args.chunk_size}"
-    if random_guess is not None:
-        line += f"; {run.negatives:,} negatives"
-    return line
-
-
-def random_guess_line(random_guess):
-    if random_guess is None:
-        return ""
-    start, end = [f"{loss:.3f}" for loss in random_guess]
-    if start == end:
-        return f"loss {start}"
-    return f"loss {start} by the formula of the first step, {end} by that of the last"
+    return f"{line}; InfoNCE of a random guess: ln {batch_size} = {math.log(batch_size):.3f}"
 
 
 def steps_line(run):
@@ -123,9 +112,8 @@ def steps_line(run):
 def method_line(run):
     """The flags of the group 'method' with their values, as a command line that can be pasted."""
     lines = [""]
-    for name in run.args.method:
-        # not args.NAME, which would count as read
-        words = words_of(name, vars(run.args)[name])
+    for name in run.args.method_flags:
+        words = words_of(name, getattr(run.args, name))
         if words and len(lines[-1]) + len(words) > METHOD_WIDTH:
             lines.append("")
         if words:

@@ -57,7 +57,6 @@ def write(run, processes, keep):
     """Writes step_N.pt under a temporary name, synced and then renamed."""
     state = {name: part.state_dict() for name, part in run.parts.items()}
     state["processes"] = processes
-    state["tensors"] = run.tensors
     state["step"] = run.step
     state["wall_s"] = time.time() - run.started
     state["bad"] = run.data.bad
@@ -103,7 +102,6 @@ def load(run):
         for group, scale in zip(run.optimizer.param_groups, scales):
             if scale is not None:
                 group["lr_scale"] = scale
-    run.tensors = state["tensors"]
     run.step = state["step"]
     run.bad_samples = state["bad"]
     run.started -= state["wall_s"]

@@ -17,12 +17,11 @@ from contrastive.core.files import read_json
 from contrastive.core.number_types import (
     below_one, between, count, nonnegative, part, positive, rate, whole)
 from contrastive.core.processes import say
-from contrastive.core.words import flag_of, name_of
+from contrastive.core.words import command_of, flag_of, name_of
 from contrastive.data.registry import flags_of, partition_name
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.weights import packaged_encoders
 from contrastive.engine.checkpoints import folder_of
-from contrastive.evaluation.facts import BEFORE_THE_FLAG
 
 YES_OR_NO = argparse.BooleanOptionalAction
 # The flags that a resumed run may change. --max-steps and --epochs change the schedules,
@@ -57,38 +56,6 @@ FROZEN = ("image", "text", "both")  # choices of --freeze whose encoders have co
 NOT_IN_RECIPES = ("data", "evaluation", "run")
 
 
-# ===================================================== parsed flags ===============================
-class Args(argparse.Namespace):
-    """Parsed flags, which note when one of them is read as args.NAME (vars(args)[name] does not).
-
-    Both attributes are slots, so that vars(args) holds the flags alone.
-
-    Attributes:
-        read: names of the flags that have been read so far.
-        method: names of the flags in the group 'method', for the banner.
-    """
-
-    __slots__ = ("read", "method")
-
-    def __init__(self, **flags):
-        super().__init__(**flags)
-        self.read = set()
-        self.method = []
-
-    def __getattribute__(self, name):
-        value = super().__getattribute__(name)
-        if not name.startswith("_") and name != "read":
-            self.read.add(name)
-        return value
-
-
-def unread_flags(args):
-    """Flags of the command line that nothing has read so far, such as ['--tau-alpha']."""
-    if not isinstance(args, Args):
-        return []
-    return [flag for flag in args.command_line if name_of(flag) not in args.read]
-
-
 def words_of(name, value):
     """A flag with its value as words of a command line, such as '--tau 0.1'; '' if it is empty."""
     if value is True:
@@ -106,6 +73,8 @@ class Help(argparse.RawDescriptionHelpFormatter):
     """--flag X or --[no-]flag; the default at the end of a help text, in brackets."""
 
     def _get_help_string(self, action):
+        if isinstance(action, argparse._StoreConstAction):
+            return action.help
         if action.default is False or action.default in ("", [], None, argparse.SUPPRESS):
             return action.help
         if isinstance(action.default, list):
@@ -141,10 +110,8 @@ class OneLineErrorParser(argparse.ArgumentParser):
             self.error(message)
 
     def only(self, condition, where, *flags):
-        """Refuses these flags on the command line unless the condition holds.
-
-        For programs whose flags have no effect beside others; scripts warn instead (Args).
-        """
+        """Refuses these flags on the command line unless the condition holds: they would have no
+        effect. `where` says when they have one, such as 'with --loss temo'."""
         if condition:
             return
         for flag in flags:
@@ -179,9 +146,9 @@ class OneLineErrorParser(argparse.ArgumentParser):
 class Parser(OneLineErrorParser):
     """The flags of a script: its own groups, then those that all scripts share.
 
-    Some flags are read first and choose the defaults of the others: --dataset, --recipe, --resume,
-    --image-encoder and those that the script names as choosers. The data sets on the command line
-    add flags of their own.
+    The default of a flag stands beside it. A recipe overrides defaults, a preset (a flag of the
+    script that stands for values of others) overrides the recipe, and the command line overrides
+    all. The data sets on the command line add flags of their own.
 
     Args:
         file: the script's __file__.
@@ -194,42 +161,39 @@ class Parser(OneLineErrorParser):
         own_data = "captions.csv  # columns image, caption"
         if not texts:
             own_data = "photos  # a folder per class"
-        script = Path(file).name
-        super().__init__(script, f"{description} In brackets: the default.", epilog=f"""examples:
+        script = command_of(file)
+        super().__init__(Path(file).name, f"{description} In brackets: the default.",
+                         epilog=f"""examples:
   python {script}  # runs without a download
   python {script} --dataset {own_data}
   python {script} --resume runs/NAME""")
         self.texts = texts
         self.freeze_choices = ["none", "image", "text", "both", *freeze]
 
-    def parse(self, argv, recipes, method_defaults=None, choosers=("--loss",), check=None):
+    def parse(self, argv, recipes, presets=None, check=None):
         """Parses a command line.
 
         Args:
             argv: words of the command line; None = those of this process.
-            recipes: {data set: {flag: default}}, or a function of the chosen flags that returns it.
-                The first is the default data set, 'own' is for data that have no recipe. The entry
-                'recipe' is a remark for the banner.
-            method_defaults: function of the chosen flags -> {flag: default}, which win over the
-                recipe.
-            choosers: flags of the script on which recipes and method_defaults depend.
+            recipes: {data set: {flag: value}}, chosen by --dataset or --recipe. The first is the
+                default data set, 'own' is for data that have no recipe. The entry 'source' says
+                whose values they are.
+            presets: {flag: {value: {other flag: value}}} of flags that stand for values of others.
             check: function (parser, args) that refuses flags which contradict each other.
-        Returns: Args. Exits with one line and code 2 if a flag is refused.
+        Returns: the flags. Exits with one line and code 2 if one is refused.
         """
-        chosen = self.chosen_flags(argv, choosers)
+        presets = presets or {}
+        chosen = self.chosen_flags(argv, presets)
         saved = self.saved_flags(chosen)
-        if callable(recipes):
-            recipes = recipes(chosen)
         revision = self.choose_recipe(chosen, saved, recipes)
 
-        # now that the data set is known, all flags and their defaults are
+        # now that the data set is known, all flags are
         self.add_shared_flags()
         datasets = [chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])]
         self.add_dataset_flags(datasets)
         defaults = self.recipe_defaults(recipes[chosen.recipe], chosen)
-        chosen.read.clear()
-        if method_defaults:
-            defaults.update(method_defaults(chosen))
+        for flag, values in presets.items():
+            defaults.update(values.get(getattr(chosen, name_of(flag)), {}))
         defaults["dataset"] = chosen.dataset
         for action in self._actions:
             if action.dest in saved:
@@ -237,11 +201,14 @@ class Parser(OneLineErrorParser):
         defaults.update(recipe="", resume="")
         self.set_defaults(**defaults)
 
-        args = self.parse_args(argv, Args())
+        args = self.parse_args(argv)
         args.dataset, args.recipe = chosen.dataset, chosen.recipe
+        args.recipe_source = recipes[chosen.recipe].get("source", "")
+        args.recipes = list(recipes)
         args.revision = revision or saved.get("revision", "")
         args.hub = saved.get("hub", {})  # commits of what a resumed run has read from the hub
         args.command_line = sorted(self.command_line_flags & self._option_string_actions.keys())
+        args.method_flags = self.flags_of_group("method")
         self.settle_lengths(args)
         self.settle_modalities(args)
         args.changed = list(dict.fromkeys(saved.get("changed", []) + self.changed_flags(args)))
@@ -253,10 +220,6 @@ class Parser(OneLineErrorParser):
                        "once; add --freeze image, text or both")
         if check:
             check(self, args)
-
-        # from here on the run reads flags; the choosers that method_defaults has read count, too
-        args.method = [action.dest for action in self.group_actions("method")]
-        args.read = set(chosen.read)
         return args
 
     def choose_recipe(self, chosen, saved, recipes):
@@ -281,24 +244,23 @@ class Parser(OneLineErrorParser):
         if flags:
             self.error(f"{'/'.join(flags)}: no default; give one in parse_args or in every recipe")
 
-    def chosen_flags(self, argv, choosers):
-        """Args with the flags of the command line on which the defaults of others depend."""
+    def chosen_flags(self, argv, presets):
+        """The flags of the command line that choose the recipe and the presets."""
         chooser = OneLineErrorParser(self.prog, "", add_help=False)
         for flag in ("--dataset", "--recipe", "--resume", "--image-encoder"):
             chooser.add_argument(flag, default="")
-        for flag in dict.fromkeys(["--loss", *choosers]):
-            action = self._option_string_actions[flag]
-            default = "" if action.default is None else action.default
-            chooser.add_argument(*action.option_strings, type=action.type, default=default)
+        for flag in presets:
+            default = self._option_string_actions[flag].default
+            chooser.add_argument(flag, default=default)
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
-        chosen, _ = chooser.parse_known_args(argv, Args())
+        chosen, _ = chooser.parse_known_args(argv)
         return chosen
 
     def saved_flags(self, chosen):
         """{flag: value} of the run that --resume names, {} without it."""
         if not chosen.resume:
             return {}
-        saved = BEFORE_THE_FLAG | read_json(folder_of(chosen.resume) / "args.json")
+        saved = read_json(folder_of(chosen.resume) / "args.json")
         script = saved.pop("script")
         if script != Path(self.prog).stem:
             self.error(f"--resume {chosen.resume}: a run of {script}.py, not of {self.prog}")
@@ -309,12 +271,12 @@ class Parser(OneLineErrorParser):
         script_flags = {action.dest for action in self._actions}
         # of the recipe's data set, which need not be that of the run
         dataset_flags = {name_of(flag) for flag in flags_of(chosen.recipe)}
-        unknown = sorted(recipe.keys() - script_flags - dataset_flags - {"recipe"})
+        unknown = sorted(recipe.keys() - script_flags - dataset_flags - {"source"})
         if unknown:
             self.error(f"recipe {chosen.recipe}: there is no flag {', '.join(unknown)}")
         defaults = {}
         for name, value in recipe.items():
-            if name in script_flags and name != "recipe":
+            if name in script_flags:
                 defaults[name] = value
 
         if chosen.recipe == "frozen":
@@ -325,9 +287,6 @@ class Parser(OneLineErrorParser):
             for name in defaults["eval_datasets"]:
                 names.append(chosen.dataset if name == chosen.recipe else name)
             defaults["eval_datasets"] = names
-        image_encoder = defaults.get("image_encoder", self.get_default("image_encoder"))
-        if chosen.image_encoder not in ("", image_encoder):
-            defaults.pop("chunk_size", None)  # it fits the memory of the recipe's encoder
         return defaults
 
     def settle_lengths(self, args):
@@ -357,7 +316,7 @@ class Parser(OneLineErrorParser):
             for action in group._group_actions:
                 if self.command_line_flags.isdisjoint(action.option_strings):
                     continue
-                if vars(args).get(action.dest) != action.default:
+                if getattr(args, action.dest) != action.default:
                     changed.append(action.option_strings[0])
         return changed
 
@@ -369,8 +328,8 @@ class Parser(OneLineErrorParser):
         if flags & WARMUP_FLAGS:
             flags |= WARMUP_FLAGS
         for flag in sorted(flags - CHANGEABLE):
-            name = name_of(flag)
-            is_same = name in saved and vars(args)[name] == saved[name]
+            name = self._option_string_actions[flag].dest
+            is_same = name in saved and getattr(args, name) == saved[name]
             if flag == "--dataset" and args.revision != saved.get("revision", ""):
                 is_same = False
             if not is_same:
@@ -386,21 +345,53 @@ class Parser(OneLineErrorParser):
         """Prints what a resumed run changes of the steps to come."""
         for name in CHANGE_STEPS:
             flag = flag_of(name)
-            value = vars(args).get(name)
+            value = getattr(args, name, None)
             if name in saved and flag in self.command_line_flags and value != saved[name]:
                 before = shlex.quote(str(saved[name]))
                 after = shlex.quote(str(value))
                 say(f"resumed with {flag} {before} -> {after}")
-        for name, value in vars(args).items():
-            if saved and name not in saved:
-                say(f"WARNING: the run is older than {flag_of(name)}, which is now {value}")
 
-    def group_actions(self, title):
-        """The flags of a group."""
+    def flags_of_group(self, title):
+        """The names of the flags of a group."""
+        names = []
         for group in self._action_groups:
             if group.title == title:
-                return group._group_actions
-        return []
+                names += [action.dest for action in group._group_actions]
+        return list(dict.fromkeys(names))
+
+    # ---------------------------------------- the flags of several scripts ------------------------
+    def add_view_flags(self, crop_min, flip, jitter, jitter_p):
+        """Adds the flags of common.training_view, with the defaults of the script."""
+        add = self.add_argument_group("view").add_argument
+        add("--crop-min", type=part, default=crop_min,
+            help="smallest crop as a fraction of the area, 0..1, the same in all frames of a clip; "
+                 "1 = no crop (CLIP4Clip, MAMA); CC3M code, AVION 0.5")
+        add("--flip", type=part, default=flip,
+            help="horizontal-flip probability, 0..1; CC3M code 0.5, CLIP4Clip, MAMA, SLIP 0")
+        add("--jitter", type=nonnegative, default=jitter,
+            help="strength of the colour jitter: brightness, contrast and saturation; papers 0")
+        add("--jitter-p", type=part, default=jitter_p, help="colour-jitter probability, 0..1")
+        add("--randaugment-ops", type=whole, default=0,
+            help="operations of RandAugment, each with probability 1/2; CC3M code 2; 0 = off")
+        add("--randaugment-magnitude", type=between(0, 30, int), default=0,
+            help="magnitude of RandAugment, 0..30, beside --randaugment-ops; CC3M code 21 (7 of "
+                 "its 10)")
+        add("--randaugment-strengths", choices=["torchvision", "cc3m"], default="torchvision",
+            help="strengths at magnitude 30: torchvision's; or the CC3M code's, shifts by 10 "
+                 "pixels, brightness and sharpness times 1.9, grey outside")
+
+    def add_simclr_view_flags(self):
+        """Adds the flags of common.simclr_view."""
+        add = self.add_argument_group("SimCLR's view").add_argument
+        add("--aug-crop-min", type=part, default=0.2,
+            help="smallest crop as a fraction of the area, 0..1; SimCLR 0.08")
+        add("--aug-flip", type=part, default=0.5,
+            help="horizontal-flip probability, 0..1; SimCLR 0.5")
+        add("--aug-jitter", type=part, default=0.4,
+            help="strength of the colour jitter, in 80 %% of the views; SLIP 0.4")
+        add("--aug-hue", type=between(0, 0.5), default=0.1,
+            help="strength of the hue jitter, 0..0.5; SLIP 0.1")
+        add("--aug-blur", type=part, default=0.0, help="blur probability, 0..1; SimCLR 0.5")
 
     # ---------------------------------------- the flags that all scripts share --------------------
     def add_shared_flags(self):

@@ -7,23 +7,24 @@ import os
 import signal
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 from contrastive.data.batches import Batches
 from contrastive.data.hub import COMMITS
 from contrastive.data.table import identity_of_files
-from contrastive.encoders.base import batchnorms, sync_batchnorm
+from contrastive.encoders.base import batchnorms
 from contrastive.engine import checkpoints
 from contrastive.engine.banner import banner
-from contrastive.engine.flags import unread_flags
 from contrastive.engine.log import Log, commit, peak_memory_mb, versions
 from contrastive.evaluation.report import report
 from contrastive.core.files import write_json, write_tensors
+from contrastive.core.metrics import embedding_health, normalize
+from contrastive.core.words import command_of
 from contrastive.evaluation.retrieval import query_ranks
+from contrastive.figures import draw
 from contrastive.core.processes import (
-    UserError, barrier, gather_objects, mean_over_processes, on_main, opening, rank, say, set_up,
+    UserError, barrier, gather, gather_objects, mean_over_processes, on_main, opening, rank, say,
     to_device, world)
 
 import torch
@@ -123,90 +124,69 @@ def make_folder(path):
                 continue  # another process was faster
 
 
-class CheckedLoss(NamedTuple):
-    """What the message about a loss that is not finite names."""
-
-    loss: torch.Tensor  # () of this process
-    tau: object  # a number or a tensor
-    embeddings: list  # (B, D) each
-
-
 class StepReport(NamedTuple):
     """What the processes have told each other after a step."""
 
     maxima: torch.Tensor  # (3,) signal, number of bad samples, 1 if the loss is not finite
     ready: object  # CUDA event after which the maxima lie on the CPU, or None
-    checked: object  # CheckedLoss, or None if the script has not called check_finite
+    step: int
     keys: list  # of the samples of this process
     bad: list  # its samples that could not be read
-    step: int
+    numbers: dict  # loss and columns of the step
+    embeddings: list  # (B, D) each
 
 
 class Run:
-    """The book-keeping of a run. It never runs a forward, a loss, a backward or an optimiser step.
+    """The book-keeping of a run: folder, log, checkpoints, signals, evaluation, summary, pictures.
 
-    Scripts call, in this order: Run(...), wrap(...), resume(), batches(...), begin(...), in each
-    step set_lr(...), check_finite(...) and done(...), and at last finish(...).
+    It runs no forward, loss, backward or optimiser step, and a script changes none of its
+    attributes. A script calls, in this order: Run(...), resume(...), batches(...), start(...),
+    after each optimiser step end_step(...), and at last finish(...).
 
     Args:
         file: the script's __file__, which names it.
         args: the flags, which a Run does not change.
+        accelerator: as make_accelerator returns it.
         train, evals: training data; {name: {split: data}} to evaluate.
         steps: Steps, as count_steps returns them.
-        recipes: RECIPES of the script, for the banner.
-    Attributes, beside the arguments:
+    Attributes:
         step: optimiser steps so far.
-        last: step at which the run ends; a script may lower it.
-        device: of the encoders.
-        fused: argument of Adam.
         folder: of the run.
-        remark: whose values the recipe has.
-        log: rows of metrics.jsonl.
-        tensors: {name: tensor}, which a script may fill and which checkpoints hold.
-        val, val_pieces, test_pieces: latest results on val, and embeddings for the pictures.
-        loss_column, tau_column: columns of the log in the progress bar.
-        negatives: of an anchor, for the banner.
+        val_pieces: EvaluationPieces of the last evaluation on val, by data set.
     """
 
-    def __init__(self, file, args, train, evals, steps, recipes=None):  # noqa: PLR0917
+    def __init__(self, file, args, accelerator, train, evals, steps):  # noqa: PLR0917
         self.started = time.time()  # a resume moves it back by the time before
         self.script = Path(file).stem
+        self.command = command_of(file)
         self.args = args
-        self.steps = steps
+        self.accelerator = accelerator
+        self.device = accelerator.device
         self.train = train
         self.evals = evals
-        self.recipes = recipes or {}
-        self.remark = self.recipes.get(args.recipe, {}).get("recipe", "")
+        self.steps = steps
+        self.last = steps.total
+        self.step = 0
         self.require_gpu()
-        self.accelerator = set_up(args)
-        self.device = self.accelerator.device
-        on_gpu = self.device.type == "cuda"
-        self.fused = True if on_gpu else None  # Adam in one kernel; None: torch chooses
-        # reports are read a step late on a GPU, so that no step waits for it
-        self.report_delay = 1 if on_gpu else 0
         self.folder = on_main(self.open_folder)
         self.commit = commit()  # as it is now: files may change
         self.hub = args.hub  # {id: commit} of what was read from the hub
 
-        self.step = 0
-        self.last = steps.total
-        self.tensors = {}
         # of a resumed run, for its batches
         self.positions = {}
         self.bad_samples = {}
-        self.checked = None  # CheckedLoss of the step that goes on
         self.reports = collections.deque()  # StepReport of each step that is not read yet
+        # they are read a step late on a GPU, so that no step waits for it
+        self.report_delay = 1 if self.device.type == "cuda" else 0
         self.signal_here = 0  # number of the signal that this process has received
         self.signal = 0  # the same over all processes
         self.in_loop = False
-        self.loss_column, self.tau_column = "loss", "tau"
-        self.negatives = args.batch_size - 1
 
     # ---------------------------------------- set-up ----------------------------------------------
     def require_gpu(self):
         """Refuses a paper's recipe without a GPU unless the user asks for the CPU."""
         gpu_is_missing = not self.args.cpu and not torch.cuda.is_available()
-        if gpu_is_missing and self.remark.startswith(("paper", "the paper")):
+        if gpu_is_missing and self.args.recipe_source.startswith(("paper", "the paper")):
             with opening(f"recipe {self.args.recipe} needs a GPU; without one add --cpu; torch"):
                 torch.cuda.init()  # raises torch's reason, such as an old driver
 
@@ -232,50 +212,38 @@ class Run:
         """Whether --resume names a run that has saved one."""
         return bool(self.args.resume and checkpoints.checkpoints_of(self.folder))
 
-    def wrap(self, trained, loss_modules, optimizer, second=None):
-        """Prepares module and optimiser for a step: SyncBatchNorm, torch.compile and DDP.
+    def resume(self, model, optimizer, **others):
+        """Names what checkpoints hold, and with --resume restores it.
 
         Args:
-            trained: the module that DDP wraps.
-            loss_modules: parameters and buffers of the loss, outside DDP.
-            optimizer: the script's optimiser.
-            second: another optimiser, which is saved; the script runs its step.
-        Returns: model, optimizer.
+            model: the model, without DDP; it is also what is evaluated and saved.
+            optimizer: as accelerator.prepare returns it.
+            others: by name, what else has a state: modules of the loss, queues, a second optimizer.
         """
-        self.trained = sync_batchnorm(trained, self.args)
-        self.loss_modules = loss_modules
-        parameters = [*self.trained.parameters()]
-        for p in loss_modules.parameters():
-            if p.requires_grad:  # MoCo's second encoder is not counted
-                parameters.append(p)
-        self.parameters = sum(p.numel() for p in parameters)
-        # all processes have made the same weights by now; dropout differs from here on
-        torch.manual_seed(self.args.seed + rank())
-        # DDP would send all buffers in each forward; only BatchNorm's differ, and on CPUs alone
-        on_cpu = self.device.type == "cpu"
-        self.accelerator.ddp_handler.broadcast_buffers = on_cpu and bool(batchnorms(self.trained))
-        model = torch.compile(self.trained) if self.args.compile else self.trained
-        with warnings.catch_warnings():
-            # accelerate hands the old name of this option to DDP
-            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-
-        # what has a state_dict, by its key in a checkpoint
-        self.parts = {"model": self.trained, "optimizer": self.optimizer}
-        if len(loss_modules) > 0:
-            self.parts["own"] = loss_modules
-        if second:
-            self.parts["second"] = second
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_modules = {}
+        for name, part in others.items():
+            if isinstance(part, torch.nn.Module):
+                self.loss_modules[name] = part
+        self.parts = {"model": model, "optimizer": optimizer, **others}
         if self.accelerator.scaler:
             self.parts["scaler"] = self.accelerator.scaler
-        return self.model, self.optimizer
-
-    def resume(self):
-        """Restores a checkpoint with --resume, and reads the log up to it."""
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.num_parameters += sum(p.numel() for p in self.loss_parameters().values())
         if self.args.resume:
             checkpoints.load(self)
         self.first = self.step
         self.log = Log(self)
+
+    def loss_parameters(self):
+        """{name: parameter} of the modules of the loss that learn."""
+        parameters = {}
+        for name, module in self.loss_modules.items():
+            for path, p in module.named_parameters():
+                if p.requires_grad:
+                    parameters[f"{name}.{path}"] = p
+        return parameters
 
     def batches(self, views, transform, cache=None):
         """The training batches from here to the last step.
@@ -293,24 +261,24 @@ class Run:
         self.data.bad = dict(self.bad_samples)
         return self.data
 
-    def begin(self, evaluator, random_guess=None, lines=None, after_val=None):
+    def start(self, evaluator, shown=("loss", "tau"), after_val=None, **lines):
         """Prints the banner, evaluates before the first step, starts the progress bar. Collective.
 
         Args:
             evaluator: the Evaluator of the script's data.
-            random_guess: loss of a random guess at the start and at the end; None = unknown.
-            lines: {title: text}, more lines of the banner.
+            shown: columns of the log in the progress bar, if the log has them.
             after_val: function (row, pieces) that adds to each row of a val evaluation.
+            lines: title=text, more lines of the banner.
         """
-        self.evaluator, self.after_val = evaluator, after_val
+        self.evaluator, self.shown, self.after_val = evaluator, shown, after_val
         self.hub = self.hub | COMMITS  # a resumed run reads no published weights
         # from here on nothing refuses a resume: until then its folder stays as it was
         checkpoints.set_newer_aside(self)
         self.log.open(self)
         self.write_args()
-        say(banner(self, random_guess, lines or {}))
+        say(banner(self, lines))
         # a checkpoint is written before the evaluation of its step
-        if self.step == 0 or self.due("eval", self.step):
+        if self.step == 0 or self.is_due("eval", self.step):
             self.evaluate_val()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
@@ -318,8 +286,8 @@ class Run:
         self.has_bar = rank() == 0 and sys.stderr.isatty()
         self.bar = tqdm(total=self.last, initial=self.step, disable=not self.has_bar,
                         dynamic_ncols=True, unit="step")
-        self.trained.train()
-        self.loss_modules.train()
+        for module in [self.model, *self.loss_modules.values()]:
+            module.train()
         self.restart_clock()
         self.in_loop = True
 
@@ -330,13 +298,11 @@ class Run:
             write_json(self.folder / "args.json", flags)
 
     # ---------------------------------------- in the loop -----------------------------------------
-    def set_lr(self, lr):
-        """Writes the learning rate into the optimiser, times a group's `lr_scale` if it has one."""
-        self.lr = lr
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1)
+    def logs_next(self):
+        """Whether the step that goes on will be logged: only then `end_step` needs all columns."""
+        return self.is_due("log", self.step + 1)
 
-    def due(self, action, step):
+    def is_due(self, action, step):
         """Whether 'log', 'eval' or 'save' is due after so many steps; always after the last one."""
         intervals = {"log": self.args.log_every, "eval": self.args.eval_every,
                      "save": self.args.save_every}
@@ -345,17 +311,41 @@ class Run:
             return True
         return interval > 0 and step % interval == 0
 
-    def check_finite(self, loss, tau, embeddings):
-        """Lets `done` stop all processes if the loss of one of them is not finite.
+    def end_step(self, batch, loss, columns, embeddings):
+        """Ends a step: counts it, logs, saves, evaluates, and stops where it must. Collective.
+
+        Call it after each optimiser step. All processes stop at a loss that is not finite, at too
+        many bad samples, or at a signal to one of them.
 
         Args:
+            batch: the batch of the step.
             loss: () of this process.
-            tau, embeddings: for the message: a number or a tensor; (B, D) tensors.
+            columns: {name: () or number} of this process; the log has the means over processes.
+            embeddings: (B, D) each. The log has the health of the space of the first two, a pair.
         """
-        detached = [x.detach() for x in embeddings]
-        self.checked = CheckedLoss(loss.detach(), tau, detached)
+        self.exchange_reports(batch, {"loss": loss, **columns}, embeddings)
+        self.step += 1
+        log = self.is_due("log", self.step)
+        evaluate = self.is_due("eval", self.step)
+        save = self.is_due("save", self.step)
+        self.seconds_waited += batch["seconds"]
+        if log:
+            self.log_step(batch, {"loss": loss, **columns}, embeddings)
+        self.bar.update()
+        stopping = self.signal and self.step < self.last
+        if save or evaluate or stopping:
+            self.read_reports()  # a step whose loss is not finite is not saved
+            checkpoints.save(self)
+        if stopping:
+            self.stop_by_signal()
+        if evaluate:
+            self.in_loop = False  # a signal may end an evaluation at once: all before it is saved
+            self.evaluate_val()
+            self.in_loop = True
+        if log or save or evaluate:
+            self.restart_clock()
 
-    def exchange_reports(self, batch):
+    def exchange_reports(self, batch, numbers, embeddings):
         """Tells all processes of signals, bad samples and a loss that is not finite. Collective.
 
         On a GPU the answer is read one step later, so that the host does not wait for the step,
@@ -363,10 +353,7 @@ class Run:
         """
         counts = torch.tensor([self.signal_here, len(batch["bad"])], dtype=torch.float)
         counts = to_device(counts, self.device)                            # (2,)
-        if self.checked is None:
-            not_finite = counts.new_zeros(1)
-        else:
-            not_finite = 1 - self.checked.loss.isfinite().float()[None]    # (1,)
+        not_finite = 1 - numbers["loss"].detach().isfinite().float()[None] # (1,)
         maxima = torch.cat([counts, not_finite])                           # (3,)
         if world() > 1:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
@@ -375,12 +362,12 @@ class Run:
         if self.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
+        detached = [x.detach() for x in embeddings]
         self.reports.append(StepReport(
-            maxima, ready, self.checked, batch["keys"], batch["bad"], self.step))
-        self.checked = None
+            maxima, ready, self.step, batch["keys"], batch["bad"], detach(numbers), detached))
         delay = self.report_delay
         step = self.step + 1
-        if self.due("save", step) or self.due("eval", step):
+        if self.is_due("save", step) or self.is_due("eval", step):
             delay = 0
         self.read_reports(keep=delay)
 
@@ -398,11 +385,10 @@ class Run:
                 self.stop_not_finite(report)
 
     def stop_not_finite(self, report):
-        """Raises: UserError that names step, temperature, norms and samples. Collective."""
-        loss, tau, embeddings = report.checked
+        """Raises: UserError that names step, columns, norms and samples. Collective."""
         line = ""
-        if not loss.isfinite():
-            norms = [x.float().norm(dim=-1) for x in embeddings]           # (B,) each
+        if not report.numbers["loss"].isfinite():
+            norms = [x.float().norm(dim=-1) for x in report.embeddings]    # (B,) each
             is_finite = torch.stack(norms).isfinite().all(0)               # (B,)
             rows = is_finite.logical_not().nonzero().flatten().tolist()
             rows = rows or range(len(is_finite))
@@ -410,96 +396,41 @@ class Run:
             largest = ", ".join(f"{norm.max():.3g}" for norm in norms)
             line = f"process {rank()}: norms up to {largest}, keys {keys}"
         lines = [line for line in gather_objects(line) if line]
-        if torch.is_tensor(tau):
-            tau = tau.mean()
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in report.numbers.items())
         raise UserError(
-            f"the loss is not finite at step {report.step} (tau {tau:.4g}); {'; '.join(lines)}. "
+            f"the loss is not finite at step {report.step} ({numbers}); {'; '.join(lines)}. "
             "Try a lower learning rate, --grad-clip 1 or a higher temperature")
 
-    def done(self, batch, loss, tau, columns=None):
-        """Ends a step: counts it, logs, saves, evaluates, and stops where it must. Collective.
-
-        Call it after each optimiser step. All processes stop at a loss that is not finite (if the
-        script has called check_finite), at too many bad samples, or at a signal to one of them.
-
-        Args:
-            batch: the batch of the step.
-            loss: () of this process.
-            tau: of the step, a number, () or (B,), whose mean over processes is logged.
-            columns: more columns of the log. Only steps need them after which 'log' is due.
-        """
-        self.exchange_reports(batch)
-        self.step += 1
-        log = self.due("log", self.step)
-        evaluate = self.due("eval", self.step)
-        save = self.due("save", self.step)
-        self.seconds_waited += batch["seconds"]
-        if self.step == self.first + 1:
-            self.warn_of_unread_flags()
-        if log:
-            self.log_step(batch, loss, tau, columns or {})
-        self.bar.update()
-        stopping = self.signal and self.step < self.last
-        if save or evaluate or stopping:
-            self.read_reports()  # a step whose loss is not finite is not saved
-            checkpoints.save(self)
-        if stopping:
-            self.stop_by_signal()
-        if evaluate:
-            self.in_loop = False  # a signal may end an evaluation at once: all before it is saved
-            self.evaluate_val()
-            self.in_loop = True
-        if log or save or evaluate:
-            self.restart_clock()
-
-    def warn_of_unread_flags(self):
-        """Prints a warning for each flag of the command line that nothing has read so far."""
-        for flag in unread_flags(self.args):
-            say(f"WARNING: {flag} has no effect beside the other flags: nothing has read it")
-
-    def log_step(self, batch, loss, tau, columns):
+    @torch.no_grad()
+    def log_step(self, batch, numbers, embeddings):
         """Writes a row of the log and shows it in the progress bar. Collective."""
         num_steps = self.step - self.step_of_clock
         seconds = (time.perf_counter() - self.clock) / num_steps
-        tau_is_tensor = torch.is_tensor(tau)
-        numbers = {"loss": loss, "data_s": self.seconds_waited / num_steps}
-        if tau_is_tensor:
-            numbers["tau"] = tau.mean()
-        means = mean_over_processes(numbers, self.device)
-        tau = means.get("tau", tau)
+        waited = self.seconds_waited / num_steps
+        means = mean_over_processes(numbers | {"data_s": waited}, self.device)
         batch_size = self.args.batch_size
         row = {"step": self.step, "epoch": batch["epoch"], "samples_seen": self.step * batch_size,
-               "loss": means["loss"], "lr": self.lr, self.tau_column: tau, "step_s": seconds,
-               "data_s": means["data_s"], "samples_per_s": batch_size / seconds}
-        row.update(self.scalars_of_loss())
-        row.update(columns)
+               "loss": means.pop("loss"), "lr": self.optimizer.param_groups[0]["lr"],
+               "step_s": seconds, "data_s": means.pop("data_s"),
+               "samples_per_s": batch_size / seconds}
+        row.update(means)
+        image, text = [gather(normalize(x)) for x in embeddings[:2]]       # (N, D)
+        row.update(embedding_health(image, text))
         self.log.write(row)
         self.show(row)
 
-    def scalars_of_loss(self):
-        """{name: number} of the scalar parameters of the loss; tau has a column of its own."""
-        scalars = {}
-        for name, p in self.loss_modules.named_parameters():
-            if p.ndim == 0 and p.requires_grad and name != "tau.log_tau":
-                scalars[name] = p.item()
-        return scalars
-
     def show(self, row):
         """Shows a row of the log in the progress bar or, without a terminal, as a line."""
-        loss = row.get(self.loss_column, row["loss"])
-        column = self.tau_column
-        if "tau_pos" in row:
-            column = "tau_pos"  # the mean temperature of positive pairs
-        shown = {self.loss_column: f"{loss:.3f}", column: f"{row[column]:.3f}",
-                 "samples": f"{row['samples_per_s']:.0f}/s"}
+        texts = {name: f"{row[name]:.3f}" for name in self.shown if name in row}
+        texts["samples"] = f"{row['samples_per_s']:.0f}/s"
         if self.has_bar:
-            self.bar.set_postfix(shown, refresh=False)
+            self.bar.set_postfix(texts, refresh=False)
         else:
             seconds = (self.last - self.step) * row["step_s"]
             remaining = f"{seconds:.0f} s"
             if seconds > 90:
                 remaining = f"{seconds / 60:.0f} min"
-            words = ", ".join(f"{name} {value}" for name, value in shown.items())
+            words = ", ".join(f"{name} {text}" for name, text in texts.items())
             say(f"step {self.step:,} of {self.last:,}: {words}, {remaining} left")
 
     def restart_clock(self):
@@ -522,7 +453,7 @@ class Run:
         """Ends the process after a checkpoint and says how to go on. Collective."""
         self.bar.close()
         name = signal.Signals(self.signal).name
-        say(f"stopped after step {self.step} by {name}; to go on: python {sys.argv[0]} --resume "
+        say(f"stopped after step {self.step} by {name}; to go on: python {self.command} --resume "
             f"{self.folder} (with the same launcher)")
         barrier()
         self.accelerator.end_training()
@@ -530,9 +461,8 @@ class Run:
 
     def evaluate_val(self):
         """Evaluates and logs the val splits: val, chance and val_pieces. Collective."""
-        if self.step == self.last and not self.args.compile:
-            # Takes autocast off the encoders: the last evaluation is in float32, as in eval.py.
-            # With --compile it stands around the compiled module, which no evaluation calls.
+        if self.step == self.last:
+            # takes autocast off the encoders: the last evaluation is in float32, as in eval.py
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         self.share_statistics()
         self.val, self.chance, self.val_pieces = self.evaluator("val")
@@ -548,29 +478,31 @@ class Run:
         On CPUs each process has its own, and would evaluate its images with them.
         """
         if world() > 1:
-            for layer in batchnorms(self.trained):
+            for layer in batchnorms(self.model):
                 for buffer in layer.buffers():
                     dist.broadcast(buffer, 0)
 
     # ---------------------------------------- the end ---------------------------------------------
-    def finish(self, draw, **extra):
-        """Saves the encoders, evaluates the test splits, writes summary.json, draws. Collective.
+    def finish(self, facts, figures, **extra):
+        """Saves the model, evaluates the test splits, writes summary.json, draws. Collective.
 
         Args:
-            draw: function (run) for the pictures.
+            facts: EvaluationFacts, which eval.py reads.
+            figures: name of the module of contrastive/figures that draws; it stays in a copy of the
+                script.
             extra: more entries of the summary.
         Returns: the summary.
         """
         self.in_loop = False
         self.bar.close()
-        on_main(self.save_model)
+        on_main(self.save_model, facts)
         test, chance, self.test_pieces = self.evaluator("test", with_trivial=True)
         summary = self.summary(test, chance, extra)
         if rank() == 0:
             self.write_ranks()
             write_json(self.folder / "summary.json", summary)
             say(report(summary, self.folder))
-            draw(self)
+            draw(figures, self)
         barrier()
         self.accelerator.end_training()  # closes trackers and the process group
         return summary
@@ -583,7 +515,8 @@ class Run:
             "method": getattr(args, "loss", self.script), "seed": args.seed, "steps": self.step,
             "epochs": self.step / self.steps.per_epoch, "wall_s": seconds,
             "samples_per_s": self.step * args.batch_size / seconds, "processes": world(),
-            "peak_memory_mb": max(gather_objects(peak_memory_mb())), "parameters": self.parameters,
+            "peak_memory_mb": max(gather_objects(peak_memory_mb())),
+            "parameters": self.num_parameters,
             "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val,
             "test": test, "chance": chance, "commit": self.commit, "hub": self.hub,
             "training_set": identity_of_files(self.train),
@@ -602,17 +535,23 @@ class Run:
         if tensors:
             write_tensors(self.folder / "test_ranks.safetensors", tensors)
 
-    def save_model(self):
+    def save_model(self, facts):
         """Writes what load_model reads; own.safetensors has the parameters of the loss, if any."""
-        tower, tokenizer, _ = self.evaluator.towers
-        write_tensors(self.folder / "model.safetensors", tower.state_dict())
-        parameters = {}
-        for name, p in self.loss_modules.named_parameters():
-            if p.requires_grad:
-                parameters[name] = p
+        _, tokenizer, _ = self.evaluator.towers
+        write_tensors(self.folder / "model.safetensors", self.model.state_dict())
+        parameters = self.loss_parameters()
         if parameters:
             write_tensors(self.folder / "own.safetensors", parameters)
-        write_json(self.folder / "model.json", tower.spec)
+        spec = self.model.spec | {"evaluation": vars(facts)}
+        write_json(self.folder / "model.json", spec)
         # that of the small encoder is there since the start: a resume would not write it again
         if tokenizer and self.args.text_encoder != "small":
             tokenizer.tokenizer.save_pretrained(self.folder / "tokenizer")
+
+
+def detach(numbers):
+    """{name: () or number} without the graphs of the tensors."""
+    detached = {}
+    for name, value in numbers.items():
+        detached[name] = value.detach() if torch.is_tensor(value) else value
+    return detached

@@ -14,12 +14,12 @@ from contrastive.data.registry import find_data_set, partition_name
 from contrastive.data.splits import with_note_of_uncompared, without_trained
 from contrastive.data.table import EmptySplit, identity_of_files
 from contrastive.encoders.kinds import encoder_kind
-from contrastive.encoders.models import build_model, load_model, untrained
+from contrastive.encoders.models import load_model, model_of_spec, untrained
 from contrastive.encoders.texts import Tokenizer, build_tokenizer
 from contrastive.evaluation.by_class import padded_and_flipped
 from contrastive.evaluation.clusters import Clusters
 from contrastive.evaluation.embed import encode_images, encode_texts
-from contrastive.evaluation.facts import BEFORE_THE_FLAG, SCRIPTS, read_facts
+from contrastive.evaluation.facts import SCRIPTS, read_facts
 from contrastive.evaluation.measure import Towers
 
 import numpy as np
@@ -61,9 +61,7 @@ class EvaluatedModel:
         self.args, self.device = args, device
         self.run = Path(args.checkpoint)
         self.towers, saved_flags = open_model(args, device)
-        self.flags = {}
-        if saved_flags:
-            self.flags = BEFORE_THE_FLAG | saved_flags
+        self.flags = saved_flags or {}
         self.trained_on = self.flags.get("dataset")
         self.facts = read_facts(self.run)
         self.knn_features = args.knn_features or self.facts.knn_features
@@ -296,7 +294,7 @@ def open_clip_by_name(args, device):
         image_size=config.vision_config.image_size, text_length=77, text_pooling="cls",
         image_stats="encoder", eval_resize="crop")
     torch.manual_seed(42)
-    model, transform = build_model(spec, tokenizer, True, args.init_from)
+    model, transform = model_of_spec(spec, tokenizer, True, args.init_from)
     transform.bicubic = True  # as its own processor
     return Towers(model.eval().to(device), tokenizer, transform)
 

@@ -6,18 +6,13 @@ from contrastive.core.files import read_json
 
 # The scripts of this project. Only ncl.py has a normalisation; a fork may have another one.
 SCRIPTS = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
-# values of flags that did not exist when a run was made
-BEFORE_THE_FLAG = {
-    "class_names": "wordnet", "eval_frames": 0, "expert_inputs": "training", "image_lr": 0.0,
-    "matching_weight": 0.0, "modalities": "v", "projection_bias": False, "prompts": "openai",
-    "randaugment_strengths": "torchvision", "test_fraction": 0.0}
 
 
 @dataclasses.dataclass
 class EvaluationFacts:
     """What an evaluation has to know of a run: the entry 'evaluation' of its model.json.
 
-    The function evaluation_facts of a script makes it from the flags of the run.
+    A script hands it to Run.finish.
     """
 
     # Temperature that divides the cosines, of a learnt one its first value. None = there is none,
@@ -42,29 +37,4 @@ def read_facts(run):
     if not flags:
         return EvaluationFacts()
     spec = read_json(run / "model.json", {})
-    if "evaluation" in spec:
-        return EvaluationFacts(**spec["evaluation"])
-    return facts_of_flags(flags)
-
-
-def facts_of_flags(flags):
-    """The facts of a run that has written none, from its args.json: scripts did not always."""
-    loss = flags.get("loss")
-    changes_over_time = loss == "ts" or flags.get("schedule") is True  # temo.py, mmts.py
-    changes_between_pairs = (
-        flags.get("shifts")  # mmts.py
-        or loss in ("dystress", "dystress-shifted")  # temo.py
-        or loss == "temo" and not flags.get("base") and flags.get("unimodal") != "plain")
-    tau = flags.get("tau")
-    if changes_over_time or changes_between_pairs or loss == "max-margin":
-        tau = None
-    return EvaluationFacts(
-        tau=tau,
-        learnable_tau=flags.get("learnable_tau", False),
-        normalize=flags.get("normalize", "none"),
-        iterations=flags.get("iterations") or 4,
-        knn_features=flags.get("knn_features") or "projected",
-        long_tail="imbalance_ratio" in flags,
-        train_features=flags.get("train_features", "clean"),
-        shot_limits=flags.get("shot_limits"),
-        shuffled_videos=flags.get("shuffle_video", False))
+    return EvaluationFacts(**spec.get("evaluation", {}))

@@ -219,7 +219,7 @@ def draw_curves(run, panels, path, x="step", *, low_panels=(), chance=None):
 
 def remaining_panels(run, panels):
     """A panel for every column of the training steps that no panel has."""
-    columns = POSITION | {run.tau_column}
+    columns = set(POSITION)
     for _, _, lines in panels:
         columns.update(lines.values())
     remaining = []
@@ -474,42 +474,6 @@ def draw_answers(pieces, path):
 
 
 # ======================================================= histograms ===============================
-def similarity_histograms(pieces):
-    """Histograms of the cosines of positive and of negative pairs over -1..1.
-
-    Of at most 2,000 images and their captions. The threshold is that of TeMo's Figs. 4 and 5: the
-    edge of the first bin, above the mode of the negatives, where positives are denser.
-
-    Returns: {edges, positive, negative: lists, the last two densities; threshold: None if positives
-        are nowhere denser}, which can be written as JSON.
-    """
-    image = normalize(pieces.image[:2000])                                 # (m, D)
-    rows = np.flatnonzero(pieces.owner < len(image))                       # captions of these
-    text = normalize(pieces.text)[rows]                                    # (c, D)
-    sim = text @ image.T                                                   # (c, m)
-    is_positive = torch.zeros(sim.shape, dtype=torch.bool)                 # (c, m)
-    for row, caption in enumerate(rows):
-        items = pieces.positives[caption]                                  # (P,)
-        items = items[(items >= 0) & (items < len(image))]
-        is_positive[row, items] = True
-    edges = np.linspace(-1, 1, 101)
-    positive = density(sim[is_positive], edges)                            # (100,)
-    negative = density(sim[~is_positive], edges)                           # (100,)
-    threshold = None
-    for k in range(int(np.argmax(negative)), len(negative)):
-        if positive[k] > negative[k]:
-            threshold = edges[k].item()
-            break
-    return {"edges": edges.tolist(), "positive": positive.tolist(), "negative": negative.tolist(),
-            "threshold": threshold}
-
-
-def density(values, edges):
-    """The density of values (n,) in the bins over -1..1 with these edges: (bins,)."""
-    counts = np.histogram(values.numpy(), edges)[0]
-    return counts / max(1, len(values)) * len(counts) / 2
-
-
 def draw_histograms(stages, path, title):
     """Draws negative (left) and positive (right) pairs, with a line at the threshold.
 

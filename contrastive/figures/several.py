@@ -5,6 +5,7 @@ command line. Each draws a picture and returns its numbers as lines of text.
 """
 
 from contrastive.core.processes import UserError
+from contrastive.evaluation.similarities import similarity_histograms
 from contrastive.figures import base, ncl
 from contrastive.figures.base import figure, legend_above, save_figure, whole_ticks
 from contrastive.figures.ts import accuracies_of, draw_space
@@ -156,7 +157,7 @@ def draw_similarities(pieces, path):
     histograms = {}
     lines = []
     for run, run_pieces in pieces.items():
-        histograms[run] = base.similarity_histograms(run_pieces)
+        histograms[run] = similarity_histograms(run_pieces)
         threshold = histograms[run]["threshold"]
         if threshold is not None:
             threshold = round(threshold, 3)

@@ -1,22 +1,13 @@
 """Figures of temo.py: curves, retrieval, and those of the paper's Figures 2 to 5 and 7."""
 
-from contrastive.core.files import read_json, write_json
-from contrastive.core.processes import rank
+from contrastive.core.files import read_json
+from contrastive.evaluation.similarities import similarity_histograms
 from contrastive.figures import base
 from contrastive.figures.base import draw_curves, draw_training_curves
 
 TERMS = (
-    "L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T", "L_I2I", "L_T2T", "L_E-image", "L_E-text")  # in the log
-
-
-def save_similarities(run):
-    """Writes the cosines of the val splits before training, for Figs. 4 and 5."""
-    if rank() == 0:
-        before = {}
-        for name, pieces in run.val_pieces.items():
-            if pieces.owner is not None:  # it has texts
-                before[name] = base.similarity_histograms(pieces)
-        write_json(run.folder / "similarity_before.json", before)
+    "L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T", "L_I2I", "L_T2T", "L_CWCL",
+    "L_E-image", "L_E-text", "L_image")  # in the log
 
 
 def draw(run):
@@ -29,7 +20,8 @@ def draw(run):
         stages = {}
         if name in before:
             stages["before training"] = before[name]
-        stages[f"after {run.args.loss}"] = base.similarity_histograms(pieces)
+        loss = getattr(run.args, "loss", run.script)  # a variant has one loss
+        stages[f"after {loss}"] = similarity_histograms(pieces)
         title = f"{base.title_of(pieces.data)}: {base.kind_of(pieces)}-text cosines (Fig. 4)"
         base.draw_histograms(stages, run.folder / f"similarities{suffix}.png", title=title)
         base.draw_pairs(pieces, run.folder / f"positive_pairs{suffix}.png")
@@ -45,7 +37,7 @@ def draw_training(run):
     if "tau_pos" in logged:
         tau = {"positive pairs": "tau_pos", "negative pairs": "tau_neg"}
     total_loss = "total loss"
-    blended_terms = terms.keys() - {"L_MM", "L_E-image", "L_E-text"}
+    blended_terms = terms.keys() - {"L_MM", "L_E-image", "L_E-text", "L_image"}
     if "L_MM" in terms and blended_terms and run.args.blend == "quadratic":
         total_loss = "total loss (weights change along the run, Eq. 8)"
     panels = [
