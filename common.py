@@ -25,13 +25,13 @@ from contrastive.core.processes import (
     mean_over_processes,    # of the columns of a log
     positive_index,         # the column of each row's own pair: (B,)
     rank,                   # index of this process
-    say,                    # print on the main process
+    print_main,                    # print on the main process
     set_seed,               # of all random generators
     to_device,              # copies a tensor without making the host wait
-    world)                  # number of processes
+    world_size)                  # number of processes
 from contrastive.core.files import read_json, write_json, write_tensors
 from contrastive.core.number_types import (
-    below_one, between, count, nonnegative, part, positive, rate, whole)
+    below_one, between, int_ge1, nonnegative_float, fraction, positive_float, rate, int_ge0)
 from contrastive.core.row_blocks import by_rows, row_blocks
 from contrastive.core.metrics import (
     embedding_health, knn_accuracy, linear_probe, mir_metrics, modality_gap, normalization_error,
@@ -50,7 +50,7 @@ from contrastive.data.views import (
 # ---- contrastive/encoders: towers by name, tokenizers, and the texts of a batch ----
 from contrastive.encoders.base import (
     TwoTower, batchnorms, functional_call, is_clip, sync_batchnorm)
-from contrastive.encoders.build import build_model, fit_to_encoder
+from contrastive.encoders.build import build_model, adjust_flags_to_encoder
 from contrastive.encoders.cached import open_feature_cache  # --freeze
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
 from contrastive.encoders.models import (
@@ -78,7 +78,7 @@ from contrastive.evaluation.similarities import save_similarities
 # ---- contrastive/engine: the flags and the book-keeping of a run ----
 from contrastive.engine.flags import OneLineErrorParser, Parser  # argparse with recipes
 from contrastive.engine.grad_cache import GradCache, tf32  # --chunk-size
-from contrastive.engine.run import Run, count_steps, fit_to_data
+from contrastive.engine.run import Run, count_steps, adjust_flags_to_data
 
 import numpy as np
 import torch
@@ -102,10 +102,10 @@ def average_gradients(parameters):
 def average(gradients):
     """Mean over processes of gradients from autograd.grad, which DDP does not average: a tuple."""
     gradients = tuple(g.contiguous() for g in gradients)
-    if world() > 1:
+    if world_size() > 1:
         for g in gradients:
             dist.all_reduce(g)
-            g /= world()
+            g /= world_size()
     return gradients
 
 

@@ -26,9 +26,9 @@ import sys
 from pathlib import Path
 
 from contrastive.core.files import read_json, slug, write_json, write_tensors
-from contrastive.core.number_types import count, nonnegative, whole
+from contrastive.core.number_types import int_ge1, nonnegative_float, int_ge0
 from contrastive.core.processes import (
-    UserError, clean_exit, join, opening, rank, say, world)
+    UserError, clean_exit, join, opening, rank, print_main, world_size)
 from contrastive.data.images import TEMO_17
 from contrastive.data.registry import find_data_set, flags_of, partition_name
 from contrastive.data.table import Data, EmptySplit
@@ -93,9 +93,9 @@ def parse_args(argv=None):
                       help="folder of decoded frames; empty = as the run")
     data.add_argument("--region-dir", default="",
                       help="folder of VGT's region features; empty = as the run")
-    data.add_argument("--frames", type=whole, default=0,
+    data.add_argument("--frames", type=int_ge0, default=0,
                       help="frames of a clip; 0 = as the run, 12 for a CLIP by name")
-    data.add_argument("--text-length", type=whole, default=0,
+    data.add_argument("--text-length", type=int_ge0, default=0,
                       help="most tokens of a text; 0 = as the run, 77 for a CLIP by name")
     data.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
                       help="folders of video features that SSB reads; empty = as the run")
@@ -104,7 +104,7 @@ def parse_args(argv=None):
     data.add_argument("--prompts", choices=["openai", "slip"], default="",
                       help="prompts for ImageNet's classes: CLIP's 80, or the 7 of SLIP's code; "
                            "empty = as the run, else openai")
-    data.add_argument("--max-captions", type=whole, default=0,
+    data.add_argument("--max-captions", type=int_ge0, default=0,
                       help="most captions of an image; 5 = COCO's usual 25,000 captions; 0 = as "
                            "many as the protocol of the set has, else all")
     data.add_argument("--same-text", choices=["positive", "wrong"], default="",
@@ -124,13 +124,13 @@ def parse_args(argv=None):
                             "is not fair; dsl: dual softmax over the test queries, which is not "
                             "fair either, in both directions (CLIP-ViP: text -> video alone); "
                             "empty = as the run, else none")
-    tasks.add_argument("--queue-size", type=count, default=0,
+    tasks.add_argument("--queue-size", type=int_ge1, default=0,
                        help="latest training queries of each kind that --normalize queue reads; 0 "
                             "= the whole queue of the run, else 16,384")
-    tasks.add_argument("--rerank", type=whole, default=0, metavar="K",
+    tasks.add_argument("--rerank", type=int_ge0, default=0, metavar="K",
                        help="first candidates of each query by cosine that VAST's matching head "
                             "ranks anew, in both directions; VAST 50; 0 = none")
-    tasks.add_argument("--gamma", type=nonnegative, default=0.0,
+    tasks.add_argument("--gamma", type=nonnegative_float, default=0.0,
                        help="temperature of --normalize, which divides the cosine; 0 = that of the "
                             "run, for dsl 0.01")
 
@@ -142,7 +142,7 @@ def parse_args(argv=None):
                      help="folder for the embeddings of each data set, before normalisation, as "
                           "NAME.safetensors, with their keys and captions in NAME.json; empty = "
                           "none")
-    run.add_argument("--workers", type=whole, default=4, help="loader processes")
+    run.add_argument("--workers", type=int_ge0, default=4, help="loader processes")
     run.add_argument("--cpu", action="store_true", help="stay on the CPU")
     args = parser.parse_args(argv)
 
@@ -229,7 +229,7 @@ def training_images(model, splits):
     trained_on = model.trained_on
     is_own = trained_on is not None and find_data_set(trained_on) is None
     if find_data_set(splits.name) is None and is_own and Path(trained_on).expanduser().exists():
-        say(f"{splits.name}: knn and probe learn from the training images of {trained_on}")
+        print_main(f"{splits.name}: knn and probe learn from the training images of {trained_on}")
         return EvaluatedSplits(model, trained_on, "").open("train")
     return None
 
@@ -261,7 +261,7 @@ def open_set(model, name, folder):
     if args.max_captions and data.has_captions:
         default = data.max_captions or "all"
         if args.max_captions != default:
-            say(f"{name}: --max-captions {args.max_captions}: {default} without it")
+            print_main(f"{name}: --max-captions {args.max_captions}: {default} without it")
         data = dataclasses.replace(data, max_captions=args.max_captions)
     as_in_training = not tasks
     if as_in_training:
@@ -290,10 +290,11 @@ def evaluate(model, opened):
     args, name, tasks = model.args, opened.name, opened.tasks
     title = f"{name} ({args.split})"
     if opened.data.note:
-        say(f"\n{title}: {opened.data.note}")
+        print_main(f"\n{title}: {opened.data.note}")
     if "qa" in tasks and model.facts.shuffled_videos:
-        say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its "
-            "own video")
+        print_main(f"WARNING: {name}: the run was a control (--shuffle-video); here each question "
+                   f"has its "
+                   "own video")
     view, view_description = view_of(model.towers.transform, name, model.trained_on)
     if not BY_CLASS.intersection(tasks):
         view_description = ""  # only these tasks have that view
@@ -316,7 +317,7 @@ def evaluate(model, opened):
     if view_description:
         lines.append(f"  {view_description}")
     lines += lines_of_left_out(args, opened)
-    say("\n".join(lines))
+    print_main("\n".join(lines))
     return {"metrics": metrics, "chance": chance, "left_out": opened.left_out,
             "views": view_description}
 
@@ -361,10 +362,11 @@ def reranked_metrics(model, metrics, pieces):
     top = model.args.rerank
     reranked = reranked_retrieval(pieces, model.towers, top, workers=model.args.workers)
     by_cosine = {key: metrics[key] for key in reranked}
-    say(f"--rerank {top}: the first {top} candidates by cosine are ranked by the matching head; "
-        f"R@1 text -> video {by_cosine['text_to_image']['R@1']:.2f} -> "
-        f"{reranked['text_to_image']['R@1']:.2f}, video -> text "
-        f"{by_cosine['image_to_text']['R@1']:.2f} -> {reranked['image_to_text']['R@1']:.2f}")
+    print_main(f"--rerank {top}: the first {top} candidates by cosine are ranked by the matching "
+               f"head; "
+               f"R@1 text -> video {by_cosine['text_to_image']['R@1']:.2f} -> "
+               f"{reranked['text_to_image']['R@1']:.2f}, video -> text "
+               f"{by_cosine['image_to_text']['R@1']:.2f} -> {reranked['image_to_text']['R@1']:.2f}")
     return reranked | {"rerank": {"cosine": by_cosine, str(top): reranked}}
 
 
@@ -401,7 +403,7 @@ def save_embeddings(folder, name, pieces):
     image. NAME.json: keys of the M images, captions of the C texts.
     """
     if getattr(pieces, "image", None) is None:
-        say(f"{name}: no embeddings to save: its model answers questions")
+        print_main(f"{name}: no embeddings to save: its model answers questions")
         return
     keys = list(pieces.data.keys())
     rows = {"keys": [keys[row] for row in pieces.index]}
@@ -456,10 +458,10 @@ def main(args):
     result = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "checkpoint": args.checkpoint, "split": args.split, "versions": versions(args.cpu),
-        "processes": world(), "datasets": results}
+        "processes": world_size(), "datasets": results}
     if rank() == 0:
         write_json(model.folder / "eval.json", result)
-    say(f"\nwritten to {model.folder}")
+    print_main(f"\nwritten to {model.folder}")
     return result
 
 

@@ -48,8 +48,8 @@ import common
 
 from common import (
     Augment, EvaluationFacts, Evaluator, Parser, Run, Temperature, answers, between, clean_exit,
-    count, fp32, gather, meta_data, nonnegative, normalize, open_data, pair_cosines, part,
-    per_anchor, positive, positive_index, rank, rate, row_blocks, write_json, write_tensors)
+    int_ge1, fp32, gather, meta_data, nonnegative_float, normalize, open_data, pair_cosines, fraction,
+    per_anchor, positive_float, positive_index, rank, rate, row_blocks, write_json, write_tensors)
 
 import torch
 import torch.nn as nn
@@ -501,19 +501,19 @@ def parse_args(argv=None):
                         default="retrieval",
                         help="retrieval between videos and texts; or questions with a vocabulary "
                              "of answers, or with choices")
-    method.add_argument("--contrastive-weight", type=nonnegative, default=1.0,
+    method.add_argument("--contrastive-weight", type=nonnegative_float, default=1.0,
                         help="weight of the contrastive loss beside that of answers; paper 1; 0 = "
                              "rows VIOLET and VGT of Tables 1 and 2")
-    method.add_argument("--tau", type=positive, default=0.1,
+    method.add_argument("--tau", type=positive_float, default=0.1,
                         help="temperature, divides the cosine; paper 1")
     method.add_argument("--learnable-tau", action=yes_or_no, default=False,
                         help="learn the temperature, from --tau on")
     method.add_argument("--margin-schedule", choices=["logistic", "constant", "none"],
                         default="logistic",
                         help="angular margin: of Eq. 6, its limit a0 / a1 in all steps, or none")
-    method.add_argument("--a0", type=nonnegative, default=0.1,
+    method.add_argument("--a0", type=nonnegative_float, default=0.1,
                         help="the limit of the margin is a0 / a1 radians; paper 2")
-    method.add_argument("--a1", type=positive, default=10.0,
+    method.add_argument("--a1", type=positive_float, default=10.0,
                         help="the margin starts at a0 / (a1 + 1) radians; paper 10")
     method.add_argument("--a2", type=between(-1000), default=0.1,
                         help="growth of the margin per step; below 0 it falls to 0; paper 0.1")
@@ -522,22 +522,22 @@ def parse_args(argv=None):
                         help="weights of pairs: meta = of a network that learns by looking ahead; "
                              "joint = of one that learns with the encoders (Table 8); focal, spl "
                              "(self-paced), l2rw: Table 6; none = all 1")
-    method.add_argument("--weight-hidden", type=count, default=100,
+    method.add_argument("--weight-hidden", type=int_ge1, default=100,
                         help="hidden units of the network of --weighting meta and joint; MW-Net "
                              "100")
-    method.add_argument("--focal-gamma", type=nonnegative, default=2.0,
+    method.add_argument("--focal-gamma", type=nonnegative_float, default=2.0,
                         help="exponent of --weighting focal")
-    method.add_argument("--spl-start", type=part, default=0.5,
+    method.add_argument("--spl-start", type=fraction, default=0.5,
                         help="share of the batch, 0..1, with which --weighting spl starts; it "
                              "grows to 1 in the run")
-    method.add_argument("--eta", type=nonnegative, default=1.0,
+    method.add_argument("--eta", type=nonnegative_float, default=1.0,
                         help="weight of the answers' loss; paper 1")
 
     meta = parser.add_argument_group("meta-data")
     meta.add_argument("--meta-set", default="train", metavar="train|val|FILE",
                       help="where the meta-data come from: a split, or a file with the name (key) "
                            "of a training example in each line")
-    meta.add_argument("--meta-size", type=count, default=256,
+    meta.add_argument("--meta-size", type=int_ge1, default=256,
                       help="examples taken from train or val; not in the paper")
     meta.add_argument("--meta-balance", choices=["auto", "classes", "captions", "none"],
                       default="auto",
@@ -553,17 +553,17 @@ def parse_args(argv=None):
     meta.add_argument("--virtual-lr", type=rate, default=0.0,
                       help="alpha, learning rate of the virtual step; 0 = the learning rate of "
                            "the encoders at that step (paper)")
-    meta.add_argument("--meta-every", type=count, default=1,
+    meta.add_argument("--meta-every", type=int_ge1, default=1,
                       help="steps between updates of the network; paper 1")
     answers.add_flags(parser)
 
     views = parser.add_argument_group("views")
-    views.add_argument("--crop-min", type=part, default=0.8,
+    views.add_argument("--crop-min", type=fraction, default=0.8,
                        help="smallest crop as a share of the frame's area, 0..1, the same in all "
                             "frames; 1 = no crop (paper)")
-    views.add_argument("--flip", type=part, default=0.0,
+    views.add_argument("--flip", type=fraction, default=0.0,
                        help="share of clips that are mirrored, 0..1; paper 0")
-    views.add_argument("--jitter", type=nonnegative, default=0.2,
+    views.add_argument("--jitter", type=nonnegative_float, default=0.2,
                        help="strength of changes in brightness, contrast and saturation, in all "
                             "views and the same in all frames; paper 0")
     choosers = ("--task", "--qa-model", "--contrastive-weight")
@@ -610,9 +610,9 @@ def main(args):  # noqa: C901, PLR0912
     if uses_meta_set(args):
         meta, evals = meta_data(train, evals, args)
     # a CLIP as --image-encoder is the text encoder as well
-    args = common.fit_to_encoder(args)
+    args = common.adjust_flags_to_encoder(args)
     # the batch and the epochs of a user's small data
-    args = common.fit_to_data(args, train)
+    args = common.adjust_flags_to_data(args, train)
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
     run = Run(__file__, args, train, evals, steps, recipes_of(args))
 

@@ -45,8 +45,8 @@ import common
 from common import (
     Augment, EvaluationFacts, Evaluator, MatchingLoss, Parser, Run, Temperature, between,
     check_source, clean_exit, fp32, gather, hard_pairs, head_mid_tail, k_means, largest_first,
-    nonnegative, normalize, open_clusters, open_data, part, per_anchor, positive, positive_index,
-    rate, row_blocks, to_device, whole, world)
+    nonnegative_float, normalize, open_clusters, open_data, fraction, per_anchor, positive_float, positive_index,
+    rate, row_blocks, to_device, int_ge0, world_size)
 
 import numpy as np
 import torch
@@ -365,31 +365,31 @@ def parse_args(argv=None):
     method.add_argument("--shifts", action=yes_or_no, default=True,
                         help="each sample has a temperature or margin by the size of its cluster "
                              "(ICS of Tables 4 and 9); else --tau or --margin for all")
-    method.add_argument("--alpha", type=nonnegative,
+    method.add_argument("--alpha", type=nonnegative_float,
                         help="highest minus lowest value of the schedule; paper 0.04 to 0.08 for "
                              "temperatures, 0.2 for margins")
-    method.add_argument("--periods", type=positive, default=5.0,
+    method.add_argument("--periods", type=positive_float, default=5.0,
                         help="periods of the schedule in the run; authors' code 5")
-    method.add_argument("--shift-min", type=nonnegative,
+    method.add_argument("--shift-min", type=nonnegative_float,
                         help="temperature or margin of the smallest cluster without the "
                              "schedule, sh-; paper 0.05 to 0.07, margins 0.1 and 0.17")
-    method.add_argument("--shift-max", type=nonnegative,
+    method.add_argument("--shift-max", type=nonnegative_float,
                         help="temperature or margin of the largest cluster without the "
                              "schedule, sh+; paper 0.09 to 0.2, margins 0.3")
-    method.add_argument("--tau", type=positive, default=0.1,
+    method.add_argument("--tau", type=positive_float, default=0.1,
                         help="temperature of InfoNCE with --no-shifts, divides the cosine; CLIP "
                              "on CC3M 0.01, AVION and VAST 0.07; also that at which hard negatives "
                              "of --matching-weight are drawn")
     method.add_argument("--learnable-tau", action=yes_or_no, default=False,
                         help="learn the temperature, with --no-schedule --no-shifts (VAST's "
                              "InfoNCE): from --tau on, or from that of VAST's released weights")
-    method.add_argument("--margin", type=nonnegative, default=0.2,
+    method.add_argument("--margin", type=nonnegative_float, default=0.2,
                         help="margin of --loss max-margin with --no-shifts, in units of the "
                              "cosine, 0..2; AVION 0.2")
-    method.add_argument("--label-smoothing", type=part, default=0.0,
+    method.add_argument("--label-smoothing", type=fraction, default=0.0,
                         help="share of InfoNCE's target that is spread over all candidates, 0..1; "
                              "VAST 0.1")
-    method.add_argument("--matching-weight", type=nonnegative, default=0.0,
+    method.add_argument("--matching-weight", type=nonnegative_float, default=0.0,
                         help="weight of the loss of VAST's matching head, which is trained beside "
                              "the other loss and re-ranks in eval.py; VAST 0.1; 0 = no head")
     method.add_argument("--image-lr", type=rate, default=0.0,
@@ -407,15 +407,15 @@ def parse_args(argv=None):
                              "(vision: an image encoder); paper: SentenceBERT, on CC3M DistilBERT")
 
     views = parser.add_argument_group("views")
-    views.add_argument("--crop-min", type=part, default=0.8,
+    views.add_argument("--crop-min", type=fraction, default=0.8,
                        help="smallest crop as a share of the frame's area, 0..1, the same in all "
                             "frames; AVION and CC3M trainer 0.5; 1 = no crop")
-    views.add_argument("--flip", type=part, default=0.0,
+    views.add_argument("--flip", type=fraction, default=0.0,
                        help="share of images or clips that are mirrored, 0..1; CC3M trainer 0.5")
-    views.add_argument("--jitter", type=nonnegative, default=0.2,
+    views.add_argument("--jitter", type=nonnegative_float, default=0.2,
                        help="strength of changes in brightness, contrast and saturation, in all "
                             "views and the same in all frames; AVION and CC3M trainer 0")
-    views.add_argument("--randaugment-ops", type=whole, default=0,
+    views.add_argument("--randaugment-ops", type=int_ge0, default=0,
                        help="operations of RandAugment, each with probability 1/2; CC3M trainer 2; "
                             "0 = off")
     views.add_argument("--randaugment-magnitude", type=between(0, 30, int), default=0,
@@ -480,9 +480,9 @@ def main(args):  # noqa: C901, PLR0912
     train, evals = open_data(args)
     check_source(train, args.clusters)
     # a CLIP as --image-encoder is the text encoder as well
-    args = common.fit_to_encoder(args)
+    args = common.adjust_flags_to_encoder(args)
     # the batch and the epochs of a user's small data
-    args = common.fit_to_data(args, train)
+    args = common.adjust_flags_to_data(args, train)
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
     run = Run(__file__, args, train, evals, steps, RECIPES)
     run.tau_column = value_name(args.loss)
@@ -585,7 +585,7 @@ def main(args):  # noqa: C901, PLR0912
         columns = {}
         if run.due("log", run.step + 1):
             # times the processes, so that the mean over them is the sum
-            batch_terms = {"not_in_clusters": world() * num_missing}
+            batch_terms = {"not_in_clusters": world_size() * num_missing}
             if matching:
                 batch_terms["L_match"] = matching.total
             columns = log_columns(image, text, value, batch_terms, run)

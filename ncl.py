@@ -39,9 +39,9 @@ import common
 
 from common import (
     Augment, Captioner, EvaluationFacts, Evaluator, Parser, Run, Temperature, below_one, between,
-    captioning_loss, clean_exit, count, fp32, freeze_as_clip4clip, gather, is_clip, nonnegative,
-    normalize, one_number, open_data, part, per_anchor, positive, positive_index, rank,
-    retrieval_both_ways, row_blocks, say, set_dropout, ssb_recipe, support_summary, to_device,
+    captioning_loss, clean_exit, int_ge1, fp32, freeze_as_clip4clip, gather, is_clip, nonnegative_float,
+    normalize, one_number, open_data, fraction, per_anchor, positive_float, positive_index, rank,
+    retrieval_both_ways, row_blocks, print_main, set_dropout, ssb_recipe, support_summary, to_device,
     write_tensors)
 
 import torch
@@ -356,38 +356,38 @@ def parse_args(argv=None):
     method.add_argument("--loss", choices=["ncl", "infonce", "max-margin"], default="ncl",
                         help="loss: NCL's, CLIP4Clip's InfoNCE, or SSB's margin loss with the "
                              "hardest negative")
-    method.add_argument("--tau", type=positive, default=0.1,
+    method.add_argument("--tau", type=positive_float, default=0.1,
                         help="temperature gamma, divides the cosine; CLIP 0.01, SSB 0.07")
     method.add_argument("--learnable-tau", action=yes_or_no, default=False,
                         help="learn the temperature, from --tau on; its inverse is CLIP's logit "
                              "scale")
-    method.add_argument("--iterations", type=count, default=4,
+    method.add_argument("--iterations", type=int_ge1, default=4,
                         help="rounds of Sinkhorn-Knopp for the biases; paper 4")
     method.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
                         help="biases of the reported retrieval: from training queries, from the "
                              "test queries (not a fair result), or none; --loss max-margin, "
                              "which trains no temperature, has none")
-    method.add_argument("--queue-size", type=count, default=2000,
+    method.add_argument("--queue-size", type=int_ge1, default=2000,
                         help="K: how many of the latest training texts, and as many videos, are "
                              "kept for the biases; paper 16,384")
     method.add_argument("--margin", type=between(0, 2), default=0.2,
                         help="margin of --loss max-margin in units of the cosine, 0..2; SSB 0.2")
-    method.add_argument("--loss-scale", type=nonnegative, default=1.0,
+    method.add_argument("--loss-scale", type=nonnegative_float, default=1.0,
                         help="factor of the loss, but not of the captioning loss; NCL on SSB 15")
-    method.add_argument("--captioning-weight", type=nonnegative, default=0.0,
+    method.add_argument("--captioning-weight", type=nonnegative_float, default=0.0,
                         help="weight of SSB's captioning loss, which needs a T5 as --text-encoder; "
                              "SSB 10; 0 = off")
-    method.add_argument("--support-tau", type=positive, default=0.1,
+    method.add_argument("--support-tau", type=positive_float, default=0.1,
                         help="temperature that weights the videos of the captioning loss's support "
                              "set")
 
     views = parser.add_argument_group("views")
-    views.add_argument("--crop-min", type=part, default=0.8,
+    views.add_argument("--crop-min", type=fraction, default=0.8,
                        help="smallest crop as a share of the frame's area, 0..1, the same in all "
                             "frames; 1 = no crop (CLIP4Clip)")
-    views.add_argument("--flip", type=part, default=0.0,
+    views.add_argument("--flip", type=fraction, default=0.0,
                        help="share of clips that are mirrored, 0..1; CLIP4Clip 0")
-    views.add_argument("--jitter", type=nonnegative, default=0.2,
+    views.add_argument("--jitter", type=nonnegative_float, default=0.2,
                        help="strength of changes in brightness, contrast and saturation, in all "
                             "views and the same in all frames; CLIP4Clip 0")
 
@@ -433,9 +433,9 @@ def main(args):  # noqa: C901, PLR0912
     # before any process group, so that errors come quickly
     train, evals = open_data(args)
     # a CLIP as --image-encoder is the text encoder as well
-    args = common.fit_to_encoder(args)
+    args = common.adjust_flags_to_encoder(args)
     # the batch and the epochs of a user's small data
-    args = common.fit_to_data(args, train)
+    args = common.adjust_flags_to_data(args, train)
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
     run = Run(__file__, args, train, evals, steps, RECIPES)
 
@@ -444,8 +444,9 @@ def main(args):  # noqa: C901, PLR0912
     set_dropout(tower, *dropout_of(args))
     if args.image_encoder == "ssb":
         run.remark = "reconstruction"                                      # for the banner
-        say("WARNING: --image-encoder ssb is a reconstruction of SSB; contrastive/encoders/ssb.py "
-            "says which values are from memory")
+        print_main("WARNING: --image-encoder ssb is a reconstruction of SSB; "
+                   "contrastive/encoders/ssb.py "
+                   "says which values are from memory")
     if args.freeze == "clip4clip":
         freeze_as_clip4clip(tower)
     # parameters and buffers of the loss; they stand outside DDP and are saved

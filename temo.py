@@ -43,7 +43,7 @@ import common
 from baselines import cwcl_loss, dystress_temperature, ts_temperature
 from common import (
     EvaluationFacts, Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, clean_exit, fp32,
-    gather, nonnegative, normalize, one_number, per_anchor, positive, positive_index, row_blocks)
+    gather, nonnegative_float, normalize, one_number, per_anchor, positive_float, positive_index, row_blocks)
 
 import torch
 import torch.nn.functional as F
@@ -251,16 +251,16 @@ def parse_args(argv=None):
     loss.add_argument("--baseline", dest="loss", action="store_const", const="infonce",
                       help="the paper's baseline, InfoNCE, with everything else equal: --loss "
                            "infonce")
-    method.add_argument("--tau", type=positive, default=0.1,
+    method.add_argument("--tau", type=positive_float, default=0.1,
                         help="temperature of InfoNCE, divides the cosine; paper 0.01, CWCL 0.05")
     method.add_argument("--learnable-tau", action=yes_or_no, default=False,
                         help="learn the temperature of InfoNCE, from --tau on")
-    method.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5],
+    method.add_argument("--tau-clamp", type=positive_float, nargs=2, default=[0.001, 0.5],
                         metavar=("LOW", "HIGH"),
                         help="lowest and highest value of a learnt temperature")
-    method.add_argument("--tau-min", type=positive, default=0.05,
+    method.add_argument("--tau-min", type=positive_float, default=0.05,
                         help="lowest temperature of a pair, and of the schedule of ts; paper 0.01")
-    method.add_argument("--tau-alpha", type=nonnegative, default=0.1,
+    method.add_argument("--tau-alpha", type=nonnegative_float, default=0.1,
                         help="highest temperature of a pair, or of ts, minus the lowest; paper "
                              "0.04; code: row b 0.05, dystress 0.03")
     method.add_argument("--detach-tau", action=yes_or_no, default=False,
@@ -346,8 +346,8 @@ def main(args):
     # ------------------------------------------- data ---------------------------------------------
     # before any process group, so that errors come quickly
     train, evals = common.open_data(args)
-    args = common.fit_to_encoder(args)             # a CLIP is the text encoder as well
-    args = common.fit_to_data(args, train)         # batch and epochs of a user's small data
+    args = common.adjust_flags_to_encoder(args)  # a CLIP is the text encoder as well
+    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------

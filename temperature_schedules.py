@@ -38,8 +38,8 @@ import common
 
 from common import (
     Augment, EvaluationFacts, Evaluator, Parser, Run, Temperature, UserError, batchnorms, between,
-    clean_exit, count, fp32, gather, labelled_splits, nonnegative, normalize, padded_and_flipped,
-    part, per_anchor, positive, positive_index, row_blocks, say, to_device, whole, world)
+    clean_exit, int_ge1, fp32, gather, labelled_splits, nonnegative_float, normalize, padded_and_flipped,
+    fraction, per_anchor, positive_float, positive_index, row_blocks, print_main, to_device, int_ge0, world_size)
 
 import numpy as np
 import torch
@@ -279,7 +279,7 @@ def encode_keys(network, pixels, seed, splits=8):
     order = to_device(order, pixels.device)                                # (B,)
     # on a CPU, without SyncBatchNorm, one group would have the statistics of the queries
     min_groups = 1 if pixels.is_cuda else min(splits, 2)
-    num_groups = max(min_groups, splits // world())
+    num_groups = max(min_groups, splits // world_size())
     num_groups = min(num_groups, max(1, len(pixels) // 2))                 # two images or more each
     groups = order.tensor_split(num_groups)                                # (b,) each
     keys = torch.cat([network(pixels[group]) for group in groups])         # (B, D)
@@ -416,25 +416,25 @@ def parse_args(argv=None):
     method.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"],
                         help="temperature over the epochs: a cosine between --tau-max and "
                              "--tau-min (the paper's method); those of Table 5; or --tau-min")
-    method.add_argument("--tau-min", type=positive, default=0.1,
+    method.add_argument("--tau-min", type=positive_float, default=0.1,
                         help="lowest temperature, or the fixed one; paper 0.1, fixed 0.2, SDCLR "
                              "0.2 or 0.3")
-    method.add_argument("--tau-max", type=positive, default=1.0,
+    method.add_argument("--tau-max", type=positive_float, default=1.0,
                         help="highest temperature of a schedule; paper 1.0, Table 5 0.5")
-    method.add_argument("--period", type=positive, default=12.0,
+    method.add_argument("--period", type=positive_float, default=12.0,
                         help="T, epochs of a full period of the schedule; paper 400")
     method.add_argument("--learnable-tau", action=yes_or_no, default=False,
                         help="learn the temperature from --tau-min on, with --schedule fixed")
-    method.add_argument("--tau-head", type=nonnegative, default=0.0,
+    method.add_argument("--tau-head", type=nonnegative_float, default=0.0,
                         help="coarse supervision in place of a schedule: temperature of the half "
                              "of the classes that have the most images; paper 1.0; 0 = off")
-    method.add_argument("--tau-tail", type=nonnegative, default=0.0,
+    method.add_argument("--tau-tail", type=nonnegative_float, default=0.0,
                         help="coarse supervision: temperature of all other classes; paper 0.1")
-    method.add_argument("--queue-size", type=count, default=1024,
+    method.add_argument("--queue-size", type=int_ge1, default=1024,
                         help="K, keys in MoCo's queue; paper 10,000")
-    method.add_argument("--momentum", type=part, default=0.99,
+    method.add_argument("--momentum", type=fraction, default=0.99,
                         help="momentum of MoCo's key encoder, 0..1; the paper does not say")
-    method.add_argument("--prune", type=part, default=0.9,
+    method.add_argument("--prune", type=fraction, default=0.9,
                         help="share of the encoder's weights that SDCLR's second branch lacks, "
                              "0..1; SDCLR 0.9, ImageNet100-LT 0.3")
     method.add_argument("--head-norm", choices=["batch", "none"], default="none",
@@ -446,27 +446,27 @@ def parse_args(argv=None):
                              "code: at 1")
 
     views = parser.add_argument_group("views")
-    views.add_argument("--crop-min", type=part, default=0.3,
+    views.add_argument("--crop-min", type=fraction, default=0.3,
                        help="smallest crop as a share of the image's area, 0..1; CIFAR 0.1, "
                             "ImageNet 0.08")
-    views.add_argument("--flip", type=part, default=0.5,
+    views.add_argument("--flip", type=fraction, default=0.5,
                        help="share of views that are mirrored, 0..1; paper 0.5")
-    views.add_argument("--jitter-p", type=part, default=0.8,
+    views.add_argument("--jitter-p", type=fraction, default=0.8,
                        help="share of views with --jitter and --hue, 0..1; paper 0.8")
-    views.add_argument("--jitter", type=nonnegative, default=0.4,
+    views.add_argument("--jitter", type=nonnegative_float, default=0.4,
                        help="strength of changes in brightness, contrast and saturation; paper 0.4")
     views.add_argument("--hue", type=between(0, 0.5), default=0.1,
                        help="strength of changes in hue, 0..0.5; paper 0.1")
-    views.add_argument("--grey", type=part, default=0.2,
+    views.add_argument("--grey", type=fraction, default=0.2,
                        help="share of grey views, 0..1; paper 0.2")
-    views.add_argument("--blur", type=part, default=0.0,
+    views.add_argument("--blur", type=fraction, default=0.0,
                        help="share of blurred views, 0..1; authors' code for ImageNet100 0.5")
 
     tail = parser.add_argument_group("long tail")
-    tail.add_argument("--imbalance-ratio", type=nonnegative, default=0.0,
+    tail.add_argument("--imbalance-ratio", type=nonnegative_float, default=0.0,
                       help="images of the largest class per image of the smallest, of any labelled "
                            "data; paper 50, 100, 150; 1 = balanced; 0 = as the data are")
-    tail.add_argument("--split-seed", type=whole, default=0,
+    tail.add_argument("--split-seed", type=int_ge0, default=0,
                       help="seed of the order of the classes and of their images; paper: 3 splits")
     tail.add_argument("--index-file", default="", metavar="FILE",
                       help="training images: .npy of torchvision's indices (CIFAR, Fashion-MNIST), "
@@ -484,7 +484,7 @@ def parse_args(argv=None):
     evaluation.add_argument("--train-features", choices=["clean", "augmented"], default="clean",
                             help="training images of kNN and probes: as they are, or cropped and "
                                  "flipped once; authors' code: augmented on CIFAR")
-    evaluation.add_argument("--shot-limits", type=whole, nargs=2, default=[0, 0],
+    evaluation.add_argument("--shot-limits", type=int_ge0, nargs=2, default=[0, 0],
                             metavar=("HEAD", "TAIL"),
                             help="head classes have more training images than HEAD, tail classes "
                                  "fewer than TAIL; ImageNet100-LT 100 20; 0 0 = thirds")
@@ -496,7 +496,7 @@ def parse_args(argv=None):
                                  "best epoch on val (App. A.2), which is evaluated every 20 epochs "
                                  "unless --eval-every is given; N = stop after epoch N of the same "
                                  "schedules")
-    evaluation.add_argument("--stop-at-phase", type=part, default=0.0,
+    evaluation.add_argument("--stop-at-phase", type=fraction, default=0.0,
                             help="stop at this phase of the last full period, 0..1, of the same "
                                  "schedules; paper about 0.7 (1,880 of 2,000 epochs); 0 = the end")
     choosers = ("--schedule", "--stop-at-phase")
@@ -524,8 +524,9 @@ def last_step(args, steps):
         if num_periods > 0:
             epoch = (num_periods - 1 + args.stop_at_phase) * args.period
             return min(steps.total, round(epoch * steps.per_epoch))
-        say(f"WARNING: --stop-at-phase {args.stop_at_phase}: the run holds no full --period and "
-            "goes to its end")
+        print_main(f"WARNING: --stop-at-phase {args.stop_at_phase}: the run holds no full --period "
+                   f"and "
+                   "goes to its end")
     return steps.total
 
 
@@ -555,7 +556,7 @@ def main(args):  # noqa: C901, PLR0912
         raise UserError(f"--eval-epoch auto: {args.dataset} has no val split; see --val-file and "
                         "--hold-out-val")
     # the batch and the epochs of a user's small data
-    args = common.fit_to_data(args, train)
+    args = common.adjust_flags_to_data(args, train)
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
     if args.eval_epoch == "auto" and not args.eval_every:
         args.eval_every = 20 * steps.per_epoch
@@ -684,12 +685,13 @@ def main(args):  # noqa: C901, PLR0912
     accuracy = "without a val accuracy"
     if val_mean is not None:
         accuracy = f"whose four val accuracies have the mean {val_mean:.1f} %"
-    say(f"the test reads the weights of epoch {tested_epoch:g}, {accuracy}")
+    print_main(f"the test reads the weights of epoch {tested_epoch:g}, {accuracy}")
     if "best" in loss_modules:
         network.load_state_dict(loss_modules["best"].state_dict())
         # App. A.2: the epoch chosen on the first split serves the others
-        say("for other splits run this command with their --split-seed or --index-file, and with "
-            f"--eval-epoch {tested_epoch:g}")
+        print_main("for other splits run this command with their --split-seed or --index-file, and "
+                   "with "
+                   f"--eval-epoch {tested_epoch:g}")
     epochs = range(math.ceil(run.step / steps.per_epoch))
     taus = [scheduled_temperature(epoch, args) for epoch in epochs]
     project_features = functools.partial(project, network.head)

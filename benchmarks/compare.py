@@ -41,7 +41,7 @@ from pathlib import Path
 
 from contrastive.engine.log import versions
 from contrastive.core.files import flatten, read_json, write_json
-from contrastive.core.number_types import count
+from contrastive.core.number_types import int_ge1
 from contrastive.figures.base import figure, save_figure
 
 import torch
@@ -53,7 +53,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 # what is kept of a run's summary
 SUMMARY_KEYS = (
-    "commit", "steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")
+    "commit", "steps", "wall_s", "samples_per_s", "peak_memory_mib", "val", "test", "chance")
 # {data set: number of its recipe}, 1 of all others; it grows when the code changes its numbers.
 # emoji: 2 = accents stay in the vocabulary, which seven captions have.
 RECIPE_VERSIONS = {"emoji": 2}
@@ -573,9 +573,9 @@ def claims_parser(description, claims, num_seeds):
     p = argparse.ArgumentParser(description=description.splitlines()[0], allow_abbrev=False)
     p.add_argument("--claims", nargs="+", choices=claims, default=list(claims),
                    help="claims whose missing runs are run")
-    p.add_argument("--seeds", type=count, default=num_seeds,
+    p.add_argument("--seeds", type=int_ge1, default=num_seeds,
                    help="pairs of runs of each method, at its best trials")
-    p.add_argument("--jobs", type=count, default=os.cpu_count(),
+    p.add_argument("--jobs", type=int_ge1, default=os.cpu_count(),
                    help="runs side by side, one thread each")
     p.add_argument("--report", action="store_true", help="run nothing, write the tables")
     return p
@@ -586,7 +586,7 @@ def parse_args(argv=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("commands", nargs="+",
                    help="each quoted: 'temo.py --loss infonce'; differences are to the first")
-    p.add_argument("--seeds", type=count, default=3, help="pairs of runs")
+    p.add_argument("--seeds", type=int_ge1, default=3, help="pairs of runs")
     p.add_argument("--tune", action="append", default=[], metavar="FLAG=A,B",
                    help="values of a flag that are tried on val, for all commands alike")
     p.add_argument("--vary", default="seed", metavar="FLAG",

@@ -160,7 +160,7 @@ def watch(script, *flags):
             num_waits += 1
     seconds = times[MIDDLE] - times[FIRST]
     return {"samples_per_s": (MIDDLE - FIRST) * summary["batch"] / seconds,
-            "peak_mib": summary["peak_memory_mb"],
+            "peak_mib": summary["peak_memory_mib"],
             "waits_a_step": num_waits / (LAST - 1 - MIDDLE),
             "idle (goal <= 0.05)": idle_part(watched["profile"])}
 

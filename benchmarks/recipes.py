@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import common
 from contrastive.data.registry import find_data_set
-from contrastive.encoders.base import recompute
+from contrastive.encoders.base import enable_grad_checkpointing
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.data.sound import BANDS, SLICE_LENGTH
 from contrastive.encoders.models import model_of_spec, spec_of
@@ -325,7 +325,7 @@ def estimate(line, num_gpus):
         kept_bytes = max(kept_bytes, cost(batch, "no").kept_bytes)
         num_passes *= measured["mama_step"]["ratio_forward_M32"]
     elif args.grad_checkpointing:  # and what one layer keeps while it runs again
-        recompute(model)
+        enable_grad_checkpointing(model)
         kept_bytes = largest_layer + cost(chunk).kept_bytes
     pixel_bytes = 4 * local * images * math.prod(shape)                    # float32
     loss_bytes = min(2**30, 84 * args.batch_size * local)                  # common.by_rows

@@ -435,7 +435,7 @@ def test_samples_without_caption_are_left_out_of_an_index_and_bad_in_a_stream(tm
 
 def test_more_processes_than_shards_is_refused(shards, monkeypatch):
     for place in (data_tars, data_batches):
-        monkeypatch.setattr(place, "world", lambda: 5)
+        monkeypatch.setattr(place, "world_size", lambda: 5)
     with pytest.raises(UserError, match="4 shards are too few for 5 processes"):
         next(iter(batches_of(stream(shards), VIEWS, 10)))
     with pytest.raises(UserError, match="a batch of 8 is not divisible by 5 processes"):

@@ -43,7 +43,7 @@ of = {"set": {"text_to_image": {"R@1": value, "MdR": 100 - value}}}
 if a.extra:
     of["set"]["extra"] = 7
 val = {"set": {"text_to_image": {"R@1": -value, "MdR": value}}}
-numbers = dict(steps=3, wall_s=1.0, samples_per_s=1.0, peak_memory_mb=1.0, chance={})
+numbers = dict(steps=3, wall_s=1.0, samples_per_s=1.0, peak_memory_mib=1.0, chance={})
 (out / "summary.json").write_text(json.dumps(dict(numbers, commit="c", val=val, test=of)))
 """
 PAIR = ["mine.py", "mine.py --worse"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import common
 from contrastive import CORES, core
 from contrastive.core.files import read_json
-from contrastive.core.processes import UserError, barrier, gather, on_main, rank, world
+from contrastive.core.processes import UserError, barrier, gather, on_main, rank, world_size
 from contrastive.evaluation.embed import gather_rows
 
 import accelerate
@@ -81,7 +81,7 @@ def step(name, dtype, rows, chunk=0, dropout=0.0):
     p = parameters(rows, dtype, DEVICE)
     accelerator = Accelerator(cpu=DEVICE == "cpu")
     wrapped = accelerator.prepare(model)  # DDP must outlive the backward
-    assert isinstance(wrapped, DistributedDataParallel) == (world() > 1)
+    assert isinstance(wrapped, DistributedDataParallel) == (world_size() > 1)
     chunks = common.Chunks(wrapped, wrapped, accelerator, chunk)
     loss = LOSSES[name](chunks.encode(inputs(rows, dtype)), p)
     chunks.backward(loss)
@@ -131,7 +131,7 @@ def in_pieces(_):
     others."""
     x = torch.arange(15.0).view(5, 3)
     return [
-        gather_rows([x[:1]] * (rank() == 0) + [x[1:3], x[3:]] * (rank() == world() - 1), piece=2)
+        gather_rows([x[:1]] * (rank() == 0) + [x[1:3], x[3:]] * (rank() == world_size() - 1), piece=2)
     ]
 
 

@@ -13,8 +13,8 @@ from contrastive import data as data_sets
 from contrastive.core.processes import UserError
 from contrastive.engine import banner
 from contrastive.engine.flags import Parser
-from contrastive.engine.run import count_steps, fit_to_data
-from contrastive.encoders.build import fit_to_encoder
+from contrastive.engine.run import count_steps, adjust_flags_to_data
+from contrastive.encoders.build import adjust_flags_to_encoder
 
 import pytest
 import torch
@@ -459,7 +459,7 @@ def test_own_data_take_the_batch_that_processes_share_and_500_steps(
     def fit(words, examples=examples):
         args = parse("temo", words)
         before = args.warmup_epochs / args.epochs
-        args = fit_to_data(args, Namespace(examples=examples, name="x"))
+        args = adjust_flags_to_data(args, Namespace(examples=examples, name="x"))
         assert args.warmup_epochs / args.epochs == before
         return args
 
@@ -484,12 +484,12 @@ def test_the_batch_of_small_own_data_does_not_depend_on_the_processes(
     for processes in (1, 2, 4, 8):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
         args = parse("temo", "--dataset x.csv")
-        assert fit_to_data(args, Namespace(examples=examples, name="x")).batch_size == batch
+        assert adjust_flags_to_data(args, Namespace(examples=examples, name="x")).batch_size == batch
 
 
 def test_a_warm_up_on_the_command_line_stays_on_small_own_data():
     args = parse("temo", "--dataset x.csv --warmup-epochs 1")
-    args = fit_to_data(args, Namespace(examples=800, name="x"))
+    args = adjust_flags_to_data(args, Namespace(examples=800, name="x"))
     assert (args.warmup_epochs, args.epochs) == (1, 167)
 
 
@@ -541,11 +541,11 @@ def test_a_flag_that_a_resume_repeats_changes_no_other(tiny, tmp_path, capsys):
     """--warmup-epochs sets --warmup-fraction to 0; --image-encoder chooses --text-encoder."""
     clip, _ = tiny("clip")
     words = ["--image-encoder", clip, "--text-encoder", "small", "--warmup-fraction", "0.5"]
-    saved = vars(fit_to_encoder(parse("temo", words))) | {"script": "temo"}
+    saved = vars(adjust_flags_to_encoder(parse("temo", words))) | {"script": "temo"}
     (tmp_path / "args.json").write_text(json.dumps(saved))
     resume = ["--resume", str(tmp_path)]
     capsys.readouterr()
-    same = fit_to_encoder(parse("temo", [*resume, *words[:2]]))
+    same = adjust_flags_to_encoder(parse("temo", [*resume, *words[:2]]))
     assert same.text_encoder == "small" and same.embed_dim == saved["embed_dim"]
     said = refused(temo.parse_args, [*resume, "--warmup-epochs", "0"], capsys)
     assert "--warmup-fraction cannot change in a run" in said

@@ -239,7 +239,7 @@ def test_synchronised_norms_keep_the_activations_inside_them(monkeypatch):
     ).eval()
     x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     before, names = encoder(x)[1], list(encoder.state_dict())
-    monkeypatch.setattr(base, "world", lambda: 2)
+    monkeypatch.setattr(base, "world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     converted = base.sync_batchnorm(encoder, Namespace(chunk_size=0, cpu=False))
     norms = [m for m in converted.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]

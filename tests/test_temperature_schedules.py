@@ -219,7 +219,7 @@ def test_keys_do_not_share_their_query_s_batch_statistics(monkeypatch):
     assert not torch.allclose(whole, split, atol=1e-3)  # other statistics
     network.register_forward_hook(lambda module, inputs, out: sizes.append(len(out)))
     for processes, expected in ((1, [8] * 8 + [64]), (2, [8] * 4 + [32])):
-        monkeypatch.setattr(ts, "world", lambda processes=processes: processes)
+        monkeypatch.setattr(ts, "world_size", lambda processes=processes: processes)
         sizes.clear()
         for splits in (8, 1):
             ts.encode_keys(network, x[: 64 // processes], seed=1, splits=splits)

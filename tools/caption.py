@@ -40,8 +40,8 @@ from contrastive.encoders.frozen import frame_features, language_model
 from contrastive.engine.flags import OneLineErrorParser
 from contrastive.core.files import read_json, write_json
 from contrastive.core.processes import (
-    UserError, clean_exit, first_line, join, opening, rank, say, world)
-from contrastive.core.number_types import count, nonnegative, whole
+    UserError, clean_exit, first_line, join, opening, rank, print_main, world_size)
+from contrastive.core.number_types import int_ge1, nonnegative_float, int_ge0
 from contrastive.figures.base import wrap
 from contrastive.figures.mama import draw_clips
 
@@ -175,8 +175,9 @@ def write_results(args, clips, report):
     content = read_json(report)
     content.update(captions=len(captioned), without=uncaptioned)
     write_json(report, content)
-    say(f"{args.out}: {len(captioned):,} captions; {len(uncaptioned):,} clips have none (see "
-        f"{report})")
+    print_main(f"{args.out}: {len(captioned):,} captions; {len(uncaptioned):,} clips have none "
+               f"(see "
+               f"{report})")
     draw_captions(args, clips, rows_of_clips)
 
 
@@ -270,10 +271,10 @@ def parse_args(argv=None):
     p.add_argument("--out", required=True, metavar="FILE", help="csv to write, or to go on with")
     p.add_argument("--model", default="llava-hf/llava-1.5-7b-hf",
                    help="image-text-to-text model, hub id or folder")
-    p.add_argument("--grid", type=count, nargs=2, default=[3, 4], metavar=("COLUMNS", "ROWS"),
+    p.add_argument("--grid", type=int_ge1, nargs=2, default=[3, 4], metavar=("COLUMNS", "ROWS"),
                    help="columns and rows of the picture, one key frame a place (paper: 3x4, Table "
                         "7; its authors' demo: 4 3)")
-    p.add_argument("--candidates", type=count, default=64,
+    p.add_argument("--candidates", type=int_ge1, default=64,
                    help="evenly spaced frames of which the key frames are chosen (paper: random "
                         "frames)")
     p.add_argument("--frame-encoder", default="facebook/dinov2-small",
@@ -282,11 +283,11 @@ def parse_args(argv=None):
     p.add_argument("--summary-model", default="",
                    help="language model, hub id or folder, that sums up captions of the key frames "
                         "(Table 5), instead of one caption of their picture")
-    p.add_argument("--max-new-tokens", type=count, default=77, help="longest caption, in tokens")
-    p.add_argument("--temperature", type=nonnegative, default=0.0,
+    p.add_argument("--max-new-tokens", type=int_ge1, default=77, help="longest caption, in tokens")
+    p.add_argument("--temperature", type=nonnegative_float, default=0.0,
                    help="temperature of sampling words; 0 = greedy")
-    p.add_argument("--seed", type=whole, default=0, help="seed of sampling words")
-    p.add_argument("--batch", type=count, default=4, help="clips at a time on each process")
+    p.add_argument("--seed", type=int_ge0, default=0, help="seed of sampling words")
+    p.add_argument("--batch", type=int_ge1, default=4, help="clips at a time on each process")
     p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     args = p.parse_args(argv)
     args.device, args.dtype = "cpu", "float32"  # half precision is slow on a CPU
@@ -321,16 +322,16 @@ def main(argv=None):
 
     finished = {clip for clip, row in read_rows(args.out).items() if row["caption"]}
     num_finished = len(finished & clips.keys())
-    say(f"{num_finished:,} of {len(clips):,} clips have a caption in {args.out}")
+    print_main(f"{num_finished:,} of {len(clips):,} clips have a caption in {args.out}")
     items = list(clips.items())
     batches = [items[i:i + args.batch] for i in range(0, len(items), args.batch)]
     unfinished = []
-    for batch in batches[rank()::world()]:
+    for batch in batches[rank()::world_size()]:
         if any(clip not in finished for clip, _ in batch):
             unfinished.append(batch)
     if unfinished:
         write_captions(args, unfinished)
-    if world() > 1:  # one process may have all the long videos
+    if world_size() > 1:  # one process may have all the long videos
         torch.distributed.monitored_barrier(timeout=datetime.timedelta(days=30))
     if rank() == 0:
         write_results(args, clips, report)

@@ -43,8 +43,8 @@ from contrastive.data import data_options, load_data, open_data
 from contrastive.engine.flags import OneLineErrorParser
 from contrastive.engine.log import logged_rows
 from contrastive.core.files import flatten, read_json, slug
-from contrastive.core.processes import UserError, clean_exit, opening, say
-from contrastive.core.number_types import whole
+from contrastive.core.processes import UserError, clean_exit, opening, print_main
+from contrastive.core.number_types import int_ge0
 from contrastive.core.words import flag_of
 from contrastive.evaluation import answers
 from contrastive.evaluation.clusters import check_source, name_of_class, open_clusters
@@ -331,8 +331,9 @@ def read_hits(folder, num_topics=0):
     if not chosen:
         raise UserError(f"{folder}: none of its {len(values):,} queries has a {column}")
     if len(chosen) < len(values):
-        say(f"{folder}: {len(values) - len(chosen):,} of {len(values):,} queries have no {column} "
-            "and are left out")
+        print_main(f"{folder}: {len(values) - len(chosen):,} of {len(values):,} queries have no "
+                   f"{column} "
+                   "and are left out")
     shares = {}
     for value, number in Counter(train_values).items():
         concept = name_of_class(value, names)
@@ -593,7 +594,7 @@ def draw_clusters(argv):
     clusters = open_clusters(folder, args, train, torch.device("cpu"), cluster_captions)
     if clusters is None:
         raise UserError("--clusters none: there is nothing to draw; name another --clusters")
-    args = common.fit_to_data(args, train)  # the steps of a run with these flags
+    args = common.adjust_flags_to_data(args, train)  # the steps of a run with these flags
     total = common.count_steps(args, train).total
     period, alpha = mmts.schedule_of(args, total)
     curve = functools.partial(mmts.sample_temperature, period=period, alpha=alpha)
@@ -601,8 +602,9 @@ def draw_clusters(argv):
                  shifts=mmts.shifts_of(clusters, args), period=period, curve=curve)
     for example in clusters.meta["examples"]:
         captions = "; ".join(example["captions"][:4])
-        say(f"#{example['cluster'] + 1} of {len(clusters.sizes)}, {example['size']:,}: {captions}")
-    say(f"written to {folder}")
+        print_main(f"#{example['cluster'] + 1} of {len(clusters.sizes)}, {example['size']:,}: "
+                   f"{captions}")
+    print_main(f"written to {folder}")
 
 
 # ----------------------------------------------------- command line -------------------------------
@@ -625,7 +627,7 @@ def main(argv=None):
                    help="folders of finished runs; concepts: two, the baseline first")
     p.add_argument("--out", default="", metavar="FILE",
                    help="picture, .png or .pdf; empty = FIGURE.png")
-    p.add_argument("--topics", type=whole, default=0, metavar="K",
+    p.add_argument("--topics", type=int_ge0, default=0, metavar="K",
                    help="topics of an LDA that are the concepts of retrieval; 0 = its classes")
     args = p.parse_args(argv)
     p.only(args.figure == "concepts", "for concepts", "--topics")
@@ -649,7 +651,7 @@ def main(argv=None):
                   f"{' '.join(names)}: give the runs different names")
         read, draw = FIGURES_OF_ANY_RUNS[args.figure]
         lines = draw(dict(zip(names, map(read, args.runs))), out)
-    say("\n".join([*lines, f"written to {out}"]))
+    print_main("\n".join([*lines, f"written to {out}"]))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from pathlib import Path
 import common
 from contrastive.data import data_options
 from contrastive.engine.flags import OneLineErrorParser
-from contrastive.core.processes import UserError, clean_exit, join, opening, say
-from contrastive.core.number_types import count
+from contrastive.core.processes import UserError, clean_exit, join, opening, print_main
+from contrastive.core.number_types import int_ge1
 
 import torch
 from tqdm import tqdm
@@ -77,7 +77,7 @@ def main(argv=None):
                    help="JSON lines to write, or to go on with")
     p.add_argument("--model", default="tuner007/pegasus_paraphrase",
                    help="seq2seq model on the hub or in a folder")
-    p.add_argument("--batch", type=count, default=16, help="captions at a time")
+    p.add_argument("--batch", type=int_ge1, default=16, help="captions at a time")
     p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     for flag in ("--data-dir", "--video-dir", "--image-column", "--caption-column"):
         p.add_argument(flag, default="", help="as in training")
@@ -88,7 +88,7 @@ def main(argv=None):
     data = common.load_data(args.dataset, "train", data_options(args))
     captions = dict.fromkeys(data.first_captions())  # each once
     captions = [caption for caption in captions if caption not in finished]
-    say(f"{len(finished)} captions are in {out}, {len(captions)} to do")
+    print_main(f"{len(finished)} captions are in {out}, {len(captions)} to do")
 
     paraphrase = make_paraphraser(args.model, join(args.cpu))
     starts = range(0, len(captions), args.batch)

@@ -18,7 +18,7 @@ import common
 from contrastive.data import add_captions, data_options
 from contrastive.engine.flags import OneLineErrorParser
 from contrastive.core.files import read_json
-from contrastive.core.processes import UserError, clean_exit, join, opening, say
+from contrastive.core.processes import UserError, clean_exit, join, opening, print_main
 from contrastive.evaluation.embed import encode_images, encode_texts
 from contrastive.core.metrics import normalize
 from contrastive.figures.base import picture, wrap
@@ -55,8 +55,8 @@ def caption_pairs(data, short_captions):
         detailed = max(captions, key=num_words, default="")
         if candidates and 0 < num_words(candidates[0]) < num_words(detailed):
             pairs[i] = [candidates[0], detailed]
-    say(f"{data.full_name}: {len(pairs):,} of {len(data):,} videos have a short and a "
-        "longer caption")
+    print_main(f"{data.full_name}: {len(pairs):,} of {len(data):,} videos have a short and a "
+               "longer caption")
     if not pairs:
         raise UserError(f"{data.full_name}: no video has captions of different lengths; "
                         "see --short")
@@ -126,12 +126,12 @@ def write_scores(path, names, keys, pairs, scores):
 
 def print_means(names, scores):
     """Prints the mean scores (R, M, 2) of each run."""
-    say(f"{'run':<34}{'short':>9}{'detailed':>10}{'detailed higher':>17}")
+    print_main(f"{'run':<34}{'short':>9}{'detailed':>10}{'detailed higher':>17}")
     for name, run_scores in zip(names, scores):
         short, detailed = run_scores.mean(0)
         higher = 100 * (run_scores[:, 1] > run_scores[:, 0]).mean()
-        say(f"{name[-32:]:<34}{short:9.4f}{detailed:10.4f}{higher:15.1f} %")
-    say(f"(mean cosine over {scores.shape[1]:,} videos; share with the detailed one higher)")
+        print_main(f"{name[-32:]:<34}{short:9.4f}{detailed:10.4f}{higher:15.1f} %")
+    print_main(f"(mean cosine over {scores.shape[1]:,} videos; share with the detailed one higher)")
 
 
 def describe_captions(captions, scores):

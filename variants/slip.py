@@ -13,8 +13,8 @@ import common
 
 from baselines import nt_xent, slip_head
 from common import (
-    EvaluationFacts, Evaluator, GradCache, Parser, Run, Temperature, clean_exit, nonnegative,
-    positive)
+    EvaluationFacts, Evaluator, GradCache, Parser, Run, Temperature, clean_exit, nonnegative_float,
+    positive_float)
 from temo import multimodal_loss
 
 import torch
@@ -46,14 +46,14 @@ def parse_args(argv=None):
     """The flags of a run: defaults, then --dataset or --recipe, then the command line."""
     parser = Parser(__file__, "SLIP: InfoNCE, and NT-Xent between two views of the image.")
     method = parser.add_argument_group("method")
-    method.add_argument("--tau", type=positive, default=0.07,
+    method.add_argument("--tau", type=positive_float, default=0.07,
                         help="temperature of InfoNCE at the start, which is learnt; SLIP 0.07")
-    method.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.01, 1.0],
+    method.add_argument("--tau-clamp", type=positive_float, nargs=2, default=[0.01, 1.0],
                         metavar=("LOW", "HIGH"),
                         help="lowest and highest value of the temperature; SLIP 0.01 1")
-    method.add_argument("--image-tau", type=positive, default=0.1,
+    method.add_argument("--image-tau", type=positive_float, default=0.1,
                         help="temperature of NT-Xent; SLIP 0.1")
-    method.add_argument("--image-weight", type=nonnegative, default=1.0,
+    method.add_argument("--image-weight", type=nonnegative_float, default=1.0,
                         help="weight of NT-Xent; SLIP 1")
     parser.add_view_flags(crop_min=0.35, flip=0.5, jitter=0.4, jitter_p=0.8)
     parser.add_simclr_view_flags()
@@ -72,8 +72,8 @@ def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
     train, evals = common.open_data(args)
-    args = common.fit_to_encoder(args)             # a CLIP is the text encoder as well
-    args = common.fit_to_data(args, train)         # batch and epochs of a user's small data
+    args = common.adjust_flags_to_encoder(args)  # a CLIP is the text encoder as well
+    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------

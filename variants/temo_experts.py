@@ -22,7 +22,7 @@ import common
 
 from common import (
     EvaluationFacts, Evaluator, Expert, GradCache, Parser, Run, Temperature, clean_exit, fp32,
-    gather, nonnegative, normalize, positive)
+    gather, nonnegative_float, normalize, positive_float)
 from temo import info_nce, modulated_temperature, multimodal_loss
 
 import torch
@@ -86,9 +86,9 @@ def parse_args(argv=None):
     method.add_argument("--text-expert", default="",
                         help="frozen text encoder: a transformers id or folder; empty = none; "
                              "paper all-roberta-large-v1")
-    method.add_argument("--image-expert-weight", type=nonnegative, default=0.6,
+    method.add_argument("--image-expert-weight", type=nonnegative_float, default=0.6,
                         help="weight of the term of --image-expert; code 0.6, with two experts 0.1")
-    method.add_argument("--text-expert-weight", type=nonnegative, default=0.4,
+    method.add_argument("--text-expert-weight", type=nonnegative_float, default=0.4,
                         help="weight of the term of --text-expert; code 0.4, with two experts 0.1")
     method.add_argument("--expert-inputs", choices=["clean", "training"], default="clean",
                         help="what the experts read: the whole image and the caption as "
@@ -97,16 +97,16 @@ def parse_args(argv=None):
     method.add_argument("--expert-pooling", choices=["cls", "patches"], default="cls",
                         help="features of --image-expert: class token (code), or mean of the "
                              "patches (paper)")
-    method.add_argument("--tau", type=positive, default=0.1,
+    method.add_argument("--tau", type=positive_float, default=0.1,
                         help="temperature of InfoNCE, divides the cosine; paper 0.01")
     method.add_argument("--learnable-tau", action=yes_or_no, default=False,
                         help="learn the temperature of InfoNCE, from --tau on")
-    method.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5],
+    method.add_argument("--tau-clamp", type=positive_float, nargs=2, default=[0.001, 0.5],
                         metavar=("LOW", "HIGH"),
                         help="lowest and highest value of a learnt temperature")
-    method.add_argument("--tau-min", type=positive, default=0.05,
+    method.add_argument("--tau-min", type=positive_float, default=0.05,
                         help="lowest temperature of a pair; paper 0.01")
-    method.add_argument("--tau-alpha", type=nonnegative, default=0.1,
+    method.add_argument("--tau-alpha", type=nonnegative_float, default=0.1,
                         help="highest temperature of a pair minus the lowest; paper 0.04")
     parser.add_view_flags(crop_min=0.35, flip=0.5, jitter=0.4, jitter_p=0.8)
     return parser.parse(argv, RECIPES, check=check_flags)
@@ -136,8 +136,8 @@ def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
     train, evals = common.open_data(args)
-    args = common.fit_to_encoder(args)             # a CLIP is the text encoder as well
-    args = common.fit_to_data(args, train)         # batch and epochs of a user's small data
+    args = common.adjust_flags_to_encoder(args)  # a CLIP is the text encoder as well
+    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model, experts, optimizer ------------------------

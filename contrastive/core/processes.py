@@ -119,7 +119,7 @@ def end_with_parent(signal_number):
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal_number))
 
 
-def say(*words):
+def print_main(*words):
     """Prints on the main process alone, above any progress bar."""
     # before there is a process group only the launcher's variable tells which process is main
     if rank() == 0 and os.environ.get("RANK", "0") == "0":
@@ -194,7 +194,7 @@ def refuse_sharding(accelerator):
 
 
 # ===================================================== collectives ================================
-def world():
+def world_size():
     """Number of processes W; 1 when not distributed."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -206,7 +206,7 @@ def rank():
 
 def barrier():
     """Waits for all processes."""
-    if world() > 1:
+    if world_size() > 1:
         dist.barrier()
 
 
@@ -216,16 +216,16 @@ def mean_over_processes(numbers, device):
     for value in numbers.values():
         values.append(value.item() if torch.is_tensor(value) else value)
     total = torch.tensor(values, dtype=torch.float64, device=device)
-    if world() > 1:
+    if world_size() > 1:
         dist.all_reduce(total)
-    means = (total / world()).tolist()
+    means = (total / world_size()).tolist()
     return dict(zip(numbers, means))
 
 
 def gather_objects(value):
     """The picklable values of all processes, a list by rank. Collective."""
-    values = [value] * world()
-    if world() > 1:
+    values = [value] * world_size()
+    if world_size() > 1:
         dist.all_gather_object(values, value)
     return values
 
@@ -280,7 +280,7 @@ class _SumRows(torch.autograd.Function):
         # every process has used our rows as its columns: the sum of their gradients is ours
         grad = grad.contiguous().clone()
         dist.all_reduce(grad)
-        return grad.chunk(world())[rank()]                                 # (B, ...)
+        return grad.chunk(world_size())[rank()]                                 # (B, ...)
 
     @staticmethod
     def backward(ctx, grad):
@@ -289,7 +289,7 @@ class _SumRows(torch.autograd.Function):
 
 def _all_rows(x):
     x = x.contiguous()
-    parts = [torch.empty_like(x) for _ in range(world())]
+    parts = [torch.empty_like(x) for _ in range(world_size())]
     dist.all_gather(parts, x)
     return torch.cat(parts)                                                # (N, ...)
 
@@ -301,7 +301,7 @@ def gather(x):
     exactly that of one process with the whole batch. Every process must pass the same B. On one
     process it is the identity.
     """
-    return _Gather.apply(x) if world() > 1 else x
+    return _Gather.apply(x) if world_size() > 1 else x
 
 
 def positive_index(anchor):

@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from contrastive.core.processes import UserError, say
+from contrastive.core.processes import UserError, print_main
 from contrastive.core.words import counted
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import files_below
@@ -56,8 +56,8 @@ class Files:
         """Prints which of several files with a pattern is read."""
         if len(files) > 1 and files[0] not in self.warned:
             self.warned.add(files[0])
-            say(f"WARNING: {len(files)} files match {pattern}; {files[0]} is read, not "
-                f"{files[1]}")
+            print_main(f"WARNING: {len(files)} files match {pattern}; {files[0]} is read, not "
+                       f"{files[1]}")
 
     def find(self, *patterns):
         """As `has`, but raises UserError if there is none. Without patterns the last file."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from contrastive import CORES
 from contrastive.core.processes import (
-    UserError, end_with_parent, first_line, gather_objects, rank, to_device, world)
+    UserError, end_with_parent, first_line, gather_objects, rank, to_device, world_size)
 from contrastive.data.views import crop_batch, uniforms
 
 import numpy as np
@@ -270,13 +270,13 @@ class Batches:
     def __init__(self, data, augments, transform, batch_size, seed, *, first, last, device,
                  workers=0, max_bad_fraction=0.01, folder=None, positions=None, compiled=False,
                  cache=None, plan=None):
-        if batch_size % world():
-            raise UserError(f"a batch of {batch_size} is not divisible by {world()} processes")
+        if batch_size % world_size():
+            raise UserError(f"a batch of {batch_size} is not divisible by {world_size()} processes")
         self.data = data
         self.augments = augments
         self.transform = transform
         self.batch_size = batch_size
-        self.local = batch_size // world()
+        self.local = batch_size // world_size()
         self.seed = seed
         self.first = first
         self.last = last
@@ -306,7 +306,7 @@ class Batches:
         positions = self.data.identity()
         same = "the same data"
         if self.data.streamed:
-            positions["processes"] = world()
+            positions["processes"] = world_size()
             positions["workers"] = self.workers
             same = "the same data, number of processes and --workers"
         if saved and saved != positions:
@@ -507,5 +507,5 @@ def num_workers(data, workers):
         return 0
     workers = min(workers, CORES)
     if data.streamed:  # each worker has a shard
-        workers = min(workers, len(data.urls) // world())
+        workers = min(workers, len(data.urls) // world_size())
     return workers

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contrastive.core.files import whole_file
-from contrastive.core.processes import UserError, barrier, opening, rank, say, to_device, world
+from contrastive.core.processes import UserError, barrier, opening, rank, print_main, to_device, world_size
 from contrastive.data.batches import UNREADABLE, Batches, loader, num_workers, read_batch
 from contrastive.data.clips import state_of_folder
 from contrastive.data.table import ROWS_AT_ONCE, frames_of
@@ -181,7 +181,7 @@ def open_tables(folders, num_rows, device, encode, *, title, num_views=1):
     for block in blocks:
         if not all(file.exists() for file in block.files):
             missing.append(block)
-    own_blocks = [block for block in missing if block.number % world() == rank()]
+    own_blocks = [block for block in missing if block.number % world_size() == rank()]
     if own_blocks:
         write_blocks(own_blocks, encode(own_blocks), title, num_files=len(missing) * len(folders))
     barrier()
@@ -214,7 +214,7 @@ def write_blocks(blocks, parts, title, num_files):
                 column.append(features.float().cpu().numpy())               # (b, ...)
             if bar.n == 0:
                 minutes = (time.perf_counter() - start) * bar.total / len(part[0]) / 60
-                say(announcement(title, num_files, columns[0][0], minutes, block))
+                print_main(announcement(title, num_files, columns[0][0], minutes, block))
             num_rows += len(part[0])
             bar.update(len(part[0]))
         for file, column in zip(block.files, columns):
@@ -357,7 +357,7 @@ class ImageFeatures:
         for block in blocks:
             plan += [(block.view, np.array(rows)) for rows in block.chunks(self.batch_size(data))]
         batches = Batches(
-            data, augments, self.transform, world(), VIEW_SEED, first=0, last=len(plan),
+            data, augments, self.transform, world_size(), VIEW_SEED, first=0, last=len(plan),
             device=self.device, workers=self.workers, plan=plan)
         for batch in batches:
             is_unreadable = torch.from_numpy(batch["rows"] != batch["index"]).to(self.device)

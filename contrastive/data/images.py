@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 
 from contrastive.core.files import read_json
-from contrastive.core.processes import UserError, opening, say
+from contrastive.core.processes import UserError, opening, print_main
 from contrastive.data.folders import read_tables
 from contrastive.data.hub import COMMITS, hub_folder
 from contrastive.data.registry import SETS
@@ -135,8 +135,9 @@ def download_tars(name, split, options):
     """The folder of the hub's cache with the tars of a split, after a download if they are not in
     it."""
     repository = SETS[name].repository
-    say(f"{name}: {repository} from the hub or its cache; training may have --streaming, without "
-        "a download")
+    print_main(f"{name}: {repository} from the hub or its cache; training may have --streaming, "
+               f"without "
+               "a download")
     patterns = [SETS[name].tars[split], "*.txt"]
     return hub_folder(repository, patterns, options.revision or None)
 

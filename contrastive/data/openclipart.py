@@ -28,7 +28,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 from contrastive.core.files import whole_file
-from contrastive.core.processes import UserError, opening, say
+from contrastive.core.processes import UserError, opening, print_main
 from contrastive.data.pixels import decode
 from contrastive.data.table import Data, make_table
 from contrastive.data.views import key_hash
@@ -92,7 +92,7 @@ def make_archive(folder, path):
     """Reads all drawings, scales them and writes them to one file."""
     root = folder / "usr" / "share" / "openclipart"
     drawings = select_drawings(list(read_titles(root)))
-    say(f"openclipart: {len(drawings):,} drawings are scaled to {SIZE} pixels, once: {path}")
+    print_main(f"openclipart: {len(drawings):,} drawings are scaled to {SIZE} pixels, once: {path}")
     keys, captions, pixels = [], [], []
     earlier = set()  # bytes of pictures
     for drawing, caption in drawings:
@@ -110,8 +110,8 @@ def make_archive(folder, path):
         pixels.append(picture)
     if not keys:
         raise UserError(f"no drawing is below {root}")
-    say(f"openclipart: {len(drawings) - len(keys)} pictures are left out: repeated, of one "
-        "colour, too large, or no whole file")
+    print_main(f"openclipart: {len(drawings) - len(keys)} pictures are left out: repeated, of one "
+               "colour, too large, or no whole file")
     pixels = torch.stack(pixels)                                            # (M, 3, S, S)
     with whole_file(path, f".{os.getpid()}.tmp") as temporary, open(temporary, "wb") as file:
         np.savez(file, keys=keys, captions=captions, pixels=pixels.numpy(),

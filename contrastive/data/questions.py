@@ -14,7 +14,7 @@ from contrastive.data.annotations import (
     FileIndex, Files, Videos, clips_of, files_of, video_folder)
 from contrastive.data.clips import Regions, clip_options
 from contrastive.data.table import with_note
-from contrastive.core.processes import UserError, opening, say
+from contrastive.core.processes import UserError, opening, print_main
 
 NEXTQA_TYPES = {
     "CW": "causal why",
@@ -165,7 +165,7 @@ def load(name, split, options):
     if any(is_biased(row) for row in rows):
         warning = ("WARNING: the choices are TGIF-QA's, whose bias gives the answer away, not "
                    "those of TGIF-QA-R")
-        say(f"{warning} ({name}, {split}; the files of PengLiang-cn/PGAT)")
+        print_main(f"{warning} ({name}, {split}; the files of PengLiang-cn/PGAT)")
         notes.insert(0, warning)
     if len(rows) < num_rows:
         notes.append(f"{num_rows - len(rows):,} questions without an answer left out")

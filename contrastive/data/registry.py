@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 from pathlib import Path
 
-from contrastive.core.number_types import between, part
+from contrastive.core.number_types import between, fraction
 from contrastive.data.options import DataOptions
 
 SPLITS = ("train", "val", "test")
@@ -65,7 +65,7 @@ EMOJI_SCENES_FLAGS = {
         metavar=("TRAIN", "VAL", "TEST"), help="images per class of each split")}
 EPIC_FLAGS = {
     "--caption-relevancy": dict(
-        type=part, default=DataOptions.caption_relevancy, texts=True,
+        type=fraction, default=DataOptions.caption_relevancy, texts=True,
         help="train on a random sentence whose relevancy to the clip is above this, 0..1; "
              "AVION 0.1; 0 = always the clip's own narration")}
 IMAGENET_FLAGS = {

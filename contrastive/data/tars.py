@@ -16,7 +16,7 @@ import tarfile
 from pathlib import Path
 from typing import NamedTuple
 
-from contrastive.core.processes import UserError, first_line, opening, rank, world
+from contrastive.core.processes import UserError, first_line, opening, rank, world_size
 from contrastive.data.annotations import TEXT_OF_LIST, parse_list
 from contrastive.data.batches import TRIES, crop_views, frame_draws
 from contrastive.data.clips import clip_options
@@ -376,11 +376,11 @@ class Stream(TrainingSet):
 
     def items(self, augments, seed, first, local):
         """The items of this process from step `first` on, `local` of them a step."""
-        if len(self.urls) < world():
-            raise UserError(f"--streaming: {len(self.urls)} shards are too few for {world()} "
+        if len(self.urls) < world_size():
+            raise UserError(f"--streaming: {len(self.urls)} shards are too few for {world_size()} "
                             "processes")
         return StreamItems(
-            self, augments, seed, first=first, local=local, process=rank(), num_processes=world())
+            self, augments, seed, first=first, local=local, process=rank(), num_processes=world_size())
 
 
 class StreamItems(torch.utils.data.IterableDataset):

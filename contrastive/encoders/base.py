@@ -8,7 +8,7 @@ from pathlib import Path
 
 from contrastive.data.hub import note_commit
 from contrastive.encoders.kinds import encoder_kind
-from contrastive.core.processes import UserError, opening, say, world
+from contrastive.core.processes import UserError, opening, print_main, world_size
 
 import torch
 import torch.nn as nn
@@ -51,20 +51,21 @@ def sync_batchnorm(model, args):
         raise UserError(
             f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics "
             "would be those of a chunk; give --chunk-size 0, or an encoder without BatchNorm")
-    if world() == 1:
+    if world_size() == 1:
         return model
     if torch.cuda.is_available() and not args.cpu:
         # torch's own function loses the activations inside timm's norms
         from timm.layers import convert_sync_batchnorm
 
         return convert_sync_batchnorm(model)
-    say("BatchNorm on several CPU processes: each process has its own statistics, so the run "
-        "differs from a run on one process")
+    print_main("BatchNorm on several CPU processes: each process has its own statistics, so the "
+               "run "
+               "differs from a run on one process")
     return model
 
 
 @contextlib.contextmanager
-def statistics_stay(norms):
+def frozen_bn_stats(norms):
     """Inside, these BatchNorms leave their running statistics as they are.
 
     Layers that run again in backward would update them twice.
@@ -89,7 +90,7 @@ CHECKPOINTING_METHODS = ("set_grad_checkpointing", "activation_checkpointing_ena
 CHECKPOINTING_FLAGS = ("grad_checkpointing", "gradient_checkpointing")
 
 
-def recompute(tower):
+def enable_grad_checkpointing(tower):
     """Switches on gradient checkpointing: layers keep their inputs alone and run again in backward.
 
     Args:
@@ -111,10 +112,10 @@ def recompute(tower):
     if not names:
         raise UserError("--grad-checkpointing: neither encoder offers it; use an encoder of timm "
                         "or transformers, or leave out the flag")
-    say(f"--grad-checkpointing: layers of {', '.join(names)} run again in backward")
+    print_main(f"--grad-checkpointing: layers of {', '.join(names)} run again in backward")
 
 
-def run_again(model):
+def uses_grad_checkpointing(model):
     """The layers that run again in backward, each with the attribute that says so."""
     layers = []
     for module in model.modules():
@@ -129,7 +130,7 @@ def functional_call(model, tensors, inputs):
 
     Such a layer would find the model's own tensors there, not these.
     """
-    layers = run_again(model)
+    layers = uses_grad_checkpointing(model)
     for module, flag in layers:
         setattr(module, flag, False)
     try:

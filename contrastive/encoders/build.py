@@ -5,17 +5,17 @@ import functools
 
 from contrastive.data.clips import feature_shape
 from contrastive.data.table import frames_of
-from contrastive.encoders.base import channels_last, clip_width, recompute
+from contrastive.encoders.base import channels_last, clip_width, enable_grad_checkpointing
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.models import model_of_spec, spec_of
 from contrastive.encoders.texts import build_tokenizer
-from contrastive.core.processes import UserError, say
+from contrastive.core.processes import UserError, print_main
 
 VAST_TEXT_ENCODER, VAST_WIDTH = "google-bert/bert-base-uncased", 512
 TOKENIZER_TEXTS = 200_000  # captions from which a tokenizer learns its vocabulary
 
 
-def fit_to_encoder(args):
+def adjust_flags_to_encoder(args):
     """The flags, in which a CLIP as --image-encoder is the text encoder as well, and VAST has its
     own.
 
@@ -71,10 +71,10 @@ def build_model(args, train, run, texts=None, questions=None):
         tower.weights_in_words = "weights of the checkpoint"
     is_frozen = tower.vision.frozen or getattr(tower.text, "frozen", False)
     if is_frozen and not args.pretrained and not args.init_from:
-        say(f"WARNING: --freeze {args.freeze}: the weights are random and will stay so; add "
-            "--pretrained or --init-from")
+        print_main(f"WARNING: --freeze {args.freeze}: the weights are random and will stay so; add "
+                   "--pretrained or --init-from")
     if args.grad_checkpointing:
-        recompute(tower)
+        enable_grad_checkpointing(tower)
     tower.to(run.device)
     if run.device.type == "cuda":
         channels_last(tower.vision)
@@ -122,7 +122,7 @@ def modalities_of(args, train):
         if "--modalities" in args.command_line:
             raise UserError(f"--modalities {args.modalities}: {train.name} has no more than "
                             f"{letters}; give that, or leave the flag out")
-        say(f"--modalities {args.modalities} -> {letters}, which {train.name} has")
+        print_main(f"--modalities {args.modalities} -> {letters}, which {train.name} has")
     return letters
 
 

@@ -16,7 +16,7 @@ from contrastive.encoders.vast import Vast, bert_tower, subtitle_tokens
 from contrastive.encoders.vgt import VGT
 from contrastive.encoders.weights import init_from
 from contrastive.core.files import read_json
-from contrastive.core.processes import UserError, opening, say
+from contrastive.core.processes import UserError, opening, print_main
 
 import torch
 import torch.nn as nn
@@ -177,9 +177,11 @@ class VisionEncoder(Encoder):
         else:
             self.projection = projection_layer(self.width, embed_dim, projection, projection_bias)
             if clip_projection is not None and pretrained and embed_dim:
-                say(f"--embed-dim {embed_dim}, --projection {projection}: the projections of "
-                    f"{name} are linear, of width {clip_projection.out_features}, and are replaced "
-                    "by new ones")
+                print_main(f"--embed-dim {embed_dim}, --projection {projection}: the projections "
+                           f"of "
+                           f"{name} are linear, of width {clip_projection.out_features}, and are "
+                           f"replaced "
+                           "by new ones")
 
     def forward(self, pixels):
         if self.are_features(pixels):

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from contrastive.data.views import key_hash, pick
-from contrastive.core.processes import UserError, barrier, opening, rank, say, to_device
+from contrastive.core.processes import UserError, barrier, opening, rank, print_main, to_device
 
 import numpy as np
 import torch
@@ -170,8 +170,9 @@ def write_wordpiece(captions, folder, clean, start):
     vocabulary = run_folder / "tokenizer"
     if start and vocabulary.is_dir():
         shutil.copytree(vocabulary, folder, dirs_exist_ok=True)
-        say(f"--init-from: with the vocabulary of {vocabulary}, on which its text encoder was "
-            "trained")
+        print_main(f"--init-from: with the vocabulary of {vocabulary}, on which its text encoder "
+                   f"was "
+                   "trained")
         return
     texts = captions()
     if clean:

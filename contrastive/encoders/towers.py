@@ -8,7 +8,7 @@ from contrastive.encoders.clip_vip import ClipViP
 from contrastive.encoders.ssb import VideoTower
 from contrastive.encoders.vast import vision_tower
 from contrastive.core.files import read_json
-from contrastive.core.processes import UserError, opening, say
+from contrastive.core.processes import UserError, opening, print_main
 
 import torch
 import torch.nn as nn
@@ -83,8 +83,8 @@ def hub_stats(name, default):
     mean = processor.get("image_mean") or default[0]
     std = processor.get("image_std") or default[1]
     if not processor.get("image_mean") or not processor.get("image_std"):
-        say(f"WARNING: {name}: no file that can be read says the statistics of its pixels; "
-            f"--image-stats encoder takes mean {tuple(mean)}, deviation {tuple(std)}")
+        print_main(f"WARNING: {name}: no file that can be read says the statistics of its pixels; "
+                   f"--image-stats encoder takes mean {tuple(mean)}, deviation {tuple(std)}")
     return tuple(mean), tuple(std)
 
 

@@ -13,7 +13,7 @@ from contrastive.encoders.base import OPTIONAL_PARTS
 from contrastive.encoders.clip_vip import convert_clip_vip
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.vast import convert_vast
-from contrastive.core.processes import UserError, opening, say
+from contrastive.core.processes import UserError, opening, print_main
 
 import torch
 import torch.nn.functional as F
@@ -92,11 +92,12 @@ def init_from(model, path):
     initial = [name for name in state if name not in tensors]
     if initial:
         words += f"; the others keep their initial values, the first is {initial[0]}"
-    say(words)
+    print_main(words)
     has_small_text = "text.body.token.weight" in tensors
     if has_small_text and not (path.parent / "tokenizer").is_dir():
-        say(f"WARNING: --init-from {path}: there is no tokenizer beside it, so the vocabulary of "
-            "its text encoder may be another")
+        print_main(f"WARNING: --init-from {path}: there is no tokenizer beside it, so the "
+                   f"vocabulary of "
+                   "its text encoder may be another")
     return tensors
 
 

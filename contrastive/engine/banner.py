@@ -2,7 +2,7 @@
 
 import math
 
-from contrastive.core.processes import world
+from contrastive.core.processes import world_size
 from contrastive.core.words import counted
 from contrastive.engine.flags import words_of
 
@@ -87,13 +87,13 @@ def model_line(run):
 def processes_line(run):
     threads = counted(torch.get_num_threads(), "threads")
     workers = counted(run.data.workers, "loader workers")
-    return (f"{world()} on {run.device}, each with {threads} and {workers}; mixed precision "
+    return (f"{world_size()} on {run.device}, each with {threads} and {workers}; mixed precision "
             f"{run.args.mixed_precision}")
 
 
 def batch_line(run):
     batch_size = run.args.batch_size
-    line = f"{batch_size} = {world()} x {batch_size // world()}"
+    line = f"{batch_size} = {world_size()} x {batch_size // world_size()}"
     if run.args.chunk_size:
         line += f" in chunks of {run.args.chunk_size}"
     return f"{line}; InfoNCE of a random guess: ln {batch_size} = {math.log(batch_size):.3f}"

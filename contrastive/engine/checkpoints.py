@@ -11,7 +11,7 @@ from pathlib import Path
 
 from contrastive.core.files import whole_file
 from contrastive.core.processes import (
-    UserError, gather_objects, on_main, opening, rank, say, world)
+    UserError, gather_objects, on_main, opening, rank, print_main, world_size)
 
 import numpy as np
 import torch
@@ -110,12 +110,13 @@ def load(run):
                         "for")
     # what identifies the data is the same on all processes, however many there are now
     run.positions = state["processes"][0]["positions"]
-    if len(state["processes"]) == world():
+    if len(state["processes"]) == world_size():
         restore_random_states(state["processes"][rank()], run.device)
     else:
-        say(f"--resume: {len(state['processes'])} processes before, {world()} now: random states "
-            "of dropout are not restored")
-    say(f"resumed {path} at step {run.step} of {run.last}")
+        print_main(f"--resume: {len(state['processes'])} processes before, {world_size()} now: "
+                   f"random states "
+                   "of dropout are not restored")
+    print_main(f"resumed {path} at step {run.step} of {run.last}")
 
 
 def checkpoint_to_load(run):
@@ -157,8 +158,9 @@ def rename_abandoned(paths, step):
         aside = free_path(path.with_name(path.name + ".abandoned"))
         with opening(path):
             os.replace(path, aside)
-        say(f"the run goes on from step {step}: {path.name} is now {aside.name}, which no run "
-            "reads and which you may delete")
+        print_main(f"the run goes on from step {step}: {path.name} is now {aside.name}, which no "
+                   f"run "
+                   "reads and which you may delete")
 
 
 def free_path(path):

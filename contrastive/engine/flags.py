@@ -15,8 +15,8 @@ from pathlib import Path
 from contrastive import CORES
 from contrastive.core.files import read_json
 from contrastive.core.number_types import (
-    below_one, between, count, nonnegative, part, positive, rate, whole)
-from contrastive.core.processes import say
+    below_one, between, int_ge1, nonnegative_float, fraction, positive_float, rate, int_ge0)
+from contrastive.core.processes import print_main
 from contrastive.core.words import command_of, flag_of, name_of
 from contrastive.data.registry import flags_of, partition_name
 from contrastive.encoders.kinds import encoder_kind
@@ -349,7 +349,7 @@ class Parser(OneLineErrorParser):
             if name in saved and flag in self.command_line_flags and value != saved[name]:
                 before = shlex.quote(str(saved[name]))
                 after = shlex.quote(str(value))
-                say(f"resumed with {flag} {before} -> {after}")
+                print_main(f"resumed with {flag} {before} -> {after}")
 
     def flags_of_group(self, title):
         """The names of the flags of a group."""
@@ -363,15 +363,15 @@ class Parser(OneLineErrorParser):
     def add_view_flags(self, crop_min, flip, jitter, jitter_p):
         """Adds the flags of common.training_view, with the defaults of the script."""
         add = self.add_argument_group("view").add_argument
-        add("--crop-min", type=part, default=crop_min,
+        add("--crop-min", type=fraction, default=crop_min,
             help="smallest crop as a fraction of the area, 0..1, the same in all frames of a clip; "
                  "1 = no crop (CLIP4Clip, MAMA); CC3M code, AVION 0.5")
-        add("--flip", type=part, default=flip,
+        add("--flip", type=fraction, default=flip,
             help="horizontal-flip probability, 0..1; CC3M code 0.5, CLIP4Clip, MAMA, SLIP 0")
-        add("--jitter", type=nonnegative, default=jitter,
+        add("--jitter", type=nonnegative_float, default=jitter,
             help="strength of the colour jitter: brightness, contrast and saturation; papers 0")
-        add("--jitter-p", type=part, default=jitter_p, help="colour-jitter probability, 0..1")
-        add("--randaugment-ops", type=whole, default=0,
+        add("--jitter-p", type=fraction, default=jitter_p, help="colour-jitter probability, 0..1")
+        add("--randaugment-ops", type=int_ge0, default=0,
             help="operations of RandAugment, each with probability 1/2; CC3M code 2; 0 = off")
         add("--randaugment-magnitude", type=between(0, 30, int), default=0,
             help="magnitude of RandAugment, 0..30, beside --randaugment-ops; CC3M code 21 (7 of "
@@ -383,15 +383,15 @@ class Parser(OneLineErrorParser):
     def add_simclr_view_flags(self):
         """Adds the flags of common.simclr_view."""
         add = self.add_argument_group("SimCLR's view").add_argument
-        add("--aug-crop-min", type=part, default=0.2,
+        add("--aug-crop-min", type=fraction, default=0.2,
             help="smallest crop as a fraction of the area, 0..1; SimCLR 0.08")
-        add("--aug-flip", type=part, default=0.5,
+        add("--aug-flip", type=fraction, default=0.5,
             help="horizontal-flip probability, 0..1; SimCLR 0.5")
-        add("--aug-jitter", type=part, default=0.4,
+        add("--aug-jitter", type=fraction, default=0.4,
             help="strength of the colour jitter, in 80 %% of the views; SLIP 0.4")
         add("--aug-hue", type=between(0, 0.5), default=0.1,
             help="strength of the hue jitter, 0..0.5; SLIP 0.1")
-        add("--aug-blur", type=part, default=0.0, help="blur probability, 0..1; SimCLR 0.5")
+        add("--aug-blur", type=fraction, default=0.0, help="blur probability, 0..1; SimCLR 0.5")
 
     # ---------------------------------------- the flags that all scripts share --------------------
     def add_shared_flags(self):
@@ -428,10 +428,10 @@ class Parser(OneLineErrorParser):
             help="folder into which the frames of each clip are decoded once, as JPEGs of quality "
                  "92, which changes them slightly; of random frames 3 fixed ones a segment, of "
                  "which one is drawn; empty = decode always")
-        add("--max-bad-fraction", type=part, default=0.01,
+        add("--max-bad-fraction", type=fraction, default=0.01,
             help="stop when a larger share of the samples cannot be read, 0..1")
         workers = max(4, min(16, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-        add("--workers", type=whole, default=workers,
+        add("--workers", type=int_ge0, default=workers,
             help="loader processes of each training process; 0 = load in the process itself")
         if self.texts:
             add("--caption-column", default="",
@@ -440,7 +440,7 @@ class Parser(OneLineErrorParser):
             add("--extra-captions", default="", metavar="FILE",
                 help="table of video (or image), caption and perhaps start, end: further captions "
                      "of training examples")
-            add("--caption-noise", type=part, default=0.0,
+            add("--caption-noise", type=fraction, default=0.0,
                 help="share of the training examples that get another one's captions, 0..1")
             add("--extra-pairs", nargs="+", default=[], metavar="SET",
                 help="sets whose pairs join training, NAME[=DIR]: howto100m=DIR, mine.csv=DIR")
@@ -496,10 +496,10 @@ class Parser(OneLineErrorParser):
             help="how images become squares in evaluation, and in views without a random crop "
                  "(--crop-min 1): scale the short side and crop the centre; or scale both sides "
                  "(CC3M trainer)")
-        add("--frames", type=count, default=12,
+        add("--frames", type=int_ge1, default=12,
             help="frames T of a clip; CLIP4Clip: 12, for paragraphs 64")
         if self.texts:
-            add("--eval-frames", type=whole, default=0,
+            add("--eval-frames", type=int_ge0, default=0,
                 help="frames T of a clip of val and test; VAST 16; 0 = as in training")
         add("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform",
             help="frames of a clip: spread from first to last; the middles of T segments; a "
@@ -540,7 +540,7 @@ class Parser(OneLineErrorParser):
             help="folder in which the features of frozen encoders are kept, computed once; empty = "
                  "contrastive-temperature in the user's cache folder; none = compute them in each "
                  "step")
-        add("--cached-views", type=whole, default=4,
+        add("--cached-views", type=int_ge0, default=4,
             help="random views of each image, and texts T~, whose features are kept and from which "
                  "each epoch draws; 0 = the plain image alone")
 
@@ -548,12 +548,12 @@ class Parser(OneLineErrorParser):
         add = self.add_argument_group("optimisation").add_argument
         add("--seed", type=between(0, 2**32 - 1, int), default=42,
             help="seed of the weights, the order of the samples and their views")
-        add("--epochs", type=positive, default=24.0, help="passes over the training set")
-        add("--max-steps", type=whole, default=0,
+        add("--epochs", type=positive_float, default=24.0, help="passes over the training set")
+        add("--max-steps", type=int_ge0, default=0,
             help="number of steps, in place of --epochs; 0 = by --epochs")
         add("--batch-size", type=between(2, 10**9, int), default=256,
             help="GLOBAL batch N, over all processes: it sets the number of negatives")
-        add("--chunk-size", type=whole, default=0,
+        add("--chunk-size", type=int_ge0, default=0,
             help="examples of each process that are encoded at a time, for less memory with the "
                  "same gradient; 0 = all")
         add("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
@@ -563,9 +563,9 @@ class Parser(OneLineErrorParser):
             help="learning rate at the end of the cosine or linear schedule")
         add("--lr-schedule", choices=["cosine", "linear", "constant"], default="cosine",
             help="course of the learning rate after the warm-up")
-        add("--warmup-epochs", type=nonnegative, default=2.0,
+        add("--warmup-epochs", type=nonnegative_float, default=2.0,
             help="epochs in which the learning rate rises to --lr; at most a tenth of the run")
-        add("--warmup-fraction", type=part, default=0.0,
+        add("--warmup-fraction", type=fraction, default=0.0,
             help="warm-up as a share of the run, 0..1, in place of --warmup-epochs")
         add("--weight-decay", type=rate, default=0.1,
             help="weight decay of matrices and kernels; biases, norms and scalars have none")
@@ -573,7 +573,7 @@ class Parser(OneLineErrorParser):
             help="decay of Adam's first moment, 0..1; momentum of sgd")
         add("--beta2", type=below_one, default=0.98, help="decay of Adam's second moment, 0..1")
         add("--eps", type=between(1e-30, 1e30), default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
-        add("--grad-clip", type=nonnegative, default=1.0,
+        add("--grad-clip", type=nonnegative_float, default=1.0,
             help="norm to which the gradient of all parameters is clipped; 0 = off")
         add("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
             help="precision of the encoders; the loss is always float32")
@@ -589,13 +589,13 @@ class Parser(OneLineErrorParser):
         add("--cpu", action=YES_OR_NO, default=False, help="use the CPU even if there is a GPU")
         add("--compile", action=YES_OR_NO, default=False,
             help="compile the encoders and the colour changes of the views by torch.compile")
-        add("--save-every", type=whole, default=500,
+        add("--save-every", type=int_ge0, default=500,
             help="steps between checkpoints, which are also written before each evaluation and at "
                  "the end; 0 = only then")
-        add("--eval-every", type=whole, default=0,
+        add("--eval-every", type=int_ge0, default=0,
             help="steps between evaluations of the val split, beside those at start and end; 0 = "
                  "only these")
-        add("--log-every", type=whole, default=10,
+        add("--log-every", type=int_ge0, default=10,
             help="steps between rows of the log; 0 = one at the end")
         add("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="",
             help="tracker that receives the log, too; empty = none")

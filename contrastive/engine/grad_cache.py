@@ -3,7 +3,7 @@
 import contextlib
 import functools
 
-from contrastive.encoders.base import batchnorms, run_again, statistics_stay
+from contrastive.encoders.base import batchnorms, uses_grad_checkpointing, frozen_bn_stats
 
 import torch
 
@@ -53,8 +53,8 @@ class GradCache:
         self.settings = contextlib.ExitStack()  # of the backward pass of the encoders
         self.keep_statistics = contextlib.nullcontext
         norms = batchnorms(model)
-        if norms and run_again(model):  # with --grad-checkpointing
-            self.keep_statistics = functools.partial(statistics_stay, norms)
+        if norms and uses_grad_checkpointing(model):  # with --grad-checkpointing
+            self.keep_statistics = functools.partial(frozen_bn_stats, norms)
 
     def encode(self, **inputs):
         """Inputs of the model, (nested dicts of) (B, ...) tensors -> tuple of (B, D) embeddings."""

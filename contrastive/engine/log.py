@@ -154,7 +154,7 @@ def git(*words):
     return done.stdout
 
 
-def peak_memory_mb():
+def peak_memory_mib():
     """Peak memory of this process in MiB, in spite of the name, which is a key of summary.json: of
     the GPU if it uses one, else resident."""
     if torch.cuda.is_initialized():

@@ -16,7 +16,7 @@ from contrastive.data.table import identity_of_files
 from contrastive.encoders.base import batchnorms
 from contrastive.engine import checkpoints
 from contrastive.engine.banner import banner
-from contrastive.engine.log import Log, commit, peak_memory_mb, versions
+from contrastive.engine.log import Log, commit, peak_memory_mib, versions
 from contrastive.evaluation.report import report
 from contrastive.core.files import write_json, write_tensors
 from contrastive.core.metrics import embedding_health, normalize
@@ -24,8 +24,8 @@ from contrastive.core.words import command_of
 from contrastive.evaluation.retrieval import query_ranks
 from contrastive.figures import draw
 from contrastive.core.processes import (
-    UserError, barrier, gather, gather_objects, mean_over_processes, on_main, opening, rank, say,
-    to_device, world)
+    UserError, barrier, gather, gather_objects, mean_over_processes, on_main, opening, rank, print_main,
+    to_device, world_size)
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ def count_steps(args, train):
     return Steps(per_epoch, total, warmup)
 
 
-def fit_to_data(args, train):
+def adjust_flags_to_data(args, train):
     """A copy of the flags in which the batch and the epochs fit a user's small data.
 
     A batch that is larger than the data becomes that of fitting_batch. Fewer than 500 steps become
@@ -69,7 +69,7 @@ def fit_to_data(args, train):
     choose_batch = own_data and "--batch-size" not in args.command_line
     if choose_batch and processes < examples < args.batch_size:
         batch_size = fitting_batch(examples, processes)
-        say(f"--batch-size {args.batch_size} -> {batch_size}, which fits the data")
+        print_main(f"--batch-size {args.batch_size} -> {batch_size}, which fits the data")
         args.batch_size = batch_size
     if examples < args.batch_size:
         raise UserError(f"--batch-size {args.batch_size}: larger than the {examples} training "
@@ -79,7 +79,7 @@ def fit_to_data(args, train):
         per_epoch = examples // args.batch_size
         epochs = float(math.ceil(ENOUGH_STEPS / per_epoch))
         if args.epochs < epochs:
-            say(f"--epochs {args.epochs:g} -> {epochs:g}, which make {epochs * per_epoch:.0f} "
+            print_main(f"--epochs {args.epochs:g} -> {epochs:g}, which make {epochs * per_epoch:.0f} "
                 "steps")
             if "--warmup-epochs" not in args.command_line:
                 args.warmup_epochs = scaled_warmup(args, epochs / args.epochs)
@@ -102,7 +102,7 @@ def scaled_warmup(args, factor):
     """--warmup-epochs times a factor, which is printed if there is such a warm-up."""
     warmup_epochs = args.warmup_epochs * factor
     if args.warmup_epochs and not args.warmup_fraction:
-        say(f"--warmup-epochs {args.warmup_epochs:g} -> {warmup_epochs:g}, in proportion")
+        print_main(f"--warmup-epochs {args.warmup_epochs:g} -> {warmup_epochs:g}, in proportion")
     return warmup_epochs
 
 
@@ -276,7 +276,7 @@ class Run:
         checkpoints.set_newer_aside(self)
         self.log.open(self)
         self.write_args()
-        say(banner(self, lines))
+        print_main(banner(self, lines))
         # a checkpoint is written before the evaluation of its step
         if self.step == 0 or self.is_due("eval", self.step):
             self.evaluate_val()
@@ -355,7 +355,7 @@ class Run:
         counts = to_device(counts, self.device)                            # (2,)
         not_finite = 1 - numbers["loss"].detach().isfinite().float()[None] # (1,)
         maxima = torch.cat([counts, not_finite])                           # (3,)
-        if world() > 1:
+        if world_size() > 1:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         maxima = maxima.to("cpu", non_blocking=True)
         ready = None
@@ -431,7 +431,7 @@ class Run:
             if seconds > 90:
                 remaining = f"{seconds / 60:.0f} min"
             words = ", ".join(f"{name} {text}" for name, text in texts.items())
-            say(f"step {self.step:,} of {self.last:,}: {words}, {remaining} left")
+            print_main(f"step {self.step:,} of {self.last:,}: {words}, {remaining} left")
 
     def restart_clock(self):
         """Speed and waiting for data are measured from here."""
@@ -453,7 +453,7 @@ class Run:
         """Ends the process after a checkpoint and says how to go on. Collective."""
         self.bar.close()
         name = signal.Signals(self.signal).name
-        say(f"stopped after step {self.step} by {name}; to go on: python {self.command} --resume "
+        print_main(f"stopped after step {self.step} by {name}; to go on: python {self.command} --resume "
             f"{self.folder} (with the same launcher)")
         barrier()
         self.accelerator.end_training()
@@ -477,7 +477,7 @@ class Run:
 
         On CPUs each process has its own, and would evaluate its images with them.
         """
-        if world() > 1:
+        if world_size() > 1:
             for layer in batchnorms(self.model):
                 for buffer in layer.buffers():
                     dist.broadcast(buffer, 0)
@@ -501,7 +501,7 @@ class Run:
         if rank() == 0:
             self.write_ranks()
             write_json(self.folder / "summary.json", summary)
-            say(report(summary, self.folder))
+            print_main(report(summary, self.folder))
             draw(figures, self)
         barrier()
         self.accelerator.end_training()  # closes trackers and the process group
@@ -514,8 +514,8 @@ class Run:
             "script": self.script, "dataset": args.dataset,
             "method": getattr(args, "loss", self.script), "seed": args.seed, "steps": self.step,
             "epochs": self.step / self.steps.per_epoch, "wall_s": seconds,
-            "samples_per_s": self.step * args.batch_size / seconds, "processes": world(),
-            "peak_memory_mb": max(gather_objects(peak_memory_mb())),
+            "samples_per_s": self.step * args.batch_size / seconds, "processes": world_size(),
+            "peak_memory_mib": max(gather_objects(peak_memory_mib())),
             "parameters": self.num_parameters,
             "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val,
             "test": test, "chance": chance, "commit": self.commit, "hub": self.hub,

@@ -10,8 +10,8 @@ import math
 from collections import Counter
 
 from contrastive.encoders.vgt import CLIP_FRAMES
-from contrastive.core.processes import UserError, mean_over_processes, say, to_device
-from contrastive.core.number_types import below_one, between, count
+from contrastive.core.processes import UserError, mean_over_processes, print_main, to_device
+from contrastive.core.number_types import below_one, between, int_ge1
 from contrastive.evaluation.embed import check_outputs, outputs_of_images
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.core.metrics import answer_hits, answer_vocabulary, question_metrics
@@ -46,7 +46,7 @@ def add_flags(parser):
     group.add_argument("--region-dir", default="", metavar="DIR",
                        help="folder of region features in VGT's format (docs/data.md); empty = "
                             "features of the set's own boxes (moving-emoji)")
-    group.add_argument("--regions", type=count, default=0,
+    group.add_argument("--regions", type=int_ge1, default=0,
                        help="regions R of a frame; VGT's code 5 on NExT-QA, else 10")
     group.add_argument("--dropout", type=below_one, default=0.3,
                        help="dropout of VGT's layers, 0..1; the text encoder keeps its own; VGT's "
@@ -407,8 +407,8 @@ def complete_pairs(data, index):
     is_complete = np.array(is_complete)                                    # (M,)
     if not is_complete.all():
         num_left_out = (~is_complete).sum()
-        say(f"{data.full_name}: {num_left_out:,} of {len(index):,} questions are left "
-            "out: answers without their reason, or the reverse")
+        print_main(f"{data.full_name}: {num_left_out:,} of {len(index):,} questions are left "
+                   "out: answers without their reason, or the reverse")
     if not is_complete.any():
         raise UserError(f"{data.full_name}: no question has both its answer and its "
                         "reason here")

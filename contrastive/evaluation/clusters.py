@@ -13,7 +13,7 @@ from contrastive.encoders.base import TwoTower
 from contrastive.encoders.models import EvalTransform, VisionEncoder
 from contrastive.encoders.sentences import SentenceEncoder
 from contrastive.core.files import read_json, write_json, write_tensors
-from contrastive.core.processes import UserError, on_main, opening, say
+from contrastive.core.processes import UserError, on_main, opening, print_main
 from contrastive.evaluation.by_class import recall_by_frequency
 from contrastive.evaluation.embed import encode_images
 from contrastive.core.metrics import normalize, retrieval_ranks
@@ -255,8 +255,9 @@ def distinct_captions(train):
     """The distinct captions, the first row of each, and how often each occurs: three lists."""
     if train.streamed:
         captions = list(train.first_captions(NUM_STREAMED))
-        say(f"clusters: of the first {len(captions):,} captions of the stream; other captions get "
-            "the cluster with the nearest centroid")
+        print_main(f"clusters: of the first {len(captions):,} captions of the stream; other "
+                   f"captions get "
+                   "the cluster with the nearest centroid")
         pairs = [(caption, -1) for caption in captions]
     else:
         pairs = []

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from contrastive import CORES
 from contrastive.data.batches import clip_inputs, loader, read_batch
 from contrastive.data.table import frames_of
-from contrastive.core.processes import UserError, gather_objects, rank, say, world
+from contrastive.core.processes import UserError, gather_objects, rank, print_main, world_size
 
 import numpy as np
 import torch
@@ -29,9 +29,9 @@ def gather_rows(parts, piece=4096):
         piece: rows that a process sends at a time: all may exceed the memory of a GPU.
     """
     rows = torch.cat(parts) if parts else torch.empty(0)
-    if world() == 1:
+    if world_size() == 1:
         return rows
-    rows_of_process = [[] for _ in range(world())]
+    rows_of_process = [[] for _ in range(world_size())]
     largest = max(gather_objects(len(rows)))
     for start in range(0, largest, piece):
         pieces = gather_objects(rows[start:start + piece].clone())
@@ -85,7 +85,7 @@ def outputs_of_images(model, data, transform, device, *, forward, batch=256, wor
     """
     if rows is None:
         rows = np.arange(len(data))
-    my_rows = np.asarray(rows)[rank()::world()].tolist()
+    my_rows = np.asarray(rows)[rank()::world_size()].tolist()
     batch = max(1, batch // (frames_of(data) or 1))
     if data.pixels is not None or len(my_rows) < 2 * batch:
         workers = 0  # starting them costs more than they save
@@ -158,8 +158,8 @@ def report_unreadable(data, num_rows, index, unreadable):
     if not len(index):
         raise UserError(f"{data.full_name}: none of its {num_rows} images can be read, {first}")
     if unreadable:
-        say(f"{data.full_name}: {len(unreadable)} of {num_rows} images cannot be read "
-            f"and are left out, {first}")
+        print_main(f"{data.full_name}: {len(unreadable)} of {num_rows} images cannot be read "
+                   f"and are left out, {first}")
 
 
 @torch.no_grad()
@@ -168,7 +168,7 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
 
     Raises: UserError if one is not finite.
     """
-    num_processes = world()
+    num_processes = world_size()
     my_texts = texts[rank()::num_processes]
     was_training = model.training
     model.eval()

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 from contrastive.core.files import read_json, slug
-from contrastive.core.processes import UserError, opening, say
+from contrastive.core.processes import UserError, opening, print_main
 from contrastive.core.words import flag_of
 from contrastive.data import data_options, load_data, open_pairs
 from contrastive.data.long_tail import labelled_sets
@@ -102,11 +102,11 @@ class EvaluatedModel:
         for name in COMPARED_FLAGS:
             value, trained = getattr(self.args, name), saved_flags.get(name)
             if trained is not None and value not in ("", 0, trained):
-                say(f"{flag_of(name)} {value}: {trained} in training")
+                print_main(f"{flag_of(name)} {value}: {trained} in training")
         value = self.args.frames
         trained = saved_flags.get("eval_frames") or saved_flags.get("frames")
         if value and trained and value != trained:
-            say(f"--frames {value}: {trained} in the evaluations of the run")
+            print_main(f"--frames {value}: {trained} in the evaluations of the run")
 
     def make_folder(self):
         """The folder of the result."""
@@ -143,13 +143,14 @@ class EvaluatedModel:
         except EmptySplit:
             return None  # a copy with the test part alone
         except UserError as error:
-            say(f"WARNING: {name} cannot be read, so rows that were trained on count, too "
-                f"({error})")
+            print_main(f"WARNING: {name} cannot be read, so rows that were trained on count, too "
+                       f"({error})")
             return None
         saved = read_json(self.run / "summary.json", {}).get("training_set")
         if saved and identity_of_files(train) != saved:
-            say(f"WARNING: {name} has changed since the run, which trained on other rows of it; "
-                "rows that were trained on may count, too")
+            print_main(f"WARNING: {name} has changed since the run, which trained on other rows of "
+                       f"it; "
+                       "rows that were trained on may count, too")
         return train
 
     @functools.cached_property
@@ -160,8 +161,9 @@ class EvaluatedModel:
             try:
                 pairs.append(open_pairs(word, argparse.Namespace(**self.flags)))
             except UserError as error:
-                say(f"WARNING: --extra-pairs {word} of the run cannot be read, so rows that were "
-                    f"trained on count, too ({error})")
+                print_main(f"WARNING: --extra-pairs {word} of the run cannot be read, so rows that "
+                           f"were "
+                           f"trained on count, too ({error})")
         return pairs
 
     def picture(self, kind, name):
@@ -358,11 +360,11 @@ def training_queries(model, splits, query_data):
     args = model.args
     script = model.flags.get("script", "ncl")
     if script not in SCRIPTS:
-        say(f"WARNING: --normalize: by ncl.py's functions; those of {script}.py may differ")
+        print_main(f"WARNING: --normalize: by ncl.py's functions; those of {script}.py may differ")
     beginning = f"{splits.name}: --normalize {args.normalize}: by"
     gamma_words = f"gamma {model.gamma:.3g}"
     if args.normalize in ("oracle", "dsl"):
-        say(f"{beginning} all test queries, so no fair result; {gamma_words}")
+        print_main(f"{beginning} all test queries, so no fair result; {gamma_words}")
     if args.normalize != "dsl" and has_queue(model, splits):
         texts = model.queues["texts"][-args.queue_size:]  # of size 0: all
         videos = model.queues["videos"][-args.queue_size:]
@@ -373,8 +375,8 @@ def training_queries(model, splits, query_data):
     else:
         return (), ()
     if args.normalize == "queue":
-        say(f"{beginning} {len(texts):,} texts and {len(videos):,} items of {source}; "
-            f"{gamma_words}")
+        print_main(f"{beginning} {len(texts):,} texts and {len(videos):,} items of {source}; "
+                   f"{gamma_words}")
     return texts, videos
 
 

@@ -105,7 +105,7 @@ def report(summary, folder):
     lines.append("")
     lines.append(f"{summary['steps']} steps, {summary['wall_s']:.0f} s, "
                  f"{summary['samples_per_s']:.0f} samples/s with evaluations, "
-                 f"peak memory {summary['peak_memory_mb']:.0f} MiB, "
+                 f"peak memory {summary['peak_memory_mib']:.0f} MiB, "
                  f"{summary['bad_samples']} bad samples")
     lines.append(f"run folder: {folder}")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 import functools
 
-from contrastive.core.processes import say
+from contrastive.core.processes import print_main
 from contrastive.data.table import frames_of
 from contrastive.encoders.models import EvalTransform
 from contrastive.evaluation.by_class import LabelledFeatures, class_metrics, labelled
@@ -124,7 +124,7 @@ def at_most(data, num_rows):
     rows = np.flatnonzero(data.labels >= 0)
     if len(rows) <= num_rows:
         return data
-    say(f"{data.full_name}: trivial baselines on {num_rows:,} of {len(rows):,} images")
+    print_main(f"{data.full_name}: trivial baselines on {num_rows:,} of {len(rows):,} images")
     rows = rows[np.random.default_rng(42).permutation(len(rows))[:num_rows]]
     return data.select(np.sort(rows))
 
