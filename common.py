@@ -113,13 +113,17 @@ def average(gradients):
 def fp32(loss):
     """Decorator of a loss, which then runs in float32 outside autocast, whatever the caller does.
 
-    Half precision becomes float32; float64 stays.
+    Half precision becomes float32; float64 stays. The dict of the keyword `terms`, which a loss
+    fills for the log, is handed on as it is.
     """
     @functools.wraps(loss)
     def wrapped(*args, **kwargs):
         from accelerate.utils import convert_to_fp32, find_device
+        converted = convert_to_fp32(kwargs)
+        if "terms" in kwargs:
+            converted["terms"] = kwargs["terms"]                           # the caller's own dict
         with torch.autocast(find_device((args, kwargs)).type, enabled=False):
-            return loss(*convert_to_fp32(args), **convert_to_fp32(kwargs))
+            return loss(*convert_to_fp32(args), **converted)
     return wrapped
 
 
