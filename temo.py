@@ -40,10 +40,10 @@ import functools
 
 import common
 
-from baselines import cwcl_loss, dystress_temperature, ts_temperature
 from common import (
-    EvaluationFacts, Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, clean_exit, fp32,
-    gather, nonnegative_float, normalize, one_number, per_anchor, positive_float, positive_index, row_blocks)
+    EvaluationFacts, Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, clean_exit,
+    cwcl_loss, dystress_temperature, fp32, gather, nonnegative_float, normalize, one_number,
+    per_anchor, positive_float, positive_index, row_blocks, ts_temperature)
 
 import torch
 import torch.nn.functional as F

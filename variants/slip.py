@@ -11,10 +11,9 @@ another loss: compare the two with diff.
 
 import common
 
-from baselines import nt_xent, slip_head
 from common import (
     EvaluationFacts, Evaluator, GradCache, Parser, Run, Temperature, clean_exit, nonnegative_float,
-    positive_float)
+    nt_xent, positive_float, slip_head)
 from temo import multimodal_loss
 
 import torch

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contrastive.core.files import whole_file
-from contrastive.core.processes import UserError, barrier, opening, rank, print_main, to_device, world_size
+from contrastive.core.processes import (
+    UserError, barrier, opening, print_main, rank, to_device, world_size)
 from contrastive.data.batches import UNREADABLE, Batches, loader, num_workers, read_batch
 from contrastive.data.clips import state_of_folder
 from contrastive.data.table import ROWS_AT_ONCE, frames_of

@@ -380,7 +380,8 @@ class Stream(TrainingSet):
             raise UserError(f"--streaming: {len(self.urls)} shards are too few for {world_size()} "
                             "processes")
         return StreamItems(
-            self, augments, seed, first=first, local=local, process=rank(), num_processes=world_size())
+            self, augments, seed, first=first, local=local, process=rank(),
+            num_processes=world_size())
 
 
 class StreamItems(torch.utils.data.IterableDataset):

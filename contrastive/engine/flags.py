@@ -178,7 +178,8 @@ class Parser(OneLineErrorParser):
             recipes: {data set: {flag: value}}, chosen by --dataset or --recipe. The first is the
                 default data set, 'own' is for data that have no recipe. The entry 'source' says
                 whose values they are.
-            presets: {flag: {value: {other flag: value}}} of flags that stand for values of others.
+            presets: {flag: {value: {name: value}}} of flags that set others, which are named as in
+                args; the value of a store_true flag such as --baseline is True.
             check: function (parser, args) that refuses flags which contradict each other.
         Returns: the flags. Exits with one line and code 2 if one is refused.
         """
@@ -251,7 +252,10 @@ class Parser(OneLineErrorParser):
             chooser.add_argument(flag, default="")
         for flag in presets:
             default = self._option_string_actions[flag].default
-            chooser.add_argument(flag, default=default)
+            if default is False:
+                chooser.add_argument(flag, action="store_true")
+            else:
+                chooser.add_argument(flag, default=default)
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
         chosen, _ = chooser.parse_known_args(argv)
         return chosen
@@ -360,6 +364,27 @@ class Parser(OneLineErrorParser):
         return list(dict.fromkeys(names))
 
     # ---------------------------------------- the flags of several scripts ------------------------
+    def add_tau_flags(self, group, tau, tau_clamp, note):
+        """Adds --tau, --learnable-tau and --tau-clamp to a group, with the defaults of the script.
+
+        Args: note: values of the papers, which --help shows.
+        """
+        group.add_argument("--tau", type=positive_float, default=tau,
+                           help=f"temperature of InfoNCE, divides the cosine; {note}")
+        group.add_argument("--learnable-tau", action=YES_OR_NO, default=False,
+                           help="learn the temperature, from --tau on")
+        group.add_argument("--tau-clamp", type=positive_float, nargs=2, default=list(tau_clamp),
+                           metavar=("LOW", "HIGH"),
+                           help="lowest and highest value of a learnt temperature")
+
+    def check_tau_flags(self, args):
+        """Refuses --tau-clamp without --learnable-tau, and a --tau outside of it."""
+        self.only(args.learnable_tau, "with --learnable-tau", "--tau-clamp")
+        low, high = args.tau_clamp
+        self.require(not args.learnable_tau or low <= args.tau <= high,
+                     f"--tau {args.tau}: a learnt temperature must start within --tau-clamp {low} "
+                     f"{high}")
+
     def add_view_flags(self, crop_min, flip, jitter, jitter_p):
         """Adds the flags of common.training_view, with the defaults of the script."""
         add = self.add_argument_group("view").add_argument

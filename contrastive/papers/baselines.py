@@ -11,7 +11,10 @@ loss gathers by itself and is the mean over the anchors of this process.
 
 import math
 
-from common import fp32, gather, normalize, per_anchor, positive_index, row_blocks
+from contrastive.core.loss_inputs import fp32, per_anchor
+from contrastive.core.metrics import normalize
+from contrastive.core.processes import gather, positive_index
+from contrastive.core.row_blocks import row_blocks
 
 import torch
 import torch.nn as nn
