@@ -302,7 +302,7 @@ def evaluate(model, opened):
     if tasks:
         options = ClassOptions(
             train=opened.train, few_shot=opened.splits.few_shot, knn_features=model.knn_features,
-            view=view, build_untrained=model.build_untrained)
+            view=view)
         if name == model.trained_on:
             options.shot_limits = model.facts.shot_limits
         metrics, chance, pieces = measure(

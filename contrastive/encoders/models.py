@@ -436,21 +436,6 @@ def complete_spec(spec, vision, text):
         spec["text_config"] = text.config
 
 
-def untrained(spec, seed):
-    """The TwoTower of a spec at random weights, without its text encoder.
-
-    These are the first weights of a run from scratch.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        vision_spec = spec | {"text_encoder": "", "questions": {}}
-        if "modalities" in spec:  # without subtitles, which are texts
-            vision_spec["modalities"] = spec["modalities"].replace("s", "") or "v"
-            vision_spec["matching"] = False
-        model, _ = model_of_spec(vision_spec, None, pretrained=False)
-    return model.eval()
-
-
 def load_model(run_dir):
     """The model of a finished run, on the CPU, in eval mode, without the hub.
 

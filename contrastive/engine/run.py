@@ -22,6 +22,7 @@ from contrastive.core.files import write_json, write_tensors
 from contrastive.core.metrics import embedding_health, normalize
 from contrastive.core.words import command_of
 from contrastive.evaluation.retrieval import query_ranks
+from contrastive.evaluation.saved_pieces import MAX_PICTURES, save_pieces
 from contrastive.figures import draw
 from contrastive.core.processes import (
     UserError, barrier, gather, gather_objects, mean_over_processes, on_main, opening, print_main,
@@ -502,13 +503,15 @@ class Run:
         self.in_loop = False
         self.bar.close()
         on_main(self.save_model, facts)
-        test, chance, self.test_pieces = self.evaluator("test", with_trivial=True)
+        test, chance, test_pieces = self.evaluator("test")
         summary = self.summary(test, chance, extra)
         if rank() == 0:
-            self.write_ranks()
+            self.write_ranks(test_pieces)
             write_json(self.folder / "summary.json", summary)
             print_main(report(summary, self.folder))
-            draw(figures, self)
+            save_pieces(self.folder / "val.safetensors", self.val_pieces)
+            save_pieces(self.folder / "test.safetensors", test_pieces, MAX_PICTURES)
+            draw(figures, self.folder)
         barrier()
         self.accelerator.end_training()  # closes trackers and the process group
         return summary
@@ -524,17 +527,17 @@ class Run:
             "peak_memory_mib": max(gather_objects(peak_memory_mib())),
             "parameters": self.num_parameters,
             "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val,
-            "test": test, "chance": chance, "commit": self.commit, "hub": self.hub,
+            "test": test, "chance": chance, "val_chance": self.chance, "commit": self.commit, "hub": self.hub,
             "training_set": identity_of_files(self.train),
             "versions": versions(args.cpu, self.commit), **extra}
 
-    def write_ranks(self):
+    def write_ranks(self, test_pieces):
         """Writes the rank of each test query by cosine to test_ranks.safetensors.
 
         They serve comparisons of runs, and are without the biases of ncl.py's reported recalls.
         """
         tensors = {}
-        for name, pieces in self.test_pieces.items():
+        for name, pieces in test_pieces.items():
             if pieces.text is not None:
                 for direction, ranks in query_ranks(pieces).items():
                     tensors[f"{name}/{direction}"] = torch.from_numpy(ranks)

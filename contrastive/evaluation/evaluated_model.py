@@ -14,7 +14,7 @@ from contrastive.data.registry import find_data_set, partition_name
 from contrastive.data.splits import with_note_of_uncompared, without_trained
 from contrastive.data.table import EmptySplit, identity_of_files
 from contrastive.encoders.kinds import encoder_kind
-from contrastive.encoders.models import load_model, model_of_spec, untrained
+from contrastive.encoders.models import load_model, model_of_spec
 from contrastive.encoders.texts import Tokenizer, build_tokenizer
 from contrastive.evaluation.by_class import padded_and_flipped
 from contrastive.evaluation.clusters import Clusters
@@ -119,12 +119,6 @@ class EvaluatedModel:
         with opening(folder):
             folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    def build_untrained(self):
-        """The run's tower at random weights; None for a model by name."""
-        if not self.flags:
-            return None
-        return untrained(read_json(self.run / "model.json"), self.flags["seed"])
 
     @functools.cached_property
     def training_set(self):

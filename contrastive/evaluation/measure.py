@@ -12,12 +12,11 @@ Scripts use its Evaluator, eval.py uses `measure` itself.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 from contrastive.core.processes import UserError
 from contrastive.data.table import Data, frames_of
-from contrastive.encoders.models import EvalTransform, untrained
+from contrastive.encoders.models import EvalTransform
 from contrastive.evaluation import answers
 from contrastive.evaluation.by_class import (
     FeatureOptions, LabelledFeatures, class_metrics, labelled, view_of, zero_shot)
@@ -25,7 +24,6 @@ from contrastive.evaluation.embed import encode_images
 from contrastive.evaluation.pieces import EvaluationPieces, Measurement
 from contrastive.evaluation.retrieval import (
     encode_captions, gap_and_health, multi_instance_retrieval, retrieval_both_ways)
-from contrastive.evaluation.trivial import BodyFeatures, drawn_images, trivial_accuracy
 
 import numpy as np
 
@@ -54,9 +52,6 @@ class ClassOptions:
     shot_limits: tuple | None = None  # of core.metrics.accuracy_by_class_size
     knn_features: str = "projected"  # embeddings; 'backbone': features before the projection
     view: EvalTransform | None = None  # of these tasks, if it is not that of the towers
-    # function () -> the run's model at random weights, or None; with it kNN and probes are measured
-    # on raw pixels, on colours and on that model as well: the chance level `trivial`
-    build_untrained: object = None
 
 
 # ======================================================= tasks that are supported =================
@@ -268,26 +263,6 @@ class SplitEvaluation:
             _, self.pieces.train_features, self.pieces.train_labels = train
             self.pieces.features, self.pieces.labels = self.labelled_features, self.labels
             self.pieces.label_names = self.data.label_names
-        if options.build_untrained is not None:
-            self.chance["trivial"] = self.trivial_chance(tasks, few_shot, feature_options)
-            drawn = drawn_images(options.train, self.data)
-            if drawn:
-                self.chance["trivial_images"] = drawn
-
-    def trivial_chance(self, tasks, few_shot, feature_options):
-        """The accuracies of raw pixels, of colours, and of the untrained model or, if the image
-        encoder is frozen, of its features."""
-        models = {}
-        vision = getattr(self.towers.model, "vision", None)
-        if getattr(vision, "frozen", False):
-            models["frozen"] = BodyFeatures(self.towers.model)
-        else:
-            untrained_model = self.options.build_untrained()
-            if untrained_model is not None:
-                models["untrained"] = untrained_model.to(self.device)
-        return trivial_accuracy(
-            self.options.train, self.data, few_shot, feature_options, tasks=tasks, models=models,
-            limits=self.options.shot_limits)
 
 
 # ======================================================= all sets of a run ========================
@@ -335,30 +310,28 @@ class Evaluator:
             raise UserError(f"--eval-datasets {name}: its {split} split: {unsupported[tasks[0]]}")
         return supported
 
-    def __call__(self, split, with_trivial=False):
+    def __call__(self, split):
         metrics, chance, pieces = {}, {}, {}
         for name, splits in self.sets.items():
             if split in splits:
-                measured = self.measure_split(name, split, with_trivial)
+                measured = self.measure_split(name, split)
             elif self.towers.tokenizer is None:
                 # temperature_schedules.py measures and draws the training images
                 measured = Measurement({}, {}, self.training_pieces())
             elif split == "val" and self.args.watch_test:
-                measured = self.measure_split(name, "test", with_trivial)
+                measured = self.measure_split(name, "test")
                 name = f"{name} (test)"
             else:
                 continue
             metrics[name], chance[name], pieces[name] = measured
         return metrics, chance, pieces
 
-    def measure_split(self, name, split, with_trivial):
-        """The Measurement of a split. with_trivial: whether it has the chance level `trivial`."""
+    def measure_split(self, name, split):
+        """The Measurement of a split."""
         model, _, transform = self.towers
         view, _ = view_of(transform, name, self.args.dataset)
         options = ClassOptions(
             self.train, self.few_shot, self.shot_limits, self.knn_features, view)
-        if with_trivial:
-            options.build_untrained = functools.partial(untrained, model.spec, self.args.seed)
         measured = measure(
             self.towers, self.sets[name][split], self.tasks[name, split], options,
             device=self.device, workers=self.args.workers)

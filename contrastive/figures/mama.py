@@ -97,3 +97,6 @@ def draw_curves(run):
         ("margin", "mu, radians", {"mu": "mu"}),
         ("weights", "mean over the batch", weights),
         *base.batch_panels()])
+
+
+FIGURES = {}  # of several runs

@@ -196,3 +196,6 @@ def quantity(args):
     if args.loss == "max-margin":
         return "margin", "margin"
     return "tau", "temperature"
+
+
+FIGURES = {}  # of several runs

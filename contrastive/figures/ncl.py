@@ -322,3 +322,6 @@ def draw_training(run, name):
         *base.batch_panels(),
         ("normalisation error, batch", "mean |1 - sum P|", errors)]
     base.draw_training_curves(run, panels, chance)
+
+
+FIGURES = {}  # of several runs
