@@ -69,7 +69,6 @@ from contrastive.evaluation.clusters import (  # of captions (MM-TS)
     check_source, head_mid_tail, k_means, largest_first, open_clusters)
 from contrastive.evaluation.embed import encode_texts
 from contrastive.evaluation.meta import meta_data  # a few clean examples (MAMA)
-from contrastive.evaluation.facts import EvaluationFacts  # what a run tells eval.py
 from contrastive.evaluation.measure import Evaluator
 from contrastive.evaluation.retrieval import retrieval_both_ways
 from contrastive.evaluation.similarities import save_similarities

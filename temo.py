@@ -41,7 +41,7 @@ import functools
 import common
 
 from common import (
-    EvaluationFacts, Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, clean_exit,
+    Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, clean_exit,
     cwcl_loss, dystress_temperature, fp32, gather, nonnegative_float, normalize, one_number,
     per_anchor, positive_float, positive_index, row_blocks, ts_temperature)
 
@@ -444,10 +444,7 @@ def main(args):
         run.end_step(batch, loss, columns, [image, text])                  # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
-    facts = EvaluationFacts(knn_features=args.knn_features)                # for eval.py
-    if uses_tau(args):
-        facts.tau, facts.learnable_tau = args.tau, args.learnable_tau
-    return run.finish(facts, figures="temo")
+    return run.finish(figures="temo")
 
 
 def augmented_view(args):

@@ -12,7 +12,7 @@ another loss: compare the two with diff.
 import common
 
 from common import (
-    EvaluationFacts, Evaluator, GradCache, Parser, Run, Temperature, clean_exit, nonnegative_float,
+    Evaluator, GradCache, Parser, Run, Temperature, clean_exit, nonnegative_float,
     nt_xent, positive_float, slip_head)
 from temo import multimodal_loss
 
@@ -127,8 +127,7 @@ def main(args):
         run.end_step(batch, loss, {"tau": tau, **terms}, [image, text])    # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
-    facts = EvaluationFacts(args.tau, learnable_tau=True, knn_features=args.knn_features)
-    return run.finish(facts, figures="temo")
+    return run.finish(figures="temo")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import argparse
 import common
 
 from common import (
-    EvaluationFacts, Evaluator, Expert, GradCache, Parser, Run, Temperature, clean_exit, fp32,
+    Evaluator, Expert, GradCache, Parser, Run, Temperature, clean_exit, fp32,
     gather, nonnegative_float, normalize, positive_float)
 from temo import info_nce, modulated_temperature, multimodal_loss
 
@@ -216,8 +216,7 @@ def main(args):
         run.end_step(batch, loss, {"tau": tau, **terms}, [image, text])    # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
-    facts = EvaluationFacts(args.tau, args.learnable_tau, knn_features=args.knn_features)
-    return run.finish(facts, figures="temo")
+    return run.finish(figures="temo")
 
 
 if __name__ == "__main__":

@@ -490,11 +490,10 @@ class Run:
                     dist.broadcast(buffer, 0)
 
     # ---------------------------------------- the end ---------------------------------------------
-    def finish(self, facts, figures, **extra):
+    def finish(self, figures, **extra):
         """Saves the model, evaluates the test splits, writes summary.json, draws. Collective.
 
         Args:
-            facts: EvaluationFacts, which eval.py reads.
             figures: name of the module of contrastive/figures that draws; it stays in a copy of the
                 script.
             extra: more entries of the summary.
@@ -502,7 +501,7 @@ class Run:
         """
         self.in_loop = False
         self.bar.close()
-        on_main(self.save_model, facts)
+        on_main(self.save_model)
         test, chance, test_pieces = self.evaluator("test")
         summary = self.summary(test, chance, extra)
         if rank() == 0:
@@ -527,7 +526,8 @@ class Run:
             "peak_memory_mib": max(gather_objects(peak_memory_mib())),
             "parameters": self.num_parameters,
             "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val,
-            "test": test, "chance": chance, "val_chance": self.chance, "commit": self.commit, "hub": self.hub,
+            "test": test, "chance": chance, "val_chance": self.chance,
+            "commit": self.commit, "hub": self.hub,
             "training_set": identity_of_files(self.train),
             "versions": versions(args.cpu, self.commit), **extra}
 
@@ -544,15 +544,14 @@ class Run:
         if tensors:
             write_tensors(self.folder / "test_ranks.safetensors", tensors)
 
-    def save_model(self, facts):
+    def save_model(self):
         """Writes what load_model reads; own.safetensors has the parameters of the loss, if any."""
         _, tokenizer, _ = self.evaluator.towers
         write_tensors(self.folder / "model.safetensors", self.model.state_dict())
         parameters = self.loss_parameters()
         if parameters:
             write_tensors(self.folder / "own.safetensors", parameters)
-        spec = self.model.spec | {"evaluation": vars(facts)}
-        write_json(self.folder / "model.json", spec)
+        write_json(self.folder / "model.json", self.model.spec)
         # that of the small encoder is there since the start: a resume would not write it again
         if tokenizer and self.args.text_encoder != "small":
             tokenizer.tokenizer.save_pretrained(self.folder / "tokenizer")
