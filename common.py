@@ -71,11 +71,12 @@ from contrastive.evaluation.embed import encode_texts
 from contrastive.evaluation.meta import meta_data  # a few clean examples (MAMA)
 from contrastive.evaluation.measure import Evaluator
 from contrastive.evaluation.retrieval import retrieval_both_ways
+from contrastive.evaluation.saved_pieces import save_pieces  # for pictures
 from contrastive.evaluation.similarities import save_similarities
 
 # ---- contrastive/papers: what belongs to one paper ----
 from contrastive.papers.baselines import (  # losses of other papers
-    cwcl_loss, dystress_temperature, nt_xent, slip_head, ts_temperature)
+    cwcl_loss, dystress_temperature, hardest_negative_loss, nt_xent, slip_head, ts_temperature)
 from contrastive.papers.text_pairs import (  # T and T~ (TeMo)
     Paraphrases, drop_and_swap, text_pair, text_words)
 

@@ -43,6 +43,7 @@ class SavedPieces:
     owner: torch.Tensor | None = None       # (C,) row of each caption's image among the M
     positives: torch.Tensor | None = None   # (C, P) images of each caption, padded with -1
     biases: dict = dataclasses.field(default_factory=dict)  # NCL: {mode: ((M,), (C,))}
+    recall_by_queue_size: dict | None = None  # NCL: {training queries: {direction: R@1}}
 
     # ---- with classes ----
     label_names: list | None = None
@@ -120,6 +121,7 @@ def reduce_pieces(pieces, num_pictures=0):
         saved.positives = torch.where(positives >= 0, place[positives], -1)
         for mode, (image_bias, text_bias) in pieces.biases.items():
             saved.biases[mode] = image_bias[images], text_bias[captions]
+        saved.recall_by_queue_size = pieces.recall_by_queue_size
     if pieces.train_features is not None:
         chosen = random_order(len(pieces.train_labels))[:MAX_ROWS]
         saved.train_features = pieces.train_features[chosen]

@@ -4,6 +4,7 @@
     DySTReSS  Manna et al. 2025: InfoNCE, a temperature for each pair      dystress_temperature
     CWCL      Srinivasa et al. 2023: texts count by how alike images are   cwcl_loss
     SLIP      Mu et al. 2022: NT-Xent between two views of an image        nt_xent
+    VSE++     Faghri et al. 2018: triplets with the hardest negatives      hardest_negative_loss
 
 I, T: image and text (B, D), embeddings of this process; s_ij: their cosines. As in every script, a
 loss gathers by itself and is the mean over the anchors of this process.
@@ -123,3 +124,43 @@ def slip_head(width, hidden=4096, dim=256):
     return nn.Sequential(nn.Linear(width, hidden), nn.LayerNorm(hidden), nn.ReLU(),
                          nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU(),
                          nn.Linear(hidden, dim))
+
+
+# ------------------------------------------------------- VSE++ ------------------------------------
+def triplet_loss(anchor, candidates, target, margin):
+    """Mean triplet loss of anchors with their hardest negatives, in one direction.
+
+    Args:
+        anchor, candidates: (B, D), (N, D).
+        target: (B,) column of each anchor's own candidate.
+        margin: a number, () or (B, 1).
+    Returns: ()
+    """
+    sim = anchor @ candidates.T                                            # (B, N)
+    target_column = target[:, None]                                        # (B, 1)
+    negatives = sim.scatter(1, target_column, -math.inf)                   # (B, N)
+    hardest = negatives.amax(dim=1, keepdim=True)                          # (B, 1)
+    return (margin - sim.gather(1, target_column) + hardest).relu().mean()
+
+
+@fp32
+def hardest_negative_loss(text, video, margin=0.2, *, terms=None):
+    """Triplets with the hardest negative of the global batch: the sum of both directions.
+
+    It is the loss of SSB, too, which NCL takes the place of.
+
+    Args:
+        text, video: (B, D) embeddings of this process; row i of both is a positive pair.
+        margin: >= 0, in units of the cosine: a number, () or (B,) for each anchor.
+        terms: a dict, which receives "L_t2v" and "L_v2t", means over the anchors.
+    Returns: (), float32. With equal cosines it is 2 margin.
+    """
+    text, video = normalize(text), normalize(video)                        # (B, D)
+    all_texts, all_videos = gather(text), gather(video)                    # (N, D)
+    margin = per_anchor(margin, text, "margin", positive=False)            # () or (B, 1)
+    target = positive_index(text)                                          # (B,)
+    t2v = triplet_loss(text, all_videos, target, margin)
+    v2t = triplet_loss(video, all_texts, target, margin)
+    if terms is not None:
+        terms.update({"L_t2v": t2v, "L_v2t": v2t})
+    return t2v + v2t
