@@ -60,13 +60,10 @@ from contrastive.encoders.ssb import (  # SSB, a base of NCL
     Captioner, captioning_loss, ssb_recipe, support_summary)
 from contrastive.encoders.texts import build_tokenizer, train_wordpiece
 from contrastive.encoders.towers import freeze_as_clip4clip, set_dropout
-from contrastive.encoders.vast import MatchingLoss, hard_pairs  # VAST, a base of MM-TS
 
-# ---- contrastive/evaluation: whole evaluations, clusters and meta-data ----
+# ---- contrastive/evaluation: whole evaluations, and meta-data ----
 from contrastive.evaluation import answers  # questions and their answers (MAMA)
 from contrastive.evaluation.by_class import padded_and_flipped  # training images of TS's probes
-from contrastive.evaluation.clusters import (  # of captions (MM-TS)
-    check_source, head_mid_tail, k_means, largest_first, open_clusters)
 from contrastive.evaluation.embed import encode_texts
 from contrastive.evaluation.meta import meta_data  # a few clean examples (MAMA)
 from contrastive.evaluation.measure import Evaluator
@@ -77,6 +74,8 @@ from contrastive.evaluation.similarities import save_similarities
 # ---- contrastive/papers: what belongs to one paper ----
 from contrastive.papers.baselines import (  # losses of other papers
     cwcl_loss, dystress_temperature, hardest_negative_loss, nt_xent, slip_head, ts_temperature)
+from contrastive.papers.clusters import (  # of captions (MM-TS)
+    check_source, head_mid_tail, k_means, largest_first, open_clusters)
 from contrastive.papers.text_pairs import (  # T and T~ (TeMo)
     Paraphrases, drop_and_swap, text_pair, text_words)
 

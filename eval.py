@@ -35,7 +35,7 @@ from contrastive.data.table import Data, EmptySplit
 from contrastive.engine.flags import OneLineErrorParser
 from contrastive.engine.log import versions
 from contrastive.evaluation.by_class import view_of
-from contrastive.evaluation.clusters import head_mid_tail
+from contrastive.papers.clusters import head_mid_tail
 from contrastive.evaluation.evaluated_model import (
     EvaluatedModel, EvaluatedSplits, open_query_data, resolve_name, training_queries)
 from contrastive.evaluation.facts import read_facts

@@ -6,7 +6,6 @@ retrieval.py   tasks by caption: retrieval, multi-instance retrieval, the modali
 rerank.py      retrieval that VAST's matching head ranks anew
 by_class.py    tasks by class: neighbours, probes, zero-shot
 answers.py     questions and their answers (MAMA); meta.py: its meta-data
-clusters.py    clusters of captions, and retrieval by their size (MM-TS)
 pieces.py      what an evaluation returns; saved_pieces.py: what is saved of it for pictures
 report.py      the result as a table
 facts.py       what a run says of itself to eval.py

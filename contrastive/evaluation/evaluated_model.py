@@ -17,7 +17,7 @@ from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.models import load_model, model_of_spec
 from contrastive.encoders.texts import Tokenizer, build_tokenizer
 from contrastive.evaluation.by_class import padded_and_flipped
-from contrastive.evaluation.clusters import Clusters
+from contrastive.papers.clusters import Clusters
 from contrastive.evaluation.embed import encode_images, encode_texts
 from contrastive.evaluation.facts import SCRIPTS, read_facts
 from contrastive.evaluation.measure import Towers

@@ -9,7 +9,7 @@ from pathlib import Path
 from contrastive.data.views import key_hash
 from contrastive.encoders.sentences import SentenceEncoder
 from contrastive.core.processes import UserError, opening
-from contrastive.evaluation.clusters import k_means
+from contrastive.papers.clusters import k_means
 
 import numpy as np
 import torch
