@@ -43,7 +43,7 @@ import torch.nn.functional as F
 
 import common
 from common import (
-    Evaluator, EvaluationFacts, GradCache, Parser, Run, Temperature, between, clean_exit, fp32,
+    Evaluator, GradCache, Parser, Run, Temperature, between, clean_exit, fp32,
     fraction, gather, nonnegative_float, normalize, per_anchor, positive_float, positive_index,
     row_blocks)
 
@@ -480,10 +480,7 @@ def main(args):
     if accelerator.is_main_process and clusters is not None and not args.learnable_tau:
         common.write_tensors(run.folder / "temperatures.safetensors",      # for Figs. 3 to 11
                              curves_of_clusters(clusters, args, steps.total))
-    facts = EvaluationFacts(learnable_tau=args.learnable_tau, knn_features=args.knn_features)
-    if args.loss == "clip" and not args.schedule and not args.shifts:
-        facts.tau = args.tau
-    return run.finish(facts, figures="mmts")
+    return run.finish(figures="mmts")
 
 
 def banner_lines(args, clusters):
