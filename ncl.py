@@ -41,8 +41,8 @@ import torch.nn.functional as F
 
 import common
 from common import (
-    EvaluationFacts, Evaluator, GradCache, Parser, Run, Temperature, clean_exit, fp32, gather,
-    int_ge1, normalize, one_number, positive_index, retrieval_both_ways, row_blocks)
+    Evaluator, GradCache, Parser, Run, Temperature, clean_exit, fp32, gather, int_ge1, normalize,
+    one_number, positive_index, retrieval_both_ways, row_blocks)
 from common import hardest_negative_loss  # noqa: F401  of SSB (variants/ncl_ssb.py)
 
 
@@ -399,10 +399,7 @@ def main(args):
 
     # ------------------------------------------- save and evaluate --------------------------------
     save_queues(run, temperature, text_queue, video_queue)
-    facts = EvaluationFacts(                                               # for eval.py
-        args.tau, args.learnable_tau, normalize=args.normalize, iterations=args.iterations,
-        knn_features=args.knn_features)
-    return run.finish(facts, figures="ncl")
+    return run.finish(figures="ncl")
 
 
 def baseline_loss(args, text, video, gamma, terms):

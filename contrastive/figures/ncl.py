@@ -42,9 +42,8 @@ def draw(folder):
         if not pieces.biases:
             base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
             continue
-        modes = run.summary["test"][name]["normalize"]
-        errors = {mode: metrics["error"] for mode, metrics in modes.items()}
-        draw_normalization(pieces, errors, gamma, run.folder / f"normalization{suffix}.png")
+        metrics = run.summary["test"][name]["normalize"]
+        draw_normalization(pieces, metrics, gamma, run.folder / f"normalization{suffix}.png")
         mode = mode_of(run, pieces)
         if mode == "none":
             mode = "oracle"
@@ -96,12 +95,12 @@ def draw_training(run):
 
 
 # ===================================================== errors, mistakes, queues ===================
-def draw_normalization(pieces, errors, gamma, path):
+def draw_normalization(pieces, metrics, gamma, path):
     """Draws Figs. 2, 3 and 5: normalisation errors, mistakes by share, R@1 by size of the queue.
 
     Args:
         pieces: SavedPieces with biases.
-        errors: {mode of the biases: {direction: error}}.
+        metrics: {mode of the biases: metrics}, 'normalize' of summary.json.
         gamma: of the biases.
         path: of the picture.
     """
@@ -109,10 +108,10 @@ def draw_normalization(pieces, errors, gamma, path):
     if pieces.recall_by_queue_size:
         num_panels = 5
     fig, axes = figure(num_panels, columns=2)
-    draw_error_bars(axes[0], errors, pieces.kind)
-    draw_shares(axes[1:4], pieces, gamma)
+    draw_error_bars(axes[0], metrics, pieces.kind)
+    draw_shares(axes[1:4], pieces, list(metrics), gamma)
     if pieces.recall_by_queue_size:
-        draw_queue_sizes(axes[4], pieces)
+        draw_queue_sizes(axes[4], pieces, metrics["none"])
     for ax in axes:
         if ax is axes[3]:
             ax.legend()
@@ -125,27 +124,30 @@ def draw_normalization(pieces, errors, gamma, path):
     save_figure(fig, path)
 
 
-def draw_error_bars(ax, errors, kind):
+def draw_error_bars(ax, metrics, kind):
     """Draws the normalisation errors of both directions as bars (Fig. 2)."""
-    places = np.arange(len(errors))
+    places = np.arange(len(metrics))
     labels = (f"text -> {kind}", f"{kind} -> text")
     for shift, direction, label in zip((-0.2, 0.2), DIRECTIONS, labels):
-        heights = [error[direction] for error in errors.values()]
+        heights = [of_mode["error"][direction] for of_mode in metrics.values()]
         ax.bar(places + shift, heights, 0.4, label=label)
     ax.set_title("normalisation error (Fig. 2)")
     ax.set_ylabel("mean |1 - sum P|")
-    ax.set_xticks(places, list(errors))
+    ax.set_xticks(places, list(metrics))
 
 
-def draw_shares(axes, pieces, gamma):
+def draw_shares(axes, pieces, modes, gamma):
     """Draws mistakes against an item's summed probability (Fig. 3), and these sums, sorted.
 
-    Args: axes: three panels.
+    Args:
+        axes: three panels.
+        modes: of the biases, in the order of the legend.
     """
     kind = pieces.kind
     sim = base.cosines(pieces)                                             # (C, M)
     *rate_axes, sum_axes = axes
-    for mode, (image_bias, _) in pieces.biases.items():
+    for mode in modes:
+        image_bias, _ = pieces.biases[mode]                                # (M,)
         biased = sim + image_bias                                          # (C, M)
         share = summed_probability(biased, gamma).numpy()                  # (M,)
         bins = np.digitize(share, SHARE_EDGES)                             # (M,) 0..7
@@ -197,14 +199,19 @@ def mistakes(sim, positives):
     return missed_rate.numpy(), false_rate.numpy()
 
 
-def draw_queue_sizes(ax, pieces):
-    """Draws R@1 by the number of training queries that give the biases (Fig. 5)."""
+def draw_queue_sizes(ax, pieces, without_biases):
+    """Draws R@1 by the number of training queries that give the biases (Fig. 5).
+
+    Dotted: without biases, whose metrics are handed in.
+    """
     recalls = pieces.recall_by_queue_size
     sizes = [int(size) for size in recalls]                                # JSON has texts
     labels = (f"text -> {pieces.kind}", f"{pieces.kind} -> text")
-    for direction, label in zip(DIRECTIONS, labels):
+    for colour, direction, label in zip(("C0", "C1"), DIRECTIONS, labels):
         values = [recall[direction] for recall in recalls.values()]
-        ax.plot(sizes, values, marker="o", ms=3, label=label)
+        ax.plot(sizes, values, "-o", ms=3, label=label, color=colour)
+        ax.axhline(without_biases[direction]["R@1"], ls=":", label=f"{label}, no queue",
+                   color=colour)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:g}")
     ax.set_title("R@1 by queue size (Fig. 5)")
@@ -243,9 +250,12 @@ def draw_answers(stages, path):
         sims[name] = base.cosines(shown) + image_bias[:len(shown.image)]   # (c, m)
         first_answers.append(sims[name].argmax(1))
     is_same = first_answers[0] == first_answers[-1]                        # (c,)
-    order = is_same.int().sort(stable=True).indices
+    changed_first = is_same.int().sort(stable=True).indices.tolist()
+    row_of_image = {}
+    for row in changed_first:
+        row_of_image.setdefault(int(shown.owner[row]), row)                # one query an image
     hits = []
-    for row in order[:3].tolist():
+    for row in list(row_of_image.values())[:3]:
         right = set(shown.positives[row].tolist())
         for name, sim in sims.items():
             below = []
