@@ -73,7 +73,7 @@ from contrastive.evaluation.similarities import save_similarities
 
 # ---- contrastive/papers: what belongs to one paper ----
 from contrastive.papers.baselines import (  # losses of other papers
-    cwcl_loss, dystress_temperature, hardest_negative_loss, nt_xent, slip_head, ts_temperature)
+    cwcl_loss, dystress_temperature, hardest_negative_loss, ts_temperature)
 from contrastive.papers.clusters import (  # of captions (MM-TS)
     check_source, head_mid_tail, k_means, largest_first, open_clusters)
 from contrastive.papers.text_pairs import (  # T and T~ (TeMo)

@@ -355,6 +355,10 @@ class Parser(OneLineErrorParser):
                 after = shlex.quote(str(value))
                 print_main(f"resumed with {flag} {before} -> {after}")
 
+    def flags_of(self, title):
+        """The flags of a group, as on the command line."""
+        return [flag_of(name) for name in self.flags_of_group(title)]
+
     def flags_of_group(self, title):
         """The names of the flags of a group."""
         names = []
@@ -406,17 +410,20 @@ class Parser(OneLineErrorParser):
                  "pixels, brightness and sharpness times 1.9, grey outside")
 
     def add_simclr_view_flags(self):
-        """Adds the flags of common.simclr_view."""
+        """Adds the flags of common.simclr_view; defaults are SimCLR's, of colours SLIP's."""
         add = self.add_argument_group("SimCLR's view").add_argument
-        add("--aug-crop-min", type=fraction, default=0.2,
+        add("--aug-crop-min", type=fraction, default=0.08,
             help="smallest crop as a fraction of the area, 0..1; SimCLR 0.08")
         add("--aug-flip", type=fraction, default=0.5,
             help="horizontal-flip probability, 0..1; SimCLR 0.5")
-        add("--aug-jitter", type=fraction, default=0.4,
-            help="strength of the colour jitter, in 80 %% of the views; SLIP 0.4")
+        add("--aug-jitter", type=nonnegative_float, default=0.4,
+            help="strength of the colour jitter; SLIP 0.4")
+        add("--aug-jitter-p", type=fraction, default=0.8,
+            help="probability of the colour jitter, 0..1; SimCLR 0.8")
         add("--aug-hue", type=between(0, 0.5), default=0.1,
             help="strength of the hue jitter, 0..0.5; SLIP 0.1")
-        add("--aug-blur", type=fraction, default=0.0, help="blur probability, 0..1; SimCLR 0.5")
+        add("--aug-grey", type=fraction, default=0.2, help="grey probability, 0..1; SimCLR 0.2")
+        add("--aug-blur", type=fraction, default=0.5, help="blur probability, 0..1; SimCLR 0.5")
 
     # ---------------------------------------- the flags that all scripts share --------------------
     def add_shared_flags(self):

@@ -3,7 +3,6 @@
     TS        Kukleva et al. 2023: a temperature that follows the step     ts_temperature
     DySTReSS  Manna et al. 2025: InfoNCE, a temperature for each pair      dystress_temperature
     CWCL      Srinivasa et al. 2023: texts count by how alike images are   cwcl_loss
-    SLIP      Mu et al. 2022: NT-Xent between two views of an image        nt_xent
     VSE++     Faghri et al. 2018: triplets with the hardest negatives      hardest_negative_loss
 
 I, T: image and text (B, D), embeddings of this process; s_ij: their cosines. As in every script, a
@@ -18,7 +17,6 @@ from contrastive.core.processes import gather, positive_index
 from contrastive.core.row_blocks import row_blocks
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 
@@ -27,21 +25,23 @@ def ts_temperature(progress, tau_min=0.01, tau_max=0.05, periods=5):
     return tau_min + (tau_max - tau_min) * (1 + math.cos(2 * math.pi * periods * progress)) / 2
 
 
-def dystress_temperature(sim, tau_min=0.01, tau_max=0.04, shifted=False, detach=False):
+def dystress_temperature(sim, tau_min=0.01, tau_max=0.04, shifted=False, detach=False, *,
+                         highest_from=0.4, width=0.7):
     """DySTReSS: tau_min + (tau_max - tau_min) (1 + cos(pi (1 + s_ij))) / 2.
 
     Args:
         sim: cosines, any shape.
         tau_min, tau_max: temperatures at s = 0 and at s = -1 and 1.
-        shifted: the phase is pi (s - 0.4) / 0.7 below s = 0.4 and 0 above: tau_max for s >= 0.4,
-            falling to tau_min at s = -0.3 and rising again to tau_max at s = -1.
+        shifted: the phase is pi (s - highest_from) / width below s = highest_from and 0 above:
+            tau_max for s >= 0.4, falling to tau_min at s = -0.3 and rising again to tau_max at -1.
         detach: stop the gradient through the temperature.
+        highest_from, width: as there; 0.4 and 0.7 are those of TeMo's code.
     Returns: temperatures of sim's shape.
     """
     if detach:
         sim = sim.detach()
     if shifted:
-        phase = math.pi * (sim - 0.4).clamp(max=0) / 0.7
+        phase = math.pi * (sim - highest_from).clamp(max=0) / width
     else:
         phase = math.pi * (1 + sim)
     return tau_min + (tau_max - tau_min) * (1 + torch.cos(phase)) / 2
@@ -80,50 +80,6 @@ def cwcl_loss(image, text, tau):
     image_to_text = weighted_cross_entropy(image, tau, candidates=texts, images=images.detach())
     text_to_image = cross_entropy(text, positive_index(text), tau, candidates=images)
     return (image_to_text.mean() + text_to_image.mean()) / 2
-
-
-# ------------------------------------------------------- SLIP -------------------------------------
-@row_blocks
-def nt_xent_of_view(anchor, target, tau, *, same_view, other_view):
-    """NT-Xent of each anchor of one view: (b, D), (b,), tau -> (b,).
-
-    Args: same_view, other_view: (N, D), the view of the anchors and the other view.
-    """
-    same_sim = anchor @ same_view.T                                        # (b, N)
-    other_sim = anchor @ other_view.T                                      # (b, N)
-    logits = torch.cat([other_sim, same_sim], dim=1) / tau                 # (b, 2N)
-    anchor_column = len(same_view) + target[:, None]                       # (b, 1)
-    logits = logits.scatter(1, anchor_column, -math.inf)                   # (b, 2N)
-    return F.cross_entropy(logits, target, reduction="none")               # (b,)
-
-
-@fp32
-def nt_xent(z1, z2, tau):
-    """The image loss of SLIP: NT-Xent of two views, 2N - 2 negatives.
-
-    Args:
-        z1, z2: (B, D) two views of the same images.
-        tau: temperature > 0: a number, () or (B,).
-    Returns: () mean over both views, float32.
-    """
-    z1, z2 = normalize(z1), normalize(z2)                                  # (B, D)
-    all_z1, all_z2 = gather(z1), gather(z2)                                # (N, D)
-    tau = per_anchor(tau, z1)                                              # () or (B, 1)
-    target = positive_index(z1)                                            # (B,)
-    loss_1 = nt_xent_of_view(z1, target, tau, same_view=all_z1, other_view=all_z2)
-    loss_2 = nt_xent_of_view(z2, target, tau, same_view=all_z2, other_view=all_z1)
-    return (loss_1.mean() + loss_2.mean()) / 2
-
-
-def slip_head(width, hidden=4096, dim=256):
-    """SLIP's projection head, (B, width) -> (B, dim).
-
-    LayerNorm takes the place of its BatchNorm, so that results do not depend on processes and
-    chunks.
-    """
-    return nn.Sequential(nn.Linear(width, hidden), nn.LayerNorm(hidden), nn.ReLU(),
-                         nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU(),
-                         nn.Linear(hidden, dim))
 
 
 # ------------------------------------------------------- VSE++ ------------------------------------
