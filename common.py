@@ -55,17 +55,14 @@ from contrastive.encoders.cached import open_feature_cache  # --freeze
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
 from contrastive.encoders.models import (
     EvalTransform, TextEncoder, VisionEncoder, load_model)
-from contrastive.encoders.questions import QuestionAnswerer  # (MAMA)
 from contrastive.encoders.ssb import (  # SSB, a base of NCL
     Captioner, captioning_loss, ssb_recipe, support_summary)
 from contrastive.encoders.texts import build_tokenizer, train_wordpiece
 from contrastive.encoders.towers import freeze_as_clip4clip, set_dropout
 
-# ---- contrastive/evaluation: whole evaluations, and meta-data ----
-from contrastive.evaluation import answers  # questions and their answers (MAMA)
+# ---- contrastive/evaluation: whole evaluations ----
 from contrastive.evaluation.by_class import padded_and_flipped  # training images of TS's probes
 from contrastive.evaluation.embed import encode_texts
-from contrastive.evaluation.meta import meta_data  # a few clean examples (MAMA)
 from contrastive.evaluation.measure import Evaluator
 from contrastive.evaluation.retrieval import retrieval_both_ways
 from contrastive.evaluation.saved_pieces import save_pieces  # for pictures
@@ -73,15 +70,18 @@ from contrastive.evaluation.similarities import save_similarities
 
 # ---- contrastive/papers: what belongs to one paper ----
 from contrastive.papers.baselines import (  # losses of other papers
-    cwcl_loss, dystress_temperature, hardest_negative_loss, ts_temperature)
+    cwcl_loss, dystress_temperature, focal_weights, hardest_negative_loss, l2rw_weights,
+    spl_weights, ts_temperature)
 from contrastive.papers.clusters import (  # of captions (MM-TS)
     check_source, head_mid_tail, k_means, largest_first, open_clusters)
+from contrastive.papers.meta import meta_data  # a few clean examples (MAMA)
 from contrastive.papers.text_pairs import (  # T and T~ (TeMo)
     Paraphrases, drop_and_swap, text_pair, text_words)
 
 # ---- contrastive/engine: the flags and the book-keeping of a run ----
 from contrastive.engine.flags import OneLineErrorParser, Parser  # argparse with recipes
-from contrastive.engine.grad_cache import GradCache, tf32  # --chunk-size
+from contrastive.engine.grad_cache import (
+    GradCache, random_state, set_random_state, tf32)  # --chunk-size
 from contrastive.engine.run import Run, count_steps, adjust_flags_to_data
 
 import torch

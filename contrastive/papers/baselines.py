@@ -4,6 +4,9 @@
     DySTReSS  Manna et al. 2025: InfoNCE, a temperature for each pair      dystress_temperature
     CWCL      Srinivasa et al. 2023: texts count by how alike images are   cwcl_loss
     VSE++     Faghri et al. 2018: triplets with the hardest negatives      hardest_negative_loss
+    focal     Lin et al. 2017: a small weight for an easy pair             focal_weights
+    SPL       Kumar et al. 2010: the easy pairs first                      spl_weights
+    L2RW      Ren et al. 2018: weights from the gradient of meta-data      l2rw_weights
 
 I, T: image and text (B, D), embeddings of this process; s_ij: their cosines. As in every script, a
 loss gathers by itself and is the mean over the anchors of this process.
@@ -120,3 +123,37 @@ def hardest_negative_loss(text, video, margin=0.2, *, terms=None):
     if terms is not None:
         terms.update({"L_t2v": t2v, "L_v2t": v2t})
     return t2v + v2t
+
+
+# ------------------------------------------------------- weights of pairs (MAMA, Table 6) ---------
+def focal_weights(losses, gamma=2.0):
+    """Focal loss: (1 - p_i)^gamma, (B,) -> (B,).
+
+    p_i = exp(-L_i / 2) is the geometric mean of the pair's probability in both directions.
+    """
+    return (-torch.expm1(-losses / 2)).clamp(min=0) ** gamma
+
+
+def spl_weights(losses, share):
+    """Self-paced learning: 1 for the easiest pairs of the global batch, else 0: (B,) -> (B,).
+
+    Args: share: fraction of the batch that has weight 1, 0..1, at least one pair.
+    """
+    sorted_losses = gather(losses).sort().values                           # (N,)
+    num_easiest = max(1, round(share * len(sorted_losses)))
+    return (losses <= sorted_losses[num_easiest - 1]).to(losses)           # (B,)
+
+
+def l2rw_weights(gain):
+    """L2RW: in proportion to how far a step on each pair lowers the meta loss: (B,) -> (B,).
+
+    Negative gains are clipped to 0; weights are normalised to mean 1 over the global batch (all are
+    0 where no step helps).
+
+    Args: gain: (B,) <grad L^meta, grad L_j> at the present parameters.
+    """
+    gain = gain.clamp(min=0)                                               # (B,)
+    all_gains = gather(gain)                                               # (N,)
+    total = all_gains.sum()                                                # ()
+    # an `if` would wait for the GPU
+    return torch.where(total > 0, len(all_gains) * gain / total, gain)     # (B,)
