@@ -1,5 +1,5 @@
-"""Figures of MAMA: of a run, curves, weights (Fig. 4, right), retrieval or answers; of several runs,
-Figures 2, 4 and 5; clips with captions (Fig. 6), for tools/caption.py."""
+"""Figures of MAMA: of a run, curves, weights (Fig. 4, right), retrieval or answers; of several
+runs, Figures 2, 4 and 5; clips with captions (Fig. 6), for tools/caption.py."""
 
 from typing import NamedTuple
 
