@@ -296,26 +296,13 @@ def open_data(args):
     Raises: UserError if there is nothing that could be evaluated.
     """
     train = load_data(args.dataset, "train", data_options(args))
-    own_val = None
-    if args.eval_datasets:
-        own_val = own_val_split(args)
-    evaluation_sets = {}
-    for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
-        name, folder = partition_name(word, "=")
-        if name in evaluation_sets:
-            raise UserError(f"--eval-datasets {name}: named with two folders")
-        splits = open_evaluation_splits(name, evaluation_options(args, name, folder))
-        if name != args.dataset and find_data_set(name) is None:
-            for split, data in splits.items():
-                data = with_note_of_val(without_trained(data, train), own_val)
-                splits[split] = with_note_of_uncompared(data, train)
-        if args.eval_datasets and not splits:
-            raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
-        evaluation_sets[name] = splits
+    evaluation_sets = open_evaluation_sets(args, train)
     has_val = any("val" in splits for splits in evaluation_sets.values())
-    if not has_val and tests_on_other_data(args) and own_val is not None:
-        has_val = True
-        evaluation_sets[args.dataset] = {"val": own_val}
+    if not has_val and tests_on_other_data(args):
+        val = own_val_split(args)
+        if val is not None:
+            has_val = True
+            evaluation_sets[args.dataset] = {"val": val}
     if args.eval_every and not has_val and not getattr(args, "watch_test", False):
         raise UserError(
             f"--eval-every {args.eval_every}: {', '.join(evaluation_sets)} without a val split, "
@@ -324,6 +311,35 @@ def open_data(args):
     for word in args.extra_pairs:
         train = add_pairs(train, open_pairs(word, args), evaluation_sets, f"--extra-pairs {word}")
     return train, evaluation_sets
+
+
+def open_evaluation_sets(args, train):
+    """Opens the sets of --eval-datasets, or the training set without this flag.
+
+    Rows of the user's data that are trained on are left out and counted.
+
+    Args:
+        args: parsed flags.
+        train: the training set; None if no set is the user's own.
+    Returns: {name: {"val": Data, "test": Data}}, with the splits that exist.
+    """
+    own_val = None
+    if args.eval_datasets and train is not None:
+        own_val = own_val_split(args)
+    evaluation_sets = {}
+    for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
+        name, folder = partition_name(word, "=")
+        if name in evaluation_sets:
+            raise UserError(f"--eval-datasets {name}: named with two folders")
+        splits = open_evaluation_splits(name, evaluation_options(args, name, folder))
+        if train is not None and name != args.dataset and find_data_set(name) is None:
+            for split, data in splits.items():
+                data = with_note_of_val(without_trained(data, train), own_val)
+                splits[split] = with_note_of_uncompared(data, train)
+        if args.eval_datasets and not splits:
+            raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
+        evaluation_sets[name] = splits
+    return evaluation_sets
 
 
 def own_val_split(args):

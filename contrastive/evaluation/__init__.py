@@ -8,8 +8,6 @@ by_class.py    tasks by class: neighbours, probes, zero-shot
 answers.py     questions and their answers (MAMA); meta.py: its meta-data
 pieces.py      what an evaluation returns; saved_pieces.py: what is saved of it for pictures
 report.py      the result as a table
-facts.py       what a run says of itself to eval.py
-evaluated_model.py  what eval.py evaluates: a model and its data
 
 contrastive/core/metrics.py has the pure metrics.
 """

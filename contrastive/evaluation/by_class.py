@@ -80,10 +80,10 @@ def view_of(transform, name, trained_on):
     Args:
         transform: EvalTransform of the run.
         name, trained_on: data set of the evaluation, and of the run.
-    Returns: EvalTransform, or None if it is `transform`; words on it.
+    Returns: EvalTransform, or None if it is `transform`.
     """
     if transform.resize != "squash" or name == trained_on:
-        return None, ""
+        return None
     if name.startswith("cifar100"):
         stats = "cifar100"
     elif name.startswith("cifar10"):
@@ -92,8 +92,7 @@ def view_of(transform, name, trained_on):
         stats = "imagenet"
     mean_and_std = (STATS | CIFAR_STATS)[stats]
     part = transform.size / transform.short
-    view = EvalTransform(transform.size, *mean_and_std, "crop", part)
-    return view, f"images of the tasks by class are cropped, statistics {stats}"
+    return EvalTransform(transform.size, *mean_and_std, "crop", part)
 
 
 def labelled(model, data, options):
