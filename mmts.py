@@ -227,6 +227,13 @@ def parse_args(argv=None):
     """The flags of a run."""
     parser = Parser(__file__, "MM-TS: a temperature or margin for each sample, by the size of the "
                               "cluster of its caption.")
+    add_method_flags(parser)
+    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=1.0)
+    return parser.parse(argv, RECIPES, {"--baseline": {True: BASELINE}}, check_flags)
+
+
+def add_method_flags(parser):
+    """Adds the group of the method's flags, which is returned."""
     yes_or_no = argparse.BooleanOptionalAction
     method = parser.add_argument_group("method")
     method.add_argument("--loss", choices=["clip", "max-margin"], default="clip",
@@ -256,8 +263,6 @@ def parse_args(argv=None):
     method.add_argument("--margin", type=nonnegative_float, default=0.2,
                         help="margin of --loss max-margin with --no-shifts, in units of the "
                              "cosine, 0..2; AVION 0.2")
-    method.add_argument("--label-smoothing", type=fraction, default=0.0,
-                        help="part of InfoNCE's target that is spread over all candidates, 0..1")
     method.add_argument("--clusters", metavar="SOURCE", default="captions",
                         help="source of the clusters: captions or vision (K-Means of embeddings); "
                              "label, verb, noun or verb-noun (classes); a JSON file of {key: "
@@ -268,8 +273,7 @@ def parse_args(argv=None):
     method.add_argument("--cluster-encoder", default="sentence-transformers/all-MiniLM-L6-v2",
                         help="embeddings for K-Means: tf-idf, or a transformers id or folder "
                              "(vision: an image encoder); paper: SentenceBERT, on CC3M DistilBERT")
-    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=1.0)
-    return parser.parse(argv, RECIPES, {"--baseline": {True: BASELINE}}, check_flags)
+    return method
 
 
 def check_flags(parser, args):
@@ -282,7 +286,6 @@ def check_flags(parser, args):
                 "--tau")
     parser.only(not args.shifts and has_margins, "with --loss max-margin --no-shifts or --baseline",
                 "--margin")
-    parser.only(not has_margins, "with --loss clip", "--label-smoothing")
     parser.only(args.clusters in ("captions", "vision"), "with --clusters captions or vision",
                 "--num-clusters", "--cluster-encoder")
     parser.require(not args.learnable_tau or is_fixed and not has_margins,
@@ -457,7 +460,7 @@ def main(args):
 
         terms = {}
         if args.loss == "clip":
-            loss = clip_loss(image, text, tau_or_margin, args.label_smoothing, terms=terms)
+            loss = clip_loss(image, text, tau_or_margin, terms=terms)
         elif args.loss == "max-margin":
             loss = max_margin_loss(image, text, tau_or_margin, terms=terms)
         else:

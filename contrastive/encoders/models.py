@@ -411,13 +411,13 @@ def initial_model(spec, tokenizer, pretrained, vision_pretrained):
             pooling = "cls"
             tower = bert_tower(
                 spec["image_encoder"], spec["text_encoder"], pretrained=pretrained,
-                vocabulary=vocabulary, config=spec.get("text_config"), matching=spec["matching"])
+                vocabulary=vocabulary, config=spec.get("text_config"))
         text = TextEncoder(
             spec["text_encoder"], embed_dim, pretrained, spec["text_length"], vocabulary,
             pooling=pooling, config=spec.get("text_config"), tower=tower, **projection)
     complete_spec(spec, vision, text)
     if is_vast:
-        return Vast(vision, text, embed_dim, spec["modalities"], spec["matching"])
+        return Vast(vision, text, embed_dim, spec["modalities"])
     if is_vgt:
         return VGT(vision, text, spec["embed_dim"], tokenizer, **questions)
     if questions:
