@@ -19,7 +19,6 @@ from contrastive.core.number_types import (
 from contrastive.core.processes import print_main
 from contrastive.core.words import command_of, flag_of, name_of
 from contrastive.data.registry import flags_of, partition_name
-from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.weights import packaged_encoders
 from contrastive.engine.checkpoints import folder_of
 
@@ -211,7 +210,6 @@ class Parser(OneLineErrorParser):
         args.command_line = sorted(self.command_line_flags & self._option_string_actions.keys())
         args.method_flags = self.flags_of_group("method")
         self.settle_lengths(args)
-        self.settle_modalities(args)
         args.changed = list(dict.fromkeys(saved.get("changed", []) + self.changed_flags(args)))
         self.check_resume(chosen.resume, saved, args)
         self.say_changes(saved, args)
@@ -304,12 +302,6 @@ class Parser(OneLineErrorParser):
             args.warmup_epochs = 0.0
         if "--epochs" in flags and "--max-steps" not in flags:
             args.max_steps = 0  # a resumed run may have had --max-steps
-
-    def settle_modalities(self, args):
-        """--modalities auto is what the image encoder reads."""
-        if self.texts and args.modalities == "auto":
-            is_vast = encoder_kind(args.image_encoder).family == "vast"
-            args.modalities = "vas" if is_vast else "v"
 
     def changed_flags(self, args):
         """Hyperparameters on the command line that differ from their defaults."""
@@ -530,9 +522,6 @@ class Parser(OneLineErrorParser):
                  "(CC3M trainer)")
         add("--frames", type=int_ge1, default=12,
             help="frames T of a clip; CLIP4Clip: 12, for paragraphs 64")
-        if self.texts:
-            add("--eval-frames", type=int_ge0, default=0,
-                help="frames T of a clip of val and test; VAST 16; 0 = as in training")
         add("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform",
             help="frames of a clip: spread from first to last; the middles of T segments; a "
                  "random one of each segment (in evaluation uniform; middle on epic-kitchens-100, "
@@ -541,8 +530,6 @@ class Parser(OneLineErrorParser):
         image_encoders = (
             "image encoder: small, resnet18-cifar, any timm name, a transformers id or folder; of "
             "whole clips video_NAME (a timm ViT), swin3d_b, clip_vip:NAME (a CLIP)")
-        if self.texts:
-            image_encoders += ", or vast (MM-TS's base, which reads sound and subtitles as well)"
         add("--image-encoder", default="small", help=image_encoders)
         add("--pretrained", action=YES_OR_NO, default=False,
             help="start the encoders from published weights")
@@ -551,9 +538,6 @@ class Parser(OneLineErrorParser):
         add("--embed-dim", type=between(2, 10**6, int), default=128,
             help="width D of the embeddings")
         if self.texts:
-            add("--modalities", choices=["auto", "v", "a", "s", "va", "vs", "vas"], default="auto",
-                help="what VAST reads of a clip: v frames, a sound, s a subtitle, as far as the "
-                     "data have them; auto: vas, and frames alone with other image encoders")
             add("--projection-bias", action=YES_OR_NO, default=False,
                 help="new layers from features to embeddings have a bias (CC3M trainer)")
         add("--grad-checkpointing", action=YES_OR_NO, default=False,
