@@ -38,14 +38,15 @@ import argparse
 import functools
 import math
 
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
+import common
+
+from common import (
+    Evaluator, GradCache, Parser, Run, Temperature, between, clean_exit, fp32, gather,
+    nonnegative_float, normalize, per_anchor, positive_float, positive_index, row_blocks)
+
 import torch
 import torch.nn.functional as F
-
-import common
-from common import (
-    Evaluator, GradCache, Parser, Run, Temperature, between, clean_exit, fp32,
-    fraction, gather, nonnegative_float, normalize, per_anchor, positive_float, positive_index,
-    row_blocks)
 
 
 # ======================================================= METHOD ===================================

@@ -23,17 +23,19 @@ docs/mmts.md has the commands of the tables and the differences from VAST's code
 
 import functools
 
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
 import mmts
+
 from common import (
     Evaluator, GradCache, Parser, Run, Temperature, clean_exit, fraction, gather, nonnegative_float,
     normalize, positive_float)
 from contrastive.encoders.vast import MODALITIES, Pairs
 from mmts import clip_loss, cluster_captions, max_margin_loss, sample_temperature
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 
 # ======================================================= METHOD ===================================
