@@ -39,7 +39,7 @@ import math
 import common
 
 from common import (
-    Augment, EvaluationFacts, Evaluator, GradCache, Parser, Run, Temperature, batchnorms, between,
+    Augment, Evaluator, GradCache, Parser, Run, Temperature, batchnorms, between,
     clean_exit, fp32, fraction, gather, int_ge0, int_ge1, nonnegative_float, normalize, per_anchor,
     positive_float, positive_index, print_main, row_blocks, to_device, world_size)
 
@@ -545,9 +545,7 @@ def main(args):
     if accelerator.is_main_process:                                        # for Fig. 2
         save_projections(run.folder / "z.safetensors", head,
                          run.val_pieces[args.dataset].train_features)
-    facts = EvaluationFacts(long_tail=True, train_features=args.train_features,
-                            shot_limits=args.shot_limits)                  # for eval.py
-    return run.finish(facts, figures="ts")
+    return run.finish(figures="ts")
 
 
 # ------------------------------------------------------- data and views --------------------------
@@ -620,7 +618,13 @@ def most_frequent_half(sizes):
 # ------------------------------------------------------- banner and log ---------------------------
 def banner_lines(args, steps, last, sizes):
     """The method's lines of the banner: {title: text}."""
-    lines = {"classes": f"{len(sizes)}, {sizes.max()} to {sizes[sizes > 0].min()} images"}
+    num_candidates = 2 * args.batch_size - 1
+    if args.loss == "moco":
+        num_candidates = args.queue_size + 1
+    guess = f"ln {num_candidates} = {math.log(num_candidates):.3f}"
+    lines = {
+        "classes": f"{len(sizes)}, {sizes.max()} to {sizes[sizes > 0].min()} images",
+        "candidates": f"{num_candidates:,} of each anchor; L_c of a random guess: {guess}"}
     if last < steps.total:
         lines["end"] = f"at step {last:,}, epoch {last / steps.per_epoch:g}"
     return lines
