@@ -221,7 +221,9 @@ class Run:
             model: the model, without DDP; it is also what is evaluated and saved.
             optimizer: as accelerator.prepare returns it.
             others: by name, what else has a state: modules of the loss, queues, a second optimizer.
+                None is left out.
         """
+        others = {name: part for name, part in others.items() if part is not None}
         self.model = model
         self.optimizer = optimizer
         self.loss_modules = {}
