@@ -36,6 +36,7 @@ import copy
 import functools
 import math
 
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
 
 from common import (
@@ -264,10 +265,8 @@ def project(head, features):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults. The defaults of the flags below are the paper's;
-# those of the flags that all scripts share stand in contrastive/engine/flags.py.
-# Precedence: default < recipe (--dataset or --recipe) < --baseline < saved flags of --resume <
-# command line. 'source' says whose values a recipe has (docs/temperature_schedules.md).
+# A recipe holds what differs from the defaults; 'source' says whose values they are
+# (docs/temperature_schedules.md).
 CIFAR = dict(
     source="paper; optimiser and views from the authors' code",
     image_encoder="resnet18-cifar", image_size=32, image_stats="imagenet",
@@ -302,17 +301,21 @@ RECIPES = {
     "moving-emoji": MOVING,
     "emoji-scenes": SCENES,
     "own": SMALL}
-BASELINE = dict(schedule="fixed", tau=0.2)                                 # Table 1
+BASELINE = {True: dict(schedule="fixed", tau=0.2)}                         # Table 1
 
 
+# Flags of the method and of views stand here, with the paper's values as defaults; those that all
+# scripts share in contrastive/engine/flags.py.
+# default < recipe (--dataset, --recipe) < preset (--baseline) < saved flags of --resume
+# < command line.
 def parse_args(argv=None):
-    """The flags of a run."""
+    """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "TS: a temperature schedule for SimCLR and MoCo on long-tail images.",
                     texts=False)
     method = parser.add_argument_group("method")
     method.add_argument("--baseline", action="store_true",
-                        help="the paper's baseline, a fixed temperature, with everything else "
-                             "equal: sets --schedule fixed --tau 0.2")
+                        help="train the paper's baseline, a fixed temperature, with everything "
+                             "else equal: sets --schedule fixed --tau 0.2")
     method.add_argument("--loss", choices=["simclr", "moco"], default="simclr",
                         help="SimCLR's NT-Xent, or MoCo's loss with a queue of keys")
     method.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"],
@@ -344,7 +347,7 @@ def parse_args(argv=None):
                              "unchanged schedules; paper about 0.7 (1,880 of 2,000 epochs); 0 = "
                              "run to the end")
     add_image_flags(parser)
-    return parser.parse(argv, RECIPES, {"--baseline": {True: BASELINE}}, check_flags)
+    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 
 def add_image_flags(parser):
@@ -406,8 +409,9 @@ def check_flags(parser, args):
     is_fixed = args.schedule == "fixed" and not args.tau_head
     is_scheduled = args.schedule != "fixed" and not args.tau_head
     has_period = is_scheduled and args.schedule != "random"
-    parser.only(not args.baseline, "without --baseline", "--schedule", "--learnable-tau",
-                "--tau-head", "--tau-tail")
+    parser.require(not args.baseline or is_fixed,
+                   f"--schedule {args.schedule}, --tau-head {args.tau_head}: --baseline has a "
+                   "fixed temperature; leave out one of the two")
     parser.only(not args.tau_head, "without --tau-head", "--schedule")
     parser.only(is_scheduled, "with a --schedule other than fixed", "--tau-min", "--tau-max")
     parser.only(has_period or args.stop_at_phase, "with --schedule cos, step or oscillating, or "
@@ -443,7 +447,7 @@ def check_image_flags(parser, args):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # Open the data before starting processes, so that bad paths fail fast.
+    # before the processes join, so that a wrong path fails fast
     splits = common.labelled_splits(args)                                  # {train, val, test, ...}
     train = splits["train"]
     evals = {args.dataset: without_training_images(splits)}
@@ -466,26 +470,27 @@ def main(args):
         head = simclr_head(encoder.vision.width, args.embed_dim, args.head_norm)
     model = SimCLRNet(encoder, head).to(accelerator.device)
     limits = args.tau_clamp if args.learnable_tau else None
-    fixed_tau = Temperature(args.tau, limits).to(accelerator.device)       # or learnt; outside DDP
-    others = {"head": head, "tau": fixed_tau}                              # in checkpoints
+    # outside DDP: average_gradients does for it what DDP does for the model
+    tau_parameter = Temperature(args.tau, limits).to(accelerator.device)       # or learnt
+    others = {"head": head, "tau": tau_parameter}                              # in checkpoints
     if args.loss == "moco":
         key_model = copy.deepcopy(model).requires_grad_(False)
         queue = Queue(args.queue_size, args.embed_dim, args.seed).to(accelerator.device)
         others |= {"key_model": key_model, "queue": queue}
-    optimizer = common.make_optimizer([model, fixed_tau], args)
+    optimizer = common.make_optimizer([model, tau_parameter], args)
     if args.decay_all:
         decay_vectors(optimizer, args.weight_decay)
-    parameters = [*model.parameters(), *fixed_tau.parameters()]
+    parameters = [*model.parameters(), *tau_parameter.parameters()]
 
     # >>> shared: prepare
-    torch.manual_seed(args.seed + accelerator.process_index)               # of dropout
+    torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
     if args.compile:
         model = torch.compile(model)
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
-    run.resume(encoder, optimizer, **others)                               # with --resume
+    run.resume(encoder, optimizer, **others)                               # no-op without --resume
     grad_cache = GradCache(model, accelerator, args.chunk_size,            # with --chunk-size
                            encode=functools.partial(encode, model))
 
@@ -500,7 +505,7 @@ def main(args):
     run.start(evaluator, pair=("view1", "view2"),
               after_val=functools.partial(log_coverage, head=head),
               **banner_lines(args, steps, last, sizes))
-    for batch in batches:
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "rows": B numbers of training images
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         epoch = run.step // steps.per_epoch
@@ -509,13 +514,13 @@ def main(args):
                                      args.tau_tail)
             tau = to_device(tau, accelerator.device)                       # (B,)
         elif args.schedule == "fixed":
-            tau = fixed_tau()                                              # a number, or ()
+            tau = tau_parameter()                                              # a number, or ()
         else:
             tau = temperature(epoch, args.schedule, args.tau_min, args.tau_max, args.period,
                               args.seed)                                   # a number
 
         u, v = batch["views"]                                              # (B, [T,] 3, S, S) each
-        terms = {}                                                         # of the log
+        terms = {}                                                         # for the log
         if args.loss == "simclr":
             z1, z2 = grad_cache.encode(u=u, v=v)                           # (B, D)
             loss = nt_xent(z1, z2, tau, terms=terms)                       # ()
@@ -529,17 +534,18 @@ def main(args):
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
 
         accelerator.backward(loss)                                         # of the full batch
-        common.average_gradients(fixed_tau.parameters())
+        common.average_gradients(tau_parameter.parameters())
         if args.grad_clip:
             accelerator.clip_grad_norm_(parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        fixed_tau.clamp()
+        tau_parameter.clamp()
         if args.loss == "moco":
             update_momentum(key_model, raw_model, args.momentum)
             queue.push(z2)
-        columns = {"tau": torch.as_tensor(tau).mean(), **terms}
-        run.end_step(batch, loss, columns, [z1, z2])                       # count, log, save, stop
+        log_row = {"tau": torch.as_tensor(tau).mean(), **terms}
+        # counts the step, logs, saves, evaluates; stops at a NaN or a signal
+        run.end_step(batch, loss, log_row, [z1, z2])
 
     # ------------------------------------------- save and evaluate --------------------------------
     if accelerator.is_main_process:                                        # for Fig. 2

@@ -22,6 +22,7 @@ import copy
 import functools
 import math
 
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
 
 from common import (
@@ -173,7 +174,7 @@ def parse_args(argv=None):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # Open the data before starting processes, so that bad paths fail fast.
+    # before the processes join, so that a wrong path fails fast
     splits = common.labelled_splits(args)                                  # {train, val, test, ...}
     train = splits["train"]
     evals = {args.dataset: without_training_images(splits)}
@@ -196,7 +197,7 @@ def main(args):
         decay_vectors(optimizer, args.weight_decay)
 
     # >>> shared: prepare
-    torch.manual_seed(args.seed + accelerator.process_index)               # of dropout
+    torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
     if args.compile:
@@ -224,7 +225,7 @@ def main(args):
             masks.prune(encoder, args.prune)
         u, v = batch["views"]                                              # (B, [T,] 3, S, S) each
         z1, z2 = grad_cache.encode(u=u, v=v)                               # (B, D)
-        terms = {}                                                         # of the log
+        terms = {}                                                         # for the log
         loss = nt_xent(z1, z2, args.tau, terms=terms)                      # ()
 
         accelerator.backward(loss)                                         # of the full batch
@@ -232,8 +233,8 @@ def main(args):
             accelerator.clip_grad_norm_(model.parameters(), args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        columns = {"tau": args.tau, **terms}
-        run.end_step(batch, loss, columns, [z1, z2])                       # count, log, save, stop
+        # counts the step, logs, saves, evaluates; stops at a NaN or a signal
+        run.end_step(batch, loss, {"tau": args.tau, **terms}, [z1, z2])
 
     # ------------------------------------------- save and evaluate --------------------------------
     if accelerator.is_main_process:                                        # for Fig. 2
