@@ -55,10 +55,8 @@ from contrastive.encoders.cached import open_feature_cache  # --freeze
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
 from contrastive.encoders.models import (
     EvalTransform, TextEncoder, VisionEncoder, load_model)
-from contrastive.encoders.ssb import (  # SSB, a base of NCL
-    Captioner, captioning_loss, ssb_recipe, support_summary)
 from contrastive.encoders.texts import build_tokenizer, train_wordpiece
-from contrastive.encoders.towers import freeze_as_clip4clip, set_dropout
+from contrastive.encoders.towers import freeze_as_clip4clip
 
 # ---- contrastive/evaluation: whole evaluations ----
 from contrastive.evaluation.by_class import padded_and_flipped  # training images of TS's probes

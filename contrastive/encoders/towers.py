@@ -5,7 +5,6 @@ import functools
 from contrastive.data.hub import note_commit
 from contrastive.encoders.base import STATS, Tower, hub_encoder, small_cnn
 from contrastive.encoders.clip_vip import ClipViP
-from contrastive.encoders.ssb import VideoTower
 from contrastive.encoders.vast import vision_tower
 from contrastive.core.files import read_json
 from contrastive.core.processes import UserError, opening, print_main
@@ -32,6 +31,8 @@ def image_tower(name, kind, embed_dim, *, pretrained, image_size, config=None, n
     if kind.family == "small":
         return Tower(small_cnn().to(memory_format=torch.channels_last), 128)
     if kind.family == "ssb":
+        from contrastive.encoders.ssb import VideoTower
+
         return Tower(VideoTower(num_features, embed_dim), embed_dim)
     if kind.family == "regions":
         return Tower(nn.Identity(), num_features)
@@ -314,33 +315,3 @@ def freeze_as_clip4clip(model):
     for name, parameter in model.named_parameters():
         if ".embeddings." in name or ".pre_layrnorm." in name:
             parameter.requires_grad_(False)
-
-
-def set_dropout(model, dropout, text=True):
-    """Sets the dropout in training of a TwoTower.
-
-    Args:
-        dropout: probability 0..1 in SSB's tower and text head.
-        text: False switches off the dropout of a transformers text encoder, which otherwise keeps
-            its own.
-    """
-    if not text:
-        for module in model.text.modules():
-            switch_off_dropout(module)
-    if isinstance(model.vision.body, VideoTower):
-        model.vision.body.blocks.dropout = dropout
-    if getattr(model.text, "head", None):
-        model.text.head.blocks.dropout = dropout
-
-
-def switch_off_dropout(module):
-    """Sets every dropout probability of a module, without those of its children, to 0.
-
-    T5's attention has a number under some name with `dropout` in it, others an nn.Dropout.
-    """
-    for name, value in vars(module).items():
-        is_dropout = "dropout" in name
-        if isinstance(module, nn.Dropout) and name == "p":
-            is_dropout = True
-        if is_dropout and isinstance(value, float):
-            setattr(module, name, 0.0)

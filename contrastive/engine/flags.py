@@ -498,9 +498,9 @@ class Parser(OneLineErrorParser):
         add = self.add_argument_group("texts").add_argument
         add("--text-encoder", default="small",
             help="text encoder: small, or a transformers id or folder (of a CLIP its text tower)")
-        add("--text-pooling", choices=["cls", "mean", "ssb"], default="mean",
+        add("--text-pooling", choices=["cls", "mean"], default="mean",
             help="embedding of a text from the tokens of a transformers encoder (a CLIP has its "
-                 "own): first token, mean, or SSB's head")
+                 "own): first token, or mean")
         add("--text-length", type=between(4, 4096, int), default=32,
             help="longest caption in tokens, 4..4096; longer ones are cut")
         add("--clean-captions", action=YES_OR_NO, default=False,
