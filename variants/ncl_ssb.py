@@ -103,19 +103,19 @@ RECIPES = {
 BASELINE = dict(loss="max-margin", loss_scale=64.0, normalize="none")
 
 
-# Flags of all scripts, from --dataset to --lr, are in contrastive/engine/flags.py. Of several
-# values for a flag the last one counts: default, recipe (--dataset or --recipe), preset
-# (--baseline), saved flags of --resume, command line.
+# Flags of the method stand here, those that all scripts share in contrastive/engine/flags.py.
+# default < recipe (--dataset, --recipe) < preset (--baseline) < saved flags of --resume
+# < command line.
 def parse_args(argv=None):
-    """The flags of a run."""
+    """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "NCL on SSB: features of videos, and a captioning loss.")
     method = parser.add_argument_group("method")
     method.add_argument("--loss", choices=["ncl", "infonce", "max-margin"], default="ncl",
                         help="loss beside the captioning loss: NCL's, InfoNCE, or SSB's margin "
                              "loss with the hardest negative")
     method.add_argument("--baseline", action="store_true",
-                        help="the paper's baseline, SSB, with everything else equal: --loss "
-                             "max-margin --loss-scale 64 --normalize none")
+                        help="train the paper's baseline, SSB, with everything else equal: sets "
+                             "--loss max-margin --loss-scale 64 --normalize none")
     method.add_argument("--tau", type=positive_float, default=0.07,
                         help="temperature, the paper's gamma, divides the cosine; paper 0.07")
     method.add_argument("--margin", type=between(0, 2), default=0.2,
@@ -154,8 +154,8 @@ def check_flags(parser, args):
     """Refuses contradictory flags and flags without effect."""
     has_margin = args.loss == "max-margin"
     parser.require(not args.baseline or has_margin,
-                   f"--loss {args.loss}: not beside --baseline, which is --loss max-margin; leave "
-                   "one of them out")
+                   f"--loss {args.loss}: --baseline is --loss max-margin; leave out one of the "
+                   "two")
     parser.require(args.feature_dir,
                    "--feature-dir: SSB reads features of videos; give their folders")
     parser.only(has_margin, "with --loss max-margin", "--margin")
@@ -207,7 +207,7 @@ def main(args):
         model = torch.compile(model)
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
-    run.resume(raw_model, optimizer, **loss_modules)                       # with --resume
+    run.resume(raw_model, optimizer, **loss_modules)                       # no-op without --resume
     grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
 
     # ------------------------------------------- views --------------------------------------------
@@ -225,7 +225,7 @@ def main(args):
     run.start(evaluator, shown=("loss", "L_cap"))
     if run.step == 0 and common.rank() == 0:                               # for Figs. 7 and 8
         common.save_pieces(run.folder / "val_before.safetensors", run.val_pieces)
-    for batch in batches:
+    for batch in batches:  # "views": (B, T, F); "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts = common.pick(batch["captions"], batch["draws"])             # B captions
@@ -236,7 +236,7 @@ def main(args):
             pixels=batch["views"][0], tokens=tokens)
 
         gamma = temperature()
-        terms = {}
+        terms = {}                                                         # for the log
         if args.loss == "ncl":
             loss = ncl_loss(text, video, gamma, args.iterations, terms=terms)
         else:
@@ -260,12 +260,13 @@ def main(args):
         loss_modules["texts"].push(text)
         loss_modules["videos"].push(video)
 
-        columns = dict(terms)                                              # of the log
+        log_row = dict(terms)
         if args.loss != "max-margin":
-            columns["tau"] = gamma
+            log_row["tau"] = gamma
             if run.logs_next():
-                columns.update(batch_errors(text, video, gamma, args.iterations))
-        run.end_step(batch, loss, columns, [video, text])                  # count, log, save, stop
+                log_row.update(batch_errors(text, video, gamma, args.iterations))
+        # counts the step, logs, saves, evaluates; stops at a NaN or a signal
+        run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
     save_queues(run, temperature, loss_modules["texts"], loss_modules["videos"])
