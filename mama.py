@@ -336,9 +336,8 @@ def add_method_flags(parser, method):
         help="where the meta-data come from: a split, or a file with the name (key) of a training "
              "example in each line")
     add("--meta-size", type=int_ge1, default=256,
-        help="examples that --meta-set takes from train or val; not in the paper")
-    add("--meta-balance", choices=["auto", "classes", "none"], default="auto",
-        help="what the meta-data are balanced over: classes (auto: if there are any), or nothing")
+        help="examples that --meta-set takes from train or val, balanced over classes if there are "
+             "any; not in the paper")
     add("--meta-batch-size", type=between(2, 10**9, int), default=32,
         help="GLOBAL batch M of meta-data; not in the paper")
     add("--meta-lr", type=rate, default=2e-4,
@@ -379,8 +378,8 @@ def check_flags(parser, args):
     """Refuses contradictory flags, and flags without effect."""
     is_plain = args.margin_schedule == "none" and args.weighting == "none"
     parser.require(not args.baseline or is_plain,
-                   "--baseline is --margin-schedule none --weighting none; leave out --baseline, or "
-                   "the other flags of margin and weights")
+                   "--baseline is --margin-schedule none --weighting none; leave out --baseline, "
+                   "or the other flags of margin and weights")
     check_method_flags(parser, args)
 
 
@@ -402,9 +401,8 @@ def check_method_flags(parser, args):
                 "--virtual-lr", "--meta-every")
     parser.only(looks_ahead(args), "with --weighting meta or l2rw", "--meta-batch-size")
     parser.only(has_meta_data(args), "with --weighting meta or l2rw, or --meta-set val",
-                "--meta-set", "--meta-size", "--meta-balance")
-    parser.only(args.meta_set in ("train", "val"), "with --meta-set train or val", "--meta-size",
-                "--meta-balance")
+                "--meta-set", "--meta-size")
+    parser.only(args.meta_set in ("train", "val"), "with --meta-set train or val", "--meta-size")
     parser.require(not looks_ahead(args) or not args.chunk_size,
                    f"--chunk-size: --weighting {args.weighting} encodes the whole batch at once; "
                    "use a smaller --batch-size, or another --weighting")

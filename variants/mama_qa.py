@@ -9,12 +9,10 @@ Equations
     (3)     L_i = c (L_v2t,i + L_t2v,i) + eta CE_i,  paper c = eta = 1            question_loss
 
 Commands
-    accelerate launch -m variants.mama_qa                     # verbs of moving emoji, 24 answers
-    accelerate launch -m variants.mama_qa --task qa-choice    # five choices
+    accelerate launch -m variants.mama_qa                     # questions about moving emoji
+    accelerate launch -m variants.mama_qa --task qa-choice    # with five choices
     accelerate launch -m variants.mama_qa --baseline          # the loss of answers alone
-    accelerate launch -m variants.mama_qa --dataset msrvtt-qa --data-dir QUESTIONS --video-dir VIDEOS
-    accelerate launch -m variants.mama_qa --dataset nextqa --recipe nextqa-vgt \\
-        --data-dir QUESTIONS --region-dir FEATURES
+    accelerate launch -m variants.mama_qa --dataset msrvtt-qa --data-dir DIR --video-dir VIDEOS
 
 docs/mama.md: commands of the tables, recipes, differences from the paper and from VGT's code.
 """
@@ -32,9 +30,7 @@ from common import (
 from contrastive.core.metrics import answer_hits
 from contrastive.evaluation import answers
 from contrastive.encoders.vgt import CLIP_FRAMES
-from mama import (
-    LookAhead, WeightNet, angular_margin_loss, baseline_weight, functional_encoder, looks_ahead,
-    make_meta_optimizer, margin_at, trained_parameters, update_weight_net)
+from mama import LookAhead, WeightNet, angular_margin_loss, baseline_weight, margin_at
 
 import mama
 import torch
@@ -124,9 +120,8 @@ def parse_args(argv=None):
     method = parser.add_argument_group("method")
     add = method.add_argument
     add("--baseline", action="store_true",
-        help="train the paper's baseline, answers alone (rows VIOLET and VGT of Tables 1 and 2), "
-             "with everything else equal: sets --contrastive-weight 0 --margin-schedule none "
-             "--weighting none")
+        help="train the paper's baseline, the base model alone, with everything else equal: sets "
+             "--contrastive-weight 0 --margin-schedule none --weighting none")
     add("--contrastive-weight", type=nonnegative_float, default=1.0,
         help="weight of the contrastive loss beside that of the answers; paper 1")
     add("--eta", type=nonnegative_float, default=1.0, help="weight of the answers' loss; paper 1")
@@ -136,11 +131,10 @@ def parse_args(argv=None):
     add("--task", choices=["qa-open", "qa-choice"], default="qa-open",
         help="questions with a vocabulary of answers, or with choices")
     add("--answers", type=between(2, 10**6, int), default=1500,
-        help="size of the vocabulary of --task qa-open, the most frequent answers of training; all "
-             "others count as wrong; VIOLET 1500, MSVD-QA 1000, TGIF-Frame 1540")
+        help="size of the vocabulary, the most frequent answers of training; all others count as "
+             "wrong; VIOLET 1500, MSVD-QA 1000, TGIF-Frame 1540")
     add("--qa-model", choices=["fusion", "vgt"], default="fusion",
-        help="model that answers questions: a transformer over frames and words, as VIOLET's; or "
-             "VGT's graph")
+        help="model that answers: a transformer over frames and words (VIOLET), or VGT's graph")
     add("--fusion-layers", type=between(1, 64, int), default=2,
         help="layers of the transformer of --qa-model fusion")
     add("--region-dir", default="", metavar="DIR",
@@ -159,31 +153,28 @@ def check_flags(parser, args):
     mama.check_method_flags(parser, args)
     is_vgt = args.qa_model == "vgt"
     is_plain = args.margin_schedule == "none" and args.weighting == "none"
-    parser.only(args.contrastive_weight > 0, "with --contrastive-weight above 0", "--tau",
-                "--learnable-tau")
-    parser.require(args.contrastive_weight > 0 or is_plain,
-                   "--contrastive-weight 0 leaves the loss of the answers, which has neither margin "
-                   "nor weights: give --baseline")
-    parser.require(not args.baseline or args.contrastive_weight == 0,
+    has_contrastive = args.contrastive_weight > 0
+    parser.only(has_contrastive, "with --contrastive-weight above 0", "--tau", "--learnable-tau")
+    parser.require(has_contrastive or is_plain,
+                   "--contrastive-weight 0 leaves the loss of the answers, which has neither "
+                   "margin nor weights: give --baseline")
+    parser.require(not args.baseline or not has_contrastive,
                    "--baseline is --contrastive-weight 0; leave out one of the two")
-    parser.require(args.contrastive_weight > 0 or args.eta > 0,
+    parser.require(has_contrastive or args.eta > 0,
                    "--contrastive-weight 0 --eta 0 leaves no loss; raise one of them")
     parser.only(args.task == "qa-open", "with --task qa-open", "--answers")
     parser.only(not is_vgt, "with --qa-model fusion", "--fusion-layers")
     parser.only(is_vgt, "with --qa-model vgt", "--region-dir", "--regions", "--vgt-dropout")
     parser.require(bool(args.region_dir) == (args.image_encoder == "regions"),
                    "--region-dir DIR and --image-encoder regions go together, with --qa-model vgt")
-    if is_vgt:
-        parser.require(args.regions > 0, "--qa-model vgt needs --regions R; or give a recipe of "
-                       "VGT, such as --recipe msrvtt-qa-vgt")
-        parser.require(args.frames % CLIP_FRAMES == 0,
-                       f"--frames {args.frames}: VGT has clips of {CLIP_FRAMES} frames; give a "
-                       f"multiple of {CLIP_FRAMES}")
-        parser.require(args.crop_min == 1 and args.flip == 0,
-                       "--qa-model vgt: its boxes are those of the whole frame; give --crop-min 1 "
-                       "--flip 0")
-        parser.require(not args.clean_captions,
-                       "--clean-captions: would break up the [SEP] of --qa-model vgt; leave it out")
+    parser.require(not is_vgt or args.regions > 0 and args.frames % CLIP_FRAMES == 0,
+                   f"--qa-model vgt: give --regions, and a multiple of {CLIP_FRAMES} --frames; or "
+                   "a recipe of VGT, such as --recipe msrvtt-qa-vgt")
+    parser.require(not is_vgt or args.crop_min == 1 and args.flip == 0,
+                   "--qa-model vgt: its boxes are those of the whole frame; give --crop-min 1 "
+                   "--flip 0")
+    parser.require(not is_vgt or not args.clean_captions,
+                   "--clean-captions would break up the [SEP] of --qa-model vgt; leave it out")
 
 
 # ======================================================= main =====================================
@@ -204,8 +195,7 @@ def main(args):
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
     run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
-    # a new tokenizer learns its words from questions and answers, too
-    texts = functools.partial(answers.texts_for_tokenizer, train, 200_000)
+    texts = functools.partial(answers.texts_for_tokenizer, train, 200_000)  # of a new tokenizer
     model, tokenizer, transform = common.build_model(args, train, run, texts, questions)
     limits = args.tau_clamp if args.learnable_tau else None
     temperature = Temperature(args.tau, limits).to(accelerator.device)
@@ -217,7 +207,7 @@ def main(args):
     if args.weighting == "joint":
         loss_modules.append(weight_net)
     if args.weighting == "meta":                                           # learns by Eq. 10 alone
-        meta_optimizer = make_meta_optimizer(weight_net, args)
+        meta_optimizer = mama.make_meta_optimizer(weight_net, args)
     optimizer = common.make_optimizer([model, loss_modules], args)
     parameters = [*model.parameters(), *loss_modules.parameters()]
     # shares the weights; `prepare` replaces `forward`, and the look-ahead needs the plain one
@@ -239,7 +229,7 @@ def main(args):
     view = common.training_view(args)
     batches = run.batches([view], transform)
     meta_every = args.meta_every if args.weighting == "meta" else 1
-    if looks_ahead(args):
+    if mama.looks_ahead(args):
         meta_batches = mama.open_meta_batches(meta, view, transform, run, every=meta_every)
 
     # ------------------------------------------- loop ---------------------------------------------
@@ -256,20 +246,20 @@ def main(args):
         inputs, target = inputs_of(batch, tokenizer, train, questions)
         tau, mu = temperature(), margin_at(run.step, args)
         # L_i of Eq. 3; the look-ahead calls it, too
-        loss_fn = functools.partial(
-            question_loss, tau=tau, mu=mu, contrastive_weight=args.contrastive_weight,
-            eta=args.eta)
+        loss_fn = functools.partial(question_loss, tau=tau, mu=mu, eta=args.eta,
+                                    contrastive_weight=args.contrastive_weight)
 
         # look ahead, before the graph of the step itself takes memory
         look_ahead = None
-        if looks_ahead(args) and run.step % meta_every == 0:
+        if mama.looks_ahead(args) and run.step % meta_every == 0:
             meta_batch = next(meta_batches)
             batch["bad"] += meta_batch["bad"]                              # are listed, too
             losses = look_ahead_losses(plain_model, loss_fn, accelerator.device)
-            look_ahead = LookAhead(losses, trained_parameters(plain_model), (inputs, target),
-                                   inputs_of(meta_batch, tokenizer, meta, questions))
+            look_ahead = LookAhead(
+                losses, mama.trained_parameters(plain_model), (inputs, target),
+                inputs_of(meta_batch, tokenizer, meta, questions))
         if args.weighting == "meta" and look_ahead:
-            update_weight_net(weight_net, meta_optimizer, look_ahead, args.virtual_lr or lr)
+            mama.update_weight_net(weight_net, meta_optimizer, look_ahead, args.virtual_lr or lr)
 
         video, text, scores = grad_cache.encode(**inputs)                  # (B, D), (B, A)
         terms = {}                                                         # for the log
@@ -313,8 +303,7 @@ def inputs_of(batch, tokenizer, data, questions):
     Args: data: of the batch, which has the questions.
     """
     inputs = mama.inputs_of(batch, tokenizer)
-    vocabulary = questions["answers"]
-    device = inputs["pixels"].device
+    device, vocabulary = inputs["pixels"].device, questions["answers"]
     inputs.update(answers.question_inputs(
         data, batch["rows"], tokenizer, vocabulary, device, model=questions["model"]))
     target = answers.right_answers(data, batch["rows"], vocabulary)        # (B,)
@@ -322,8 +311,8 @@ def inputs_of(batch, tokenizer, data, questions):
 
 
 def look_ahead_losses(model, loss_fn, device):
-    """Makes the function `losses` of weightnet_gradient, as that of mama.py does."""
-    encode = functional_encoder(model, device)
+    """Makes the function `losses` of weightnet_gradient, for (inputs, right answers)."""
+    encode = mama.functional_encoder(model, device)
 
     def losses(parameters, batch):
         inputs, target = batch
@@ -346,16 +335,13 @@ def answered_column(scores, target, data, rows):
 def banner_lines(questions, train, args):
     """Lines of the banner: {title: text}."""
     question_rows = answers.rows_with_questions(train)
-    line = (f"{args.task}, {args.qa_model}, eta {args.eta:g}, contrastive weight "
-            f"{args.contrastive_weight:g}")
+    line = f"{args.task}, {args.qa_model}"
     vocabulary = set(questions["answers"])
     if vocabulary:
         num_unknown = sum(answer not in vocabulary for answer in question_rows.column("answer"))
-        line += (f"; {len(vocabulary):,} answers; {num_unknown:,} training questions have another "
-                 "answer, which enters no loss")
-    num_extra = len(train) - len(question_rows)
-    if num_extra:
-        line += f"; {num_extra:,} rows have no question, and eta 0"
+        line += f"; {len(vocabulary):,} answers; {num_unknown:,} questions have another and no loss"
+    if len(question_rows) < len(train):
+        line += f"; {len(train) - len(question_rows):,} rows have no question, and eta 0"
     return {"questions": line}
 
 
