@@ -315,3 +315,55 @@ def freeze_as_clip4clip(model):
     for name, parameter in model.named_parameters():
         if ".embeddings." in name or ".pre_layrnorm." in name:
             parameter.requires_grad_(False)
+
+
+def set_encoder_dropout(model, dropout):
+    """Sets all dropout probabilities of both encoders in training, published or small.
+
+    Raises: UserError if neither has any.
+    """
+    num_changed = 0
+    for module in model.modules():
+        num_changed += change_dropout(module, dropout)
+    if num_changed == 0:
+        raise UserError(f"--encoder-dropout {dropout}: neither encoder has dropout; leave out the "
+                        "flag")
+
+
+def set_drop_path(model, probability):
+    """Drops residual branches of timm's encoders in training (stochastic depth).
+
+    The last branch is dropped with this probability, earlier ones in proportion to their depth.
+    Raises: UserError if no encoder has such branches.
+    """
+    from timm.layers import DropPath
+
+    branches = []
+    for module in model.modules():
+        for name in ("drop_path", "drop_path1", "drop_path2"):
+            if isinstance(getattr(module, name, None), nn.Module):
+                branches.append((module, name))
+    if not branches:
+        raise UserError(f"--drop-path {probability}: the image encoder has no residual branches "
+                        "that timm could drop; give a ViT of timm, or leave out the flag")
+    blocks = list(dict.fromkeys(module for module, _ in branches))
+    for module, name in branches:
+        depth = blocks.index(module) / max(1, len(blocks) - 1)             # 0..1
+        setattr(module, name, DropPath(probability * depth))
+
+
+def change_dropout(module, dropout):
+    """Sets every dropout probability of a module, without those of its children.
+
+    T5's attention has a number under some name with `dropout` in it, others an nn.Dropout.
+    Returns: how many there are.
+    """
+    num_changed = 0
+    for name, value in vars(module).items():
+        is_dropout = "dropout" in name
+        if isinstance(module, nn.Dropout) and name == "p":
+            is_dropout = True
+        if is_dropout and isinstance(value, float):
+            setattr(module, name, dropout)
+            num_changed += 1
+    return num_changed
