@@ -16,6 +16,7 @@ import mmts
 import ncl
 import temo
 import temperature_schedules
+from variants import ncl_ssb
 
 
 def of_an_old_run(script, folder, **flags):
@@ -136,14 +137,18 @@ SCRIPTS = {
 }
 
 
-def table_runs(name):
-    """(row's first cell, flags) of each whole command of a script in the tables of its page."""
+def table_runs(name, variant=None):
+    """(row's first cell, flags) of each whole command of a script in the tables of its page, or of
+    a variant there."""
+    script, program = SCRIPTS[name], rf"{name}\.py"
+    if variant:
+        script, program = variant, f"-m {re.escape(variant.__name__)}"
     runs = []
     for line in (PAGES / f"{name}.md").read_text(encoding="utf8").splitlines():
         if not line.startswith("| "):
             continue
-        for words in re.findall(rf"`python {name}\.py ([^`]*)`", line):
-            args = SCRIPTS[name].parse_args(shlex.split(words))
+        for words in re.findall(rf"`python {program} ([^`]*)`", line):
+            args = script.parse_args(shlex.split(words))
             runs.append((line.split("|")[1].strip(), args))
     return runs
 
@@ -192,13 +197,15 @@ def test_rows_of_clip4clip_have_its_schedule():
     """5 epochs and a warm-up of 10 % on every set; NCL's own on the others."""
     runs = table_runs("ncl")
     for row, args in runs:
-        assert args.data_dir and (args.video_dir or args.feature_dir), row
+        assert args.data_dir and args.video_dir, row
         if args.loss == "infonce":
-            assert (args.epochs, args.warmup_fraction) == (5, 0.1), row
+            assert (args.epochs, args.warmup_fraction, args.normalize) == (5, 0.1, "none"), row
     baselines = {args.dataset for _, args in runs if args.loss == "infonce"}
     assert baselines == {"activitynet", "msvd", "msrvtt"}
-    kept = ncl.parse_args(["--dataset", "msvd", "--loss", "infonce"])
+    kept = ncl.parse_args(["--dataset", "msvd", "--baseline"])
     assert (kept.epochs, kept.warmup_fraction) == (3, 0)
+    ((row, args),) = table_runs("ncl", ncl_ssb)
+    assert row == "4" and args.data_dir and len(args.feature_dir) == 2
 
 
 def test_rows_of_mama_have_videos_and_the_weights_of_clip_vip():
