@@ -60,9 +60,7 @@ WITHOUT_EFFECT = {
         ("--lr-schedule constant", "--lr-end .1"),
     ],
     "ncl": [
-        ("", "--margin .1 --support-tau 1 --dropout .1 --no-text-dropout"),
         ("--optimizer sgd --lr-schedule constant", "--eps .1 --lr-end .1"),
-        ("--loss max-margin", "--tau .05"),
     ],
     "temperature_schedules": [
         ("--schedule fixed", "--tau-max .5 --period 3"),
@@ -192,9 +190,8 @@ REFUSED = [  # script, flags, words of the one line
     ("mmts", "--learnable-tau --no-shifts", "has no schedule and no shifts"),
     ("mmts", "--clusters none", "--shifts need clusters"),
     ("mmts", "--cluster-encoder small", "no trained weights"),
-    ("ncl", "--image-encoder ssb", "--feature-dir"),
-    ("ncl", "--learnable-tau --tau 0.001", "must start at 0.01 or above"),
-    ("ncl", "--loss max-margin --learnable-tau", "--loss max-margin has no temperature"),
+    ("ncl", "--learnable-tau --tau 0.001", "must start within --tau-clamp 0.01 100"),
+    ("ncl", "--tau-clamp 0.01 1", "--tau-clamp: only with --learnable-tau"),
     ("mama", "--a0 20", "the margin a0 / a1 must be at most pi / 2"),
     ("mama", "--learnable-tau --tau 2", "a learnt temperature must start between"),
     ("mama", "--chunk-size 4", "--chunk-size: --weighting meta encodes the whole batch"),
@@ -388,10 +385,8 @@ PAPER = [  # script, flags, what the papers and their code say
         "--dataset activitynet",
         CLIP4CLIP | dict(epochs=10, text_length=64, frames=64, unfold_captions=False),
     ),
-    ("ncl", "--dataset msrvtt --loss infonce", dict(normalize="none")),
+    ("ncl", "--dataset msrvtt --baseline", CLIP4CLIP | dict(loss="infonce", normalize="none")),
     ("ncl", "", dict(freeze="none")),
-    ("ncl", "--dataset msrvtt --loss max-margin", dict(learnable_tau=False)),
-    ("ncl", "--dataset msrvtt --image-encoder resnet18", dict(freeze="none")),
     ("ncl", "--dataset msrvtt --warmup-epochs 1", dict(warmup_epochs=1, warmup_fraction=0)),
     ("ncl", "--warmup-fraction 0.2", dict(warmup_epochs=0, warmup_fraction=0.2)),
     (

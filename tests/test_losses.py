@@ -177,14 +177,6 @@ GUESSES = {  # script and flags: what its banner says, and its loss where all co
         temo.random_guess(a)[0],
         temo.multimodal_loss(ONES, ONES, 0.1) + temo.nt_xent(ONES, ONES, 0.1),
     ),
-    "ncl --loss-scale 3": lambda a: (
-        ncl.random_guess(a, None)[0],
-        3 * ncl.ncl_loss(ONES, ONES, 0.1),
-    ),
-    "ncl --loss max-margin": lambda a: (
-        ncl.random_guess(a, None)[0],
-        ncl.hardest_negative_loss(ONES, ONES, a.margin),
-    ),
     "mmts --loss max-margin": of_mmts,
     "mama --margin-schedule constant --a0 2": lambda a: (
         mama.random_guess(a, 0)[1],

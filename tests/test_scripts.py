@@ -196,9 +196,7 @@ ACTS = {  # script, flags: what changes the losses of a run with them
     (
         "ncl",
         "",
-    ): "--loss infonce, --loss max-margin, --learnable-tau, --iterations 1, --loss-scale 3, "
-    "--tau .2",
-    ("ncl", "--loss max-margin"): "--margin .5",
+    ): "--loss infonce, --learnable-tau, --iterations 1, --tau .2",
     (
         "mama",
         "--a0 8",
