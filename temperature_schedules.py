@@ -154,7 +154,7 @@ def coarse_temperature(labels, head_classes, tau_head, tau_tail):
 def coverage(z, bins=500):
     """How z (M, D) covers the sphere: each row goes to the nearest random direction (Fig. 1).
 
-    Returns: the effective share of the directions, exp(entropy) / bins (ours); and the number of
+    Returns: the effective fraction of the directions, exp(entropy) / bins (ours); and the number of
         rows at each direction that has any, largest first.
     """
     generator = torch.Generator().manual_seed(0)
@@ -163,6 +163,18 @@ def coverage(z, bins=500):
     counts = nearest.bincount().sort(descending=True).values               # (up to bins,)
     entropy = torch.special.entr(counts / counts.sum()).sum()              # ()
     return entropy.exp().item() / bins, counts[counts > 0].tolist()
+
+
+def cosine_counts(z, bins=100, limit=4000):
+    """The number of pairs of rows of z (M, D) by their cosine, in bins over -1..1 (Fig. 2b).
+
+    Of more than `limit` rows, that many are drawn.
+    """
+    rows = torch.randperm(len(z), generator=torch.Generator().manual_seed(0))[:limit]
+    z = normalize(z[rows.to(z.device)])                                    # (m, D)
+    above_diagonal = torch.ones(len(z), len(z), dtype=torch.bool, device=z.device).triu(1)
+    cosines = (z @ z.T)[above_diagonal].cpu()                              # (pairs,)
+    return cosines.clamp(-1, 1).histc(bins, -1, 1).int().tolist()
 
 
 # ------------------------------------------------------- modules ----------------------------------
@@ -272,11 +284,11 @@ CIFAR = dict(
     image_encoder="resnet18-cifar", image_size=32, image_stats="imagenet",
     epochs=2000.0, batch_size=512, warmup_epochs=10.0,
     optimizer="sgd", lr=0.5, lr_end=1e-6, weight_decay=1e-4, beta2=0.999, grad_clip=0.0,
-    imbalance_ratio=100.0, train_features="augmented",
+    imbalance_ratio=100.0, train_features="augmented", eval_epoch="best",
     save_every=1000, log_every=50)
 IMAGENET100 = CIFAR | dict(
     image_encoder="resnet50", image_size=224, epochs=800.0, crop_min=0.08, blur=0.5,
-    imbalance_ratio=0.0, train_features="clean",
+    imbalance_ratio=0.0, train_features="clean", eval_epoch="last",
     eval_crop=0.875, shot_limits=[100, 20])
 FASHION = CIFAR | dict(
     source="ours; as cifar10-lt", epochs=500.0, period=100.0, jitter_p=0.0, grey=0.0)
@@ -428,6 +440,7 @@ def check_flags(parser, args):
     check_image_flags(parser, args)
     # adjust_flags_to_data may raise the epochs of a user's data
     has_epochs = not args.max_steps and args.recipe != "own"
+    parser.only(args.eval_epoch == "last", "with --eval-epoch last", "--stop-at-phase")
     parser.require(not args.stop_at_phase or not has_epochs or args.epochs >= args.period,
                    f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full "
                    f"--period {args.period:g}; give more epochs or a shorter period")
@@ -455,12 +468,14 @@ def main(args):
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
     labels = torch.from_numpy(np.asarray(train.labels))                    # (M,)
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
-    last = last_step(args, steps)                  # the schedules still span steps.total
+    if args.eval_epoch == "best" and not args.eval_every:                  # App. A.2
+        args.eval_every = 20 * steps.per_epoch
 
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, evals, steps, last)      # its book-keeping
+    run = Run(__file__, args, accelerator, train, evals, steps,            # its book-keeping
+              last=phase_step(args, steps))
     encoder, _, transform = common.build_model(args, train, run)           # evaluated and saved
     if not args.zero_init:
         start_norms_at_one(encoder)
@@ -503,8 +518,8 @@ def main(args):
                           device=accelerator.device, args=args, few_shot=splits.get("few-shot"))
     head_classes = most_frequent_half(sizes)
     run.start(evaluator, pair=("view1", "view2"),
-              after_val=functools.partial(log_coverage, head=head),
-              **banner_lines(args, steps, last, sizes))
+              after_val=functools.partial(log_spheres, head=head), score="val_mean",
+              **banner_lines(args, steps, run.last, sizes))
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "rows": B numbers of training images
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
@@ -548,9 +563,9 @@ def main(args):
         run.end_step(batch, loss, log_row, [z1, z2])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    if accelerator.is_main_process:                                        # for Fig. 2
-        save_projections(run.folder / "z.safetensors", head,
-                         run.val_pieces[args.dataset].train_features)
+    if args.eval_epoch == "best":  # App. A.2: the epoch of the first split serves the others
+        print_main("for other splits: --split-seed or --index-file, and --eval-epoch "
+                   f"{run.best_step / steps.per_epoch:g}")
     return run.finish(figures="ts")
 
 
@@ -600,16 +615,19 @@ def decay_vectors(optimizer, weight_decay):
 
 
 # ------------------------------------------------------- schedule ---------------------------------
-def last_step(args, steps):
-    """The optimizer step at which a run ends (--stop-at-phase, Sec. 4.3)."""
+def phase_step(args, steps):
+    """The optimizer step at which --stop-at-phase ends a run; None = as --eval-epoch says.
+
+    The schedules still span all steps (Sec. 4.3).
+    """
     if not args.stop_at_phase:
-        return steps.total
+        return None
     num_epochs = steps.total / steps.per_epoch
     num_periods = math.floor(num_epochs / args.period + 1e-9)
     if num_periods == 0:
         print_main(f"WARNING: --stop-at-phase {args.stop_at_phase}: the run holds no full --period "
                    "and goes to its end")
-        return steps.total
+        return None
     epoch = (num_periods - 1 + args.stop_at_phase) * args.period
     return min(steps.total, round(epoch * steps.per_epoch))
 
@@ -636,17 +654,20 @@ def banner_lines(args, steps, last, sizes):
     return lines
 
 
-def save_projections(path, head, features, limit=4000):
-    """Writes z of some training images in a random order, for pictures. features: (M, width)."""
-    order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))
-    common.write_tensors(path, {"z": project(head, features[order[:limit]])})
-
-
-def log_coverage(row, pieces, head):
-    """Adds the coverage of the sphere by the training images to a val row of the log (Fig. 1)."""
-    for piece in pieces.values():
-        z = project(head, piece.train_features)                            # (M, D)
+@torch.no_grad()
+def log_spheres(row, pieces, head):
+    """Adds to a val row of the log how z of the training images covers the sphere (Figs. 1, 2b),
+    and val_mean, the mean of kNN@1, kNN@10 and both probes, each a mean over the classes."""
+    for name, pieces_of_set in pieces.items():
+        z = project(head, pieces_of_set.train_features)                    # (M, D)
         row["coverage"], row["sphere"] = coverage(z)
+        row["cosines"] = cosine_counts(z)
+        accuracies = []
+        for metrics in row["eval"][name].values():
+            if isinstance(metrics, dict):
+                accuracies.append(metrics["mean_per_class"])
+        if accuracies:  # there is a val split
+            row["val_mean"] = sum(accuracies) / len(accuracies)
 
 
 if __name__ == "__main__":

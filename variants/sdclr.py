@@ -29,9 +29,8 @@ from common import (
     Evaluator, GradCache, Parser, Run, batchnorms, clean_exit, fraction, functional_call,
     positive_float)
 from temperature_schedules import (
-    SimCLRNet, add_image_flags, check_image_flags, decay_vectors, log_coverage, nt_xent,
-    save_projections, simclr_head, start_norms_at_one, training_images, training_view,
-    without_training_images)
+    SimCLRNet, add_image_flags, check_image_flags, decay_vectors, log_spheres, nt_xent, simclr_head,
+    start_norms_at_one, training_images, training_view, without_training_images)
 
 import numpy as np
 import torch
@@ -131,12 +130,12 @@ CIFAR = dict(
     image_encoder="resnet18-cifar", image_size=32, image_stats="imagenet",
     epochs=2000.0, batch_size=512, warmup_epochs=10.0,
     optimizer="sgd", lr=0.5, lr_end=1e-6, weight_decay=1e-4, beta2=0.999, grad_clip=0.0,
-    imbalance_ratio=100.0, train_features="augmented",
+    imbalance_ratio=100.0, train_features="augmented", eval_epoch="best",
     save_every=1000, log_every=50)
 IMAGENET100 = CIFAR | dict(
     tau=0.3, prune=0.3,
     image_encoder="resnet50", image_size=224, epochs=800.0, crop_min=0.08, blur=0.5,
-    imbalance_ratio=0.0, train_features="clean",
+    imbalance_ratio=0.0, train_features="clean", eval_epoch="last",
     eval_crop=0.875, shot_limits=[100, 20])
 SMALL = dict(
     source="ours; small encoder from scratch",
@@ -180,6 +179,8 @@ def main(args):
     evals = {args.dataset: without_training_images(splits)}
     args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    if args.eval_epoch == "best" and not args.eval_every:                  # App. A.2
+        args.eval_every = 20 * steps.per_epoch
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
 
     # ------------------------------------------- model and optimizer ------------------------------
@@ -216,7 +217,7 @@ def main(args):
     evaluator = Evaluator(encoder, None, transform, evals, training_images(train, args),
                           device=accelerator.device, args=args, few_shot=splits.get("few-shot"))
     run.start(evaluator, pair=("view1", "view2"),
-              after_val=functools.partial(log_coverage, head=head),
+              after_val=functools.partial(log_spheres, head=head), score="val_mean",
               classes=f"{len(sizes)}, {sizes.max()} to {sizes[sizes > 0].min()} images")
     for batch in batches:
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
@@ -237,9 +238,6 @@ def main(args):
         run.end_step(batch, loss, {"tau": args.tau, **terms}, [z1, z2])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    if accelerator.is_main_process:                                        # for Fig. 2
-        save_projections(run.folder / "z.safetensors", head,
-                         run.val_pieces[args.dataset].train_features)
     return run.finish(figures="ts")
 
 

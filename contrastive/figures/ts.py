@@ -1,12 +1,12 @@
 """Figures of TS: of a run, curves, class sizes and the paper's Figures 1 to 5; of several runs,
 Figures 3 to 5.
 
-Figures of classes read train_features, class_sizes and class_accuracy of the test split; Figure 2
-reads z.safetensors, the projections of training images.
+Figures of classes read train_features, class_sizes and class_accuracy of the test split; Figures 1
+and 2 read the columns sphere and cosines of the evaluations on val in the log.
 """
 
 from contrastive.core.metrics import normalize
-from contrastive.core.processes import UserError, opening
+from contrastive.core.processes import UserError
 from contrastive.core.words import flag_of
 from contrastive.figures.base import (
     FinishedRun, batch_panels, draw_training_curves, figure, legend_above, read_runs, save_figure,
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 MAX_NAMES = 20  # classes at most whose names stand below a panel
-MAX_POINTS = 4000  # training images in Figs. 2 and 3
+MAX_POINTS = 4000  # training images in Fig. 3
 # flags in which the runs of Fig. 4 may differ, beside those that change nothing that is learnt
 PHASE_FLAGS = {
     "period", "epochs", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
@@ -101,22 +101,13 @@ def draw_figures(run, pieces):
     """Draws figures.png: Figures 1 to 5 of the paper."""
     fig, axes = figure(7, columns=2)
     draw_coverage(axes[0], run)
-    draw_shares(axes[1:4], read_projections(run.folder), run.args)
+    draw_weights(axes[1:4], run)
     mean = f"mean of all classes {mean_accuracy(pieces):.1f} %"
     draw_space(axes[4], pieces, title=f"PCA, a head and a tail class (Fig. 3)\nkNN@1, {mean}")
     draw_accuracies(axes[5], pieces, mean)
     if hasattr(run.args, "period"):  # a variant without schedules has none
         draw_phase(axes[6], run)
     save_figure(fig, run.folder / "figures.png")
-
-
-def read_projections(folder):
-    """Normalised z (M, D) of training images."""
-    from safetensors.torch import load_file
-
-    path = folder / "z.safetensors"
-    with opening(path):
-        return normalize(load_file(path)["z"][:MAX_POINTS])
 
 
 def largest_first(sizes):
@@ -165,22 +156,21 @@ def shade(step, run):
     return str(0.85 * (1 - step / run.summary["steps"]))
 
 
-def draw_shares(axes, unit, args):
+def draw_weights(axes, run):
     """Fig. 2: by cosine, the weight of one negative in the loss, their number, the total weight.
 
-    Args: axes: three. unit: (M, D) normalised z, M > 1.
+    Of the evaluation whose weights are tested. axes: three.
     """
     single, histogram, together = axes
-    not_itself = ~torch.eye(len(unit), dtype=torch.bool)
-    cosines = (unit @ unit.T)[not_itself].numpy()                          # (M * (M - 1),)
-    edges = np.linspace(-1, 1, 101)                                        # (101,)
-    counts, _ = np.histogram(cosines, edges)                               # (100,)
-    middles = (edges[1:] + edges[:-1]) / 2                                 # (100,)
-    for tau in temperatures_of(args):
+    by_step = dict(zip(*run.column("cosines")))
+    counts = np.array(by_step[run.summary["tested_step"]])                 # (bins,)
+    edges = np.linspace(-1, 1, len(counts) + 1)                            # (bins + 1,)
+    middles = (edges[1:] + edges[:-1]) / 2                                 # (bins,)
+    for tau in temperatures_of(run.args):
         label = f"tau {tau:g}"
-        share = np.exp((middles - 1) / tau)                                # (100,) not yet scaled
-        total = share * counts                                             # (100,)
-        single.plot(middles, share / share.max(), label=label)
+        weight = np.exp((middles - 1) / tau)                               # (bins,) not yet scaled
+        total = weight * counts                                            # (bins,)
+        single.plot(middles, weight / weight.max(), label=label)
         together.plot(middles, total / max(total.max(), 1e-30), label=label)
     histogram.fill_between(middles, counts / counts.max(), color="tab:grey", step="mid")
     single.set_title("weight of one negative (Fig. 2a)")
