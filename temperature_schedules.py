@@ -457,7 +457,7 @@ def check_image_flags(parser, args):
 
 
 # ======================================================= main =====================================
-def main(args):
+def main(args):  # noqa: C901, PLR0912
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
     # before the processes join, so that a wrong path fails fast
@@ -558,9 +558,9 @@ def main(args):
         if args.loss == "moco":
             update_momentum(key_model, raw_model, args.momentum)
             queue.push(z2)
-        log_row = {"tau": torch.as_tensor(tau).mean(), **terms}
+        mean_tau = tau.mean() if torch.is_tensor(tau) else tau
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
-        run.end_step(batch, loss, log_row, [z1, z2])
+        run.end_step(batch, loss, {"tau": mean_tau, **terms}, [z1, z2])
 
     # ------------------------------------------- save and evaluate --------------------------------
     if args.eval_epoch == "best":  # App. A.2: the epoch of the first split serves the others

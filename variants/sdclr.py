@@ -96,7 +96,7 @@ class SDCLRNet(SimCLRNet):
             return super().forward(pixels)
         pruned_tensors = self.pruned_tensors(masks)
         dense = self(pixels[:half])                                        # (B, D)
-        pruned = functional_call(self, pruned_tensors, (pixels[half:],))   # (B, D)
+        pruned = functional_call(self, pruned_tensors, {"pixels": pixels[half:]})  # (B, D)
         return torch.cat([dense, pruned])
 
     def pruned_tensors(self, masks):
