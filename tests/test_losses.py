@@ -168,10 +168,6 @@ def of_mmts(args):
 
 
 GUESSES = {  # script and flags: what its banner says, and its loss where all cosines are equal
-    "temperature_schedules --loss moco --queue-size 12": lambda a: (
-        ts.random_guess(a)[1],
-        ts.moco_loss(ONES, ONES, ONES[:12], 0.3),
-    ),
     "temo": lambda a: (temo.random_guess(a)[1], temo.temo_loss(ONES, ONES, ONES, ONES, 1)),
     "temo --loss slip": lambda a: (
         temo.random_guess(a)[0],

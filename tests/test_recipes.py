@@ -16,7 +16,7 @@ import mmts
 import ncl
 import temo
 import temperature_schedules
-from variants import ncl_ssb
+from variants import ncl_ssb, sdclr
 
 
 def of_an_old_run(script, folder, **flags):
@@ -222,13 +222,31 @@ def test_rows_of_mama_have_videos_and_the_weights_of_clip_vip():
 
 def test_rows_of_ts_compare_on_the_same_sets():
     runs = [args for row, args in table_runs("temperature_schedules") if row == "3"]
-    pruned = {args.dataset for args in runs if args.loss == "sdclr"}
-    assert pruned == {"cifar10-lt", "cifar100-lt", "imagenet100-lt"}
-    on_imagenet = [args for args in runs if args.dataset == "imagenet100-lt"]
-    assert all(args.data_dir and args.index_file and args.test_file for args in on_imagenet)
-    lengths = {(args.loss, args.schedule): (args.epochs, args.batch_size) for args in on_imagenet}
-    assert lengths == {
-        ("simclr", "fixed"): (800, 512),
-        ("simclr", "cos"): (800, 512),
-        ("sdclr", "fixed"): (500, 256),
-    }
+    pruned = [args for row, args in table_runs("temperature_schedules", sdclr) if row == "3"]
+    assert {args.dataset for args in pruned} == {"cifar10-lt", "cifar100-lt", "imagenet100-lt"}
+    sizes = {}
+    for args in [*runs, *pruned]:
+        if args.dataset == "imagenet100-lt":
+            assert args.data_dir and args.index_file and args.test_file
+            schedule = getattr(args, "schedule", "sdclr")
+            sizes[schedule] = (args.epochs, args.batch_size)
+    assert sizes == {"fixed": (800, 512), "cos": (800, 512), "sdclr": (500, 256)}
+
+
+def test_rows_of_ts_have_the_paper_s_temperatures():
+    """tau of the fixed rows, the limits and the period of all others."""
+    found = set()
+    for row, args in table_runs("temperature_schedules"):
+        if args.schedule == "fixed":
+            found.add((row, args.tau))
+        else:
+            found.add((row, args.schedule, args.tau_min, args.tau_max, args.period))
+    assert found == {
+        ("Figs. 1, 2", 0.1),
+        ("2", "cos", 0.1, 1.0, 400.0),
+        ("3", "cos", 0.1, 1.0, 400.0),
+        ("3", 0.2),
+        ("4", "cos", 0.07, 0.5, 400.0),
+        ("5", "step", 0.1, 0.5, 400.0),
+        ("6, Fig. 4", "cos", 0.1, 1.0, 200.0),
+        ("10", "cos", 0.1, 0.5, 400.0)}

@@ -397,6 +397,7 @@ REFUSED = {  # flags: words of the refusal
     "--schedule random --period 3": "--period: only with --schedule cos",
     "--tau-head 1 --tau-tail .1 --schedule cos": "--schedule: only without --tau-head",
     "--tau-head 1": "give both",
+    "--schedule fixed --learnable-tau --tau .001": "must start within --tau-clamp 0.01 10.0",
     "--queue-size 9": "--queue-size: only with --loss moco",
     "--loss moco --head-norm batch": "--head-norm: only with --loss simclr",
     "--tau-min 2": "must be at least --tau-min 2",
