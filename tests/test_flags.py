@@ -241,8 +241,6 @@ CLIP4CLIP = dict(
     iterations=4,
     tau=0.01,
     learnable_tau=True,
-    normalize="queue",
-    dropout=0,
     warmup_epochs=0,
     freeze="clip4clip",
 )
@@ -352,7 +350,9 @@ PAPER = [  # script, flags, what the papers and their code say
         "ncl",
         "--dataset msrvtt",
         CLIP4CLIP
-        | dict(epochs=5, warmup_fraction=0.1, text_length=32, frames=12, unfold_captions=True),
+        | dict(
+            epochs=5, warmup_fraction=0.1, text_length=32, frames=12, unfold_captions=True,
+            normalize="queue"),
     ),
     ("ncl", "--dataset msvd", CLIP4CLIP | dict(epochs=3, warmup_fraction=0)),
     (

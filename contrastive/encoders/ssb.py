@@ -7,10 +7,12 @@ paper as remembered, not looked up; ours = our choice.
 
 from contrastive.core.processes import UserError, opening
 from contrastive.encoders.base import Transformer, masked_mean, published
+from contrastive.encoders.towers import change_dropout
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 
 # ===================================================== encoders ===================================
 class _Pooling(nn.Module):
@@ -83,22 +85,9 @@ def set_dropout(model, dropout, text=True):
     """
     if not text:
         for module in model.text.body.modules():
-            switch_off_dropout(module)
+            change_dropout(module, 0.0)
     model.vision.body.blocks.dropout = dropout
     model.text.head.blocks.dropout = dropout
-
-
-def switch_off_dropout(module):
-    """Sets every dropout probability of a module, without those of its children, to 0.
-
-    T5's attention has a number under some name with `dropout` in it, others an nn.Dropout.
-    """
-    for name, value in vars(module).items():
-        is_dropout = "dropout" in name
-        if isinstance(module, nn.Dropout) and name == "p":
-            is_dropout = True
-        if is_dropout and isinstance(value, float):
-            setattr(module, name, 0.0)
 
 
 # ===================================================== captioning =================================
