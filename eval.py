@@ -28,7 +28,8 @@ from contrastive.core.files import read_json, slug, write_json
 from contrastive.core.number_types import int_ge0, nonnegative_float
 from contrastive.core.processes import (
     UserError, clean_exit, join, opening, print_main, rank, world_size)
-from contrastive.data import evaluation_options, load_data, open_evaluation_sets, open_pairs
+from contrastive.data import (
+    data_options, evaluation_options, load_data, open_evaluation_sets, open_pairs)
 from contrastive.data.images import TEMO_17
 from contrastive.data.long_tail import labelled_splits
 from contrastive.data.registry import find_data_set, partition_name
@@ -138,8 +139,7 @@ def flags_of_run(args):
     Raises: UserError if no data set is known.
     """
     flags = read_json(Path(args.checkpoint) / "args.json", {})
-    is_run = bool(flags)
-    if not is_run:
+    if not flags:
         if not args.datasets:
             raise UserError("--datasets is needed: the data set of this model is not known")
         parser = Parser("eval.py", "")
@@ -149,10 +149,9 @@ def flags_of_run(args):
         value = getattr(args, name)
         if value:
             flags[name] = value
-    evaluated = flags.get("eval_datasets") or [flags["dataset"]]
-    flags["evaluated_in_training"] = [partition_name(word, "=")[0] for word in evaluated]
-    flags["eval_datasets"] = expand_names(args.datasets or evaluated)
     flags.update(workers=args.workers, watch_test=False)
+    flags.setdefault("eval_datasets", [])
+    flags.setdefault("extra_pairs", [])
     return argparse.Namespace(**flags)
 
 
@@ -191,10 +190,11 @@ def open_clip_by_name(name):
     if config.model_type != "clip":
         raise UserError(f"--checkpoint {name}: neither the folder of a run nor a CLIP, but "
                         f"{config.model_type}")
-    tokenizer = build_tokenizer(name, 77)
+    length = config.text_config.max_position_embeddings
+    tokenizer = build_tokenizer(name, length)
     spec = dict(
         image_encoder=name, text_encoder=name, embed_dim=config.projection_dim,
-        image_size=config.vision_config.image_size, text_length=77, text_pooling="cls",
+        image_size=config.vision_config.image_size, text_length=length, text_pooling="cls",
         image_stats="encoder", eval_resize="crop")
     torch.manual_seed(42)
     model, transform = model_of_spec(spec, tokenizer, True)
@@ -217,31 +217,28 @@ def open_sets(args, flags, towers):
 
     Examples that were trained on are left out and counted.
     """
-    by_class = towers.tokenizer is None and not hasattr(towers.model, "answers")
-    if by_class:
-        flags.by_class = True  # a table needs no captions
-    names = [partition_name(word, "=")[0] for word in flags.eval_datasets]
-    for name, folder in (partition_name(word, "=") for word in flags.eval_datasets):
-        if name == flags.dataset and folder:
-            flags.data_dir = flags.video_dir = folder
-    train = None
-    if any(is_user_data(name) for name in names) and is_user_data(flags.dataset):
-        train = open_training_set(args, flags)
+    words = expand_names(args.datasets or flags.eval_datasets or [flags.dataset])
+    folders = dict(partition_name(word, "=") for word in words)  # {name: its folder, or ""}
     labelled = {}
-    if by_class and flags.dataset in names:
-        labelled = labelled_splits(flags)
+    if towers.tokenizer is None:
+        flags.by_class = True  # a table needs no captions
+        if flags.dataset in folders or is_user_data(flags.dataset):
+            labelled = labelled_splits(flags)
+    train = None
+    if any(is_user_data(name) for name in folders) and is_user_data(flags.dataset):
+        train = open_training_set(args, flags, labelled)
     sets = []
-    for name, splits in open_evaluation_sets(flags, train).items():
-        if labelled and name == flags.dataset:
-            splits = {split: labelled[split] for split in ("val", "test") if split in labelled}
-        splits = {split: data for split, data in splits.items() if split == args.split}
+    for name, splits in open_evaluation_sets(flags, train, words).items():
+        if name == flags.dataset and labelled:
+            splits = labelled
         if args.split not in splits:
             raise EmptySplit(f"{name} has no {args.split} split, as in the run")
         data = without_rows_of_training(args, flags, name, splits[args.split])
         train_of_set = None
         if needs_training_images(args, data):
-            train_of_set = training_images(flags, name, labelled, train)
-        sets.append(EvaluatedSet(name, {args.split: data}, train_of_set, labelled.get("few-shot")))
+            options = evaluation_options(flags, name, folders[name])
+            train_of_set = training_images(flags, name, options, labelled, train)
+        sets.append(EvaluatedSet(name, {args.split: data}, train_of_set, splits.get("few-shot")))
     return sets
 
 
@@ -250,15 +247,18 @@ def is_user_data(name):
     return bool(name) and find_data_set(name) is None
 
 
-def open_training_set(args, flags):
+def open_training_set(args, flags, labelled):
     """The training set of a run if it is the user's own: its rows must not be tested.
 
     Prints a warning if it has changed since the run.
+
+    Args: labelled: splits of a run by class, {} of others.
     """
-    options = evaluation_options(flags, flags.dataset)
-    train = load_data(flags.dataset, "train", options)
+    train = labelled.get("train")
+    if train is None:
+        train = load_data(flags.dataset, "train", data_options(flags))
     saved = read_json(Path(args.checkpoint) / "summary.json", {}).get("training_set")
-    if saved and not hasattr(flags, "by_class") and identity_of_files(train) != saved:
+    if saved and identity_of_files(train) != saved:
         print_main(f"WARNING: {flags.dataset} has changed since the run; rows that were trained on "
                    "may count, too")
     return train
@@ -266,8 +266,10 @@ def open_training_set(args, flags):
 
 def without_rows_of_training(args, flags, name, data):
     """A split without what training held: rows of --extra-pairs, and meta-data of mama.py."""
-    if name not in flags.evaluated_in_training:  # of these, training has left out the pairs
-        for word in getattr(flags, "extra_pairs", ()):
+    words = flags.eval_datasets or [flags.dataset]
+    if name not in [partition_name(word, "=")[0] for word in words]:
+        # of others, training has left out the pairs
+        for word in flags.extra_pairs:
             data = without_trained(data, open_pairs(word, flags))
     meta_data = read_json(Path(args.checkpoint) / "meta_data.json", {})
     keys = set(meta_data.get(f"{name} {data.split}", ()))
@@ -282,20 +284,21 @@ def needs_training_images(args, data):
     return data.labels is not None and bool(asked)
 
 
-def training_images(flags, name, labelled, train):
+def training_images(flags, name, options, labelled, train):
     """The images from which kNN and probes learn: those of the set or, of a test file of the user's
     own, those of the run; None = none.
 
     Args:
+        options: DataOptions of the set.
         labelled: splits of a run by class, {} of others.
-        train: training set of the run.
+        train: training set of the run if it is the user's own, else None.
     """
     if labelled and name == flags.dataset:
         if flags.train_features == "augmented":
             return padded_and_flipped(labelled["train"], flags.seed)
         return labelled["train"]
     with contextlib.suppress(EmptySplit):
-        return load_data(name, "train", evaluation_options(flags, name))
+        return load_data(name, "train", options)
     if train is not None:
         print_main(f"{name}: knn and probe learn from the training images of {flags.dataset}")
     return train
