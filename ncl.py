@@ -400,6 +400,7 @@ def main(args):
         run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
+    run.restore_best()                                                     # of --eval-epoch best
     save_queues(run, temperature, text_queue, video_queue)
     return run.finish(figures="ncl")
 

@@ -269,6 +269,7 @@ def main(args):
         run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
+    run.restore_best()                                                     # of --eval-epoch best
     save_queues(run, temperature, loss_modules["texts"], loss_modules["videos"])
     return run.finish(figures="ncl")
 

@@ -183,6 +183,7 @@ class Run:
         self.steps = steps
         self.last = last or last_step(args, steps)
         self.best_step = 0  # of the evaluation with the best result on val; 0 = none yet
+        self.has_best = False  # whether its weights are restored
         self.step = 0
         self.require_gpu()
         self.require_val()
@@ -527,7 +528,13 @@ class Run:
                     self.best_step = row["step"]
 
     def restore_best(self):
-        """Restores the weights of best_step, and evaluates val with them. Collective."""
+        """With --eval-epoch best, restores the weights of best_step and evaluates val. Collective.
+
+        `finish` calls it; a script calls it before, to write what belongs to the same weights.
+        """
+        if self.args.eval_epoch != "best" or self.has_best:
+            return
+        self.has_best = True
         print_main(f"--eval-epoch best: step {self.best_step}, by {self.score} on val")
         if self.best_step != self.step:
             path = self.folder / "checkpoints" / f"step_{self.best_step}.pt"
@@ -556,8 +563,7 @@ class Run:
         """
         self.in_loop = False
         self.bar.close()
-        if self.args.eval_epoch == "best":
-            self.restore_best()
+        self.restore_best()
         on_main(self.save_model)
         test, chance, test_pieces = self.evaluator("test")
         summary = self.summary(test, chance, extra)
