@@ -104,6 +104,10 @@ REFUSED = {
     "--baseline --tau-clamp 0.01 0.5": "--tau-clamp: only with --learnable-tau",
     "--baseline --learnable-tau --tau 2": "must start within --tau-clamp 0.01 1.0",
     "--learnable-tau --no-shifts": "a learnt temperature has no schedule and no shifts",
+    "--loss max-margin --baseline --margin 2": "the margins of the run, 2 .. 2, must be",
+    "--shift-min 0.2 --shift-max 0.1": "--shift-min 0.2: larger than --shift-max 0.1",
+    "--clusters none": "--shifts need clusters",
+    "--cluster-encoder small": "no trained weights",
     "--clusters noun --num-clusters 9": "--num-clusters: only with --clusters captions or vision",
 }
 

@@ -16,7 +16,7 @@ import mmts
 import ncl
 import temo
 import temperature_schedules
-from variants import ncl_ssb, sdclr
+from variants import mmts_vast, ncl_ssb, sdclr
 
 
 def of_an_old_run(script, folder, **flags):
@@ -83,14 +83,14 @@ EPIC = ["--dataset", "epic-kitchens-100"]
 
 def test_epic_kitchens_without_lavila_is_refused(capsys, tmp_path):
     """Two CLIPs that do not belong together would train; from scratch by --no-pretrained."""
-    for flags in ([], ["--loss", "infonce"], ["--pretrained"]):
+    for flags in ([], ["--loss", "clip", "--baseline"], ["--pretrained"]):
         with pytest.raises(SystemExit):
             mmts.parse_args([*EPIC, *flags])
         assert "--init-from is needed: this recipe fine-tunes LaViLa's" in capsys.readouterr().err
     assert mmts.parse_args([*EPIC, "--init-from", "lavila.pt"]).pretrained
     assert not mmts.parse_args([*EPIC, "--no-pretrained"]).pretrained
     assert mmts.parse_args([*EPIC, "--image-encoder", "small"]).image_encoder == "small"
-    flags = {"dataset": EPIC[1], "recipe": EPIC[1], "image_encoder": mmts.AVION["image_encoder"]}
+    flags = {"dataset": EPIC[1], "recipe": EPIC[1], "image_encoder": mmts.EPIC["image_encoder"]}
     # its checkpoint has the weights
     assert of_an_old_run(mmts, tmp_path, pretrained=True, init_from="", **flags).resume
     assert "WARNING: the run is older than --tau, which is now" in capsys.readouterr().out
@@ -177,20 +177,30 @@ def test_rows_that_evaluate_during_training_have_something_to_evaluate(name):
 
 
 def test_rows_of_mm_ts_have_videos_first_weights_and_a_learnt_tau():
-    runs = table_runs("mmts")
-    for row, args in runs:
+    """And the supplement's ranges, of both losses (Section 7)."""
+    runs, of_vast = table_runs("mmts"), table_runs("mmts", mmts_vast)
+    ranges = {}
+    for row, args in runs + of_vast:
         if args.dataset != "cc3m":
             assert args.data_dir and args.video_dir, row
             assert args.init_from and args.pretrained, row
-            is_vast = args.dataset != "epic-kitchens-100"
-            assert (args.image_encoder == "vast") == is_vast == (args.matching_weight > 0), row
-            if is_vast:
-                assert args.modalities == ("v" if args.dataset == "ssv2-lt" else "vas"), row
-        is_baseline = not args.schedule and not args.shifts and args.loss == "infonce"
-        if is_baseline and args.dataset in ("youcook2", "ssv2-lt"):
-            assert args.learnable_tau, row
-    assert {"2", "3", "4", "5", "6", "7", "8", "9"} <= {row for row, _ in runs}
-    assert any(args.learnable_tau for row, args in runs if row == "9")
+        if args.schedule and args.shifts and row != "8":
+            ranges[args.dataset, args.loss] = (args.alpha, args.shift_min, args.shift_max)
+    assert ranges == {
+        ("cc3m", "clip"): (0.04, 0.05, 0.1),
+        ("epic-kitchens-100", "max-margin"): (0.2, 0.17, 0.3),
+        ("epic-kitchens-100", "clip"): (0.08, 0.05, 0.2),
+        ("youcook2", "clip"): (0.06, 0.06, 0.09),
+        ("youcook2", "max-margin"): (0.2, 0.1, 0.3),
+        ("ssv2-lt", "clip"): (0.04, 0.07, 0.11),
+    }
+    for row, args in of_vast:
+        assert args.modalities == ("v" if args.dataset == "ssv2-lt" else "vas"), row
+        is_fixed = not args.schedule and not args.shifts
+        assert args.learnable_tau == is_fixed, row
+    assert {row for row, _ in runs} >= {"1", "2", "4", "5"}
+    assert {row for row, args in of_vast} == {"3", "6", "7", "8", "9"}
+    assert {row for row, args in of_vast if args.learnable_tau} == {"7", "9"}
 
 
 def test_rows_of_clip4clip_have_its_schedule():
