@@ -24,16 +24,18 @@ decoder are not tied. This is a copy of ../ncl.py with another loop: compare the
 import argparse
 import functools
 
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
+
 from common import (
     Evaluator, GradCache, Parser, Run, Temperature, below_one, between, clean_exit, gather,
     hardest_negative_loss, int_ge1, nonnegative_float, normalize, positive_float)
 from contrastive.encoders.ssb import Captioner, set_dropout
 from ncl import QueryQueue, batch_errors, evaluate_normalized, ncl_loss, save_queues
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 
 # ======================================================= METHOD ===================================
