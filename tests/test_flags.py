@@ -276,12 +276,11 @@ PAPER = [  # script, flags, what the papers and their code say
             period=400,
             eval_epoch="best",
             decay_all=True,
-            zero_init=False,
             train_features="augmented",
         ),
     ),
     (TS, "--dataset cifar10-lt --schedule fixed", dict(tau=0.2)),
-    (TS, "", dict(decay_all=False, zero_init=True)),
+    (TS, "", dict(decay_all=False)),
     (
         TS,
         "--dataset imagenet100-lt",

@@ -469,7 +469,6 @@ OF_FIVE = [
     ("temo", "--loss slip"),
     ("temperature_schedules", "--schedule fixed --learnable-tau"),
     ("temperature_schedules", "--loss moco --queue-size 32"),
-    ("temperature_schedules", "--loss sdclr"),
     ("ncl", "--learnable-tau --queue-size 32"),
     ("mmts", "--num-clusters 4"),
     ("mama", "--meta-size 8 --meta-batch-size 4 --meta-every 2 --learnable-tau --tau .5"),
