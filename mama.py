@@ -399,9 +399,8 @@ def check_method_flags(parser, args):
     parser.only(args.weighting == "meta", "with --weighting meta", "--meta-lr",
                 "--meta-weight-decay", "--meta-beta1", "--meta-beta2", "--meta-eps",
                 "--virtual-lr", "--meta-every")
-    parser.only(looks_ahead(args), "with --weighting meta or l2rw", "--meta-batch-size")
     parser.only(has_meta_data(args), "with --weighting meta or l2rw, or --meta-set val",
-                "--meta-set", "--meta-size")
+                "--meta-set", "--meta-size", "--meta-batch-size")
     parser.only(args.meta_set in ("train", "val"), "with --meta-set train or val", "--meta-size")
     parser.require(not looks_ahead(args) or not args.chunk_size,
                    f"--chunk-size: --weighting {args.weighting} encodes the whole batch at once; "
