@@ -171,7 +171,7 @@ def check_flags(parser, args):
     eval_names = {word.partition("=")[0] for word in args.eval_datasets}
     parser.require(eval_names <= {args.dataset},
                    f"--eval-datasets: the features of --feature-dir are those of {args.dataset} "
-                   "alone; evaluate other sets by eval.py --feature-dir")
+                   "alone; leave it out")
 
 
 # ======================================================= main =====================================
@@ -272,7 +272,8 @@ def main(args):
 
     # ------------------------------------------- save and evaluate --------------------------------
     run.restore_best()                                                     # of --eval-epoch best
-    save_queues(run, temperature, loss_modules["texts"], loss_modules["videos"])
+    if args.loss != "max-margin":
+        save_queues(run, temperature, loss_modules["texts"], loss_modules["videos"])
     return run.finish(figures="ncl")
 
 

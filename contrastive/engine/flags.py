@@ -37,7 +37,7 @@ OTHER_NAMES = {
     "--learning-rate": ["--lr"],
     "--train-data": ["--dataset", "--datasets"],
     "--val-data": ["--eval-datasets", "--datasets"],
-    "--temperature": ["--tau", "--tau-min", "--gamma"],
+    "--temperature": ["--tau", "--tau-min"],
     "--model": ["--image-encoder", "--checkpoint"],
     "--precision": ["--mixed-precision"],
     "--wandb": ["--tracker"],
