@@ -231,9 +231,7 @@ def main(args):
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts = common.pick(batch["captions"], batch["draws"])             # B captions
-        tokens = {}                                                        # (B, L) each
-        for name, ids in tokenizer(texts).items():
-            tokens[name] = ids.to(accelerator.device)
+        tokens = tokenizer(texts)                                          # (B, L) each
         video, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokens)
 
