@@ -7,6 +7,7 @@ import math
 import common
 from contrastive import evaluation
 from contrastive.core.processes import UserError
+from contrastive.encoders.questions import QuestionAnswerer
 from contrastive.evaluation.answers import right_answers
 from contrastive.core.metrics import answer_vocabulary, question_metrics
 
@@ -16,8 +17,9 @@ import torch
 import launch
 import mama
 from helpers import (
-    CPU, drift, evaluated, few_steps, losses, of_set, refused, run_script, steps, tensors_of)
+    CPU, drift, evaluated, few_steps, losses, refused, run_script, steps, tensors_of)
 from tools.check import select
+from variants import mama_qa
 
 INF = math.inf
 
@@ -32,7 +34,7 @@ def test_answer_loss_against_a_loop():
         for row, k in zip(scores, right.tolist())
     ]
     leaf = scores.requires_grad_()
-    loss = mama.answer_loss(leaf, right)
+    loss = mama_qa.answer_loss(leaf, right)
     assert loss.tolist() == pytest.approx(expected, rel=1e-6) and loss[2] == 0
     loss.sum().backward()
     assert leaf.grad.isfinite().all() and not leaf.grad[2].any() and not leaf.grad[1, 3:].any()
@@ -44,7 +46,7 @@ def model_of(choices=(), **more):
         common.VisionEncoder("small", 16, False),
         common.TextEncoder("small", 16, length=12, vocabulary=50),
     )
-    return common.QuestionAnswerer(*towers, **dict(answers=choices, frames=3) | more).eval()
+    return QuestionAnswerer(*towers, **dict(answers=choices, frames=3) | more).eval()
 
 
 def clips_of(n, side=32):
@@ -104,20 +106,21 @@ def test_meta_gradient_of_questions(task, weight):
             "pixels": torch.randn(n, 3, 16, 16, generator=generator, dtype=torch.float64),
             "tokens": words(n, 6),
             "question": words(n, 5),
-            "answers": torch.randint(0, 2, (n,), generator=generator),
         }
         choice_mask = torch.tensor([[True, True, k > 0] for k in range(n)])
         choices = words(n, 3, 4) | {"choice_mask": choice_mask}
-        return made if task == "qa-open" else made | {"choices": choices}
+        made = made if task == "qa-open" else made | {"choices": choices}
+        return made, torch.randint(0, 2, (n,), generator=generator)
 
     def losses_of(eta, weight):
-        pair_loss = functools.partial(mama.sample_losses, eta=eta, contrastive_weight=weight)
-        return mama.look_ahead_losses(model, pair_loss, 0.5, 0.2, CPU)
+        loss_fn = functools.partial(
+            mama_qa.question_loss, tau=0.5, mu=0.2, eta=eta, contrastive_weight=weight
+        )
+        return mama_qa.look_ahead_losses(model, loss_fn, CPU)
 
     losses, first, meta = losses_of(1.5, weight), batch(5), batch(4)
     parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
-    scores = model(first["pixels"], first["tokens"], first["question"], first.get("choices"))[2]
-    answering = 1.5 * mama.answer_loss(scores, first["answers"])
+    answering = 1.5 * mama_qa.answer_loss(model(**first[0])[2], first[1])
     expected = weight * losses_of(0.0, 1.0)(parameters, first) + answering
     assert torch.allclose(losses(parameters, first), expected, rtol=1e-9)
     assert torch.allclose(losses_of(1.5, 0.0)(parameters, first), answering, rtol=1e-9)
@@ -251,7 +254,7 @@ BASE = (
 
 
 def main(folder, *flags):
-    return run_script(mama, folder, *flags, base=BASE)
+    return run_script(mama_qa, folder, *flags, base=BASE)
 
 
 def evaluate(folder, *flags):
@@ -262,7 +265,7 @@ def evaluate(folder, *flags):
 def runs_of(tmp_path_factory):
     """A run of each task, with the pictures of the first: (folder, {task: summary})."""
     folder = tmp_path_factory.mktemp("runs")
-    summary = run_script(mama, folder / "qa-open", "--task", "qa-open", base=BASE, pictures=True)
+    summary = run_script(mama_qa, folder / "qa-open", "--task", "qa-open", base=BASE, pictures=True)
     return folder, {
         "qa-open": summary,
         "qa-choice": main(folder / "qa-choice", "--task", "qa-choice"),
@@ -318,7 +321,7 @@ def test_chunks_are_exact(tmp_path):
     states = []
     for name, chunk, lr in (("start", 0, 0), ("whole", 0, 0.02), ("parts", 5, 0.02)):
         folder = tmp_path / name
-        few_steps(mama, folder, *flags, "--chunk-size", chunk, "--lr", lr, base=BASE)
+        few_steps(mama_qa, folder, *flags, "--chunk-size", chunk, "--lr", lr, base=BASE)
         states.append(select(tensors_of(folder, 2), "model/"))
     start, whole, parts = states
     assert drift(parts, whole, start) < 0.05
@@ -332,38 +335,29 @@ def test_two_processes_are_one(tmp_path):
     launch.one_and_two(tmp_path, [*BASE, *SGD, *words.split()], 0.005, names)
 
 
-ALONE = "--task qa-open --contrastive-weight 0"
-
-
 def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path):
-    """--contrastive-weight 0: the loss is that of the answers."""
-    args = mama.parse_args(ALONE.split())
-    assert (args.weighting, args.margin_schedule) == ("none", "none")
-    main(tmp_path / "alone", *ALONE.split())
+    """--baseline: the loss is that of the answers."""
+    args = mama_qa.parse_args(["--baseline"])
+    assert (args.weighting, args.margin_schedule, args.contrastive_weight) == ("none", "none", 0)
+    main(tmp_path / "alone", "--baseline")
     log = steps(tmp_path / "alone")
     assert [r["loss"] for r in log] == pytest.approx([r["CE"] for r in log])
     found = evaluate(tmp_path / "alone", "--tasks", "retrieval", "gap", "knn", "probe")["left_out"]
     assert found.keys() == {"retrieval", "gap", "knn"}  # of embeddings, which nothing trained
-    # both directions, a half each
-    half = "--batch-size 16 --contrastive-weight 0.5 --margin-schedule none"
-    guess = mama.random_guess(mama.parse_args(half.split()), total_steps=9)
-    assert guess == pytest.approx([math.log(16)] * 2)
 
 
 # -------------------------------------- flags that are refused -------------------------------
 @pytest.mark.parametrize(
     "flags, words",
     [
-        *(
-            (f"{ALONE} {flag}", flag.split()[0])
-            for flag in ("--learnable-tau", "--margin-schedule logistic", "--weighting focal")
-        ),
-        ("--loss infonce --weighting focal", "--loss infonce has neither margin nor weights"),
-        ("--loss infonce --margin-schedule constant", "neither margin nor weights"),
-        ("--contrastive-weight 0", "--contrastive-weight 0 leaves no loss"),
-        (f"{ALONE} --eta 0", "--contrastive-weight 0 leaves no loss"),
+        ("--baseline --learnable-tau", "--learnable-tau: only with --contrastive-weight above 0"),
+        ("--baseline --margin-schedule logistic", "neither margin nor weights: give --baseline"),
+        ("--baseline --contrastive-weight 1", "--baseline is --contrastive-weight 0"),
+        ("--contrastive-weight 0", "neither margin nor weights: give --baseline"),
+        ("--baseline --eta 0", "--contrastive-weight 0 --eta 0 leaves no loss"),
+        ("--task qa-choice --answers 9", "--answers: only with --task qa-open"),
+        ("--regions 5", "--regions: only with --qa-model vgt"),
     ],
 )
 def test_bad_flags(flags, words, capsys):
-    base = [] if "weight 0" in flags else of_set(BASE, flags.split())
-    assert words in refused(mama.parse_args, [*base, *flags.split()], capsys)
+    assert words in refused(mama_qa.parse_args, flags.split(), capsys)

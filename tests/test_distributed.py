@@ -111,7 +111,9 @@ def of_mama(rows):
         mama.weightnet_gradient(losses, theta, 0, 1, net, 0.05, how)
         for how in ("forward", "second-order")
     ]
-    weights = mama.l2rw_weights(losses, theta, 0, 1), mama.spl_weights(losses(theta, 0), 0.5)
+    look_ahead = mama.LookAhead(losses, theta, 0, 1)
+    l2rw = mama.baseline_weight(Namespace(weighting="l2rw"), None, 0.0, look_ahead)
+    weights = l2rw, mama.spl_weights(losses(theta, 0), 0.5)
     return [*gradients[0], *gradients[1], *map(gather, weights)]
 
 
