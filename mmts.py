@@ -290,8 +290,8 @@ def check_flags(parser, args):
     parser.only(args.clusters in ("captions", "vision"), "with --clusters captions or vision",
                 "--num-clusters", "--cluster-encoder")
     parser.require(not args.learnable_tau or is_fixed and not has_margins,
-                   "--learnable-tau: a learnt temperature has no schedule and no shifts; add --loss "
-                   "clip --baseline")
+                   "--learnable-tau: a learnt temperature has no schedule and no shifts; add "
+                   "--loss clip --baseline")
     parser.check_tau_flags(args)
     parser.require(args.shift_min <= args.shift_max,
                    f"--shift-min {args.shift_min:g}: larger than --shift-max {args.shift_max:g}")
