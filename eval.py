@@ -291,9 +291,6 @@ def evaluate(model, opened):
     title = f"{name} ({args.split})"
     if opened.data.note:
         say(f"\n{title}: {opened.data.note}")
-    if "qa" in tasks and model.facts.shuffled_videos:
-        say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its "
-            "own video")
     view, view_description = view_of(model.towers.transform, name, model.trained_on)
     if not BY_CLASS.intersection(tasks):
         view_description = ""  # only these tasks have that view

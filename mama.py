@@ -48,8 +48,8 @@ import common
 
 from common import (
     Augment, EvaluationFacts, Evaluator, Parser, Run, Temperature, answers, between, clean_exit,
-    count, fp32, gather, meta_data, nonnegative, normalize, open_data, pair_cosines, part,
-    per_anchor, positive, positive_index, rank, rate, row_blocks, write_json, write_tensors)
+    count, fp32, gather, meta_data, nonnegative, normalize, open_data, part, per_anchor, positive,
+    positive_index, rank, rate, row_blocks, write_json, write_tensors)
 
 import torch
 import torch.nn as nn
@@ -90,19 +90,14 @@ def angular_cosine(sim, mu):
     return torch.where(sim < 0, sim, cosine)
 
 
-def margin_cross_entropy(sim, target, tau, mu):
-    """The margin loss of each row of cosines (after Eq. 4): (b, N), (b,), tau, mu -> (b,)."""
-    target_column = target[:, None]                                        # (b, 1)
-    pair = angular_cosine(sim.gather(1, target_column), mu)                # (b, 1)
-    logits = sim.scatter(1, target_column, pair) / tau                     # (b, N)
-    return F.cross_entropy(logits, target, reduction="none")               # (b,)
-
-
 @row_blocks
 def angular_margin_per_anchor(anchor, target, tau, mu, *, candidates):
     """The margin loss of each anchor (after Eq. 4): (b, D), (b,), tau, mu, (N, D) -> (b,)."""
     sim = anchor @ candidates.T                                            # (b, N)
-    return margin_cross_entropy(sim, target, tau, mu)                      # (b,)
+    target_column = target[:, None]                                        # (b, 1)
+    pair = angular_cosine(sim.gather(1, target_column), mu)                # (b, 1)
+    logits = sim.scatter(1, target_column, pair) / tau                     # (b, N)
+    return F.cross_entropy(logits, target, reduction="none")               # (b,)
 
 
 @fp32
@@ -126,24 +121,6 @@ def angular_margin_loss(video, text, tau, mu):
 
 
 @fp32
-def fused_margin_loss(video_sim, text_sim, tau, mu):
-    """As angular_margin_loss, but from cosines of each video fused with each text.
-
-    Args:
-        video_sim, text_sim: (B, N) cosines of the videos of this process with all texts, and of its
-            texts with all videos.
-        tau, mu: as in angular_margin_loss.
-    Returns: (B,) one loss for each pair, float32.
-    """
-    target = positive_index(video_sim)                                     # (B,)
-    tau = per_anchor(tau, video_sim)                                       # () or (B, 1)
-    mu = per_anchor(mu, video_sim, "mu", positive=False)                   # () or (B, 1)
-    video_to_text = margin_cross_entropy(video_sim, target, tau, mu)       # (B,)
-    text_to_video = margin_cross_entropy(text_sim, target, tau, mu)        # (B,)
-    return video_to_text + text_to_video
-
-
-@fp32
 def answer_loss(scores, target):
     """CE_i: cross-entropy of the right answer (Eq. 2).
 
@@ -155,8 +132,7 @@ def answer_loss(scores, target):
     return F.cross_entropy(scores, target, ignore_index=-1, reduction="none")
 
 
-def sample_losses(encoded, target, tau, mu, *, contrastive_weight=1.0, eta=1.0,
-                  similarity="pooled"):
+def sample_losses(encoded, target, tau, mu, *, contrastive_weight=1.0, eta=1.0):
     """L_i of Eq. 3, one for each pair: (B,).
 
     Args:
@@ -165,15 +141,9 @@ def sample_losses(encoded, target, tau, mu, *, contrastive_weight=1.0, eta=1.0,
         tau, mu: as in angular_margin_loss.
         contrastive_weight: weight of L_v2t,i + L_t2v,i; paper 1.
         eta: weight of CE_i; paper 1.
-        similarity: 'pooled' if video and text are embeddings, 'fused' if they are cosines.
     """
     video, text, *scores = encoded
-    if similarity == "pooled":
-        contrastive_loss = angular_margin_loss(video, text, tau, mu)       # (B,)
-    elif similarity == "fused":
-        contrastive_loss = fused_margin_loss(video, text, tau, mu)         # (B,)
-    else:
-        raise ValueError(f"similarity={similarity!r}: give 'pooled' or 'fused'")
+    contrastive_loss = angular_margin_loss(video, text, tau, mu)           # (B,)
     sample_loss = contrastive_weight * contrastive_loss                    # (B,)
     if scores:
         sample_loss = sample_loss + eta * answer_loss(scores[0], target)   # (B,)
@@ -539,10 +509,9 @@ def parse_args(argv=None):
                            "of a training example in each line")
     meta.add_argument("--meta-size", type=count, default=256,
                       help="examples taken from train or val; not in the paper")
-    meta.add_argument("--meta-balance", choices=["auto", "classes", "captions", "none"],
-                      default="auto",
+    meta.add_argument("--meta-balance", choices=["auto", "classes", "none"], default="auto",
                       help="what the meta-data are balanced over: classes (auto: if there are "
-                           "any), clusters of captions, or nothing")
+                           "any), or nothing")
     meta.add_argument("--meta-batch-size", type=between(2, 10**9, int), default=32,
                       help="GLOBAL batch M of meta-data; not in the paper")
     meta.add_argument("--meta-lr", type=rate, default=2e-4,
@@ -600,11 +569,6 @@ def main(args):  # noqa: C901, PLR0912
     # ------------------------------------------- data ---------------------------------------------
     # before any process group, so that errors come quickly
     train, evals = open_data(args)
-    if args.task != "retrieval" and args.shuffle_video:
-        train = answers.shuffle_videos(train)
-        for splits in evals.values():
-            for split in splits:
-                splits[split] = answers.shuffle_videos(splits[split])
     questions = answers.question_settings(train, args)                     # None for retrieval
     meta = None
     if uses_meta_set(args):
@@ -668,12 +632,11 @@ def main(args):  # noqa: C901, PLR0912
         meta_batches = look_ahead_batches(meta, view, transform, run, every=every, cache=cache)
 
     # ------------------------------------------- loop ---------------------------------------------
-    similarity = "pooled"
     eta = 0.0
     if questions:
-        similarity, eta = args.qa_similarity, args.eta
+        eta = args.eta
     pair_loss = functools.partial(sample_losses, contrastive_weight=args.contrastive_weight,
-                                  eta=eta, similarity=similarity)
+                                  eta=eta)
     answer_guess = answers.random_guess(train, questions)                  # 0 for retrieval
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
                           args=args)
@@ -748,7 +711,7 @@ def main(args):  # noqa: C901, PLR0912
         if run.due("log", run.step + 1):
             mismatched = mismatched_pairs(train, batch["rows"], sample_loss)  # (B,) 0 or 1
             last_batch = torch.stack([sample_loss, weight, mismatched], dim=1)  # (B, 3)
-            columns = {"mu": mu, **log_columns(last_batch, encoded, similarity, run)}
+            columns = {"mu": mu, **log_columns(last_batch, encoded, run)}
             if questions:
                 scores, target = encoded[2], inputs["answers"]             # (B, A), (B,)
                 answer_losses = answer_loss(scores, target)                # (B,)
@@ -797,10 +760,7 @@ def inputs_of(batch, tokenizer, device, data=None, questions=None):
 
 
 def encode(model, inputs):
-    """Inputs of inputs_of -> video, text: (b, D) each, and with questions scores: (b, A).
-
-    With --qa-similarity fused, video and text are cosines (b, N).
-    """
+    """Inputs of inputs_of -> video, text: (b, D) each, and with questions scores: (b, A)."""
     if "question" in inputs:
         return model(inputs["pixels"], inputs["tokens"], inputs["question"], inputs.get("choices"))
     video, text, _ = model(inputs["pixels"], inputs["tokens"])
@@ -915,14 +875,14 @@ def mismatched_pairs(data, rows, like):
 
 
 @torch.no_grad()
-def log_columns(last_batch, encoded, similarity, run):
+def log_columns(last_batch, encoded, run):
     """Columns of the log: losses and weights, also of mismatched pairs; health of the space.
 
     Keeps what the pictures need in run.tensors: the last batch, and the curve of the network.
 
     Args:
         last_batch: (B, 3) loss and weight of each pair, and 1 if it is known to be mismatched.
-        encoded, similarity: as in sample_losses.
+        encoded: as in sample_losses.
     """
     last_batch = gather(last_batch).cpu()                                  # (N, 3)
     run.tensors["last_batch"] = last_batch
@@ -936,12 +896,9 @@ def log_columns(last_batch, encoded, similarity, run):
             if pairs.any():
                 columns[f"L_{name}"] = sample_loss[pairs].mean().item()
                 columns[f"w_{name}"] = weight[pairs].mean().item()
-    video, text = encoded[:2]                                              # (B, D), or (B, N)
-    if similarity == "fused":
-        columns.update(pair_cosines(gather(video)))
-    else:
-        video, text = gather(normalize(video)), gather(normalize(text))    # (N, D)
-        columns.update(common.embedding_health(video, text))
+    video, text = encoded[:2]                                              # (B, D) each
+    video, text = gather(normalize(video)), gather(normalize(text))        # (N, D)
+    columns.update(common.embedding_health(video, text))
     return columns
 
 
@@ -969,8 +926,7 @@ def evaluation_facts(args):
     if args.contrastive_weight == 0:
         tau = None  # no temperature was trained
     return EvaluationFacts(
-        tau=tau, learnable_tau=args.learnable_tau, knn_features=args.knn_features,
-        shuffled_videos=args.shuffle_video)
+        tau=tau, learnable_tau=args.learnable_tau, knn_features=args.knn_features)
 
 
 if __name__ == "__main__":

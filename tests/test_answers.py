@@ -1,12 +1,11 @@
 """Questions and answers by hand: the loss, the model, its gradient and the accuracies; runs of both
-tasks, eval.py, chunks and processes, flags that are refused, tools.score."""
+tasks, eval.py, chunks and processes, flags that are refused."""
 
 import functools
 import math
 
 import common
 from contrastive import evaluation
-from contrastive.core import row_blocks
 from contrastive.core.processes import UserError
 from contrastive.evaluation.answers import right_answers
 from contrastive.core.metrics import answer_vocabulary, question_metrics
@@ -18,7 +17,6 @@ import launch
 import mama
 from helpers import (
     CPU, drift, evaluated, few_steps, losses, of_set, refused, run_script, steps, tensors_of)
-from tools import score
 from tools.check import select
 
 INF = math.inf
@@ -95,53 +93,11 @@ def test_scores_of_choices():
         assert torch.allclose(single[0, 0], scores[b, c], atol=1e-4)
 
 
-def test_fused_cosines_are_those_of_each_pair_alone(monkeypatch):
-    """One pass for all pairs, in blocks or not, against a double loop; the gradient is finite."""
-    model = model_of(["yes", "no"], similarity="fused", layers=2).double()
-    clips = clips_of(4).double()
-    tokens, question, mu, tau = words(4, 6), words(4, 5), 0.3, 0.5
-    for row, length in enumerate((6, 3, 5, 1)):
-        tokens["attention_mask"][row, length:] = 0
-    video, text, _ = model(clips, tokens, question)
-    assert video.shape == (4, 4) and torch.equal(video, text.T)
-    frames = model.vision.frames(clips).unflatten(0, (4, 3))
-    for i in range(4):
-        for j, length in enumerate(tokens["attention_mask"].sum(1).tolist()):
-            short = {k: v[j : j + 1, :length] for k, v in tokens.items()}
-            v, t = model.fuse(
-                model.pair, frames[i : i + 1], model.text.words(**short)[0], short["attention_mask"]
-            )[0]
-            assert torch.cosine_similarity(v, t, 0).item() == pytest.approx(
-                video[i, j].item(), abs=1e-9
-            )
-    a, b = (torch.randn(4, 5, dtype=torch.float64) for _ in range(2))
-    sim = common.normalize(a) @ common.normalize(b).T  # of two towers: their loss
-    assert torch.allclose(
-        mama.fused_margin_loss(sim, sim.T, tau, mu), mama.angular_margin_loss(a, b, tau, mu)
-    )
-    gradients = []
-    for block in (0, 1, 3):
-        monkeypatch.setattr(row_blocks, "rows_at_a_time", block)
-        model.zero_grad()
-        mama.fused_margin_loss(*model(clips, tokens, question)[:2], tau, mu).sum().backward()
-        gradients.append({k: p.grad for k, p in model.named_parameters() if p.grad is not None})
-    for name in ("pair", "place", "frame.weight", "fusion.0.qkv.weight", "text.body.token.weight"):
-        whole = gradients[0][name]
-        assert whole.isfinite().all() and whole.any()
-        assert all(
-            torch.allclose(whole, parts[name], rtol=1e-6, atol=1e-12) for parts in gradients[1:]
-        )
-
-
-@pytest.mark.parametrize(
-    "task, similarity, weight", [("qa-open", "pooled", 2.0), ("qa-choice", "fused", 0.5)]
-)
-def test_meta_gradient_of_questions(task, similarity, weight, monkeypatch):
+@pytest.mark.parametrize("task, weight", [("qa-open", 2.0), ("qa-choice", 0.5)])
+def test_meta_gradient_of_questions(task, weight):
     """The look-ahead has the losses of a step; forward mode gives their second-order gradient."""
-    model = model_of(["yes", "no"] if task == "qa-open" else (), similarity=similarity).double()
+    model = model_of(["yes", "no"] if task == "qa-open" else ()).double()
     generator = torch.Generator().manual_seed(5)
-    if similarity == "fused":
-        monkeypatch.setattr(row_blocks, "rows_at_a_time", 2)
 
     def batch(n):
         made = {
@@ -155,9 +111,7 @@ def test_meta_gradient_of_questions(task, similarity, weight, monkeypatch):
         return made if task == "qa-open" else made | {"choices": choices}
 
     def losses_of(eta, weight):
-        pair_loss = functools.partial(
-            mama.sample_losses, eta=eta, contrastive_weight=weight, similarity=similarity
-        )
+        pair_loss = functools.partial(mama.sample_losses, eta=eta, contrastive_weight=weight)
         return mama.look_ahead_losses(model, pair_loss, 0.5, 0.2, CPU)
 
     losses, first, meta = losses_of(1.5, weight), batch(5), batch(4)
@@ -354,37 +308,6 @@ def test_a_vocabulary_of_three_answers(tmp_path):
     assert len(common.load_model(tmp_path / "run")[0].answers) == 3
 
 
-def test_a_control_asks_about_other_videos(tmp_path, capsys, monkeypatch):
-    """In all its evaluations. eval.py asks with the right ones, and says that it does."""
-    asked, measure = [], evaluation.answers.evaluate
-
-    def watch(towers, data, *args, **options):
-        asked.append(data)
-        return measure(towers, data, *args, **options)
-
-    monkeypatch.setattr(evaluation.answers, "evaluate", watch)
-    main(tmp_path / "run", *"--task qa-open --shuffle-video".split())
-    right = {
-        split: common.load_data("moving-emoji", split, clips=(64, 24, 24))
-        for split in ("val", "test")
-    }
-    assert {data.split for data in asked} == right.keys()
-    assert not any(torch.equal(data.pixels, right[data.split].pixels) for data in asked)
-    evaluate(tmp_path / "run")
-    assert torch.equal(asked[-1].pixels, right["test"].pixels)
-    words = "the run was a control (--shuffle-video); here each question has its own"
-    assert words in capsys.readouterr().out
-
-
-def test_fused_pairs_have_no_embeddings_of_their_own(tmp_path):
-    summary = main(tmp_path / "run", *"--task qa-choice --qa-similarity fused".split())
-    assert steps(tmp_path / "run")[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
-    assert evaluate(tmp_path / "run")["metrics"] == summary["test"]["moving-emoji"]
-    flags = "--tasks retrieval knn --knn-features backbone".split()
-    found = evaluate(tmp_path / "run", *flags)
-    assert found["left_out"].keys() == {"retrieval"} and "knn@1" in found["metrics"]
-
-
 # as near as gradients are
 SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()
 
@@ -403,13 +326,8 @@ def test_chunks_are_exact(tmp_path):
 
 
 def test_two_processes_are_one(tmp_path):
-    """Losses, weights of the samples and accuracies, with the meta step.
-
-    The texts of fused pairs differ in length between the processes."""
-    words = (
-        "--task qa-open --qa-similarity fused --batch-size 8 --meta-batch-size 4 --meta-every 1 "
-        "--max-steps 4"
-    )
+    """Losses, weights of the samples and accuracies, with the meta step."""
+    words = "--task qa-open --batch-size 8 --meta-batch-size 4 --meta-every 1 --max-steps 4"
     names = ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos")
     launch.one_and_two(tmp_path, [*BASE, *SGD, *words.split()], 0.005, names)
 
@@ -436,19 +354,9 @@ def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--task qa-choice --qa-model vgt --qa-similarity fused", "with --qa-model fusion"),
-        (
-            "--task qa-open --qa-similarity fused --weighting none --chunk-size 4",
-            "--chunk-size: --qa-similarity fused needs all videos and texts at once",
-        ),
         *(
             (f"{ALONE} {flag}", flag.split()[0])
-            for flag in (
-                "--learnable-tau",
-                "--margin-schedule logistic",
-                "--weighting focal",
-                "--qa-similarity fused",
-            )
+            for flag in ("--learnable-tau", "--margin-schedule logistic", "--weighting focal")
         ),
         ("--loss infonce --weighting focal", "--loss infonce has neither margin nor weights"),
         ("--loss infonce --margin-schedule constant", "neither margin nor weights"),
@@ -459,29 +367,3 @@ def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path):
 def test_bad_flags(flags, words, capsys):
     base = [] if "weight 0" in flags else of_set(BASE, flags.split())
     assert words in refused(mama.parse_args, [*base, *flags.split()], capsys)
-
-
-# -------------------------------------- tools.score ------------------------------------------
-def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
-    """Tables 9 and 10 of two runs: cosines of their embeddings, a csv of all, a picture of some."""
-    folders = [str(runs_of[0] / name) for name in ("qa-open", "qa-choice")]
-    found = score.main([*folders, "--out", str(tmp_path / "scores"), "--cpu"])
-    data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
-    rows = [*score.caption_pairs(data, "")]  # of clips with captions of two lengths
-    assert found.shape == (2, len(rows), 2)
-    assert len(rows) > 12
-    assert (tmp_path / "scores.png").is_file()
-    model, tokenizer, transform = common.load_model(folders[1])
-    texts = [of(data.captions(rows[5]), key=lambda c: len(c.split())) for of in (min, max)]
-    with torch.no_grad():
-        video, text = model(transform(data.read(rows[5]))[None], tokenizer(texts))[:2]
-    assert torch.allclose(
-        torch.tensor(found[1, 5]).float(), torch.cosine_similarity(video, text), atol=1e-4
-    )
-    lines = (tmp_path / "scores.csv").read_text().splitlines()
-    assert lines[0] == "video,detail,caption,qa-open,qa-choice" and len(lines) == 1 + 2 * len(rows)
-    assert lines[12].startswith(f"test {rows[5]},detailed,{texts[1]},")
-    assert (
-        f"{'qa-choice':<34}{found[1, :, 0].mean():9.4f}{found[1, :, 1].mean():10.4f}"
-        in capsys.readouterr().out
-    )

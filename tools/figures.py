@@ -46,7 +46,6 @@ from contrastive.core.files import flatten, read_json, slug
 from contrastive.core.processes import UserError, clean_exit, opening, say
 from contrastive.core.number_types import whole
 from contrastive.core.words import flag_of
-from contrastive.evaluation import answers
 from contrastive.evaluation.clusters import check_source, name_of_class, open_clusters
 from contrastive.core.metrics import retrieval_ranks
 from contrastive.evaluation.evaluated_model import temperature_of_run
@@ -306,8 +305,6 @@ def read_hits(folder, num_topics=0):
         train, evals = open_data(args)
         test = evals[args.dataset]["test"]
         towers = Towers(*common.load_model(folder))
-    if args.shuffle_video:  # the control has its own task
-        test = answers.shuffle_videos(test)
     pieces, rows, hits = evaluate_queries(args, towers, test)
     if args.task == "retrieval" and num_topics:
         column, topics = "topic", Topics(train, num_topics)
@@ -610,7 +607,7 @@ FIGURES = ["phase", "margins", "concepts", *FIGURES_OF_ANY_RUNS]
 # {figure of one script's runs: a flag that only these have}
 OWN_FLAGS = {
     "phase": "period", "tails": "train_features", "margins": "margin_schedule",
-    "concepts": "shuffle_video"}
+    "concepts": "qa_model"}
 
 
 def main(argv=None):

@@ -4,8 +4,6 @@ The models are QuestionAnswerer (encoders/questions.py) and VGT (encoders/vgt.py
 has a score for each answer of a vocabulary, a question with choices one for each of its choices.
 """
 
-import argparse
-import dataclasses
 import math
 from collections import Counter
 
@@ -31,11 +29,6 @@ def add_flags(parser):
     group.add_argument("--qa-model", choices=["fusion", "vgt"], default="fusion",
                        help="model that answers questions: a transformer over frames and words, "
                             "as VIOLET's; or VGT's graph")
-    group.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
-                       help="cosine of a video and a text: of their embeddings before the fusion; "
-                            "or after it, which then fuses all B x N pairs")
-    group.add_argument("--shuffle-video", action=argparse.BooleanOptionalAction, default=False,
-                       help="give each question the video of another one, as a control")
     group.add_argument("--answers", type=between(2, 10**6, int), default=1500,
                        help="size of the vocabulary of open questions: the most frequent answers "
                             "of training; all others count as wrong; VIOLET 1500, MSVD-QA 1000, "
@@ -58,24 +51,12 @@ def check_flags(parser, args):
     if args.contrastive_weight == 0 and (args.task == "retrieval" or args.eta == 0):
         parser.error("--contrastive-weight 0 leaves no loss: add questions, with --task qa-open or "
                      "qa-choice and --eta above 0")
-    if args.qa_similarity == "fused":
-        check_fused(parser, args)
     has_files = bool(args.region_dir)
     if has_files != (args.image_encoder == "regions"):
         parser.error("--region-dir DIR and --image-encoder regions go together, and both need "
                      "--qa-model vgt")
     if args.qa_model == "vgt":
         check_vgt(parser, args)
-
-
-def check_fused(parser, args):
-    """Refuses flags that contradict --qa-similarity fused."""
-    if args.qa_model != "fusion":
-        parser.error("--qa-similarity fused: only with --qa-model fusion")
-    if args.contrastive_weight == 0:
-        parser.error("--qa-similarity fused: --contrastive-weight 0 leaves no loss of the cosines")
-    if args.chunk_size:
-        parser.error("--chunk-size: --qa-similarity fused needs all videos and texts at once")
 
 
 def check_vgt(parser, args):
@@ -137,25 +118,6 @@ def texts_for_tokenizer(data, limit=None):
             if data.cell(column, i) is not None:
                 yield data.cell(column, i)
         yield from choices_of_row(data, i)
-
-
-def shuffle_videos(data, seed=0):
-    """The same questions, each with the video of another row, to show what videos add."""
-    order = np.random.default_rng([7, seed]).permutation(len(data))
-    # A single cycle: no row keeps its own row's video. That of the other row may be the same video.
-    rows = np.roll(order, 1)[np.argsort(order)]
-    boxes = data.column("boxes")
-    if boxes is not None:
-        moved_boxes = [boxes[i] for i in rows]
-        table = data.table.remove_columns("boxes").add_column("boxes", moved_boxes)
-        data = dataclasses.replace(data, table=table)
-    if data.pixels is not None:
-        return dataclasses.replace(data, pixels=data.pixels[torch.from_numpy(rows)])
-    import datasets
-
-    sources = data.sources.select(rows)
-    table = datasets.concatenate_datasets([data.annotations, sources], axis=1)
-    return dataclasses.replace(data, table=table)
 
 
 # ===================================================== input ======================================
@@ -254,9 +216,8 @@ def question_settings(train, args):
         answers = rows_with_questions(train).column("answer")
         vocabulary = answer_vocabulary(answers, args.answers)
 
-    settings = {"answers": vocabulary, "model": args.qa_model, "similarity": "none"}
-    if args.contrastive_weight > 0:
-        settings["similarity"] = args.qa_similarity
+    settings = {"answers": vocabulary, "model": args.qa_model,
+                "contrastive": args.contrastive_weight > 0}
     if args.qa_model == "vgt":
         if args.image_encoder != "regions" and train.column("boxes") is None:
             raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own, as "
@@ -300,15 +261,13 @@ def banner_lines(questions, train, args):
     """Lines of the banner: the questions, and the texts that are paired with videos; {title: text}.
     """
     question_rows = rows_with_questions(train)
-    line = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}, "
+    line = f"{args.task}, {args.qa_model}, eta {args.eta:g}, "
     line += f"contrastive weight {args.contrastive_weight:g}"
     vocabulary = set(questions["answers"])
     if vocabulary:
         num_unknown = sum(answer not in vocabulary for answer in question_rows.column("answer"))
         line += (f"; {len(vocabulary):,} answers; {num_unknown:,} training questions have another "
                  "answer, which enters no loss")
-    if args.shuffle_video:
-        line += "; SHUFFLED VIDEOS, a control"
 
     num_without_caption = 0  # their question takes its place
     for i, question in enumerate(question_rows.column("question")):

@@ -30,7 +30,6 @@ class EvaluationFacts:
     long_tail: bool = False  # its splits are those of data.long_tail
     train_features: str = "clean"  # view of the training images in kNN and probes, or 'augmented'
     shot_limits: list | None = None  # of core.metrics.accuracy_by_class_size
-    shuffled_videos: bool = False  # a control: each question had the video of another
 
 
 def read_facts(run):
@@ -66,5 +65,4 @@ def facts_of_flags(flags):
         knn_features=flags.get("knn_features") or "projected",
         long_tail="imbalance_ratio" in flags,
         train_features=flags.get("train_features", "clean"),
-        shot_limits=flags.get("shot_limits"),
-        shuffled_videos=flags.get("shuffle_video", False))
+        shot_limits=flags.get("shot_limits"))

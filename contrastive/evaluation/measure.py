@@ -144,11 +144,7 @@ def reason_of_model(task, model, tokenizer, knn_features):
     if tokenizer is None and task not in WITH_TRAINING:
         return "the model has no text encoder"
     reads_features = task == "probe" or task == "knn" and knn_features == "backbone"
-    similarity = getattr(model, "similarity", "")
-    if similarity == "fused" and not reads_features:
-        return ("the model was trained with --qa-similarity fused, not its embeddings before the "
-                "fusion")
-    if similarity == "none" and not reads_features:
+    if not reads_features and not getattr(model, "contrastive", True):
         return ("the model was trained with --contrastive-weight 0, on answers alone, not its "
                 "embeddings")
     if getattr(model, "model", "") == "vgt" and model.vision.name != "regions":

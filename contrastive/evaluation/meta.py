@@ -7,15 +7,9 @@ import collections
 from pathlib import Path
 
 from contrastive.data.views import key_hash
-from contrastive.encoders.sentences import SentenceEncoder
 from contrastive.core.processes import UserError, opening
-from contrastive.evaluation.clusters import k_means
 
 import numpy as np
-import torch
-
-NUM_CLUSTERS = 50  # of captions, with --meta-balance captions
-MAX_CLUSTERED = 20_000  # rows that are clustered for it, the first in the order of their hash
 
 
 def meta_data(train, evals, args):
@@ -66,9 +60,9 @@ def choose_rows(data, args):
     if args.meta_balance == "classes" and column is None:
         raise UserError(f"--meta-balance classes: {data.name} has no column "
                         + " or ".join(columns))
-    if args.meta_balance not in ("auto", "classes"):
+    if args.meta_balance == "none":
         column = None
-    return balanced_rows(data, args.meta_size, column, args.meta_balance == "captions")
+    return balanced_rows(data, args.meta_size, column)
 
 
 def class_columns(task):
@@ -80,8 +74,8 @@ def class_columns(task):
     return ["label", "verb"]
 
 
-def balanced_rows(data, size, column=None, by_captions=False):
-    """Rows in the order of a hash of their names, from each class or caption cluster in turn.
+def balanced_rows(data, size, column=None):
+    """Rows in the order of a hash of their names, from each class in turn.
 
     Rows that are known to be noisy are left out. Of unfolded rows, all names come before one comes
     a second time.
@@ -89,7 +83,6 @@ def balanced_rows(data, size, column=None, by_captions=False):
     Args:
         size: number of rows.
         column: of the classes; None = without. Rows of class -1, unknown, come last.
-        by_captions: without classes, from clusters of captions.
     Returns: (size,) rows in ascending order, and words that describe them.
     """
     hashes = np.array([key_hash(f"meta {key}") for key in data.keys()])    # (M,)
@@ -101,16 +94,10 @@ def balanced_rows(data, size, column=None, by_captions=False):
         cleanliness = "none with another's captions"
     rows = rows[np.argsort(occurrence_numbers(hashes[rows].tolist()), kind="stable")]
 
-    classes = None
     balance = "at random"
     if column is not None:
-        classes = np.asarray(data.column(column))[rows].tolist()
         balance = f"balanced over {column}"
-    elif by_captions:
-        rows = rows[:max(size, MAX_CLUSTERED)]
-        classes = caption_clusters(data, rows)
-        balance = f"balanced over {len(set(classes))} clusters of captions"
-    if classes is not None:
+        classes = np.asarray(data.column(column))[rows].tolist()
         turns = np.where(np.array(classes) == -1, len(rows), occurrence_numbers(classes))
         rows = rows[np.argsort(turns, kind="stable")]
     return np.sort(rows[:size]), f"{balance}, {cleanliness}"
@@ -124,17 +111,6 @@ def occurrence_numbers(values):
         numbers.append(counts[value])
         counts[value] += 1
     return numbers
-
-
-def caption_clusters(data, rows):
-    """The cluster of each row, as a list: K-Means on tf-idf, all captions of a row as one text.
-
-    The result is the same on every process and for every --seed.
-    """
-    texts = [" ".join(data.captions(i)) for i in rows]
-    encoder = SentenceEncoder("tf-idf", torch.device("cpu"), texts)
-    num_clusters = min(NUM_CLUSTERS, len(set(texts)))
-    return k_means(encoder(texts).numpy(), num_clusters, seed=0).tolist()
 
 
 def named_rows(data, file, splits):

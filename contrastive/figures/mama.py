@@ -1,5 +1,4 @@
-"""Pictures of mama.py: weights (Fig. 4, right), described clips (Fig. 6; tools/caption.py) and
-their scores (Tables 9 and 10; tools/score.py)."""
+"""Pictures of mama.py: weights (Fig. 4, right) and described clips (Fig. 6; tools/caption.py)."""
 
 from contrastive.figures import base
 from contrastive.figures.base import figure, save_figure
@@ -48,7 +47,7 @@ def draw_weight_curves(ax, grid, curves):
 
 
 def draw_clips(clips, path, title, width, words):
-    """Draws clips two in a row, with descriptions (Fig. 6) or scores (Tables 9 and 10).
+    """Draws clips two in a row, with descriptions (Fig. 6).
 
     Args:
         clips: [(picture (H, W, 3), words below it)].
