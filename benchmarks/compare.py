@@ -65,7 +65,6 @@ MAX_PAIRS = 100  # of a claim: all that have run are compared
 ROUNDING = 1e-9  # differences that are alike differ by less
 LESS_IS_BETTER = {
     "MdR", "MnR", "modality_gap", "gap", "error", "info_nce", "alignment", "uniformity", "neg_cos"}
-SMALL_NUMBERS = {"modality_gap", "error", "embeddings"}  # no percentages, no ranks
 EPILOG = """\
 metrics: text_to_image/R@1, image_to_text/R@10, R@1-Mean, knn@1/mean_per_class, knn@1/tail,
 few-shot/mean_per_class, zero-shot/top1, modality_gap and all others of `test` in a run's
@@ -88,7 +87,7 @@ class Comparison:
         differences: of the two values of each seed.
         mean, half: their mean, and half the width of its 95 % interval; inf without a spread.
         p: two-sided, of Student's t.
-        stored: all its runs are those of runs.parquet.
+        is_stored: all its runs are those of runs.parquet.
         verdict: in one word.
     """
 
@@ -99,7 +98,7 @@ class Comparison:
     mean: float
     half: float
     p: float
-    stored: bool = False
+    is_stored: bool = False
     verdict: str = ""
 
 
@@ -159,14 +158,23 @@ class Method:
     """A command, with what val chooses among.
 
     Attributes:
-        name: in tables.
+        name: in tables: a name, or the command itself.
         metric: on val it chooses the setting.
-        settings: {label: [script, *flags]}; the label is the name, with the words of the braces.
+        settings: {alternative in the braces: [script, *flags]}; {"": ...} of a command without
+            braces.
     """
 
     name: str
     metric: str
     settings: dict
+
+    def label(self, alternative):
+        """The name with the words of an alternative."""
+        if "{" in self.name:
+            return re.sub(r"\{.*\}", lambda _: alternative, self.name)
+        if alternative:
+            return f"{self.name} `{alternative}`"
+        return self.name
 
 
 @dataclass
@@ -195,12 +203,7 @@ class Claim:
 
 
 def settings_of(command, shared):
-    """{words of the alternative: [script, *flags]} of a command, one for each alternative of its
-    braces; {"": ...} of a command without braces.
-
-    Args:
-        shared: words that are appended to each.
-    """
+    """The settings of a Method with a command, to which the words `shared` are appended."""
     if not re.fullmatch(r"[^{}]*(\{[^{}]*\}[^{}]*)?", command):
         raise SystemExit(f"{command}: has more than one pair of braces, or half of one; write all "
                          "alternatives into one pair, as in {--tau 0.05|--tau 0.1}")
@@ -211,18 +214,6 @@ def settings_of(command, shared):
         words = shlex.split(f"{before} {alternative} {after}")
         settings[alternative.strip()] = [*words, *shared]
     return settings
-
-
-def methods_of_commands(commands, metric, shared):
-    """The Methods of the command line; labels are the commands with the chosen words."""
-    methods = []
-    for command in commands:
-        settings = {}
-        for words in settings_of(command, shared).values():
-            own_words = words[:len(words) - len(shared)]
-            settings[f"`{shlex.join(own_words)}`"] = words
-        methods.append(Method(f"`{command}`", metric, settings))
-    return methods
 
 
 def read_claims(path, shared):
@@ -240,11 +231,7 @@ def read_claims(path, shared):
             flags = cells[0].split()
         elif kind == "method":
             name, metric, command = cells
-            settings = {}
-            for alternative, words in settings_of(command, [*flags, *shared]).items():
-                label = f"{name} `{alternative}`" if alternative else name
-                settings[label] = words
-            methods[name] = Method(name, metric, settings)
+            methods[name] = Method(name, metric, settings_of(command, [*flags, *shared]))
         elif kind == "claim":
             name, paper, words, metric, method, others = cells
             if metric == "-":
@@ -267,16 +254,15 @@ class Runs:
 
     Attributes:
         file: runs.jsonl, to which finished runs are appended.
-        stored: {command: row of runs.parquet}, which count whatever has been edited since.
-        finished: {command: {state of the code: row of `file`}}.
         vary: the flag whose values are the pairs.
+        rows: {command: row of `file` or of runs.parquet}. Those of runs.parquet have no state of
+            the code, and count whatever has been edited since.
         failed: commands that did not end well.
     """
 
     file: Path
-    stored: dict
-    finished: dict
     vary: str
+    rows: dict
     failed: set
 
     def words(self, setting, seed):
@@ -284,51 +270,49 @@ class Runs:
         return [setting[0], f"--{self.vary}", str(seed), *setting[1:]]
 
     def row(self, setting, seed):
-        """The row of a run; None before it has ended well."""
+        """The row of a run; None before it has ended well with the code as it is."""
         words = self.words(setting, seed)
-        command = shlex.join(words)
-        if command in self.stored:
-            return self.stored[command]
-        if command in self.finished:
-            return self.finished[command].get(state_of_code(words))
-        return None
+        row = self.rows.get(shlex.join(words))
+        if row and "state" in row and row["state"] != state_of_code(words):
+            return None
+        return row
 
-    def rows(self, setting, seeds):
+    def pairs(self, setting, seeds):
         """{seed: row} of the finished runs of a setting."""
         rows = {seed: self.row(setting, seed) for seed in seeds}
-        return {seed: row for seed, row in rows.items() if row is not None}
+        return {seed: row for seed, row in rows.items() if row}
 
     def values_on_val(self, method, tuning_seeds):
-        """{label: mean metric on val} over the tuning seeds that all settings have run with; {} if
-        there are none."""
+        """{alternative: mean metric on val} over the tuning seeds that all settings have run with;
+        {} if there are none."""
         rows = {}
-        for label, setting in method.settings.items():
-            rows[label] = self.rows(setting, tuning_seeds)
-        seeds = set.intersection(*(set(of_setting) for of_setting in rows.values()))
+        seeds = set(tuning_seeds)
+        for alternative, setting in method.settings.items():
+            rows[alternative] = self.pairs(setting, tuning_seeds)
+            seeds &= rows[alternative].keys()
+        if not seeds:
+            return {}
         values = {}
-        if seeds:
-            for label, of_setting in rows.items():
-                on_val = [metric_of(of_setting[seed], "val", method.metric) for seed in seeds]
-                values[label] = statistics.mean(on_val)
+        for alternative, of_setting in rows.items():
+            on_val = [metric_of(of_setting[seed], "val", method.metric) for seed in seeds]
+            values[alternative] = statistics.mean(on_val)
         return values
 
     def chosen(self, method, tuning_seeds):
-        """Labels of the settings that are compared; [] before the method is tuned.
+        """The alternatives that are compared; [] before the method is tuned.
 
         They are those whose pairs are stored for this method; else the best one on val.
         """
-        labels = []
-        for label, setting in method.settings.items():
-            row = self.stored.get(shlex.join(self.words(setting, 0)))
-            if row and method.name in row["methods"].split("; "):
-                labels.append(label)
-        if labels:
-            return labels
-        if len(method.settings) == 1:
-            return list(method.settings)
+        alternatives = []
+        for alternative, setting in method.settings.items():
+            row = self.row(setting, 0)
+            if row and method.name in row.get("methods", "").split("; "):
+                alternatives.append(alternative)
+        if alternatives or len(method.settings) == 1:
+            return alternatives or list(method.settings)
         values = self.values_on_val(method, tuning_seeds)
         sign = sign_of(method.metric)
-        return sorted(values, key=lambda label: -sign * values[label])[:1]
+        return sorted(values, key=lambda alternative: -sign * values[alternative])[:1]
 
     def missing(self, methods, tuning_seeds, pairs):
         """{command: words} of the runs that are missing and have not failed.
@@ -339,8 +323,8 @@ class Runs:
         for method in methods:
             if len(method.settings) > 1:
                 planned += itertools.product(method.settings.values(), tuning_seeds)
-            for label in self.chosen(method, tuning_seeds):
-                planned += itertools.product([method.settings[label]], pairs)
+            for alternative in self.chosen(method, tuning_seeds):
+                planned += itertools.product([method.settings[alternative]], pairs)
         commands = {}
         for setting, seed in planned:
             words = self.words(setting, seed)
@@ -374,7 +358,7 @@ class Runs:
             "commit": summary["commit"],
             "date": str(datetime.date.today()),
             "machine": machine(),
-            "versions": ", ".join(versions()[:9]),
+            "versions": ", ".join(versions(sha=summary["commit"])[:9]),
             "steps": summary["steps"],
             "wall_s": round(summary["wall_s"], 1),
             "val": json.dumps(first_set(summary["val"])),
@@ -383,7 +367,7 @@ class Runs:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a", encoding="utf8") as file:
             file.write(json.dumps(row) + "\n")
-        self.finished.setdefault(command, {})[state] = row
+        self.rows[command] = row
 
 
 def first_set(metrics):
@@ -394,18 +378,13 @@ def first_set(metrics):
 
 
 def read_rows(file):
-    """{command: {state of the code: row}} of runs.jsonl."""
-    rows = {}
-    if file.exists():
-        for line in file.read_text(encoding="utf8").splitlines():
-            row = json.loads(line)
-            rows.setdefault(row["command"], {})[row["state"]] = row
-    return rows
-
-
-def read_stored(file):
-    """{command: row} of runs.parquet."""
-    rows = pandas.read_parquet(file).to_dict("records")
+    """{command: row} of runs.jsonl or runs.parquet; {} without the file."""
+    if not file.exists():
+        return {}
+    if file.suffix == ".parquet":
+        rows = pandas.read_parquet(file).to_dict("records")
+    else:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()]
     return {row["command"]: row for row in rows}
 
 
@@ -459,36 +438,36 @@ def compare(runs, claim, tuning_seeds, pairs):
     """The Comparisons of a claim, without verdicts, one for each pair of chosen settings that has
     run."""
     comparisons = []
-    labels = runs.chosen(claim.method, tuning_seeds), runs.chosen(claim.against, tuning_seeds)
-    for first, second in itertools.product(*labels):
-        rows = runs.rows(claim.method.settings[first], pairs)
-        other_rows = runs.rows(claim.against.settings[second], pairs)
+    metric = claim.metric or claim.method.metric
+    other_metric = claim.metric or claim.against.metric
+    for first, second in itertools.product(
+            runs.chosen(claim.method, tuning_seeds), runs.chosen(claim.against, tuning_seeds)):
+        rows = runs.pairs(claim.method.settings[first], pairs)
+        other_rows = runs.pairs(claim.against.settings[second], pairs)
         seeds = sorted(rows.keys() & other_rows.keys())
         if not seeds:
             continue
-        metric = claim.metric or claim.method.metric
-        other_metric = claim.metric or claim.against.metric
         values = [metric_of(rows[seed], "test", metric) for seed in seeds]
         other_values = [metric_of(other_rows[seed], "test", other_metric) for seed in seeds]
         differences = [a - b for a, b in zip(values, other_values)]
         means = statistics.mean(values), statistics.mean(other_values)
         used_rows = [rows[seed] for seed in seeds] + [other_rows[seed] for seed in seeds]
-        stored = all(row["command"] in runs.stored for row in used_rows)
         comparisons.append(Comparison(
-            claim, (first, second), means, differences, *student(differences), stored))
+            claim, (claim.method.label(first), claim.against.label(second)), means, differences,
+            *student(differences), is_stored=not any("state" in row for row in used_rows)))
     return comparisons
 
 
-def digits_of(metric):
-    """Decimals that a metric is printed with: two of percentages and ranks, else four."""
-    if SMALL_NUMBERS.isdisjoint(metric.split("/")):
-        return 2
-    return 4
+def digits_of(comparison):
+    """Decimals of a Comparison: two, or four where the metric is below 1."""
+    if max(map(abs, comparison.means)) < 1:
+        return 4
+    return 2
 
 
 def difference_text(comparison):
     """The mean difference with its interval, or why it has none."""
-    digits = digits_of(comparison.claim.test_metric)
+    digits = digits_of(comparison)
     mean = f"{comparison.mean:+.{digits}f}"
     if len(comparison.differences) == 1:
         return f"{mean}, one pair"
@@ -509,7 +488,7 @@ def difference_table(comparisons):
     rows = []
     last_name = None
     for comparison in comparisons:
-        digits = digits_of(comparison.claim.test_metric)
+        digits = digits_of(comparison)
         cells = []
         for label, mean in zip(comparison.labels, comparison.means):
             cells.append(f"{label} {mean:.{digits}f}")
@@ -569,12 +548,12 @@ def tuning_lines(runs, methods, tuning_seeds):
     for method in methods:
         if len(method.settings) == 1:
             continue
-        chosen = runs.chosen(method, tuning_seeds)
+        chosen = [f"`{words}`" for words in runs.chosen(method, tuning_seeds)]
         values = []
-        for label, value in runs.values_on_val(method, tuning_seeds).items():
-            words = label.removeprefix(f"{method.name} ")
-            values.append(f"{words} {value:.2f}")
-        lines.append(f"- {' and '.join(chosen)}, by {method.metric} on val: {', '.join(values)}")
+        for words, value in runs.values_on_val(method, tuning_seeds).items():
+            values.append(f"`{words}` {value:.2f}")
+        lines.append(f"- {method.name}: {' and '.join(chosen)}; {method.metric} on val: "
+                     + ", ".join(values))
     if lines:
         lines = ["", "Chosen:", "", *lines]
     return lines
@@ -700,7 +679,10 @@ def claims_of(args):
             methods[claim.method.name] = claim.method
             methods[claim.against.name] = claim.against
         return list(methods.values()), claims
-    methods = methods_of_commands(args.commands, args.metric, args.shared)
+    methods = []
+    for command in args.commands:
+        settings = settings_of(command, args.shared)
+        methods.append(Method(f"`{command}`", args.metric, settings))
     return methods, [Claim(method, methods[0]) for method in methods[1:]]
 
 
@@ -732,7 +714,7 @@ def compare_all(runs, claims, tuning_seeds, pairs, family):
         comparisons += compare(runs, claim, tuning_seeds, pairs)
     new_comparisons = []
     for comparison in comparisons:
-        if comparison.stored:
+        if comparison.is_stored:
             comparison.verdict = comparison.claim.verdict
         else:
             new_comparisons.append(comparison)
@@ -745,10 +727,10 @@ def main(argv=None):
     args = parse_args(argv)
     methods, claims = claims_of(args)
     file = args.out / "runs.jsonl"
-    stored = {}
+    rows = read_rows(file)
     if args.claims:
-        stored = read_stored(RESULTS / "runs.parquet")
-    runs = Runs(file, stored, read_rows(file), args.vary, failed=set())
+        rows |= read_rows(RESULTS / "runs.parquet")
+    runs = Runs(file, args.vary, rows, failed=set())
     tuning_seeds = range(TUNING_SEED, TUNING_SEED + args.tuning_seeds)
     pairs = range(args.seeds)
     run_all(runs, methods, tuning_seeds, pairs)
@@ -757,10 +739,10 @@ def main(argv=None):
         pairs = range(MAX_PAIRS)
     rows_of_label = {}  # {label of a setting: rows of its pairs}
     for method in methods:
-        for label in runs.chosen(method, tuning_seeds):
-            rows = list(runs.rows(method.settings[label], pairs).values())
+        for alternative in runs.chosen(method, tuning_seeds):
+            rows = runs.pairs(method.settings[alternative], pairs)
             if rows:
-                rows_of_label[label] = rows
+                rows_of_label[method.label(alternative)] = list(rows.values())
     if not rows_of_label:
         raise SystemExit("all runs failed, so there is nothing to compare; see above")
     comparisons = compare_all(runs, claims, tuning_seeds, pairs, args.family)

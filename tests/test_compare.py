@@ -172,8 +172,8 @@ def test_val_chooses_on_seeds_of_its_own(fork, capsys):
     assert sorted(calls()[12:]) == sorted(f"0 {k} 0.1 {worse}" for k in (0, 1) for worse in sides)
     text = capsys.readouterr().out
     assert (
-        "- `mine.py --tau 0.1`, by text_to_image/R@1 on val: `mine.py --tau 0.3` -54.50, "
-        "`mine.py --tau 0.1` -52.50, `mine.py --tau 0.2` -53.50") in text
+        "- `mine.py {--tau 0.3|--tau 0.1|--tau 0.2}`: `--tau 0.1`; text_to_image/R@1 on val: "
+        "`--tau 0.3` -54.50, `--tau 0.1` -52.50, `--tau 0.2` -53.50") in text
     assert "| `mine.py --worse --tau 0.1` 31.55 | `mine.py --tau 0.1` 51.50 | 2 |" in text
 
 
@@ -233,7 +233,7 @@ def test_a_claim_without_stored_runs_runs_and_has_a_new_verdict(fork, capsys):
     line = "| ours `--tau 0.1` 51.50 | others 30.55 | 2 | +20.95 ± 0.64 | better |"
     assert f"| ours is better (a paper): text_to_image/R@1 {line}" in text
     assert "|  | ours `--tau 0.1` 51.50 | alike 60.50 | 2 | -9.00, all pairs alike | open |" in text
-    assert "- ours `--tau 0.1`, by text_to_image/R@1 on val: `--tau 0.3` -54.00" in text
+    assert "- ours: `--tau 0.1`; text_to_image/R@1 on val: `--tau 0.3` -54.00" in text
     assert len(calls()) == 8 and "two" not in text
     with pytest.raises(SystemExit, match="has no claim three"):
         compare.main(["--claims", "claims.txt", "three"])
@@ -244,8 +244,8 @@ def test_a_claim_without_stored_runs_runs_and_has_a_new_verdict(fork, capsys):
 
 def test_commands_of_the_stored_claims_are_those_of_the_stored_runs():
     """Each stored run is one of claims.txt, and all that tune or are compared are stored."""
-    stored = compare.read_stored(compare.RESULTS / "runs.parquet")
-    runs = compare.Runs(Path(), stored, {}, "seed", set())
+    stored = compare.read_rows(compare.RESULTS / "runs.parquet")
+    runs = compare.Runs(Path(), "seed", stored, set())
     methods = {}
     for claim in compare.read_claims(CLAIMS, []):
         for method in (claim.method, claim.against):
