@@ -51,6 +51,7 @@ from pathlib import Path
 from contrastive.engine.log import versions
 from contrastive.core.files import flatten, read_json, slug
 from contrastive.core.number_types import count
+from contrastive.core.processes import clean_exit
 from contrastive.figures.base import figure, save_figure
 
 import pandas
@@ -227,12 +228,12 @@ def read_claims(path, shared):
     flags = []
     for line in Path(path).read_text(encoding="utf8").splitlines():
         kind, *cells = line.split(" | ")
-        if kind == "flags":
+        if kind == "flags" and len(cells) == 1:
             flags = cells[0].split()
-        elif kind == "method":
+        elif kind == "method" and len(cells) == 3:
             name, metric, command = cells
             methods[name] = Method(name, metric, settings_of(command, [*flags, *shared]))
-        elif kind == "claim":
+        elif kind == "claim" and len(cells) == 6:
             name, paper, words, metric, method, others = cells
             if metric == "-":
                 metric = ""
@@ -242,8 +243,8 @@ def read_claims(path, shared):
                     method=methods[method], against=methods[against], metric=metric, name=name,
                     paper=paper, words=words, verdict=verdict))
         elif line and not line.startswith("#"):
-            raise SystemExit(f"{path}: a line begins with flags, method, claim or #, but this one "
-                             f"does not: {line}")
+            raise SystemExit(f"{path}: a line is one of flags, method, claim or #, with 1, 3 or 6 "
+                             f"cells after it, but this one is not: {line}")
     return claims
 
 
@@ -361,20 +362,13 @@ class Runs:
             "versions": ", ".join(versions(sha=summary["commit"])[:9]),
             "steps": summary["steps"],
             "wall_s": round(summary["wall_s"], 1),
-            "val": json.dumps(first_set(summary["val"])),
-            "test": json.dumps(first_set(summary["test"])),
+            "val": json.dumps(summary["val"]),
+            "test": json.dumps(summary["test"]),
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a", encoding="utf8") as file:
             file.write(json.dumps(row) + "\n")
         self.rows[command] = row
-
-
-def first_set(metrics):
-    """[name, metrics] of the first data set of a summary's metrics; [] if there is none."""
-    for name, values in metrics.items():
-        return [name, values]
-    return []
 
 
 def read_rows(file):
@@ -389,11 +383,9 @@ def read_rows(file):
 
 
 def metrics_of(row, split):
-    """{metric: value} of a run on the first data set."""
-    named = json.loads(row[split])
-    if not named:
-        return {}
-    return flatten(named[1])
+    """{metric: value} of a run on the first data set; {} without one."""
+    first = next(iter(json.loads(row[split]).values()), {})
+    return flatten(first)
 
 
 def metric_of(row, split, metric):
@@ -565,9 +557,9 @@ def source_lines(rows):
     commits = set()
     machines = set()
     for row in rows:
-        name, metrics = json.loads(row["test"])
-        if metrics.get("images"):
-            sizes[name] = metrics["images"]
+        for name, metrics in json.loads(row["test"]).items():
+            if "images" in metrics:
+                sizes[name] = metrics["images"]
         commits.add(row["commit"])
         machines.add(row["machine"])
     lines = [""]
@@ -578,7 +570,7 @@ def source_lines(rows):
     return lines
 
 
-def draw(comparisons, title, path):
+def draw(comparisons, path):
     """Draws the differences of the pairs as points, their mean and its 95 % interval."""
     fig, (ax,) = figure(1, width=8, height=1.6 + 0.55 * len(comparisons))
     names = []
@@ -593,9 +585,10 @@ def draw(comparisons, title, path):
         names.append(f"{textwrap.fill(label, 44)}\n{comparison.verdict}")
     ax.axvline(0, color="grey", linewidth=1)
     ax.set(ylim=(-0.5, len(comparisons) - 0.3),
-           xlabel="difference; dots: pairs; square and bar: mean, 95 %")
+           xlabel=f"{comparisons[0].claim.test_metric}; dots: pairs; square and bar: mean, 95 %")
     ax.set_yticks(range(len(comparisons)), names)
-    fig.suptitle(title)
+    against = comparisons[0].labels[1].strip("`")
+    fig.suptitle(f"difference to {against}")
     save_figure(fig, path)
 
 
@@ -658,8 +651,9 @@ def check_command(words):
     for word in flags:
         if word.partition("=")[0] == vary:
             raise SystemExit(f"{command}: leave {vary} out, since the pairs have its values")
+    parse = parser_of(script)
     try:
-        parser_of(script)([vary, seed, *flags])
+        parse([vary, seed, *flags])
     except SystemExit as error:  # argparse has said why, but not of which command
         raise SystemExit(f"in the command: {command}") from error
 
@@ -687,8 +681,8 @@ def claims_of(args):
 
 
 def name_of_call(args):
-    """The name of the files of a call: its commands, and a digest of all that its table depends
-    on."""
+    """The name of the files of a call: its commands, and a digest of these, of the flags that they
+    share and of the metrics."""
     words = [*args.commands, *args.shared, args.metric, *args.also, args.vary]
     digest = hashlib.sha256(" ".join(words).encode()).hexdigest()
     commands = re.sub("-+", "-", slug(" ".join(args.commands)))
@@ -761,11 +755,12 @@ def main(argv=None):
         print("", table, sep="\n")
         if comparisons:
             picture = table.with_name(f"{table.stem}.png")
-            draw(comparisons, f"difference to {methods[0].name}", picture)
+            draw(comparisons, picture)
             print(picture)
     if runs.failed:
         raise SystemExit(f"{len(runs.failed)} runs failed; see above")
 
 
 if __name__ == "__main__":
-    main()
+    with clean_exit():
+        main()

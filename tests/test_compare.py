@@ -238,7 +238,7 @@ def test_a_claim_without_stored_runs_runs_and_has_a_new_verdict(fork, capsys):
     with pytest.raises(SystemExit, match="has no claim three"):
         compare.main(["--claims", "claims.txt", "three"])
     claims.write_text("methods | ours\n")
-    with pytest.raises(SystemExit, match="a line begins with flags, method, claim or #"):
+    with pytest.raises(SystemExit, match="a line is one of flags, method, claim or #"):
         compare.main(["--claims", "claims.txt"])
 
 
