@@ -51,7 +51,7 @@ from pathlib import Path
 from contrastive.engine.log import versions
 from contrastive.core.files import flatten, read_json, slug
 from contrastive.core.number_types import count
-from contrastive.core.processes import clean_exit
+from contrastive.core.processes import UserError, clean_exit
 from contrastive.figures.base import figure, save_figure
 
 import pandas
@@ -206,7 +206,7 @@ class Claim:
 def settings_of(command, shared):
     """The settings of a Method with a command, to which the words `shared` are appended."""
     if not re.fullmatch(r"[^{}]*(\{[^{}]*\}[^{}]*)?", command):
-        raise SystemExit(f"{command}: has more than one pair of braces, or half of one; write all "
+        raise UserError(f"{command}: has more than one pair of braces, or half of one; write all "
                          "alternatives into one pair, as in {--tau 0.05|--tau 0.1}")
     before, _, rest = command.partition("{")
     alternatives, _, after = rest.partition("}")
@@ -243,7 +243,7 @@ def read_claims(path, shared):
                     method=methods[method], against=methods[against], metric=metric, name=name,
                     paper=paper, words=words, verdict=verdict))
         elif line and not line.startswith("#"):
-            raise SystemExit(f"{path}: a line is one of flags, method, claim or #, with 1, 3 or 6 "
+            raise UserError(f"{path}: a line is one of flags, method, claim or #, with 1, 3 or 6 "
                              f"cells after it, but this one is not: {line}")
     return claims
 
@@ -392,7 +392,7 @@ def metric_of(row, split, metric):
     """One metric of a run; ends the program if it is not there."""
     metrics = metrics_of(row, split)
     if metric not in metrics:
-        raise SystemExit(f"{metric}: not in the {split} results of `{row['command']}`, which have "
+        raise UserError(f"{metric}: not in the {split} results of `{row['command']}`, which have "
                          + ", ".join(metrics))
     return metrics[metric]
 
@@ -638,7 +638,7 @@ def parser_of(script):
     """The parse_args of a script."""
     names = runpy.run_path(script)
     if "parse_args" not in names:
-        raise SystemExit(f"{script}: has no function parse_args, as our scripts and their forks do")
+        raise UserError(f"{script}: has no function parse_args, as our scripts and their forks do")
     return names["parse_args"]
 
 
@@ -647,15 +647,15 @@ def check_command(words):
     command = shlex.join(words)
     script, vary, seed, *flags = words
     if not Path(script).is_file():
-        raise SystemExit(f"{command}: there is no script {script} in this folder")
+        raise UserError(f"{command}: there is no script {script} in this folder")
     for word in flags:
         if word.partition("=")[0] == vary:
-            raise SystemExit(f"{command}: leave {vary} out, since the pairs have its values")
+            raise UserError(f"{command}: leave {vary} out, since the pairs have its values")
     parse = parser_of(script)
     try:
         parse([vary, seed, *flags])
     except SystemExit as error:  # argparse has said why, but not of which command
-        raise SystemExit(f"in the command: {command}") from error
+        raise UserError(f"in the command: {command}") from error
 
 
 def claims_of(args):
@@ -665,7 +665,7 @@ def claims_of(args):
         claims = read_claims(file, args.shared)
         unknown = set(names) - {claim.name for claim in claims}
         if unknown:
-            raise SystemExit(f"{file}: has no claim {', '.join(sorted(unknown))}")
+            raise UserError(f"{file}: has no claim {', '.join(sorted(unknown))}")
         if names:
             claims = [claim for claim in claims if claim.name in names]
         methods = {}
@@ -738,7 +738,7 @@ def main(argv=None):
             if rows:
                 rows_of_label[method.label(alternative)] = list(rows.values())
     if not rows_of_label:
-        raise SystemExit("all runs failed, so there is nothing to compare; see above")
+        raise UserError("all runs failed, so there is nothing to compare; see above")
     comparisons = compare_all(runs, claims, tuning_seeds, pairs, args.family)
 
     lines = []
@@ -758,7 +758,7 @@ def main(argv=None):
             draw(comparisons, picture)
             print(picture)
     if runs.failed:
-        raise SystemExit(f"{len(runs.failed)} runs failed; see above")
+        raise UserError(f"{len(runs.failed)} runs failed; see above")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from benchmarks import compare
+from contrastive.core.processes import UserError
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def test_alternatives_of_a_command():
         "--tau .05": ["temo.py", "--tau", ".05", "--row", "a b", "--seeds-of", "1"]}
     assert compare.settings_of("temo.py --row c", []) == {"": ["temo.py", "--row", "c"]}
     for command in ("temo.py {--a|--b} {--c|--d}", "temo.py {--a", "temo.py --a}"):
-        with pytest.raises(SystemExit, match="more than one pair of braces, or half of one"):
+        with pytest.raises(UserError, match="more than one pair of braces, or half of one"):
             compare.settings_of(command, [])
 
 
@@ -121,7 +122,7 @@ def test_alternatives_of_a_command():
     (["mine.py --seed 3"], "leave --seed out"),
     (["mine.py", "mine.py {--tau 1|--tau x}"], "in the command: mine.py --seed 1000 --tau x")])
 def test_commands_are_read_before_the_first_run(fork, words, message):
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(UserError, match=message):
         compare.main(words)
     assert not calls()
 
@@ -185,7 +186,7 @@ def test_means_deviations_and_further_metrics(fork):
     assert "| text_to_image/MdR, less is better |" in tables() and "| worse |" in tables()
     compare.main(["mine.py", "--out", "one"])
     assert "| text_to_image/R@1 | 51.00 ± 1.00 |" in tables("one")
-    with pytest.raises(SystemExit, match="^R@5: not in the test results of .*text_to_image/R@1"):
+    with pytest.raises(UserError, match="^R@5: not in the test results of .*text_to_image/R@1"):
         compare.main([*PAIR, "--metric", "R@5"])
 
 
@@ -197,7 +198,7 @@ def test_one_pair_and_pairs_that_are_alike_are_said(fork):
 
 
 def test_a_failed_run_and_a_warning_name_their_command(fork, capsys):
-    with pytest.raises(SystemExit, match="^1 runs failed"):
+    with pytest.raises(UserError, match="^1 runs failed"):
         compare.main([*PAIR, "--dataset", "bad", "--seeds", "3"])
     text = capsys.readouterr().out
     assert len(calls()) == 6 and "AssertionError: no" in text
@@ -235,10 +236,10 @@ def test_a_claim_without_stored_runs_runs_and_has_a_new_verdict(fork, capsys):
     assert "|  | ours `--tau 0.1` 51.50 | alike 60.50 | 2 | -9.00, all pairs alike | open |" in text
     assert "- ours: `--tau 0.1`; text_to_image/R@1 on val: `--tau 0.3` -54.00" in text
     assert len(calls()) == 8 and "two" not in text
-    with pytest.raises(SystemExit, match="has no claim three"):
+    with pytest.raises(UserError, match="has no claim three"):
         compare.main(["--claims", "claims.txt", "three"])
     claims.write_text("methods | ours\n")
-    with pytest.raises(SystemExit, match="a line is one of flags, method, claim or #"):
+    with pytest.raises(UserError, match="a line is one of flags, method, claim or #"):
         compare.main(["--claims", "claims.txt"])
 
 
