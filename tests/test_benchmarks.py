@@ -5,7 +5,6 @@ import sys
 
 from contrastive import engine
 
-
 from helpers import write_files
 
 
