@@ -69,7 +69,7 @@ WITHOUT_EFFECT = {
             "--task qa-open --contrastive-weight 0",
             "--tau .2 --meta-size 4 --meta-batch-size 2 --spl-start .3 --meta-lr 1",
         ),
-        ("", "--answers 3 --eta 2 --shuffle-video --fusion-layers 1"),
+        ("", "--answers 3 --eta 2 --fusion-layers 1"),
     ],
 }
 # those of views, chunks and queues; test_scripts.py looks at the flags that change its losses

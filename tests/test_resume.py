@@ -541,11 +541,19 @@ def test_an_error_with_chunks_is_not_left_out(tmp_path, capsys):
     line = "        run.check_finite(loss, tau, embeddings)"
     infinite = "        if args.chunk_size:\n            loss = loss * math.inf\n"
     own = helpers.fork(temo, tmp_path, line, infinite + line)
-    flags = [*check.SMALL, *TINY, *check.FIXED, "--output-dir", str(tmp_path)]
+    flags = [*check.SMALL, *TINY, *check.FIXED, "--cpu", "--output-dir", str(tmp_path)]
     chunks = next(variant for variant in check.VARIANTS if variant.name == "chunks")
     assert not check.keeps_promise(chunks, own, flags, tmp_path)
     said = capsys.readouterr().out
     assert "--chunk-size" in said and "not finite" in said and "DIFFERS (exit code 2)" in said
+
+
+def test_on_a_gpu_rounding_is_allowed_and_one_gpu_has_no_two_processes(capsys):
+    assert check.variants_on(0) == check.VARIANTS
+    assert {variant.name: variant.limits for variant in check.variants_on(1)} == {
+        "chunks": check.LIMITS, "kill and resume": check.LIMITS}
+    assert "two processes    left out; they need 2 GPUs, or --cpu" in capsys.readouterr().out
+    assert len(check.variants_on(2)) == 3
 
 
 @pytest.mark.parametrize("fault", FAULTS)

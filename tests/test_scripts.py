@@ -203,8 +203,7 @@ ACTS = {  # script, flags: what changes the losses of a run with them
     "--meta-lr .1, --virtual-lr 5, --meta-size 9, --meta-batch-size 4, --meta-every 2, "
     "--meta-set val, --learnable-tau, --contrastive-weight 2, --weight-hidden 5",
     ("mama", ""): "--loss infonce, --margin-schedule none",
-    ("mama", "--task qa-open"): "--eta 0, --answers 3, --fusion-layers 3, --shuffle-video",
-    ("mama", "--task qa-choice"): "--qa-similarity fused",
+    ("mama", "--task qa-open"): "--eta 0, --answers 3, --fusion-layers 3",
     ("mama", "--weighting focal"): "--focal-gamma 1",
     ("mama", "--weighting spl"): "--spl-start .9",
 }

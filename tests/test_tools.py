@@ -23,7 +23,7 @@ import temperature_schedules
 from helpers import (
     picture, run_script, steps, write_captions, write_files, write_images, write_rows)
 from tools import figures as several
-from tools import check, score
+from tools import check
 from tools.export import export, warnings_of
 
 SMALL = [
@@ -333,17 +333,6 @@ def test_runs_that_cannot_have_a_figure_are_refused(runs, tmp_path, draw, capsys
     with pytest.raises(SystemExit):
         draw("margins", ["temo"])
     assert "temo has no --margin-schedule, which the runs of this" in capsys.readouterr().err
-
-
-def test_scores_are_of_a_clip_s_own_captions(tmp_path):
-    """Whatever captions of training the run has swapped, or divided into rows."""
-    words = f"{MAMA} --caption-noise 0.9 --unfold-captions"
-    args = vars(mama.parse_args(words.split()))
-    write_json(tmp_path / "args.json", args)
-    data = score.open_test(tmp_path)
-    clean = common.load_data("moving-emoji", "test", clips=args["clips"])
-    assert data.column("captions") == clean.column("captions")
-    assert list(data.keys()) == list(clean.keys())
 
 
 def test_check_has_a_help(capsys):
