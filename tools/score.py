@@ -21,7 +21,8 @@ from contrastive.core.files import read_json
 from contrastive.core.processes import UserError, clean_exit, join, opening, print_main
 from contrastive.evaluation.embed import encode_images, encode_texts
 from contrastive.core.metrics import normalize
-from contrastive.figures.base import picture, wrap
+from contrastive.evaluation.saved_pieces import picture
+from contrastive.figures.base import wrap
 from contrastive.figures.mama import draw_clips
 
 import numpy as np
@@ -76,7 +77,7 @@ def score_captions(folder, data, pairs, device):
     Raises: UserError if the run has no trained embeddings.
     """
     model, tokenizer, transform = common.load_model(folder)
-    if tokenizer is None or getattr(model, "similarity", "") in ("fused", "none"):
+    if tokenizer is None or not getattr(model, "contrastive", True):
         raise UserError(f"{folder}: its model has no trained embeddings of videos and texts")
     model = model.to(device)
     index, video, *_ = encode_images(model, data, transform, device, workers=2, rows=list(pairs))
@@ -177,7 +178,7 @@ def main(argv=None):
     chosen = np.random.default_rng(0).permutation(len(rows))[:4]
     for m in np.sort(chosen):
         words = describe_captions(pairs[m], scores[:, m])
-        examples.append((picture(data, rows[m]), words))
+        examples.append((picture(data, rows[m]).permute(1, 2, 0).numpy(), words))
     title = (f"{data.full_name}: cosine with a short and a detailed caption (Tables 9, "
              f"10)\nscores by {' | '.join(names)}")
     draw_clips(examples, f"{args.out}.png", title, width=3.2, words=1.8)
