@@ -326,7 +326,7 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
     # Adam: a gradient near 0 may turn its sign
     assert drift(seen["net"].state_dict(), net.state_dict(), start) < 0.1
     for step in (1, 2):
-        pairs = load_file(tmp_path / "run" / f"pairs_{step}.safetensors")["pairs"]  # for the picture
+        pairs = load_file(tmp_path / "run" / f"pairs_{step}.safetensors")["pairs"]
         assert pairs.shape == (16, 3)
         row = steps(tmp_path / "run")[step - 1]
         assert pairs[:, 0].mean().item() == pytest.approx(row["L"], rel=1e-5)
