@@ -2,7 +2,7 @@
 
 
 import common
-from contrastive.core.files import read_json, write_json
+from contrastive.core.files import read_json
 from contrastive.core.processes import UserError
 
 import numpy as np
@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 
-import mama
 import ncl
 import temo
 import temperature_schedules
 from helpers import (
     picture, run_script, steps, write_captions)
 from contrastive.figures import base
-from tools import check, figures, score
+from tools import check, figures
 from tools.export import export, warnings_of
 
 SMALL = [
@@ -203,17 +202,6 @@ def test_runs_that_cannot_have_a_figure_are_refused(runs, draw):
         draw("similarities", ["ts", "infonce"])
     with pytest.raises(UserError, match="ts: its evaluation has no captions"):
         draw("similarities", ["ts"])
-
-
-def test_scores_are_of_a_clip_s_own_captions(tmp_path):
-    """Whatever captions of training the run has swapped, or divided into rows."""
-    words = f"{MAMA} --caption-noise 0.9 --unfold-captions"
-    args = vars(mama.parse_args(words.split()))
-    write_json(tmp_path / "args.json", args)
-    data = score.open_test(tmp_path)
-    clean = common.load_data("moving-emoji", "test", clips=args["clips"])
-    assert data.column("captions") == clean.column("captions")
-    assert list(data.keys()) == list(clean.keys())
 
 
 def test_check_has_a_help(capsys):
