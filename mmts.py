@@ -205,7 +205,7 @@ CC3M = dict(
     randaugment_ops=2, randaugment_magnitude=21, randaugment_strengths="cc3m",
     mixed_precision="bf16", eval_datasets=["coco", "flickr30k"], log_every=50, save_every=1000)
 EPIC = dict(
-    source="paper; towers, views and optimiser from AVION",
+    source="paper; encoders, views and optimiser from AVION",
     # AVION's text encoder has GELU, as this one; --init-from loads AVION's LaViLa weights into both
     image_encoder="video_vit_base_patch16_clip_224.openai",
     text_encoder="laion/CLIP-ViT-B-16-laion2B-s34B-b88K",
