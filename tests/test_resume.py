@@ -195,7 +195,6 @@ def test_a_finished_run_is_only_evaluated(folder, runs, monkeypatch):
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, data, monkeypatch):
     monkeypatch.setattr("contrastive.engine.run.time.strftime", lambda _: "20260101-000000")
-    monkeypatch.setattr(temo, "draw", lambda _: None)
     words = [*FLAGS, "--dataset", str(data), "--max-steps", "1", "--output-dir", str(tmp_path)]
     for loss in ("infonce", "ts"):
         flags = [*words, "--loss", loss, "--no-learnable-tau"]
@@ -321,7 +320,7 @@ def test_a_longer_run_removes_the_end_of_the_shorter_one(folder, monkeypatch):
 
 def test_the_best_evaluation_is_kept_and_tested(folder, data):
     """Beside the last two checkpoints; its weights are those of model.safetensors."""
-    words = ["--eval-epoch", "best", "--eval-every", 3, "--run-name", "best"]
+    words = ["--eval-epoch", "best", "--eval-every", 3]
     summary = run(folder.parent / "best", data, *words)
     scores = {}
     for row in rows(folder.parent / "best"):
