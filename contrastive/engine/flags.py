@@ -98,6 +98,7 @@ class OneLineErrorParser(argparse.ArgumentParser):
     def __init__(self, prog, description, **options):
         super().__init__(prog=prog, description=description, allow_abbrev=False,
                          usage="%(prog)s [flags]", formatter_class=Help, **options)
+        self.without_effect = set()  # flags, as `only` has them; the banner omits them
 
     def error(self, message):
         """Ends the process with one line, from the main process."""
@@ -170,7 +171,6 @@ class Parser(OneLineErrorParser):
   python {script}  # runs without a download
   python {script} --dataset {own_data}
   python {script} --resume runs/NAME""")
-        self.without_effect = set()  # flags, as parser.only has them; the banner omits them
         self.texts = texts
         self.freeze_choices = ["none", "image", "text", "both", *freeze]
 
