@@ -196,12 +196,12 @@ def test_a_finished_run_is_only_evaluated(folder, runs, monkeypatch):
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, data, monkeypatch):
     monkeypatch.setattr("contrastive.engine.run.time.strftime", lambda _: "20260101-000000")
     words = [*FLAGS, "--dataset", str(data), "--max-steps", "1", "--output-dir", str(tmp_path)]
-    for loss in ("infonce", "ts"):
+    for loss in ("infonce", "cwcl"):
         flags = [*words, "--loss", loss, "--no-learnable-tau"]
         temo.main(temo.parse_args(flags))
     name = f"temo__{data.stem}__s42__20260101-000000"
     losses = {p.name: read_json(p / "args.json")["loss"] for p in tmp_path.iterdir()}
-    assert losses == {name: "infonce", f"{name}-2": "ts"}
+    assert losses == {name: "infonce", f"{name}-2": "cwcl"}
     with ThreadPoolExecutor(8) as pool:  # at once
         folders = [*pool.map(lambda _: make_folder(tmp_path / "at once"), range(40))]
     assert len({*folders}) == 40 and all(folder.is_dir() for folder in folders)
