@@ -5,15 +5,12 @@ A reader yields rows: dicts of video (a name), captions (a text or a list of tex
 and end (seconds) and key, and further columns.
 """
 
-import ast
-import contextlib
 import csv
 import functools
 import io
 import json
 import os
 import pickle
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -369,34 +366,6 @@ def caption_list(captions):
         captions = [captions]
     captions = [caption.strip() for caption in captions if caption]
     return [caption for caption in captions if caption]
-
-
-# the text of a list of texts, as a table is written to a csv; "[music]" is none
-TEXT_OF_LIST = r"""(?s)^\s*\[\s*['"].*['"]\s*\]\s*$"""
-
-
-def parse_list(text):
-    """The texts of a list that stands in a cell as JSON or as Python writes it; an empty cell has
-    none. Raises: ValueError if it is no list of texts."""
-    if not text or not text.strip():
-        return []
-    try:
-        texts = json.loads(text)
-    except ValueError:
-        texts = parse_python_list(text)
-    if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
-        raise ValueError(f"{text[:60]!r} is not the text of a list of captions")
-    return texts
-
-
-def parse_python_list(text):
-    """The list that Python, but not JSON, reads from a text; None if it is none, or one of numpy,
-    which has no commas between its texts."""
-    has_commas = not re.search(r"""['"]\s+['"]""", text)
-    if has_commas:
-        with contextlib.suppress(ValueError, SyntaxError):
-            return ast.literal_eval(text.strip())
-    return None
 
 
 def table_of_rows(joined, classes):

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from contrastive.core.files import read_json
 from contrastive.core.processes import UserError, opening, print_main
-from contrastive.data.folders import read_tables
 from contrastive.data.hub import COMMITS, hub_folder
 from contrastive.data.registry import SETS
 from contrastive.data.table import with_column
-from contrastive.data.tars import Stream, index_tars
-from contrastive.data.user_data import data_of_tables
+from contrastive.data.tars import index_tars, open_stream
+from contrastive.data.user_data import data_of_tables, read_source
 
 # the columns of TeMo's Table 7, in order
 TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft",
            "imagenet-sketch", "imagenet-a", "imagenet-r", "imagenet-o", "flowers", "pets", "pcam",
            "mnist", "food101", "imagenet1k")
+COLUMN_NAMES = {"img": "image", "fine_label": "label"}  # of CIFAR on the hub
 # mean and std with which the CC3M trainer evaluates; CIFAR-10's own std is .2470 .2435 .2616
 CIFAR_STATS = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
@@ -70,8 +70,12 @@ def from_table(name, split, source, options):
     Args:
         source: a folder (Path), or a repository on the hub.
     """
-    tables = read_tables(source, options.revision or None)
-    splits = data_of_tables(name, tables, options, source, joins_rows=False)
+    tables, _, _ = read_source(str(source), options.revision or None)
+    names = {}
+    for column in set(COLUMN_NAMES) & set(next(iter(tables.values())).column_names):
+        names[column] = COLUMN_NAMES[column]
+    tables = {word: table.rename_columns(names) for word, table in tables.items()}
+    splits = data_of_tables(name, tables, options, options.data_dir, is_published=True)
     prompts = prompts_of(name, options)
     if name != "imagenet":
         return dataclasses.replace(splits[split], split=split, prompts=prompts)
@@ -92,8 +96,8 @@ def from_tars(name, split, folder, options):
     """
     if options.streaming and split == "train":
         refuse_class_names(name, folder, options)
-        return Stream(name, find_streamed_tars(name, folder, options), options,
-                      SETS[name].splits["train"])
+        tars = find_streamed_tars(name, folder, options)
+        return open_stream(name, tars, options, SETS[name].splits["train"])
     if folder is None:
         folder = download_tars(name, split, options)
     tars = tars_of_split(name, split, folder.glob(SETS[name].tars[split]), folder)

@@ -13,98 +13,40 @@ import json
 import os
 import re
 import tarfile
-from pathlib import Path
-from typing import NamedTuple
 
 from contrastive.core.processes import UserError, first_line, opening, rank, world_size
-from contrastive.data.annotations import TEXT_OF_LIST, parse_list
 from contrastive.data.batches import TRIES, crop_views, frame_draws
 from contrastive.data.clips import clip_options
-from contrastive.data.folders import (
-    notes_on_others, notes_on_tables, refuse_without_split, sort_files, split_of_name,
-    splits_of_card, splits_of_paths)
-from contrastive.data.hub import generating, pick_column, require_column
+from contrastive.data.hub import TEXT_OF_LIST, find_column, generating
 from contrastive.data.options import DataOptions
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES, decode
-from contrastive.data.table import Data, TrainingSet, join_notes, with_note
+from contrastive.data.table import Data, join_notes, make_table
 from contrastive.data.views import key_hash
 
 import numpy as np
 import torch
 
-TEXT_TYPES = ("txt", "caption", "text", "cls")  # files that are read while the index is built
-INDEX_VERSION = 7  # the cache compares arguments, not code: changed rows need a new number
+TEXT_TYPES = ("txt", "cls")  # files that are read while the index is built
+INDEX_VERSION = 8  # the cache compares arguments, not code: changed rows need a new number
 SAMPLE_NAME = re.compile("(.*/)?[^/.]*")  # the path of a file up to the first dot of its name
 SAMPLES_PER_SHARD = 5000  # a guess, if the number of samples is not known
 MAX_CAPTIONS = 20_000  # that are read from the beginning of a stream
 
 
-# ---- a folder of tars ----
-def open_tars(name, path, options):
-    """{split: Data} of a tar or of a folder of tars; with --streaming train is a Stream, and
-    without val and test the last shard is both."""
-    note = ""
-    if path.is_dir():
-        files = sort_files(path)
-        tars = tars_by_split(path, sorted(map(Path, files.tars)))
-        refuse_splits_of_card(path, files.tars)
-        if files.media["Image"] or files.media["Video"]:
-            note = "images and videos beside the tars are not read"
-        note = join_notes(note, *files.notes(), *notes_on_tables(files.tables),
-                          *notes_on_others(files.others))
-    else:
-        tars = tars_by_split(path.parent, [path])
-    if options.streaming:
-        return open_streaming(name, tars, options, note)
+# ---- the splits of tars ----
+def open_tars(name, tars, options):
+    """{split: Data} of {split: paths}; with --streaming train is a Stream."""
     splits = {}
-    for split, files in tars.items():
-        splits[split] = with_note(index_tars(name, split, files, options), note)
+    for split in tars:
+        if split != "train" or not options.streaming:
+            splits[split] = index_tars(name, split, tars[split], options)
+    if options.streaming:
+        if not splits or "train" not in tars:
+            raise UserError(f"--streaming: {name} needs tars called train and others called val or "
+                            "test (train-000.tar, val-000.tar), since none are held out of a "
+                            "stream; it has: " + ", ".join(tars))
+        splits["train"] = open_stream(name, tars["train"], options)
     return splits
-
-
-def tars_by_split(folder, files):
-    """{split: paths} of the tars of a folder, by the words in their names; those without a word
-    are train, unless others are named so."""
-    names = [str(file.relative_to(folder).with_suffix("")) for file in files]
-    splits = splits_of_paths(names)
-    if "train" in splits.values():
-        refuse_without_split(folder, splits)
-    tars = {}
-    for file, name in zip(files, names):
-        tars.setdefault(splits[name] or "train", []).append(str(file))
-    return tars
-
-
-def refuse_splits_of_card(folder, files):
-    """Raises UserError if README.md names other splits than train, but the tars below a folder have
-    no words for splits: all would be trained on."""
-    other_splits = splits_of_card(folder) - {"train"}
-    names = [str(Path(file).relative_to(folder)) for file in files]
-    if other_splits and not any(split_of_name(name) for name in names):
-        raise UserError(f"{folder}: README.md names {' and '.join(sorted(other_splits))}, but no "
-                        f"tar, nor its folder, is called so, such as {names[0]}: rename them, or "
-                        "move README.md away")
-
-
-def open_streaming(name, tars, options, note):
-    """A Stream for training, and indexed tars for val and test."""
-    train = tars.get("train", [])
-    val = tars.get("val") or tars.get("test")
-    test = tars.get("test") or tars.get("val")
-    if "val" in tars and "test" not in tars:
-        note = join_notes(note, "WARNING: no tar is named test: those of val are test, too")
-    if "test" in tars and "val" not in tars:
-        note = join_notes(note, "WARNING: no tar is named val: those of test are val, too")
-    if not val:
-        val = test = train[-1:]
-        train = train[:-1]
-        note = join_notes(note, "the last shard is held out as val and test")
-    if not train:
-        raise UserError(f"--streaming: {name} has no shard to train on")
-    return {
-        "train": Stream(name, train, options, note=note),
-        "val": index_tars(name, "val", val, options),
-        "test": index_tars(name, "test", test, options)}
 
 
 # ---- samples ----
@@ -127,9 +69,8 @@ def sample_name(member):
 
 
 def is_sample_file(member):
-    """Whether a member of a tar is a file, and none that macOS adds (._NAME)."""
-    name = os.path.basename(member.name)
-    return member.isreg() and not name.startswith("._")
+    """Whether a member of a tar is a file whose name does not begin with a dot."""
+    return member.isreg() and not os.path.basename(member.name).startswith(".")
 
 
 def read_samples(file, mode, types=None):
@@ -153,26 +94,15 @@ def read_samples(file, mode, types=None):
             yield name.lstrip("/"), parts
 
 
-class Sample(NamedTuple):
-    """What the parts of a sample are."""
-
-    extension: str  # of the image or video
-    captions: list
-    label: int  # -1 = none
-
-
 def parse_sample(parts, options):
-    """The Sample of {extension: content}. Raises ValueError or UserError without an image or a
-    caption."""
-    extension = require_column(
+    """(extension of the image or video, captions, class) of {extension: content}; the class is -1
+    if there is none. Raises: ValueError or UserError without an image or a caption."""
+    extension = find_column(
         "--image-column", options.image_column, parts, (*IMAGE_TYPES, *VIDEO_TYPES))
-    label_part = pick_column("--label-column", options.label_column, parts, ("cls",))
-    caption_types = ("txt", "caption", "text")
-    if label_part is None:
-        caption_part = require_column(
-            "--caption-column", options.caption_column, parts, caption_types)
-    else:
-        caption_part = pick_column("--caption-column", options.caption_column, parts, caption_types)
+    label_part = find_column(
+        "--label-column", options.label_column, parts, ("cls",), required=False)
+    caption_part = find_column(
+        "--caption-column", options.caption_column, parts, ("txt",), required=label_part is None)
 
     label = -1
     if label_part is not None:
@@ -180,16 +110,15 @@ def parse_sample(parts, options):
     if caption_part is None and label < 0:
         raise ValueError(f"the class is {label}, which is none, and there is no caption")
     if caption_part is None:
-        return Sample(extension, [class_caption(label)], label)
+        return extension, [class_caption(label)], label
     text = parts[caption_part].decode("utf-8-sig")
-    if caption_part == "json" or re.match(TEXT_OF_LIST, text):
-        lines = parse_list(text)
-    else:
-        lines = text.split("\n")  # a caption a line; splitlines would also split at U+2028
+    if TEXT_OF_LIST.match(text):
+        raise ValueError(f"{text[:60]!r} is the text of a list, but needs a caption a line")
+    lines = text.split("\n")  # splitlines would also split at U+2028
     captions = [line.strip() for line in lines if line.strip()]
     if not captions:
         raise ValueError("an empty caption")
-    return Sample(extension, captions, label)
+    return extension, captions, label
 
 
 def class_caption(label):
@@ -235,7 +164,9 @@ def index_tars(name, split, tars, options):
     keys = columns["key"][readable]
     table = table.select(readable).remove_columns(["shard", "video", "error"])
     if len(set(keys)) < len(keys):  # every tar counts from 0
-        table = table.remove_columns("key").add_column("key", keys_with_tars(keys, shards, tars))
+        names = [path.removesuffix(".tar") for path in paths_below_one_folder(tars)]
+        keys = [f"{names[shard]}/{key}" for shard, key in zip(shards, keys)]
+        table = table.remove_columns("key").add_column("key", keys)
     has_captions = not are_class_numbers(table[:100])
     if columns["label"][readable].max() < 0:
         table = table.remove_columns("label")
@@ -296,12 +227,11 @@ def index_rows(files, columns, version):
             yield row
 
 
-def keys_with_tars(keys, shards, tars):
-    """Names TAR/NAME of samples whose own names are not unique."""
+def paths_below_one_folder(tars):
+    """The paths of tars below the deepest folder that holds them all."""
     paths = [os.path.abspath(tar) for tar in tars]
     folder = os.path.commonpath([os.path.dirname(path) for path in paths])
-    names = [os.path.relpath(path, folder).removesuffix(".tar") for path in paths]
-    return [f"{names[shard]}/{key}" for shard, key in zip(shards, keys)]
+    return [os.path.relpath(path, folder) for path in paths]
 
 
 def are_class_numbers(rows):
@@ -314,31 +244,40 @@ def are_class_numbers(rows):
 
 
 # ---- streams ----
+def open_stream(name, urls, options, length=None):
+    """A Stream of tars.
+
+    Args:
+        urls: paths or fsspec addresses (hf://...).
+        length: samples of the published set, None = not known.
+    """
+    note = "streaming: batches depend on the number of processes and workers"
+    if not length:
+        length = SAMPLES_PER_SHARD * len(urls)
+        note += f"; an epoch is taken to be {SAMPLES_PER_SHARD:,} samples per shard"
+    return Stream(
+        name, "train", make_table([], []), note=note, urls=urls, options=options, length=length)
+
+
 @dataclasses.dataclass
-class Stream(TrainingSet):
-    """Tars that are read in order.
+class Stream(Data):
+    """Tars that are read in order; its table is empty.
 
     Shards are shuffled in each epoch and dealt to the readers, which are the workers of all
     processes. A reader mixes the samples of a buffer, not yet decoded. A resumed stream passes
     over the samples before, without decoding them.
     """
 
-    name: str
-    urls: list  # paths or fsspec addresses (hf://...)
-    options: object  # DataOptions
-    length: int | None = None  # samples of the published set, None = not known
+    urls: list = ()
+    options: object = None  # DataOptions
+    length: int = 0  # samples in an epoch
     buffer: int = 1000
-    note: str = ""
 
-    split = "train"
     streamed = True
 
-    def __post_init__(self):
-        note = "streaming: batches depend on the number of processes and workers"
-        if not self.length:
-            note += f"; an epoch is taken to be {SAMPLES_PER_SHARD:,} samples per shard"
-        self.note = join_notes(self.note, note)
-        self.examples = self.length or SAMPLES_PER_SHARD * len(self.urls)
+    @property
+    def examples(self):
+        return self.length
 
     def identity(self):
         """Number of the shards and a hash of their names."""
@@ -350,7 +289,7 @@ class Stream(TrainingSet):
         limit = min(limit or MAX_CAPTIONS, MAX_CAPTIONS)
         for _, parts in itertools.islice(self.samples(0, 0), limit):
             try:
-                captions = parse_sample(parts, self.options).captions
+                _, captions, _ = parse_sample(parts, self.options)
             except Exception:  # a bad sample, which is counted when it is drawn
                 continue
             yield from captions
@@ -419,12 +358,11 @@ class StreamItems(torch.utils.data.IterableDataset):
         """(image or clip, captions) of one sample. Raises whatever its readers raise."""
         if isinstance(parts, Exception):
             raise parts
-        sample = parse_sample(parts, self.stream.options)
-        content = parts[sample.extension]
-        if sample.extension in VIDEO_TYPES:
+        extension, captions, _ = parse_sample(parts, self.stream.options)
+        if extension in VIDEO_TYPES:
             draws = frame_draws(self.clip, self.seed, epoch, number)
-            return self.clip(content, draws=draws), sample.captions
-        return decode(content), sample.captions
+            return self.clip(parts[extension], draws=draws), captions
+        return decode(parts[extension]), captions
 
     def __iter__(self):
         bad = []

@@ -11,7 +11,7 @@ from contrastive.core.words import flag_of
 from contrastive.data import data_options, load_data, open_pairs
 from contrastive.data.long_tail import labelled_sets
 from contrastive.data.registry import find_data_set, partition_name
-from contrastive.data.splits import with_note_of_uncompared, without_trained
+from contrastive.data.splits import without_trained
 from contrastive.data.table import EmptySplit, identity_of_files
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.models import load_model, model_of_spec, untrained
@@ -218,8 +218,6 @@ class EvaluatedSplits:
         if not self.long_tail:
             data = load_data(self.name, split, self.options)
             data = without_trained(data, *training_sets)
-            if training_sets and split != "train":
-                data = with_note_of_uncompared(data, *training_sets)
         elif split in self.long_tail:
             data = self.long_tail[split]
         else:
