@@ -9,7 +9,7 @@ registry.py     data sets by name: what is known of each, and which module opens
 user_data.py    the user's own files and hub ids: their rows become examples
 folders.py      the files below a folder, and the splits that names say
 hub.py          tables that are read with pandas and `datasets`, also from the hub
-tars.py         tars, by an index of their samples or as a stream
+tars.py         tars, by an index of their samples
 table.py        Data, one split as a table
 splits.py       splits that the data lack; --extra-captions and --extra-pairs
 pixels.py       image files; frames.py: videos; clips.py: clips of frames, or features of them
@@ -47,7 +47,7 @@ def load_data(name, split, options=None, **flags):
             org/name. What comes from the hub may be NAME@REVISION, a commit.
         split: train, val or test.
         options: DataOptions, or its fields by keyword.
-    Returns: Data; a Stream for the train split of tars with streaming=True.
+    Returns: Data.
     Raises: EmptySplit if there is no such split, and UserError with the path or column that is
         wrong and what exists instead.
     """
@@ -61,13 +61,10 @@ def load_data(name, split, options=None, **flags):
     data = open_split(name, split, options)
     if options.feature_dir:
         data = check_feature_windows(name, data)
-    if split == "train" and options.streaming:
-        check_streaming(name, data, options)
     if options.join_captions:
         data = join_captions(data)
-    if not data.streamed:
-        data = with_modalities(data, options)
-        data = dataclasses.replace(data, same_text=same_text_of(name, options))
+    data = with_modalities(data, options)
+    data = dataclasses.replace(data, same_text=same_text_of(name, options))
     if split == "train":
         data = prepare_for_training(data, options)
     return data
@@ -112,7 +109,7 @@ def open_named(name, split, options):
 
 def with_count(data_set, data):
     """The data, with a warning in their note if their number is not a published one."""
-    if data.streamed or data_set.is_drawn:
+    if data_set.is_drawn:
         return data
     tolerance = data_set.tolerance.get(data.split, 0.0)
     counts = [data_set.splits.get(data.split), data_set.other_counts.get(data.split)]
@@ -148,7 +145,7 @@ def open_unnamed(name, options):
 def check_feature_windows(name, data):
     """The data, with a note if features of whole files stand for windows. Raises UserError if two
     windows would share a file."""
-    if data.sources is None:  # a stream, or pixels in memory
+    if data.sources is None:  # pixels in memory
         return data
     windows = set(clips_of_data(data))
     if len({window.file for window in windows}) < len(windows):
@@ -168,16 +165,6 @@ def with_modalities(data, options):
         if letter in options.modalities and letter not in data.available_modalities():
             data = with_note(data, words)
     return data
-
-
-def check_streaming(name, data, options):
-    """Raises UserError if the train split cannot be read as a stream."""
-    changes_captions = (
-        options.join_captions or options.unfold_captions or options.extra_captions
-        or options.caption_noise)
-    if not data.streamed or changes_captions:
-        raise UserError(f"--streaming: needs tars ({name}), without --unfold-captions, "
-                        "--join-captions, --extra-captions and --caption-noise")
 
 
 def same_text_of(name, options):

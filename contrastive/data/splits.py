@@ -45,7 +45,7 @@ def hold_out(splits, missing, options, least=FEW_ROWS):
         least: pictures or videos in each missing split.
     """
     train = splits.get("train")
-    if train is None or train.streamed or not missing:
+    if train is None or not missing:
         return splits
     # "video" of sets with several rows, or several names, of a video
     names = train.column("video") or train.keys()
@@ -124,7 +124,7 @@ def without_trained(data, *training_sets):
         if file is None or file not in trained:
             rows.append(row)
     num_trained = len(data) - len(rows)
-    if data.streamed or not num_trained:
+    if not num_trained:
         return data
     if not rows:
         raise EmptySplit(f"{data.full_name}: all of its {len(data):,} rows were trained on")
@@ -134,14 +134,12 @@ def without_trained(data, *training_sets):
 
 def holds_files_inside(data):
     """Whether the first file of a set is inside a table or a tar."""
-    if data.streamed:
-        return True
     return data.sources is not None and own_path(data.sources[0]["source"]) is None
 
 
 def file_of_rows(data):
     """The real path of the file of each row; None if it is inside a table or a tar."""
-    if data.sources is None:  # a stream, or pixels in memory
+    if data.sources is None:  # pixels in memory
         return []
     files = []
     for source in data.values_of_column("source"):

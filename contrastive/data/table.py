@@ -63,7 +63,6 @@ class Data:
     # ---- for the banner ----
     note: str = ""  # what was left out or held out
 
-    streamed = False  # whether samples come in the order of files, by no row number (tars.Stream)
 
     def __post_init__(self):
         # without the column of files, so that a caption reads no pixels
@@ -291,8 +290,6 @@ class Data:
 def identity_of_files(train):
     """The identity of a training set without what --extra-pairs and --unfold-captions have added:
     that of its files."""
-    if train.streamed:
-        return train.identity()
     train = train.before_extra_pairs or train
     return train.folded().identity()
 

@@ -1,52 +1,34 @@
-"""Tars as the library webdataset has them, by an index of their samples or, with --streaming, in
-order.
+"""Tars as the library webdataset has them, read in place by an index of their samples.
 
 A sample is the adjacent files of a tar that share a name up to the first dot: 000017.jpg,
 000017.txt, 000017.cls. The index is a table in the cache of `datasets`; tars whose size or time
 changed are indexed again.
 """
 
-import dataclasses
-import hashlib
 import itertools
 import json
 import os
 import re
 import tarfile
 
-from contrastive.core.processes import UserError, first_line, opening, rank, world_size
-from contrastive.data.batches import TRIES, crop_views, frame_draws
+from contrastive.core.processes import UserError, first_line, opening
 from contrastive.data.clips import clip_options
 from contrastive.data.hub import TEXT_OF_LIST, find_column, generating
 from contrastive.data.options import DataOptions
-from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES, decode
-from contrastive.data.table import Data, join_notes, make_table
-from contrastive.data.views import key_hash
+from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
+from contrastive.data.table import Data, join_notes
 
 import numpy as np
-import torch
 
 TEXT_TYPES = ("txt", "cls")  # files that are read while the index is built
 INDEX_VERSION = 8  # the cache compares arguments, not code: changed rows need a new number
 SAMPLE_NAME = re.compile("(.*/)?[^/.]*")  # the path of a file up to the first dot of its name
-SAMPLES_PER_SHARD = 5000  # a guess, if the number of samples is not known
-MAX_CAPTIONS = 20_000  # that are read from the beginning of a stream
 
 
 # ---- the splits of tars ----
 def open_tars(name, tars, options):
-    """{split: Data} of {split: paths}; with --streaming train is a Stream."""
-    splits = {}
-    for split in tars:
-        if split != "train" or not options.streaming:
-            splits[split] = index_tars(name, split, tars[split], options)
-    if options.streaming:
-        if not splits or "train" not in tars:
-            raise UserError(f"--streaming: {name} needs tars called train and others called val or "
-                            "test (train-000.tar, val-000.tar), since none are held out of a "
-                            "stream; it has: " + ", ".join(tars))
-        splits["train"] = open_stream(name, tars["train"], options)
-    return splits
+    """{split: Data} of {split: paths}."""
+    return {split: index_tars(name, split, tars[split], options) for split in tars}
 
 
 # ---- samples ----
@@ -73,21 +55,20 @@ def is_sample_file(member):
     return member.isreg() and not os.path.basename(member.name).startswith(".")
 
 
-def read_samples(file, mode, types=None):
+def read_samples(file, types):
     """Yields (name, {extension: content}) of the samples of a tar.
 
     Args:
         file: an open file.
-        mode: of tarfile, "r:" or, of a file that cannot seek, "r|".
-        types: extensions whose content is read; None = all. Content of others: (offset, size).
+        types: extensions whose content is read. Content of others: (offset, size).
     """
-    with tarfile.open(fileobj=file, mode=mode, tarinfo=StrictTarInfo) as tar:
+    with tarfile.open(fileobj=file, mode="r:", tarinfo=StrictTarInfo) as tar:
         files = filter(is_sample_file, tar)
         for name, members in itertools.groupby(files, sample_name):
             parts = {}
             for member in members:
                 extension = member.name[len(name) + 1:].lower()
-                if types is None or extension in types:
+                if extension in types:
                     parts[extension] = tar.extractfile(member).read()
                 else:
                     parts[extension] = (member.offset_data, member.size)
@@ -124,23 +105,6 @@ def parse_sample(parts, options):
 def class_caption(label):
     """The caption of a sample that has a class alone."""
     return f"class {label}"
-
-
-def read_tar(url):
-    """Yields (name, {extension: bytes}) in the order of a tar. If it cannot be read to its end, or
-    has no samples, the last one is (url, error)."""
-    import fsspec
-
-    num_samples = 0
-    try:
-        with fsspec.open(url, "rb") as file:
-            for sample in read_samples(file, "r|"):
-                num_samples += 1
-                yield sample
-        if num_samples == 0:
-            raise ValueError("no samples")
-    except Exception as error:  # not a tar, or a network error of any kind
-        yield url, error
 
 
 # ---- the index ----
@@ -213,7 +177,7 @@ def index_rows(files, columns, version):
     types = {*TEXT_TYPES, caption_column, label_column} - {image_column, ""}
     for shard, (path, _, _) in enumerate(json.loads(files)):
         with opening(f"{path}: not a tar that can be read to its end"), open(path, "rb") as file:
-            samples = list(read_samples(file, "r:", types))
+            samples = list(read_samples(file, types))
         for name, parts in samples:
             row = {"key": name, "shard": shard, "captions": [], "label": -1, "video": False,
                    "error": ""}
@@ -242,146 +206,3 @@ def are_class_numbers(rows):
             return False
     return True
 
-
-# ---- streams ----
-def open_stream(name, urls, options, length=None):
-    """A Stream of tars.
-
-    Args:
-        urls: paths or fsspec addresses (hf://...).
-        length: samples of the published set, None = not known.
-    """
-    note = "streaming: batches depend on the number of processes and workers"
-    if not length:
-        length = SAMPLES_PER_SHARD * len(urls)
-        note += f"; an epoch is taken to be {SAMPLES_PER_SHARD:,} samples per shard"
-    return Stream(
-        name, "train", make_table([], []), note=note, urls=urls, options=options, length=length)
-
-
-@dataclasses.dataclass
-class Stream(Data):
-    """Tars that are read in order; its table is empty.
-
-    Shards are shuffled in each epoch and dealt to the readers, which are the workers of all
-    processes. A reader mixes the samples of a buffer, not yet decoded. A resumed stream passes
-    over the samples before, without decoding them.
-    """
-
-    urls: list = ()
-    options: object = None  # DataOptions
-    length: int = 0  # samples in an epoch
-    buffer: int = 1000
-
-    streamed = True
-
-    @property
-    def examples(self):
-        return self.length
-
-    def identity(self):
-        """Number of the shards and a hash of their names."""
-        names = "\n".join(os.path.basename(url) for url in self.urls)
-        digest = hashlib.sha256(names.encode()).hexdigest()
-        return {"shards": len(self.urls), "names": digest[:16]}
-
-    def first_captions(self, limit=None):
-        limit = min(limit or MAX_CAPTIONS, MAX_CAPTIONS)
-        for _, parts in itertools.islice(self.samples(0, 0), limit):
-            try:
-                _, captions, _ = parse_sample(parts, self.options)
-            except Exception:  # a bad sample, which is counted when it is drawn
-                continue
-            yield from captions
-
-    def samples(self, seed, epoch, reader=0, num_readers=1):
-        """Yields (name, {extension: bytes}) of an epoch for one reader; (url, error) of a tar that
-        cannot be read to its end."""
-        order = np.random.default_rng([seed, epoch]).permutation(len(self.urls))
-        for shard in order[reader::num_readers]:
-            yield from read_tar(self.urls[shard])
-
-    def mixed_samples(self, seed, reader, num_readers):
-        """Yields (epoch, name, parts) without end, each drawn at random from a buffer."""
-        rng = np.random.default_rng([seed, reader])
-        buffer = []
-        for epoch in itertools.count():
-            for name, parts in self.samples(seed, epoch, reader, num_readers):
-                buffer.append((epoch, name, parts))
-                if len(buffer) >= self.buffer:
-                    k = int(rng.integers(len(buffer)))
-                    buffer[k], buffer[-1] = buffer[-1], buffer[k]
-                    yield buffer.pop()
-
-    def items(self, augments, seed, first, local):
-        """The items of this process from step `first` on, `local` of them a step."""
-        if len(self.urls) < world_size():
-            raise UserError(f"--streaming: {len(self.urls)} shards are too few for {world_size()} "
-                            "processes")
-        return StreamItems(
-            self, augments, seed, first=first, local=local, process=rank(), num_processes=world_size())
-
-
-class StreamItems(torch.utils.data.IterableDataset):
-    """Items of this process, as batches.Samples has them, from step `first` on.
-
-    A sample that cannot be read has the next readable one in its place, which has its own, too:
-    so a resumed reader only has to count. The loader takes batches of `local` items from its
-    workers in turn, so worker w goes on as reader first + w.
-    """
-
-    def __init__(self, stream, augments, seed, *, first, local, process, num_processes):
-        self.stream = stream
-        self.augments = augments
-        self.seed = seed
-        self.first = first
-        self.local = local
-        self.clip = clip_options(stream.options)
-        self.process = process
-        self.num_processes = num_processes
-
-    def samples(self):
-        """(epoch, name, parts) of this worker from step `first` on."""
-        worker = 0
-        num_workers = 1
-        info = torch.utils.data.get_worker_info()
-        if info is not None:
-            worker = info.id
-            num_workers = info.num_workers
-        turn = (self.first + worker) % num_workers
-        steps = len(range(turn, self.first, num_workers))  # that this reader has done before
-        reader = self.process * num_workers + turn
-        samples = self.stream.mixed_samples(self.seed, reader, self.num_processes * num_workers)
-        return itertools.islice(samples, steps * self.local, None)
-
-    def read(self, epoch, number, parts):
-        """(image or clip, captions) of one sample. Raises whatever its readers raise."""
-        if isinstance(parts, Exception):
-            raise parts
-        extension, captions, _ = parse_sample(parts, self.stream.options)
-        if extension in VIDEO_TYPES:
-            draws = frame_draws(self.clip, self.seed, epoch, number)
-            return self.clip(parts[extension], draws=draws), captions
-        return decode(parts[extension]), captions
-
-    def __iter__(self):
-        bad = []
-        for epoch, name, parts in self.samples():
-            number = key_hash(name)
-            item = {"views": None, "captions": None, "keys": name, "index": number, "rows": number,
-                    "epochs": epoch}
-            try:
-                image, captions = self.read(epoch, number, parts)
-            except Exception as error:
-                bad.append((name, first_line(error)))
-                if len(bad) < TRIES:
-                    continue
-                places = len(bad) - 1  # this item, without views, is in the place of one of them
-            else:
-                item["views"] = crop_views(image, self.augments, self.seed, epoch, number)
-                item["captions"] = captions
-                places = len(bad)
-            yield {**item, "bad": bad}
-            for _ in range(places):
-                yield {**item, "bad": []}
-            bad = []
