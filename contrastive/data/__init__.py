@@ -25,10 +25,12 @@ openclipart.py, and long_tail.py, which cuts a long tail from a set of labelled 
 import contextlib
 import dataclasses
 import functools
+import os
 from pathlib import Path
 
 from contrastive.core.processes import UserError
 from contrastive.core.words import name_of
+from contrastive.data.folders import files_below
 from contrastive.data.hub import FILE_TYPES
 from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOptions
 from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, partition_name
@@ -123,7 +125,6 @@ def with_count(data_set, data):
                            "are not comparable with the papers'")
 
 
-@functools.lru_cache(maxsize=8)
 def open_unnamed(name, options):
     """{split: Data} of the user's own data."""
     path = Path(name).expanduser()
@@ -131,6 +132,26 @@ def open_unnamed(name, options):
     if is_path and not path.exists():
         raise UserError(f"{name}: no such file or folder, no hub id (org/name), and no known set: "
                         f"{', '.join(SETS)}")
+    return open_unchanged(name, options, state_of_files(path))
+
+
+def state_of_files(path):
+    """A hash of the names, sizes and times of a file or of the files of a folder."""
+    paths = []
+    if path.is_file():
+        paths = [path]
+    elif path.is_dir():
+        paths = sorted(files_below(path))
+    states = []
+    for file in filter(os.path.exists, paths):  # without links to nothing
+        status = os.stat(file)
+        states.append((str(file), status.st_size, status.st_mtime_ns))
+    return hash(tuple(states))
+
+
+@functools.lru_cache(maxsize=8)
+def open_unchanged(name, options, state):
+    """As open_unnamed; `state` is that of the files, for the cache."""
     splits = open_user_data(name, options)
     if options.test_as_whole and list(splits) == ["train"]:
         train = splits["train"]

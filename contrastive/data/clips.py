@@ -8,8 +8,10 @@ in evaluation.
 
 import functools
 import hashlib
+import io
 import os
 import secrets
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,8 +104,11 @@ class Clips:
         file = self.cache_file(source, f"{start} {end} {count} {cached_sampling} {self.short}")
         if not file.exists():
             frames = self.read(source, count, start, end, cached_sampling, short=self.short)
-            self.write_cache(file, frames)
-        tall = decode(file)                                                     # (3, count * H, W)
+            content = jpeg_of_frames(frames)
+            self.write_cache(file, content)
+        else:
+            content = file.read_bytes()
+        tall = decode(content)                                                  # (3, count * H, W)
         clip = tall.unflatten(1, (count, -1)).transpose(0, 1)                   # (count, 3, H, W)
         if sampling != "random":
             return clip
@@ -113,25 +118,42 @@ class Clips:
         return clip[torch.from_numpy(rows)]                                     # (T, 3, H, W)
 
     def cache_file(self, source, settings):
-        """The file of a clip, named by a hash of the settings and of the path of the video and its
-        time, or of its bytes."""
+        """The file of a clip, named by a hash of the settings and of the path of the video, its
+        size and time, or of its bytes."""
         if not isinstance(source, bytes):
-            state = str(os.stat(source).st_mtime_ns)
+            status = os.stat(source)
+            state = f"{status.st_size} {status.st_mtime_ns}"
             if os.path.isdir(source):
                 state = str(state_of_folder(source))
             source = f"{Path(source).resolve()} {state}".encode()
         digest = hashlib.sha1(source + settings.encode()).hexdigest()
         return Path(self.cache) / digest[:2] / f"{digest}.jpg"
 
-    def write_cache(self, file, frames):
-        """Writes (count, H, W, 3) frames to the cache."""
+    def write_cache(self, file, content):
+        """Writes a file of the cache; without space for it the run goes on, with a warning."""
         # The name is one that no other process has, on any machine.
         suffix = f".{secrets.token_hex(8)}.tmp"
-        tall = Image.fromarray(frames.reshape(-1, *frames.shape[2:]))           # (count * H, W, 3)
-        with opening(f"--frame-cache {self.cache}"):
+        try:
             file.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(file, suffix) as temporary:
-            tall.save(temporary, "jpeg", quality=JPEG_QUALITY, subsampling=0)
+            with whole_file(file, suffix) as temporary:
+                Path(temporary).write_bytes(content)
+        except OSError as error:
+            warn_once(f"WARNING: --frame-cache {self.cache}: {error.strerror}; clips that are not "
+                      "in it are decoded in each epoch")
+
+
+def jpeg_of_frames(frames):
+    """(count, H, W, 3) frames, one below the other, as the bytes of a JPEG."""
+    content = io.BytesIO()
+    tall = Image.fromarray(frames.reshape(-1, *frames.shape[2:]))               # (count * H, W, 3)
+    tall.save(content, "jpeg", quality=JPEG_QUALITY, subsampling=0)
+    return content.getvalue()
+
+
+@functools.lru_cache
+def warn_once(text):
+    """Prints a warning once in each process."""
+    print(text, file=sys.stderr, flush=True)
 
 
 # ---- features in place of frames ----

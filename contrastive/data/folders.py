@@ -44,7 +44,19 @@ def files_below(folder, *, refuses_links=False):
         for name in names:
             if not name.startswith("."):
                 files.append(os.path.join(parent, name))
+    for file in files:
+        if not file.isascii():
+            check_name(file)
     return files
+
+
+def check_name(path):
+    """Raises UserError if the name of a file is not UTF-8."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        readable = os.fsencode(path).decode("utf8", "backslashreplace")
+        raise UserError(f"{readable}: its name is not UTF-8; rename it") from None
 
 
 def media_kind(path):
@@ -145,6 +157,7 @@ def read_folder(folder, files):
     if files["table"]:
         return read_tables(folder, files["table"]), files["other"]
     if media:
+        refuse_caption_files(folder, media, files["other"])
         return read_class_folders(folder, media), files["other"]
     raise UserError(f"{folder} has no file that can be read, but needs {FORMS}")
 
@@ -174,6 +187,20 @@ def read_tables(folder, files):
     for split, paths in splits.items():
         tables[split] = datasets.concatenate_datasets([read_table(path) for path in paths])
     return tables
+
+
+def refuse_caption_files(folder, media, other_files):
+    """Raises UserError if texts lie beside images or videos, as their captions: NAME.jpg and
+    NAME.txt. The names of the folders would be the captions."""
+    texts = {}  # {path without ending: path}
+    for file in other_files:
+        if file.endswith((".txt", ".caption")):
+            texts[os.path.splitext(file)[0]] = file
+    for file in media:
+        text = texts.get(os.path.splitext(file)[0])
+        if text is not None:
+            raise UserError(f"{text} lies beside {file}, which is not read: write {folder}"
+                            "/metadata.csv with the columns file_name and caption, or tars")
 
 
 def read_class_folders(folder, files):

@@ -1,11 +1,11 @@
-"""What is read with pandas and the library `datasets`: tables of the user and of the Hugging Face
-hub, columns by the names that flags give, and whole folders of the hub."""
+"""Tables of the user and of the Hugging Face hub, their columns by usual names or by flags, and
+whole folders of the hub."""
 
 import contextlib
+import csv
 import glob
 import os
 import re
-import warnings
 from pathlib import Path
 
 from contrastive.core.processes import UserError, opening
@@ -13,10 +13,20 @@ from contrastive.core.processes import UserError, opening
 import pyarrow as pa
 
 COMMITS = {}  # {repository: commit} of all that this process has read, for summary.json
-TABLE_TYPES = (".csv", ".tsv", ".jsonl", ".parquet")
+TABLE_TYPES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 FILE_TYPES = (*TABLE_TYPES, ".tar")
-# the text of a list or dict, as tables are written to a csv; "[music]" is none
-TEXT_OF_LIST = re.compile(r"""(?s)^\s*[\[{]\s*['"].*[\]}]\s*$""")
+# {flag: usual names of its column}
+USUAL_COLUMNS = {
+    "--image-column": ("image", "video", "file_name", "filepath", "img", "jpg"),
+    "--caption-column": ("caption", "captions", "text", "txt", "title"),
+    "--label-column": ("label", "class", "cls")}
+# The text of a list, dict, tuple or array of texts, as tables are written to a csv. "[music]" and
+# ("so he said") are none.
+TEXT_OF_CONTAINER = re.compile(r"""
+    (?s)                        # captions may have several lines
+    \s*(array\()?
+    (\[[\[({\s]* | {\s* | \((?=.*['"],))   # opens; a tuple has a comma behind a text
+    ['"].*[\])}]\s*$""", re.VERBOSE)
 
 
 # ---- the hub ----
@@ -41,8 +51,8 @@ def note_commit(model):
         COMMITS[model] = latest.read_text()
 
 
-def read_repository(repository, revision=None):
-    """{split as the hub calls it: table} of a hub id.
+def open_repository(repository, revision=None):
+    """The builder of `datasets` for a hub id.
 
     Args:
         revision: commit, branch or tag.
@@ -55,9 +65,14 @@ def read_repository(repository, revision=None):
     if revision and is_cached and builder.hash != revision:
         raise UserError(f"without the hub, the cache of {repository} has the commit {builder.hash} "
                         "alone")
-    with generating():
-        builder.download_and_prepare()
-    return builder.as_dataset()
+    return builder
+
+
+def has_tars(builder):
+    """Whether the files that a builder of `datasets` reads are tars of webdataset."""
+    from datasets.packaged_modules.webdataset.webdataset import WebDataset
+
+    return isinstance(builder, WebDataset)
 
 
 @contextlib.contextmanager
@@ -73,7 +88,7 @@ def generating():
 
 # ---- tables ----
 def read_table(path):
-    """The table (datasets.Dataset) of a csv, tsv, jsonl or parquet file."""
+    """The table (datasets.Dataset) of a csv, tsv, json, jsonl or parquet file."""
     import datasets
 
     path = str(path)
@@ -85,52 +100,88 @@ def read_table(path):
             return read_csv(path, {".csv": ",", ".tsv": "\t"}[kind])
         # `datasets` knows a cached table by the time of its file, which an unpacked file may share
         # with the one before; a name with the size makes it another table.
-        builder = {".jsonl": "json", ".parquet": "parquet"}[kind]
+        builder = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}[kind]
         name = f"{builder}-{os.path.getsize(path)}"
         return datasets.load_dataset(
             builder, name, data_files={"train": glob.escape(path)}, split="train")
 
 
 def read_csv(path, separator):
-    """The table of a csv, whose cells are text: 000 and NA stay as they are. Raises: UserError for
-    what pandas would read otherwise than it is meant."""
-    import datasets
-    import pandas
+    """The table of a csv file, whose cells are texts: 000 and NA stay as they are.
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", pandas.errors.ParserWarning)
+    Raises: UserError with the line of what could be read in two ways.
+    """
+    import datasets
+
+    rows = []
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        # strict: text behind the end of a quoted field is an error
+        lines = csv.reader(file, delimiter=separator, strict=True)
+        header = next(lines, [])
+        check_header(path, header, separator)
         try:
-            cells = pandas.read_csv(
-                path, sep=separator, dtype=str, keep_default_na=False, index_col=False,
-                encoding="utf-8-sig")
-        except pandas.errors.ParserWarning:  # where later rows are longer, pandas names the line
-            raise UserError(f"{path}: its rows have more fields than the header; a field with a "
-                            "comma stands in quotation marks, and a file with tabs is a .tsv"
-                            ) from None
+            for fields in filter(None, lines):  # without blank lines
+                check_fields(f"{path}, line {lines.line_num}", fields, header, separator)
+                rows.append(fields)
+        except csv.Error as error:
+            raise UserError(f"{path}, line {lines.line_num}: {error}; inside a quoted field a "
+                            "quotation mark is written twice") from None
+    if not rows:
+        raise UserError(f"{path} has a header, but no rows")
     columns = {}
-    for name in cells.columns:
-        if name.endswith(".1") and name[:-2] in cells.columns:  # as pandas calls the second one
-            raise UserError(f"{path}: two columns are called {name[:-2]}")
-        texts = cells[name].tolist()
-        for text in texts:
-            if "\n" in text or "\r" in text:
-                raise UserError(f"{path}: a cell of {name} has a line break, as where a stray "
-                                f"quotation mark swallows rows: {text[:60]!r}; a jsonl or parquet "
-                                "file may have line breaks")
+    for name, texts in zip(header, zip(*rows)):
         columns[name] = pa.array(texts, pa.string())
     return datasets.Dataset(pa.table(columns))
 
 
+def check_header(path, header, separator):
+    """Raises UserError unless the header of a csv file has two columns or more, each once."""
+    if not header:
+        raise UserError(f"{path} is empty, but needs a header such as image,caption")
+    for name in header:
+        if header.count(name) > 1:
+            raise UserError(f"{path}: two columns are called {name!r}")
+    if len(header) == 1:
+        sign = {",": "a comma", "\t": "a tab, as its ending .tsv says"}[separator]
+        raise UserError(f"{path}: its header is one field, {header[0][:60]!r}; fields are "
+                        f"separated by {sign}")
+
+
+def check_fields(place, fields, header, separator):
+    """Raises UserError unless a row of a csv file has as many fields as the header, and no field
+    that holds another row, as where a stray quotation mark swallows rows."""
+    if len(fields) != len(header):
+        raise UserError(f"{place} has {len(fields)} fields, the header {len(header)}; a field with "
+                        "a comma or a line break stands in quotation marks")
+    for text in fields:
+        lines = text.splitlines()
+        if len(lines) > 1 and holds_row(lines, len(header), separator):
+            raise UserError(f"{place}: a field holds whole rows, {text[:60]!r}; remove the stray "
+                            "quotation mark, or write a jsonl file")
+
+
+def holds_row(lines, num_fields, separator):
+    """Whether one of these lines alone has as many fields as a row."""
+    return any(len(fields) == num_fields for fields in csv.reader(lines, delimiter=separator))
+
+
 # ---- columns ----
-def find_column(flag, name, columns, candidates, *, required=True):
-    """The column that a flag names; without one, that of the candidates which exists. None if
-    there is none and none is required. Raises: UserError if there is none, or several."""
-    names = candidates
+def find_column(flag, name, columns, *, usual_names=None, required=True):
+    """The column that a flag names; without one, the only one with a usual name.
+
+    Args:
+        flag: a key of USUAL_COLUMNS, or another flag with `usual_names`.
+        name: that the user gave, or "".
+        columns: that exist.
+    Returns: None if there is none and none is required.
+    Raises: UserError if there is none, or several.
+    """
+    names = usual_names or USUAL_COLUMNS[flag]
     if name:
         names = [name]
     existing = [column for column in names if column in columns]
     if len(existing) > 1:
-        raise UserError(f"{flag}: which of {' and '.join(existing)} is it?")
+        raise UserError(f"{flag}: which of the columns {' and '.join(existing)} is it?")
     if existing:
         return existing[0]
     if name or required:

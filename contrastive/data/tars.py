@@ -13,7 +13,8 @@ import tarfile
 
 from contrastive.core.processes import UserError, first_line, opening
 from contrastive.data.clips import clip_options
-from contrastive.data.hub import TEXT_OF_LIST, find_column, generating
+from contrastive.data.folders import check_name
+from contrastive.data.hub import TEXT_OF_CONTAINER, find_column, generating
 from contrastive.data.options import DataOptions
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
 from contrastive.data.table import Data, join_notes
@@ -79,11 +80,12 @@ def parse_sample(parts, options):
     """(extension of the image or video, captions, class) of {extension: content}; the class is -1
     if there is none. Raises: ValueError or UserError without an image or a caption."""
     extension = find_column(
-        "--image-column", options.image_column, parts, (*IMAGE_TYPES, *VIDEO_TYPES))
+        "--image-column", options.image_column, parts, usual_names=(*IMAGE_TYPES, *VIDEO_TYPES))
     label_part = find_column(
-        "--label-column", options.label_column, parts, ("cls",), required=False)
+        "--label-column", options.label_column, parts, usual_names=("cls",), required=False)
     caption_part = find_column(
-        "--caption-column", options.caption_column, parts, ("txt",), required=label_part is None)
+        "--caption-column", options.caption_column, parts, usual_names=("txt",),
+        required=label_part is None)
 
     label = -1
     if label_part is not None:
@@ -93,7 +95,7 @@ def parse_sample(parts, options):
     if caption_part is None:
         return extension, [class_caption(label)], label
     text = parts[caption_part].decode("utf-8-sig")
-    if TEXT_OF_LIST.match(text):
+    if TEXT_OF_CONTAINER.match(text):
         raise ValueError(f"{text[:60]!r} is the text of a list, but needs a caption a line")
     lines = text.split("\n")  # splitlines would also split at U+2028
     captions = [line.strip() for line in lines if line.strip()]
@@ -179,6 +181,7 @@ def index_rows(files, columns, version):
         with opening(f"{path}: not a tar that can be read to its end"), open(path, "rb") as file:
             samples = list(read_samples(file, types))
         for name, parts in samples:
+            check_name(f"{path}/{name}")
             row = {"key": name, "shard": shard, "captions": [], "label": -1, "video": False,
                    "error": ""}
             try:

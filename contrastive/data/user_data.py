@@ -17,10 +17,10 @@ from contrastive.core.words import counted
 from contrastive.data.annotations import Videos, video_folder, window_key, with_sound
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
-    SPLIT_WORDS, media_kind, read_folder, sort_by_split, sort_files, split_of_name,
-    train_if_unnamed)
+    SPLIT_WORDS, files_below, is_like_a_split, media_kind, read_folder, sort_by_split, sort_files,
+    split_of_name, train_if_unnamed)
 from contrastive.data.hub import (
-    TEXT_OF_LIST, find_column, generating, read_repository, read_table)
+    TEXT_OF_CONTAINER, find_column, generating, has_tars, hub_folder, open_repository, read_table)
 from contrastive.data.table import Data, make_table, with_column, with_note
 from contrastive.data.tars import open_tars
 
@@ -30,6 +30,7 @@ import pyarrow.compute as pc
 
 NO_CLASS = ("", "-1")  # how tables write an unknown class
 NUMBER_OF_PANDAS = re.compile(r"-?\d+\.0|[Nn]a[Nn]")  # where an int column has empty cells
+MANY_SPLITS = 10  # a column with more words does not divide the rows into splits
 HASHED_AT_ONCE = 100  # images of a table that are in memory while they are hashed
 
 
@@ -77,12 +78,16 @@ def read_source(name, revision=None):
 
 def read_hub(name, revision):
     """As read_source, of a hub id; its splits with other names are not read."""
+    builder = open_repository(name, revision)
+    if has_tars(builder):
+        folder = hub_folder(name, ["*.tar"], revision)
+        tars = [file for file in files_below(folder) if file.endswith(".tar")]
+        return {}, train_if_unnamed(sort_by_split(folder, sorted(tars))), []
+    with generating():
+        builder.download_and_prepare()
     tables = {}
     not_read = []
-    for word, table in read_repository(name, revision).items():
-        if "__key__" in table.column_names:
-            raise ValueError("it holds tars: give the folder into which they were downloaded, hf "
-                             f"download --repo-type dataset {name} --local-dir FOLDER")
+    for word, table in builder.as_dataset().items():
         split = SPLIT_WORDS.get(word.lower())
         if split is None:
             not_read.append(f"the split {word}")
@@ -107,6 +112,7 @@ class Rows:
     label_names: list = None  # in their order if the table has it
     has_captions: bool = True  # False if class names take the place of captions
     is_video: bool = False
+    columns: set = frozenset()  # of images, captions and classes
     notes: list = dataclasses.field(default_factory=list)
 
 
@@ -130,7 +136,7 @@ def data_of_tables(name, tables, options, root, *, is_published=False):
 
     table = datasets.concatenate_datasets(list(tables.values()))
     rows = read_rows(table, options)
-    rows.splits = splits_of_rows(tables, table)
+    rows.splits = splits_of_rows(tables, table, rows.columns)
     for part in tables.values():
         rows.numbers += range(len(part))
     if rows.pictures is None:
@@ -174,17 +180,18 @@ def read_rows(table, options):
     import datasets
 
     names = table.column_names
-    image = find_column("--image-column", options.image_column, names, ("image", "video"))
-    label = find_column("--label-column", options.label_column, names, ("label",),
+    image = find_column("--image-column", options.image_column, names)
+    label = find_column("--label-column", options.label_column, names,
                         required=options.by_class)
     class_names = None
     if label is not None:
         class_names = getattr(table.features[label], "names", None)
-    caption = find_column("--caption-column", options.caption_column, names, ("caption",),
+    caption = find_column("--caption-column", options.caption_column, names,
                           required=not options.by_class and class_names is None)
 
     kind = kind_of_cells(table.features[image])
-    rows = Rows([], [], [], label_names=class_names, has_captions=caption is not None)
+    rows = Rows([], [], [], label_names=class_names, has_captions=caption is not None,
+                columns={image, caption, label})
     if kind is None:
         rows.names = texts_of(table, image)
     else:
@@ -250,7 +257,7 @@ def captions_of_rows(table, column):
         return [[(text or "").strip() for text in texts or ()] for texts in lists]
     texts = texts_of(table, column)
     for text in texts:
-        if TEXT_OF_LIST.match(text):
+        if TEXT_OF_CONTAINER.match(text):
             raise ValueError(f"the column {column} holds the text of a list, {text[:60]!r}: a "
                              "jsonl or parquet file has lists of captions, a csv one caption a row")
     return [[text] for text in texts]
@@ -274,10 +281,12 @@ def labels_of_rows(table, column):
 
 
 # ---- splits ----
-def splits_of_rows(tables, table):
+def splits_of_rows(tables, table, columns):
     """The split of each row of {split: table}, one after the other: that of its table or, of a
     single table, that of the column `split`.
 
+    Args:
+        columns: of images, captions and classes, which may hold any word.
     Raises: ValueError if the column names no split, or another one than the tables; and if another
         column of a single table holds words for splits alone.
     """
@@ -296,21 +305,24 @@ def splits_of_rows(tables, table):
                              "are called train, val or test: drop the column or rename these")
         return cells
     if len(tables) == 1:
-        for column in table.column_names:
+        for column in set(table.column_names) - columns:
             refuse_split_words(table, column)
     return splits
 
 
 def refuse_split_words(table, column):
-    """Raises ValueError if a column holds words for several splits, and nothing else: rows of test
-    would be trained on."""
+    """Raises ValueError if a column of another name seems to divide the rows into splits: rows of
+    test would be trained on."""
     if getattr(table.features[column], "dtype", "") not in ("string", "large_string"):
         return
-    words = list(filter(None, pc.unique(table.with_format("arrow")[column][:]).to_pylist()))
-    splits = {SPLIT_WORDS.get(word.strip().lower()) for word in words}
-    if (None not in splits and len(splits) > 1) or column.lower() == "split":
-        raise ValueError(f"the column {column} holds {', '.join(sorted(words)[:5])}; call it split "
-                         "if it divides the rows, else drop it")
+    words = pc.unique(table.with_format("arrow")[column][:]).to_pylist()
+    words = sorted({word.strip() for word in words if word and word.strip()})
+    num_split_words = sum(is_like_a_split(word) for word in words)
+    divides = len(words) <= MANY_SPLITS and num_split_words > 1
+    if divides or column.strip().lower() == "split":
+        shown = ", ".join(word[:30] for word in words[:5])
+        raise ValueError(f"the column {column} holds {shown}; call it split if it divides the "
+                         "rows, with the words train, val and test, else drop it")
 
 
 def refuse_empty_splits(splits_of_rows, splits_of_examples):
@@ -510,8 +522,8 @@ def with_sound_and_subtitles(data, table, options, root):
 def read_captions(file):
     """{(name, start, end): captions} of a table of further captions."""
     table = read_table(Path(file).expanduser())
-    image = find_column("--extra-captions", "", table.column_names, ("image", "video"))
-    caption = find_column("--extra-captions", "", table.column_names, ("caption",))
+    image = find_column("--image-column", "", table.column_names)
+    caption = find_column("--caption-column", "", table.column_names)
     names = texts_of(table, image)
     captions = captions_of_rows(table, caption)
     additions = {}
