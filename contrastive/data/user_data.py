@@ -5,6 +5,7 @@ docs/data.md has the forms that are read. What looks like another form is refuse
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -21,6 +22,7 @@ from contrastive.data.folders import (
     split_of_name, train_if_unnamed)
 from contrastive.data.hub import (
     TEXT_OF_CONTAINER, find_column, generating, has_tars, hub_folder, open_repository, read_table)
+from contrastive.data.registry import SPLITS
 from contrastive.data.table import Data, make_table, with_column, with_note
 from contrastive.data.tars import open_tars
 
@@ -152,10 +154,11 @@ def data_of_tables(name, tables, options, root, *, is_published=False):
     examples = group_rows(rows, files, starts, ends)
     if not examples:
         raise ValueError(f"no row has an image and a caption, or no file is found ({rows.notes})")
+    if not is_published:
+        examples = without_shared_examples(rows, examples)
     splits = np.array([split for split, *_ in examples])
     if not is_published:
         refuse_empty_splits(rows.splits, splits)
-        note_shared_files(rows, examples)
 
     clip = None
     if rows.is_video:
@@ -333,17 +336,50 @@ def refuse_empty_splits(splits_of_rows, splits_of_examples):
                          "found")
 
 
-def note_shared_files(rows, examples):
-    """Notes how many files have examples in several splits."""
-    rows_of_file = {}  # {file: {split: row}}
-    for (split, file, *_), example in examples.items():
-        rows_of_file.setdefault(file, {})[split] = example.row
-    shared = [rows_of_split for rows_of_split in rows_of_file.values() if len(rows_of_split) > 1]
-    if shared:
-        row = min(shared[0].values())
-        first = rows.names[row] or f"row {rows.numbers[row]}"
-        rows.notes.append(f"WARNING: {counted(len(shared), 'files')} with rows in several splits, "
-                          f"first {first}")
+def without_shared_examples(rows, examples):
+    """The examples without those that are in another split, too, and come later there: of train,
+    those of val and test, and of val those of test. Notes how many these are, and how many videos
+    have other windows in several splits."""
+    splits_of_file = {}  # {file: names of splits}
+    last_split = {}  # {(file, start, end): the split in which the example stays}
+    files = {}  # {file as it is written: file behind links}
+    for split, file, start, end in examples:
+        files[file] = file
+        if rows.pictures is None:
+            files[file] = real_path(file)
+        splits_of_file.setdefault(files[file], set()).add(split)
+        place = (files[file], start, end)
+        last_split[place] = max(last_split.get(place, split), split, key=SPLITS.index)
+    result = {}
+    removed = []
+    for (split, file, start, end), example in examples.items():
+        if last_split[files[file], start, end] == split:
+            result[split, file, start, end] = example
+        else:
+            removed.append(rows.names[example.row] or f"row {rows.numbers[example.row]}")
+    if removed:
+        rows.notes.append(f"WARNING: {counted(len(removed), 'examples')} of train or val left out, "
+                          f"which are in val or test, too, the first: {removed[0]}")
+    num_shared = sum(len(splits) > 1 for splits in splits_of_file.values())
+    if rows.is_video and num_shared:
+        rows.notes.append(f"WARNING: {counted(num_shared, 'videos')} with windows in several "
+                          "splits")
+    return result
+
+
+def real_path(file):
+    """The path of a file behind links."""
+    folder, name = os.path.split(file)
+    path = os.path.join(real_folder(folder), name)
+    if os.path.islink(path):
+        return os.path.realpath(path)
+    return path
+
+
+@functools.lru_cache(maxsize=10_000)
+def real_folder(folder):
+    """The path of a folder behind links."""
+    return os.path.realpath(folder)
 
 
 # ---- rows to examples ----
