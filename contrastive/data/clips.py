@@ -34,28 +34,18 @@ REGION_CLIP = 4  # F of VGT: frames of a clip, in which region r is the same thi
 REGION_PICTURE = (320.0, 240.0)  # width and height of a picture of unknown size
 
 
-def clip_options(options, eval_sampling="uniform", read=read_frames):
+def clip_options(options, eval_sampling="uniform"):
     """The reader of clips that DataOptions ask for: Features with feature_dir, else Clips.
 
     Args:
-        eval_sampling, read: as of Clips.
+        eval_sampling: as of Clips.
     """
     frames = options.frames or DEFAULT_FRAMES
     if options.feature_dir:
         return Features(options.feature_dir, frames)
     short = round((options.image_size or DEFAULT_SIDE) * 8 / 7)
     sampling = options.frame_sampling or "uniform"
-    return Clips(
-        frames, sampling, short, options.frame_cache, eval_sampling=eval_sampling, read=read)
-
-
-@functools.lru_cache(maxsize=10_000)
-def state_of_folder(folder):
-    """(bytes, newest time) of the files of a folder, such as the chunks of a video."""
-    states = [file.stat() for file in Path(folder).iterdir()]
-    size = sum(state.st_size for state in states)
-    newest = max((state.st_mtime_ns for state in states), default=0)
-    return size, newest
+    return Clips(frames, sampling, short, options.frame_cache, eval_sampling=eval_sampling)
 
 
 # ---- frames ----
@@ -72,17 +62,15 @@ class Clips:
         short: larger clips are scaled to this short side, in pixels.
         cache: folder of the cache; "" = none.
         eval_sampling: the sampling of an evaluation if that of training is random.
-        read: a function like read_frames.
     """
 
     def __init__(self, frames=DEFAULT_FRAMES, sampling="uniform", short=256, cache="", *,
-                 eval_sampling="uniform", read=read_frames):
+                 eval_sampling="uniform"):
         self.frames = frames
         self.sampling = sampling
         self.short = short
         self.cache = cache
         self.eval_sampling = eval_sampling
-        self.read = read
 
     def __call__(self, source, start=None, end=None, draws=None):
         sampling = self.sampling
@@ -90,7 +78,7 @@ class Clips:
             sampling = self.eval_sampling
         if self.cache:
             return self.read_cached(source, start, end, sampling, draws)
-        frames = self.read(
+        frames = read_frames(
             source, self.frames, start, end, sampling, draws=draws, short=self.short)
         return torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2)
 
@@ -103,7 +91,7 @@ class Clips:
             cached_sampling = "middle"
         file = self.cache_file(source, f"{start} {end} {count} {cached_sampling} {self.short}")
         if not file.exists():
-            frames = self.read(source, count, start, end, cached_sampling, short=self.short)
+            frames = read_frames(source, count, start, end, cached_sampling, short=self.short)
             content = jpeg_of_frames(frames)
             self.write_cache(file, content)
         else:
@@ -123,8 +111,6 @@ class Clips:
         if not isinstance(source, bytes):
             status = os.stat(source)
             state = f"{status.st_size} {status.st_mtime_ns}"
-            if os.path.isdir(source):
-                state = str(state_of_folder(source))
             source = f"{Path(source).resolve()} {state}".encode()
         digest = hashlib.sha1(source + settings.encode()).hexdigest()
         return Path(self.cache) / digest[:2] / f"{digest}.jpg"

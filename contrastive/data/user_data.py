@@ -485,8 +485,6 @@ def find_files(rows, options, root):
             files[name] = os.path.normpath(files[name])
     if missing:
         rows.notes.append(f"{len(missing):,} videos are not there, first {missing[0]}")
-    if videos.note():
-        rows.notes.append(videos.note())
     return [files[name] for name in rows.names]
 
 
