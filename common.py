@@ -13,7 +13,6 @@ learning rate and the optimizer. Everything else is imported here by name. The o
 is that in which they import each other.
 """
 
-import functools
 import math
 
 # ---- contrastive/core: processes, files, types of flags, losses in blocks of rows, metrics ----
@@ -25,13 +24,14 @@ from contrastive.core.processes import (
     mean_over_processes,    # of the columns of a log
     positive_index,         # the column of each row's own pair: (B,)
     rank,                   # index of this process
-    print_main,                    # print on the main process
+    print_main,             # print on the main process
     set_seed,               # of all random generators
     to_device,              # copies a tensor without making the host wait
-    world_size)                  # number of processes
+    world_size)             # number of processes
 from contrastive.core.files import read_json, write_json, write_tensors
 from contrastive.core.number_types import (
     below_one, between, int_ge1, nonnegative_float, fraction, positive_float, rate, int_ge0)
+from contrastive.core.loss_inputs import fp32, one_number, per_anchor
 from contrastive.core.row_blocks import by_rows, row_blocks
 from contrastive.core.metrics import (
     embedding_health, knn_accuracy, linear_probe, mir_metrics, modality_gap, normalization_error,
@@ -55,32 +55,35 @@ from contrastive.encoders.cached import open_feature_cache  # --freeze
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
 from contrastive.encoders.models import (
     EvalTransform, TextEncoder, VisionEncoder, load_model)
-from contrastive.encoders.questions import QuestionAnswerer  # (MAMA)
 from contrastive.encoders.ssb import (  # SSB, a base of NCL
     Captioner, captioning_loss, ssb_recipe, support_summary)
-from contrastive.encoders.texts import (
-    Paraphrases, build_tokenizer, drop_and_swap, text_pair, text_words, train_wordpiece)
+from contrastive.encoders.texts import build_tokenizer, train_wordpiece
 from contrastive.encoders.towers import freeze_as_clip4clip, set_dropout
-from contrastive.encoders.vast import MatchingLoss, hard_pairs  # VAST, a base of MM-TS
 
-# ---- contrastive/evaluation: whole evaluations, clusters and meta-data ----
-from contrastive.evaluation import answers  # questions and their answers (MAMA)
+# ---- contrastive/evaluation: whole evaluations ----
 from contrastive.evaluation.by_class import padded_and_flipped  # training images of TS's probes
-from contrastive.evaluation.clusters import (  # of captions (MM-TS)
-    check_source, head_mid_tail, k_means, largest_first, open_clusters)
 from contrastive.evaluation.embed import encode_texts
-from contrastive.evaluation.meta import meta_data  # a few clean examples (MAMA)
-from contrastive.evaluation.facts import EvaluationFacts  # what a run tells eval.py
 from contrastive.evaluation.measure import Evaluator
 from contrastive.evaluation.retrieval import retrieval_both_ways
+from contrastive.evaluation.saved_pieces import save_pieces  # for pictures
 from contrastive.evaluation.similarities import save_similarities
+
+# ---- contrastive/papers: what belongs to one paper ----
+from contrastive.papers.baselines import (  # losses of other papers
+    cwcl_loss, dystress_temperature, focal_weights, hardest_negative_loss, l2rw_weights,
+    spl_weights, ts_temperature)
+from contrastive.papers.clusters import (  # of captions (MM-TS)
+    check_source, head_mid_tail, k_means, largest_first, open_clusters)
+from contrastive.papers.meta import meta_data  # a few clean examples (MAMA)
+from contrastive.papers.text_pairs import (  # T and T~ (TeMo)
+    Paraphrases, drop_and_swap, text_pair, text_words)
 
 # ---- contrastive/engine: the flags and the book-keeping of a run ----
 from contrastive.engine.flags import OneLineErrorParser, Parser  # argparse with recipes
-from contrastive.engine.grad_cache import GradCache, tf32  # --chunk-size
+from contrastive.engine.grad_cache import (
+    GradCache, random_state, set_random_state, tf32)  # --chunk-size
 from contrastive.engine.run import Run, count_steps, adjust_flags_to_data
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -109,67 +112,7 @@ def average(gradients):
     return gradients
 
 
-# ===================================================== losses =====================================
-def fp32(loss):
-    """Decorator of a loss, which then runs in float32 outside autocast, whatever the caller does.
-
-    Half precision becomes float32; float64 stays.
-    """
-    @functools.wraps(loss)
-    def wrapped(*args, **kwargs):
-        from accelerate.utils import convert_to_fp32, find_device
-        with torch.autocast(find_device((args, kwargs)).type, enabled=False):
-            return loss(*convert_to_fp32(args), **convert_to_fp32(kwargs))
-    return wrapped
-
-
-def per_anchor(value, anchor, name="tau", positive=True, columns=0):
-    """A temperature or margin in a shape that divides or shifts the logits (B, N) of the anchors.
-
-    Args:
-        value: a number, () or (B,), one for each anchor; or a function, which stays as it is.
-        anchor: (B, D).
-        name: of the value, for the message.
-        positive: whether a number must be above 0. The values of a tensor are not checked, since
-            that would wait for the GPU.
-        columns: N, if the loss also accepts (B, N), one for each pair.
-    Returns: a number, (), (B, N), or (B,) as (B, 1).
-    Raises: ValueError for any other shape, which would broadcast wrongly.
-    """
-    if callable(value):
-        return value
-    if not torch.is_tensor(value):
-        return one_number(value, name, positive)
-    B = len(anchor)
-    if value.ndim == 0 or value.shape == (B, columns):
-        return value
-    if value.shape == (B,):
-        return value[:, None]                                              # (B, 1)
-    pairs = f", or ({B}, {columns}), one per pair" if columns else ""
-    raise ValueError(f"{name}: a tensor of shape {tuple(value.shape)}; give a number, or a tensor "
-                     f"of shape () or ({B},), one value per anchor of this process{pairs}")
-
-
-def one_number(value, name="tau", positive=True):
-    """Checks that a temperature or margin is one number, and returns it as it is.
-
-    Args:
-        value: a number, or a tensor of shape ().
-        name, positive: as in per_anchor.
-    Raises: ValueError for any other shape, and for a number that is not above 0.
-    """
-    if torch.is_tensor(value):
-        if value.ndim > 0:
-            raise ValueError(f"{name}: a tensor of shape {tuple(value.shape)}; give a number or a "
-                             "tensor of shape ()")
-        return value
-    if np.ndim(value) > 0:
-        raise ValueError(f"{name}: an array of shape {np.shape(value)}; give a number or a tensor")
-    if positive and not value > 0:
-        raise ValueError(f"{name} {value}: must be above 0; the cosines are divided by it")
-    return value
-
-
+# ===================================================== temperature ================================
 class Temperature(nn.Module):
     """A temperature, which divides the cosines: a fixed number, or learnt as its logarithm.
 

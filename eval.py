@@ -3,57 +3,64 @@ r"""Evaluate a checkpoint of any script, or any CLIP by name, on any data set.
     python eval.py --checkpoint runs/NAME                            # as the run printed at its end
     python eval.py --checkpoint runs/NAME --datasets coco flickr30k  # the papers' retrieval tables
     python eval.py --checkpoint runs/NAME --datasets cifar10 cifar100 --tasks zero-shot knn probe
-    python eval.py --checkpoint runs/NAME --datasets temo-17         # the 17 sets of TeMo's Table 7
+    python eval.py --checkpoint runs/NAME --datasets temo-17 --tasks zero-shot     # TeMo's Table 7
     python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco msrvtt=ANNOTATIONS \
         --video-dir VIDEOS
-    python eval.py --checkpoint clip_vip:openai/clip-vit-base-patch32 \
-        --init-from pretrain_clipvip_base_32.pt ...
-    python eval.py --checkpoint runs/NAME --normalize queue          # NCL's biases, for any run
+    python eval.py --checkpoint runs/NAME --normalize oracle         # NCL's biases
     python eval.py --checkpoint runs/NAME --rerank 50                # by VAST's matching head
     accelerate launch eval.py ...                    # several processes: the same numbers
-    torchrun --nproc_per_node 2 eval.py ... --cpu    # likewise
 
-docs/running.md says what each of the --tasks measures. All is measured as in training; a value that
-a flag changes is printed. The result is a table, eval.json (metrics and chance levels as in the
-summary.json of a run), and pictures.
+All is measured as in training, by the flags of the run (its args.json), in place of which those of
+eval.py are taken. docs/running.md says what each of the --tasks measures. The result is a table,
+eval.json (metrics and chance levels as in the summary.json of a run), and pictures.
 """
 
+import argparse
 import contextlib
-import dataclasses
+import functools
 import importlib
 import shlex
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from contrastive.core.files import read_json, slug, write_json, write_tensors
-from contrastive.core.number_types import int_ge1, nonnegative_float, int_ge0
+from contrastive.core.number_types import int_ge0, nonnegative_float
 from contrastive.core.processes import (
-    UserError, clean_exit, join, opening, rank, print_main, world_size)
+    UserError, clean_exit, join, opening, print_main, rank, world_size)
+from contrastive.data import evaluation_options, load_data, open_evaluation_sets, open_pairs
 from contrastive.data.images import TEMO_17
+from contrastive.data.long_tail import labelled_splits
 from contrastive.data.registry import find_data_set, flags_of, partition_name
-from contrastive.data.table import Data, EmptySplit
-from contrastive.engine.flags import OneLineErrorParser
+from contrastive.data.splits import without_trained
+from contrastive.data.table import Data, EmptySplit, identity_of_files
+from contrastive.encoders.models import load_model, model_of_spec
+from contrastive.encoders.texts import build_tokenizer
+from contrastive.engine.flags import OneLineErrorParser, Parser
 from contrastive.engine.log import versions
-from contrastive.evaluation.by_class import view_of
-from contrastive.evaluation.clusters import head_mid_tail
-from contrastive.evaluation.evaluated_model import (
-    EvaluatedModel, EvaluatedSplits, open_query_data, resolve_name, training_queries)
-from contrastive.evaluation.facts import read_facts
-from contrastive.evaluation.measure import (
-    BY_CLASS, TASKS, WITH_TRAINING, ClassOptions, measure, unsupported_tasks, usual_tasks)
+from contrastive.evaluation.by_class import padded_and_flipped
+from contrastive.papers.clusters import Clusters, head_mid_tail
+from contrastive.evaluation.measure import TASKS, WITH_TRAINING, Evaluator, Towers
 from contrastive.evaluation.report import table
 from contrastive.evaluation.rerank import reranked_retrieval
 from contrastive.evaluation.retrieval import retrieval_both_ways
-from contrastive.evaluation.similarities import similarity_histograms
-from contrastive.figures.base import (
-    draw_answers, draw_histograms, draw_retrieval, has_few_queries, kind_of, title_of)
-from contrastive.figures.ncl import draw_normalization
+from contrastive.evaluation.saved_pieces import MAX_PICTURES, read_pieces, save_pieces
+from contrastive.figures.base import draw_answers, draw_retrieval, has_few_queries
 
-from ncl import normalized_retrieval, retrieval_biases
+from ncl import normalized_retrieval
 
 import torch
+from safetensors.torch import load_file
 
 SEVENTEEN = "temo-17"
+# The dual softmax of CLIP-ViP, at its temperature. Here it runs over the queries in both
+# directions. In CLIP-ViP's code the one of video -> text runs over the candidates, which does not
+# change their order.
+DSL_TAU = 0.01
+# flags that take the place of those of the run
+OVERRIDES = (
+    "image_column", "caption_column", "label_column", "video_dir", "frame_cache", "region_dir",
+    "feature_dir", "class_names", "prompts", "knn_features")
 EXAMPLES = """examples:
   python eval.py --checkpoint runs/NAME
   python eval.py --checkpoint runs/NAME --datasets test.csv
@@ -65,21 +72,18 @@ def parse_args(argv=None):
     """The flags."""
     parser = OneLineErrorParser("eval.py", "Evaluates any checkpoint on any data set.",
                                 epilog=EXAMPLES)
-    model = parser.add_argument_group("model")
-    model.add_argument("--checkpoint", required=True,
-                       help="folder of a run, or a CLIP by transformers id or folder")
-    model.add_argument("--import", nargs="+", default=[], metavar="MODULE", dest="modules",
-                       help="Python modules of yours that are imported first, such as one that "
-                            "adds a data set")
-    model.add_argument("--init-from", default="",
-                       help="weights loaded into a CLIP by name: .safetensors, .pt or .bin")
+    parser.add_argument("--checkpoint", required=True,
+                        help="folder of a run, or a CLIP by transformers id or folder")
+    parser.add_argument("--import", nargs="+", default=[], metavar="MODULE", dest="modules",
+                        help="Python modules of yours that are imported first, such as one that "
+                             "adds a data set")
 
     data = parser.add_argument_group("data")
     data.add_argument("--datasets", nargs="*", default=[], metavar="NAME[=DIR]",
                       help="data sets by name or path; DIR is a local copy; temo-17 = the 17 sets "
                            "of TeMo's Table 7 (DIR holds a folder of each); empty = those of the "
                            "run")
-    data.add_argument("--split", choices=["test", "val", "train"], default="test",
+    data.add_argument("--split", choices=["test", "val"], default="test",
                       help="split that is evaluated")
     data.add_argument("--image-column", default="",
                       help="column of images or videos in own data; empty = as the run")
@@ -93,46 +97,35 @@ def parse_args(argv=None):
                       help="folder of decoded frames; empty = as the run")
     data.add_argument("--region-dir", default="",
                       help="folder of VGT's region features; empty = as the run")
-    data.add_argument("--frames", type=int_ge0, default=0,
-                      help="frames of a clip; 0 = as the run, 12 for a CLIP by name")
-    data.add_argument("--text-length", type=int_ge0, default=0,
-                      help="most tokens of a text; 0 = as the run, 77 for a CLIP by name")
     data.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
                       help="folders of video features that SSB reads; empty = as the run")
+    data.add_argument("--frames", type=int_ge0, default=0,
+                      help="frames of a clip; 0 = as the run, 12 for a CLIP by name")
     data.add_argument("--class-names", choices=["wordnet", "clip"], default="",
                       help="class names of ImageNet; empty = as the run, else wordnet")
     data.add_argument("--prompts", choices=["openai", "slip"], default="",
                       help="prompts for ImageNet's classes: CLIP's 80, or the 7 of SLIP's code; "
                            "empty = as the run, else openai")
-    data.add_argument("--max-captions", type=int_ge0, default=0,
-                      help="most captions of an image; 5 = COCO's usual 25,000 captions; 0 = as "
-                           "many as the protocol of the set has, else all")
-    data.add_argument("--same-text", choices=["positive", "wrong"], default="",
-                      help="what another item's caption with the same words counts as; empty = as "
-                           "the run")
 
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
                        help="what is measured; a task that a set does not support is left out; "
-                            "empty = as in training, zero-shot for the sets of temo-17")
+                            "empty = as in training")
     tasks.add_argument("--knn-features", choices=["projected", "backbone"], default="",
                        help="features of knn, after the projection (TeMo's code) or before it; "
                             "empty = as the run, else projected")
     tasks.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="",
-                       help="queue: NCL's biases from training queries (the queue of the run, else "
-                            "its train split); oracle: NCL's biases from the test queries, which "
-                            "is not fair; dsl: dual softmax over the test queries, which is not "
-                            "fair either, in both directions (CLIP-ViP: text -> video alone); "
-                            "empty = as the run, else none")
-    tasks.add_argument("--queue-size", type=int_ge1, default=0,
-                       help="latest training queries of each kind that --normalize queue reads; 0 "
-                            "= the whole queue of the run, else 16,384")
+                       help="queue: NCL's biases from the training queries in the queue of a run "
+                            "of ncl.py; oracle: NCL's biases from the test queries, which is not "
+                            "fair; dsl: dual softmax over the test queries, which is not fair "
+                            "either, in both directions (CLIP-ViP: text -> video alone); empty = "
+                            "as the run, else none")
+    tasks.add_argument("--gamma", type=nonnegative_float, default=0.0,
+                       help="temperature of --normalize, which divides the cosine; 0 = that of a "
+                            "run of ncl.py, for dsl 0.01")
     tasks.add_argument("--rerank", type=int_ge0, default=0, metavar="K",
                        help="first candidates of each query by cosine that VAST's matching head "
                             "ranks anew, in both directions; VAST 50; 0 = none")
-    tasks.add_argument("--gamma", type=nonnegative_float, default=0.0,
-                       help="temperature of --normalize, which divides the cosine; 0 = that of the "
-                            "run, for dsl 0.01")
 
     run = parser.add_argument_group("run")
     run.add_argument("--output-dir", default="",
@@ -145,255 +138,322 @@ def parse_args(argv=None):
     run.add_argument("--workers", type=int_ge0, default=4, help="loader processes")
     run.add_argument("--cpu", action="store_true", help="stay on the CPU")
     args = parser.parse_args(argv)
-
-    # Without --normalize, retrieval is normalised as at the end of training: for queue only on the
-    # run's own set, with the run's queue.
-    args.as_trained = not args.normalize
-    if args.as_trained:
-        args.normalize = "none"
-        if args.split != "train":
-            args.normalize = read_facts(Path(args.checkpoint)).normalize
     check_flags(parser, args)
     return args
 
 
 def check_flags(parser, args):
     """Refuses flags that contradict each other or would have no effect."""
-    if args.normalize == "queue" and args.split == "train":
-        parser.error("--split train: the queue holds its own queries; that is --normalize oracle")
     if "qa" in args.tasks and len(args.tasks) > 1:
         parser.error("--tasks qa: its model answers questions; give it alone")
-    is_run = bool(read_json(Path(args.checkpoint) / "args.json", {}))
-    parser.only(not is_run, "with a CLIP by name: a run has its own weights", "--init-from")
-    parser.only(not args.tasks or "retrieval" in args.tasks, "with --tasks retrieval",
-                "--normalize", "--rerank")
-    if args.rerank and args.normalize != "none":
+    has_retrieval = not args.tasks or "retrieval" in args.tasks
+    parser.only(has_retrieval, "with --tasks retrieval", "--normalize", "--rerank")
+    if args.rerank and args.normalize not in ("", "none"):
         parser.error(f"--rerank: not beside --normalize {args.normalize}, whose scores it replaces")
-    parser.only(args.normalize != "none", "with --normalize queue, oracle or dsl", "--gamma")
-    parser.only(args.normalize == "queue", "with --normalize queue", "--queue-size")
+    parser.only(args.normalize in ("queue", "oracle", "dsl"),
+                "with --normalize queue, oracle or dsl", "--gamma")
     parser.only(not args.tasks or "knn" in args.tasks, "with --tasks knn", "--knn-features")
 
 
-# ======================================================= data sets ================================
-def sets_to_evaluate(args, trained_on, evaluated_in_training):
-    """The data sets of --datasets, else those that the run evaluated, else its own.
+def flags_of_run(args):
+    """The flags of the run, with those of eval.py in their place; of a CLIP by name the defaults.
 
-    Args:
-        trained_on: data set of the run, None for a model by name.
-        evaluated_in_training: words of the run's --eval-datasets.
-    Returns: {name: its local copy or ""}; a set of temo-17 that is named as well has its own.
-    Raises: UserError if there are none, or if one is named with two folders.
+    Raises: UserError if no data set is known.
     """
-    words = args.datasets or evaluated_in_training or [trained_on]
-    if not any(words):
-        raise UserError("--datasets is needed: the data set of this model is not known")
-    folders, members = {}, {}
+    flags = read_json(Path(args.checkpoint) / "args.json", {})
+    is_run = bool(flags)
+    if not is_run:
+        if not args.datasets:
+            raise UserError("--datasets is needed: the data set of this model is not known")
+        parser = Parser("eval.py", "")
+        parser.add_shared_flags()
+        flags = vars(parser.parse_args([])) | {"dataset": "", "modalities": "v"}
+    for name in OVERRIDES:
+        value = getattr(args, name)
+        if value:
+            flags[name] = value
+    if args.frames:
+        flags.update(frames=args.frames, eval_frames=0)
+    evaluated = flags.get("eval_datasets") or [flags["dataset"]]
+    flags["evaluated_in_training"] = [partition_name(word, "=")[0] for word in evaluated]
+    flags["eval_datasets"] = expand_names(args.datasets or evaluated)
+    flags.update(workers=args.workers, watch_test=False)
+    return argparse.Namespace(**flags)
+
+
+def expand_names(words):
+    """The words of --datasets, NAME or NAME=DIR, with the members of temo-17 in its place."""
+    expanded = []
     for word in words:
         name, folder = partition_name(word, "=")
-        if trained_on and resolve_name(name) == resolve_name(trained_on):
-            name = trained_on
-        if name == SEVENTEEN:
-            for member in TEMO_17:
-                members[member] = str(Path(folder) / member) if folder else ""
-        elif folders.setdefault(name, folder) != folder:
-            raise UserError(f"--datasets {name}: named with two folders")
-    folders = members | folders
-    has_imagenet = any("--class-names" in flags_of(name) for name in folders)
+        if name != SEVENTEEN:
+            expanded.append(word)
+            continue
+        for member in TEMO_17:
+            path = Path(folder) / member
+            expanded.append(f"{member}={path}" if folder else member)
+    return expanded
+
+
+def check_flags_of_imagenet(args, names):
+    """Raises UserError for flags that no data set has."""
+    has_imagenet = any("--class-names" in flags_of(name) for name in names)
     for flag, value in (("--class-names", args.class_names), ("--prompts", args.prompts)):
         if value and not has_imagenet:
             raise UserError(f"{flag}: only with an ImageNet; it would have no effect")
-    return folders
 
 
-@dataclasses.dataclass
-class OpenedSet:
+# ======================================================= model ====================================
+def open_towers(args, flags, device):
+    """The model of --checkpoint: Towers, on the device."""
+    run = Path(args.checkpoint)
+    if (run / "args.json").is_file():
+        model, tokenizer, transform = load_model(run)
+    else:
+        model, tokenizer, transform = open_clip_by_name(args.checkpoint)
+        flags.image_size = transform.size
+    return Towers(model.to(device).eval(), tokenizer, transform)
+
+
+def open_clip_by_name(name):
+    """The model, tokenizer and view of a CLIP by its transformers id or folder."""
+    from transformers import AutoConfig
+
+    with opening(f"--checkpoint {name} (no args.json of a run there, so a CLIP by name)"):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if config.model_type != "clip":
+        raise UserError(f"--checkpoint {name}: neither the folder of a run nor a CLIP, but "
+                        f"{config.model_type}")
+    tokenizer = build_tokenizer(name, 77)
+    spec = dict(
+        image_encoder=name, text_encoder=name, embed_dim=config.projection_dim,
+        image_size=config.vision_config.image_size, text_length=77, text_pooling="cls",
+        image_stats="encoder", eval_resize="crop")
+    torch.manual_seed(42)
+    model, transform = model_of_spec(spec, tokenizer, True)
+    transform.bicubic = True  # as its own processor
+    return model, tokenizer, transform
+
+
+# ======================================================= data sets ================================
+class EvaluatedSet(NamedTuple):
     """A data set that is open for evaluation."""
 
     name: str
-    splits: EvaluatedSplits
-    data: Data  # of the split that is evaluated
+    splits: dict  # {"val": Data, "test": Data}, those that exist
     train: Data | None  # for knn and probe
-    tasks: list
-    left_out: dict  # {task: the reason}
-    query_data: Data | None = None  # whose captions and items are queries of --normalize queue
+    few_shot: Data | None  # for the few-shot probe
 
 
-def training_images(model, splits):
-    """The images from which knn and probe learn: those of the set or, if it is a test file of the
-    user's own, those on which the run was trained if they are the user's own; None = none.
+def open_sets(args, flags, towers):
+    """Opens the data sets as training does, before anything is encoded: a list of EvaluatedSet.
 
-    Args: model: EvaluatedModel. splits: EvaluatedSplits.
+    Examples that were trained on are left out and counted.
     """
+    by_class = towers.tokenizer is None and not hasattr(towers.model, "answers")
+    if by_class:
+        flags.by_class = True  # a table needs no captions
+    names = [partition_name(word, "=")[0] for word in flags.eval_datasets]
+    check_flags_of_imagenet(args, names)
+    for name, folder in (partition_name(word, "=") for word in flags.eval_datasets):
+        if name == flags.dataset and folder:
+            flags.data_dir = flags.video_dir = folder
+    train = None
+    if any(is_user_data(name) for name in names) and is_user_data(flags.dataset):
+        train = open_training_set(args, flags)
+    labelled = {}
+    if by_class and flags.dataset in names:
+        labelled = labelled_splits(flags)
+    sets = []
+    for name, splits in open_evaluation_sets(flags, train).items():
+        if labelled and name == flags.dataset:
+            splits = {split: labelled[split] for split in ("val", "test") if split in labelled}
+        splits = {split: data for split, data in splits.items() if split == args.split}
+        if args.split not in splits:
+            raise EmptySplit(f"{name} has no {args.split} split, as in the run")
+        data = without_rows_of_training(args, flags, name, splits[args.split])
+        train_of_set = None
+        if needs_training_images(args, data):
+            train_of_set = training_images(flags, name, labelled, train)
+        sets.append(EvaluatedSet(name, {args.split: data}, train_of_set, labelled.get("few-shot")))
+    return sets
+
+
+def is_user_data(name):
+    """Whether a data set is the user's own."""
+    return bool(name) and find_data_set(name) is None
+
+
+def open_training_set(args, flags):
+    """The training set of a run if it is the user's own: its rows must not be tested.
+
+    Prints a warning if it has changed since the run.
+    """
+    options = evaluation_options(flags, flags.dataset)
+    train = load_data(flags.dataset, "train", options)
+    saved = read_json(Path(args.checkpoint) / "summary.json", {}).get("training_set")
+    if saved and not hasattr(flags, "by_class") and identity_of_files(train) != saved:
+        print_main(f"WARNING: {flags.dataset} has changed since the run; rows that were trained on "
+                   "may count, too")
+    return train
+
+
+def without_rows_of_training(args, flags, name, data):
+    """A split without what training held: rows of --extra-pairs, and meta-data of mama.py."""
+    if name not in flags.evaluated_in_training:  # of these, training has left out the pairs
+        for word in getattr(flags, "extra_pairs", ()):
+            data = without_trained(data, open_pairs(word, flags))
+    meta_data = read_json(Path(args.checkpoint) / "meta_data.json", {})
+    keys = set(meta_data.get(f"{name} {data.split}", ()))
+    if not keys:
+        return data
+    return data.select([row for row, key in enumerate(data.keys()) if key not in keys])
+
+
+def needs_training_images(args, data):
+    """Whether kNN or probes may be measured on a split."""
+    asked = not args.tasks or WITH_TRAINING.intersection(args.tasks)
+    return data.labels is not None and bool(asked)
+
+
+def training_images(flags, name, labelled, train):
+    """The images from which kNN and probes learn: those of the set or, of a test file of the user's
+    own, those of the run; None = none.
+
+    Args:
+        labelled: splits of a run by class, {} of others.
+        train: training set of the run.
+    """
+    if labelled and name == flags.dataset:
+        if flags.train_features == "augmented":
+            return padded_and_flipped(labelled["train"], flags.seed)
+        return labelled["train"]
     with contextlib.suppress(EmptySplit):
-        return splits.open("train")
-    trained_on = model.trained_on
-    is_own = trained_on is not None and find_data_set(trained_on) is None
-    if find_data_set(splits.name) is None and is_own and Path(trained_on).expanduser().exists():
-        print_main(f"{splits.name}: knn and probe learn from the training images of {trained_on}")
-        return EvaluatedSplits(model, trained_on, "").open("train")
+        return load_data(name, "train", evaluation_options(flags, name))
+    if train is not None:
+        print_main(f"{name}: knn and probe learn from the training images of {flags.dataset}")
+    return train
+
+
+# ======================================================= other scores =============================
+def open_method_metrics(args, flags, towers, device):
+    """The function of Evaluator(method_metrics=) that a run, or a flag, asks for; None = none."""
+    run = Path(args.checkpoint)
+    mode = args.normalize or getattr(flags, "normalize", "none")
+    queues = {}
+    if (run / "queues.safetensors").is_file():  # of ncl.py
+        with opening(run / "queues.safetensors"):
+            queues = load_file(run / "queues.safetensors")
+    if args.rerank:
+        if getattr(towers.model, "matching", None) is None:
+            raise UserError(f"--rerank: {args.checkpoint} has no matching head; variants/"
+                            "mmts_vast.py trains one with --matching-weight 0.1")
+        return functools.partial(
+            reranked_metrics, towers=towers, top=args.rerank, workers=args.workers)
+    if mode == "dsl":
+        return functools.partial(dual_softmax_metrics, tau=args.gamma or DSL_TAU)
+    if mode != "none" or (queues and "gamma" in queues and not args.normalize):
+        return functools.partial(normalized_metrics, args=args, flags=flags, mode=mode,
+                                 queues=queues)
+    if (run / "clusters.json").is_file():  # of mmts.py
+        return functools.partial(head_mid_tail, clusters=Clusters(run, device))
     return None
 
 
-def tasks_of_set(args, name):
-    """The tasks that are asked for of a data set: those of --tasks; without it zero-shot for the
-    sets of temo-17, and [] = as in training for others."""
-    has_seventeen = any(partition_name(word, "=")[0] == SEVENTEEN for word in args.datasets)
-    if not args.tasks and has_seventeen and name in TEMO_17:
-        return ["zero-shot"]
-    return args.tasks
-
-
-def open_set(model, name, folder):
-    """Opens a data set, with all that its tasks read, so that errors come early.
-
-    Args:
-        model: EvaluatedModel.
-        folder: local copy of the set, or "".
-    Returns: OpenedSet.
-    """
-    args, towers = model.args, model.towers
-    tasks = tasks_of_set(args, name)
-    splits = EvaluatedSplits(model, name, folder)
-    data = splits.open(args.split)
-    if data.streamed:
-        raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val "
-                        "or test")
-    if args.max_captions and data.has_captions:
-        default = data.max_captions or "all"
-        if args.max_captions != default:
-            print_main(f"{name}: --max-captions {args.max_captions}: {default} without it")
-        data = dataclasses.replace(data, max_captions=args.max_captions)
-    as_in_training = not tasks
-    if as_in_training:
-        tasks = usual_tasks(towers.model, towers.tokenizer, data)
-    train = None
-    needs_training = data.labels is not None and bool(WITH_TRAINING.intersection(tasks))
-    if needs_training and args.split != "train":  # there each image would find itself
-        train = training_images(model, splits)
-    left_out = unsupported_tasks(
-        tasks, data, towers, train, class_names_as_captions=as_in_training,
-        knn_features=model.knn_features)
-    tasks = [task for task in tasks if task not in left_out]
-    query_data = None
-    if "retrieval" in tasks:
-        query_data = open_query_data(model, splits)
-    return OpenedSet(name, splits, data, train, tasks, left_out, query_data)
-
-
-# ======================================================= evaluation ===============================
-def evaluate(model, opened):
-    """Evaluates a data set, prints the table and draws the pictures. Collective.
-
-    Args: model: EvaluatedModel. opened: OpenedSet.
-    Returns: its entry in eval.json, {metrics, chance, left_out: {task: reason}, views}.
-    """
-    args, name, tasks = model.args, opened.name, opened.tasks
-    title = f"{name} ({args.split})"
-    if opened.data.note:
-        print_main(f"\n{title}: {opened.data.note}")
-    if "qa" in tasks and model.facts.shuffled_videos:
-        print_main(f"WARNING: {name}: the run was a control (--shuffle-video); here each question "
-                   f"has its "
-                   "own video")
-    view, view_description = view_of(model.towers.transform, name, model.trained_on)
-    if not BY_CLASS.intersection(tasks):
-        view_description = ""  # only these tasks have that view
-    metrics, chance = {}, {}
-    if tasks:
-        options = ClassOptions(
-            train=opened.train, few_shot=opened.splits.few_shot, knn_features=model.knn_features,
-            view=view, build_untrained=model.build_untrained)
-        if name == model.trained_on:
-            options.shot_limits = model.facts.shot_limits
-        metrics, chance, pieces = measure(
-            model.towers, opened.data, tasks, options, device=model.device, workers=args.workers)
-        if "retrieval" in tasks:
-            metrics.update(other_rankings(model, opened, metrics, pieces))
-        if rank() == 0 and not has_few_queries(pieces):
-            draw(model, opened, pieces)
-        if rank() == 0 and args.save_embeddings:
-            save_embeddings(Path(args.save_embeddings), name, pieces)
-    lines = [table(f"\n{title}", metrics, chance)]
-    if view_description:
-        lines.append(f"  {view_description}")
-    lines += lines_of_left_out(args, opened)
-    print_main("\n".join(lines))
-    return {"metrics": metrics, "chance": chance, "left_out": opened.left_out,
-            "views": view_description}
-
-
-def lines_of_left_out(args, opened):
-    """The tasks that are left out, with the reasons, of those that were asked for; without --tasks
-    only where nothing is measured. eval.json has them all."""
-    if opened.tasks and not args.tasks:
-        return []
-    return [f"  left out: {task}: {reason}" for task, reason in opened.left_out.items()]
-
-
-def other_rankings(model, opened, metrics, pieces):
-    """Retrieval by other scores than the cosine, or that by cosine by the size of the clusters.
-    Collective.
-
-    Args:
-        metrics: by cosine.
-        pieces: EvaluationPieces.
-    Returns: what normalized_metrics, reranked_metrics or head_mid_tail return.
-    """
-    args = model.args
-    # a run of ncl.py prints recalls by queue and oracle beside those of --normalize none, unless
-    # it has no temperature
-    prints_all = args.as_trained and bool(model.queues) and model.gamma > 0
-    if args.normalize != "none" or prints_all:
-        return normalized_metrics(model, opened, metrics, pieces)
-    if args.rerank:
-        return reranked_metrics(model, metrics, pieces)
-    # these ranks are by cosine, and would mislead beside recalls of another ranking
-    return head_mid_tail(pieces, model.clusters)
-
-
-def reranked_metrics(model, metrics, pieces):
+def reranked_metrics(pieces, towers, top, workers):
     """Retrieval after re-ranking by the matching head, in place of that by cosine. Collective.
 
-    Args:
-        metrics: by cosine.
-        pieces: EvaluationPieces.
     Returns: the metrics after re-ranking, and rerank: {cosine: those before it, K: those after it}.
     """
-    top = model.args.rerank
-    reranked = reranked_retrieval(pieces, model.towers, top, workers=model.args.workers)
-    by_cosine = {key: metrics[key] for key in reranked}
-    print_main(f"--rerank {top}: the first {top} candidates by cosine are ranked by the matching "
-               f"head; "
-               f"R@1 text -> video {by_cosine['text_to_image']['R@1']:.2f} -> "
+    reranked = reranked_retrieval(pieces, towers, top, workers=workers)
+    by_cosine, _ = retrieval_both_ways(pieces)
+    print_main(f"--rerank {top}: the matching head ranks the first {top} candidates by cosine; R@1 "
+               f"text -> video {by_cosine['text_to_image']['R@1']:.2f} -> "
                f"{reranked['text_to_image']['R@1']:.2f}, video -> text "
                f"{by_cosine['image_to_text']['R@1']:.2f} -> {reranked['image_to_text']['R@1']:.2f}")
     return reranked | {"rerank": {"cosine": by_cosine, str(top): reranked}}
 
 
-def normalized_metrics(model, opened, metrics, pieces):
-    """Retrieval with NCL's biases or with the dual softmax.
+def dual_softmax_metrics(pieces, tau):
+    """Retrieval with the dual softmax, and beside it that by cosine."""
+    by_cosine, _ = retrieval_both_ways(pieces)
+    by_softmax, _ = retrieval_both_ways(pieces, dsl=tau)
+    print_main(f"{pieces.data.name}: --normalize dsl: by all test queries, so no fair result; "
+               f"gamma {tau:.3g}")
+    results = {"none": by_cosine, "dsl": by_softmax}
+    return by_softmax | {"normalize": results, "normalized_by": "dsl"}
+
+
+def normalized_metrics(pieces, args, flags, mode, queues):
+    """Retrieval with NCL's biases, as ncl.py reports it.
 
     Args:
-        metrics: without either.
-        pieces: EvaluationPieces, which get the biases.
-    Returns: the metrics of --normalize; beside them normalize: {mode: those of each}, and
+        pieces: get the biases.
+        mode: of the reported numbers.
+        queues: {texts, videos, gamma} of a run of ncl.py, else {}.
+    Returns: the metrics of the mode; beside them normalize: {mode: those of each}, and
         normalized_by: the mode, 'none' if the set has no queue.
     """
-    args, gamma, iterations = model.args, model.gamma, model.facts.iterations
-    texts, videos = training_queries(model, opened.splits, opened.query_data)
-    if args.normalize == "dsl":
-        by_softmax, _ = retrieval_both_ways(pieces, dsl=gamma)
-        plain = {key: metrics[key] for key in by_softmax}
-        results = {"none": plain, "dsl": by_softmax}
-    else:
-        results, pieces.biases = normalized_retrieval(pieces, gamma, iterations, texts, videos)
-        if rank() == 0:
-            queues = {"texts": texts, "videos": videos}
-            draw_normalization(pieces, gamma, iterations, queues, retrieval_biases,
-                               model.picture("normalization", opened.name))
-    mode = args.normalize if args.normalize in results else "none"
-    normalized = {key: value for key, value in results[mode].items() if key != "error"}
-    return {**normalized, "normalize": results, "normalized_by": mode}
+    name = pieces.data.name
+    gamma = args.gamma
+    if not gamma and "gamma" in queues:
+        gamma = queues["gamma"].item()
+    if not gamma:
+        raise UserError(f"--normalize {mode}: give --gamma, the temperature that divides the "
+                        "cosine; only a run of ncl.py has saved one")
+    texts = videos = None
+    if queues and name == flags.dataset:
+        texts, videos = queues["texts"], queues["videos"]
+    elif args.normalize == "queue":
+        raise UserError(f"{name}: --normalize queue: only on the data set of a run of ncl.py, "
+                        "which saves a queue of training queries; give --normalize oracle or none")
+    if mode == "oracle":
+        print_main(f"{name}: --normalize oracle: by all test queries, so no fair result; gamma "
+                   f"{gamma:.3g}")
+    iterations = getattr(flags, "iterations", 4)
+    results, pieces.biases = normalized_retrieval(pieces, gamma, iterations, texts, videos)
+    if mode not in results:
+        mode = "none"
+    metrics = {key: value for key, value in results[mode].items() if key != "error"}
+    return metrics | {"normalize": results, "normalized_by": mode}
+
+
+# ======================================================= results ==================================
+def evaluate(args, evaluator, opened, folder):
+    """Evaluates a data set, prints the table and draws the pictures. Collective.
+
+    Args: opened: EvaluatedSet. folder: of the result.
+    Returns: its entry in eval.json, {metrics, chance, left_out: {task: reason}}.
+    """
+    name = opened.name
+    title = f"{name} ({args.split})"
+    note = opened.splits[args.split].note
+    if note:
+        print_main(f"\n{title}: {note}")
+    metrics, chance, pieces = evaluator(args.split)
+    left_out = evaluator.left_out[name, args.split]
+    lines = [table(f"\n{title}", metrics[name], chance[name])]
+    if args.tasks:
+        lines += [f"  left out: {task}: {reason}" for task, reason in left_out.items()]
+    print_main("\n".join(lines))
+    if rank() == 0:
+        draw(name, pieces, folder)
+        if args.save_embeddings:
+            save_embeddings(Path(args.save_embeddings), name, pieces[name])
+    return {"metrics": metrics[name], "chance": chance[name], "left_out": left_out}
+
+
+def draw(name, pieces, folder):
+    """Draws the pictures of a data set, from a file that is written as at the end of a run."""
+    path = folder / f"{slug(name)}.safetensors"
+    save_pieces(path, pieces, MAX_PICTURES)
+    saved = read_pieces(path)[name]
+    if has_few_queries(saved):
+        return
+    if saved.hits is not None:
+        draw_answers(saved, folder / f"answers_{slug(name)}.png")
+    if saved.text is not None:
+        draw_retrieval(saved, folder / f"retrieval_{slug(name)}.png")
 
 
 def save_embeddings(folder, name, pieces):
@@ -402,7 +462,7 @@ def save_embeddings(folder, name, pieces):
     NAME.safetensors: image (M, D) and, of texts, text (C, D) and owner (C,), the row of each text's
     image. NAME.json: keys of the M images, captions of the C texts.
     """
-    if getattr(pieces, "image", None) is None:
+    if pieces.image is None:
         print_main(f"{name}: no embeddings to save: its model answers questions")
         return
     keys = list(pieces.data.keys())
@@ -417,20 +477,18 @@ def save_embeddings(folder, name, pieces):
     write_json(folder / f"{slug(name)}.json", rows)
 
 
-def draw(model, opened, pieces):
-    """Draws the pictures of a data set."""
-    name, tasks = opened.name, opened.tasks
-    if "qa" in tasks:
-        draw_answers(pieces, model.picture("answers", name))
-    if "retrieval" in tasks:
-        image_bias = None
-        if model.args.normalize in pieces.biases:
-            image_bias, _ = pieces.biases[model.args.normalize]
-        draw_retrieval(pieces, model.picture("retrieval", name), bias=image_bias)
-    if "gap" in tasks:
-        histograms = {model.args.checkpoint: similarity_histograms(pieces)}
-        draw_histograms(histograms, model.picture("similarities", name),
-                        title=f"{title_of(pieces.data)}: {kind_of(pieces)}-text cosines")
+def make_folder(args):
+    """The folder of the result."""
+    run = Path(args.checkpoint)
+    if args.output_dir:
+        folder = Path(args.output_dir)
+    elif (run / "args.json").is_file():
+        folder = run / "eval"
+    else:
+        folder = Path("runs/eval") / slug(args.checkpoint)
+    with opening(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 # ======================================================= main =====================================
@@ -442,38 +500,29 @@ def main(args):
     """
     for module in args.modules:
         importlib.import_module(module)
-    model = EvaluatedModel(args, join(args.cpu))
-    if args.rerank and getattr(model.towers.model, "matching", None) is None:
-        raise UserError(f"--rerank: {args.checkpoint} has no matching head; mmts.py trains one "
-                        "with --image-encoder vast --matching-weight 0.1")
-    folders = sets_to_evaluate(args, model.trained_on, model.flags.get("eval_datasets"))
+    device = join(args.cpu)
+    flags = flags_of_run(args)
+    towers = open_towers(args, flags, device)
+    method_metrics = open_method_metrics(args, flags, towers, device)
     # all are opened before the first is encoded, so that errors come early
-    opened_sets = []
-    for name, folder in folders.items():
-        opened_sets.append(open_set(model, name, folder))
-    check_tasks(opened_sets)
+    evaluators = []
+    for opened in open_sets(args, flags, towers):
+        evaluator = Evaluator(
+            *towers, {opened.name: opened.splits}, opened.train, device=device, args=flags,
+            method_metrics=method_metrics, few_shot=opened.few_shot, tasks=args.tasks)
+        evaluators.append((evaluator, opened))
+    folder = make_folder(args)
     results = {}
-    for opened in opened_sets:
-        results[opened.name] = evaluate(model, opened)
+    for evaluator, opened in evaluators:
+        results[opened.name] = evaluate(args, evaluator, opened, folder)
     result = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "checkpoint": args.checkpoint, "split": args.split, "versions": versions(args.cpu),
         "processes": world_size(), "datasets": results}
     if rank() == 0:
-        write_json(model.folder / "eval.json", result)
-    print_main(f"\nwritten to {model.folder}")
+        write_json(folder / "eval.json", result)
+    print_main(f"\nwritten to {folder}")
     return result
-
-
-def check_tasks(opened_sets):
-    """Raises UserError if no set supports a task."""
-    if any(opened.tasks for opened in opened_sets):
-        return
-    reasons = []
-    for opened in opened_sets:
-        for task, reason in opened.left_out.items():
-            reasons.append(f"{opened.name}: {task}: {reason}")
-    raise UserError(f"--tasks: nothing can be measured: {'; '.join(reasons)}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ its weights, and it lowers their loss after that step on a few clean examples (t
 Equations (s_ij = cos(lambda_ij): cosine of video i and text j)
     (1, 4)      L_v2t,i = -log( e^(cos([lambda_ii - mu]_+) / tau) / sum_j e^(s_ij / tau) ), in which
                 the pair keeps s_ii if lambda_ii > pi / 2     angular_cosine, angular_margin_loss
-    (2, 3)      L_i = L_v2t,i + L_t2v,i + eta CE_i of the answer       sample_losses, answer_loss
+    (3)         L_i = L_v2t,i + L_t2v,i                                       angular_margin_loss
     (6)         mu(k) = a0 / (a1 + exp(-a2 k))                                             margin
     (7, 8)      w_i = MLP_theta(L_i),  L = 1/B sum_i w_i L_i                      WeightNet, main
     (9)         Theta^ = Theta - alpha/B sum_j w_j grad L_j, a virtual step
@@ -22,21 +22,19 @@ Equations (s_ij = cos(lambda_ij): cosine of video i and text j)
 Symbols
     v, t          video, text           (B, D)  embeddings of this process
     L_i, w_i      sample_loss, weight   (B,)    nats; 0..1
-    tau           tau                   ()      divides the cosine; paper 1
-    mu            mu                    ()      radians; paper 0.18 to 0.2, default 0.01
+    tau, mu       tau, mu               ()      divides the cosine, paper 1; radians, paper 0.2
     alpha, beta   virtual_lr, meta_lr   ()      rates of the virtual step and of the network
 
 Commands
     accelerate launch mama.py                               # moving emoji, some captions swapped
-    accelerate launch mama.py --loss infonce                # the baseline; --weighting focal, ...
-    accelerate launch mama.py --task qa-open                # questions; --dataset msrvtt-qa, ...
+    accelerate launch mama.py --baseline                    # neither margin nor weights
+    accelerate launch mama.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS
     accelerate launch mama.py --dataset clips.csv --video-dir VIDEOS      # own: video, caption
 
-docs/mama.md: commands for every table, recipes, differences from the paper, VGT, results.
-To try an idea of your own, copy this file and edit it; docs/forking.md.
+docs/mama.md: commands for every table, recipes, differences from the paper, results. Tables 1 and
+2: variants/mama_qa.py. To try an idea of your own, copy this file and edit it; docs/forking.md.
 """
 
-import argparse
 import copy
 import functools
 import math
@@ -44,20 +42,18 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
-import common
-
-from common import (
-    Augment, EvaluationFacts, Evaluator, Parser, Run, Temperature, answers, between, clean_exit,
-    int_ge1, fp32, gather, meta_data, nonnegative_float, normalize, open_data, pair_cosines, fraction,
-    per_anchor, positive_float, positive_index, rank, rate, row_blocks, write_json, write_tensors)
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from contrastive.figures.mama import draw
+import common
+
+from common import (
+    Evaluator, GradCache, Parser, Run, Temperature, below_one, between, clean_exit,
+    focal_weights, fp32, fraction, gather, int_ge1, l2rw_weights, nonnegative_float, normalize,
+    per_anchor, positive_float, positive_index, rank, rate, row_blocks, spl_weights)
 
 
 # ======================================================= METHOD ===================================
@@ -90,19 +86,14 @@ def angular_cosine(sim, mu):
     return torch.where(sim < 0, sim, cosine)
 
 
-def margin_cross_entropy(sim, target, tau, mu):
-    """The margin loss of each row of cosines (after Eq. 4): (b, N), (b,), tau, mu -> (b,)."""
-    target_column = target[:, None]                                        # (b, 1)
-    pair = angular_cosine(sim.gather(1, target_column), mu)                # (b, 1)
-    logits = sim.scatter(1, target_column, pair) / tau                     # (b, N)
-    return F.cross_entropy(logits, target, reduction="none")               # (b,)
-
-
 @row_blocks
 def angular_margin_per_anchor(anchor, target, tau, mu, *, candidates):
     """The margin loss of each anchor (after Eq. 4): (b, D), (b,), tau, mu, (N, D) -> (b,)."""
     sim = anchor @ candidates.T                                            # (b, N)
-    return margin_cross_entropy(sim, target, tau, mu)                      # (b,)
+    target_column = target[:, None]                                        # (b, 1)
+    pair = angular_cosine(sim.gather(1, target_column), mu)                # (b, 1)
+    logits = sim.scatter(1, target_column, pair) / tau                     # (b, N)
+    return F.cross_entropy(logits, target, reduction="none")               # (b,)
 
 
 @fp32
@@ -123,61 +114,6 @@ def angular_margin_loss(video, text, tau, mu):
     video_to_text = angular_margin_per_anchor(video, target, tau, mu, candidates=all_texts)
     text_to_video = angular_margin_per_anchor(text, target, tau, mu, candidates=all_videos)
     return video_to_text + text_to_video                                   # (B,) the sum of Eq. 3
-
-
-@fp32
-def fused_margin_loss(video_sim, text_sim, tau, mu):
-    """As angular_margin_loss, but from cosines of each video fused with each text.
-
-    Args:
-        video_sim, text_sim: (B, N) cosines of the videos of this process with all texts, and of its
-            texts with all videos.
-        tau, mu: as in angular_margin_loss.
-    Returns: (B,) one loss for each pair, float32.
-    """
-    target = positive_index(video_sim)                                     # (B,)
-    tau = per_anchor(tau, video_sim)                                       # () or (B, 1)
-    mu = per_anchor(mu, video_sim, "mu", positive=False)                   # () or (B, 1)
-    video_to_text = margin_cross_entropy(video_sim, target, tau, mu)       # (B,)
-    text_to_video = margin_cross_entropy(text_sim, target, tau, mu)        # (B,)
-    return video_to_text + text_to_video
-
-
-@fp32
-def answer_loss(scores, target):
-    """CE_i: cross-entropy of the right answer (Eq. 2).
-
-    Args:
-        scores: (B, A) of the answers of a vocabulary, or of the choices; -inf for a missing one.
-        target: (B,) long, the right answer; -1 = not in the vocabulary, or the row has no question.
-    Returns: (B,) float32, 0 where there is no right answer. A random guess is ln A.
-    """
-    return F.cross_entropy(scores, target, ignore_index=-1, reduction="none")
-
-
-def sample_losses(encoded, target, tau, mu, *, contrastive_weight=1.0, eta=1.0,
-                  similarity="pooled"):
-    """L_i of Eq. 3, one for each pair: (B,).
-
-    Args:
-        encoded: what `encode` returns: (video, text) or, with questions, (video, text, scores).
-        target: (B,) the right answers, as in answer_loss; None without questions.
-        tau, mu: as in angular_margin_loss.
-        contrastive_weight: weight of L_v2t,i + L_t2v,i; paper 1.
-        eta: weight of CE_i; paper 1.
-        similarity: 'pooled' if video and text are embeddings, 'fused' if they are cosines.
-    """
-    video, text, *scores = encoded
-    if similarity == "pooled":
-        contrastive_loss = angular_margin_loss(video, text, tau, mu)       # (B,)
-    elif similarity == "fused":
-        contrastive_loss = fused_margin_loss(video, text, tau, mu)         # (B,)
-    else:
-        raise ValueError(f"similarity={similarity!r}: give 'pooled' or 'fused'")
-    sample_loss = contrastive_weight * contrastive_loss                    # (B,)
-    if scores:
-        sample_loss = sample_loss + eta * answer_loss(scores[0], target)   # (B,)
-    return sample_loss
 
 
 # ------------------------------------------------------- weights ----------------------------------
@@ -293,39 +229,6 @@ def gradients(outputs, inputs, output_gradients=None, create_graph=False):
                                materialize_grads=True)
 
 
-# ------------------------------------------------------- baselines --------------------------------
-def focal_weights(losses, gamma=2.0):
-    """Focal loss (Lin et al. 2017): (1 - p_i)^gamma, (B,) -> (B,).
-
-    p_i = exp(-L_i / 2) is the geometric mean of the pair's probability in both directions; with
-    questions L_i has the loss of the answer as well.
-    """
-    return (-torch.expm1(-losses / 2)).clamp(min=0) ** gamma
-
-
-def spl_weights(losses, share):
-    """Self-paced learning: 1 for the easiest share (0..1) of the global batch, else 0: (B,)."""
-    sorted_losses = gather(losses).sort().values                           # (N,)
-    num_easiest = max(1, round(share * len(sorted_losses)))
-    return (losses <= sorted_losses[num_easiest - 1]).to(losses)           # (B,)
-
-
-def l2rw_weights(losses, parameters, batch, meta_batch):
-    """L2RW (Ren et al. 2018): in proportion to how far a step on L_j lowers the meta loss: (B,).
-
-    The weight is 0 where it does not, and 1 in the mean over the global batch (all are 0 where no
-    step helps). The gradient of the meta loss is taken at Theta, without a virtual step.
-
-    Args: as in weightnet_gradient.
-    """
-    direction = meta_direction(losses, parameters, meta_batch)
-    gain = directional_derivative(losses, parameters, batch, direction).clamp(min=0)     # (B,)
-    all_gains = gather(gain)                                               # (N,)
-    total = all_gains.sum()                                                # ()
-    # an `if` would wait for the GPU
-    return torch.where(total > 0, len(all_gains) * gain / total, gain)     # (B,)
-
-
 # ------------------------------------------------------- key frames, for tools/caption.py ---------
 def key_frames(features, k=6, q=12):
     """Key frames of a video by density peaks (Eqs. 14 and 15), in the order of time.
@@ -366,503 +269,281 @@ def key_frames(features, k=6, q=12):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults, which stand in parse_args and, for the flags of all
-# scripts, in contrastive/engine/flags.py. 'recipe' says whose values they are (docs/mama.md).
+# A recipe holds what differs from the defaults. 'source' says whose values they are (docs/mama.md).
 MSRVTT = dict(
-    recipe="paper; schedule and betas from the authors' code",
+    source="paper; schedule and betas from the authors' code",
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16",
     pretrained=True, embed_dim=512, image_size=224, frame_sampling="random",
     text_length=70, text_pooling="cls", unfold_captions=True,
     epochs=5.0, batch_size=4, lr=5e-6, lr_end=0.0, warmup_epochs=0.05, weight_decay=5e-2,
-    tau=1.0, a0=2.0, meta_lr=5e-6, meta_batch_size=4, crop_min=1.0, jitter=0.0,
-    log_every=50, save_every=1000)
+    meta_lr=5e-6, meta_batch_size=4, log_every=50, save_every=1000)
 PARAGRAPHS = MSRVTT | dict(epochs=20.0, warmup_epochs=0.2, unfold_captions=False)
-# InfoNCE on CLIP-ViP's encoders, as its authors train it: the base of Tables 3 and 4. Their batch
-# is 16 on each of 8 GPUs (ActivityNet 8); the epochs are those of MAMA.
-CLIP_VIP = dict(lr=1e-6, weight_decay=0.2, tau=0.01, learnable_tau=True, batch_size=128,
-                chunk_size=16)
-CLIP_VIP_RECIPES = {
-    "msrvtt": CLIP_VIP | dict(text_length=50),
-    "activitynet": CLIP_VIP | dict(frames=32, batch_size=64, chunk_size=8)}
-OWN = dict(
-    recipe="ours; small towers from scratch", frames=8, frame_sampling="random",
-    epochs=10.0, batch_size=64, warmup_epochs=1.0)
+# of small encoders from scratch, and of published encoders that are frozen
+SMALL = dict(tau=0.1, a0=0.1)
+OWN = SMALL | dict(
+    source="ours; small encoders from scratch", frames=8, frame_sampling="random",
+    epochs=10.0, batch_size=64, warmup_epochs=1.0, crop_min=0.8, jitter=0.2)
 EMOJI = OWN | dict(image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
-MOVING = OWN | dict(image_size=32, frames=4, text_length=24, save_every=120, eval_every=100)
-QUESTIONS = MSRVTT | dict(
-    recipe="paper; warm-up, schedule and clipping from the authors' code or ours", task="qa-open",
-    image_encoder="swin3d_b", text_encoder="google-bert/bert-base-uncased", embed_dim=768,
-    frames=5, text_length=30, unfold_captions=False,
-    epochs=10.0, lr=2e-5, warmup_epochs=0.1, weight_decay=1e-3, meta_lr=2e-5)
-MSVD_QA = QUESTIONS | dict(answers=1000)                                   # VIOLET's
-TGIF_FRAME = QUESTIONS | dict(answers=1540)                                # VIOLET's
-CHOICES = QUESTIONS | dict(task="qa-choice", text_length=60)               # of "question choice"
-FROZEN = dict(
-    recipe="ours; published encoders, frozen: their projections learn",
+MOVING = OWN | dict(
+    source="ours; captions of 30 % of the training clips swapped, for the weights to find",
+    image_size=32, frames=4, text_length=24, save_every=120, eval_every=100, caption_noise=0.3)
+FROZEN = SMALL | dict(
+    source="ours; published encoders, frozen: their projections learn",
     # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
     image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
     image_size=128, text_pooling="mean", cached_views=4,
     max_steps=1000, batch_size=512, lr=3e-4, warmup_epochs=0.0, warmup_fraction=0.05,
-    crop_min=0.35, flip=0.5, jitter=0.0, log_every=50)
+    crop_min=0.35, flip=0.5, log_every=50)
 RECIPES = {
-    "moving-emoji": MOVING | dict(
-        recipe="ours; captions of 30 % of the training clips swapped, for the weights to find",
-        caption_noise=0.3),
+    "moving-emoji": MOVING,
     "emoji": EMOJI,
     "msrvtt": MSRVTT,
     "didemo": PARAGRAPHS,
     "activitynet": PARAGRAPHS,
-    "msvd": MSRVTT | dict(recipe="ours; as msrvtt"),
-    "youcook2": MSRVTT | dict(recipe="ours; as msrvtt"),
-    "howto100m": MSRVTT | dict(recipe="ours; as msrvtt", epochs=1.0, unfold_captions=False),
+    "msvd": MSRVTT | dict(source="ours; as msrvtt"),
+    "youcook2": MSRVTT | dict(source="ours; as msrvtt"),
+    "howto100m": MSRVTT | dict(source="ours; as msrvtt", epochs=1.0, unfold_captions=False),
     "own": OWN,
-    "frozen": FROZEN,
-    "msrvtt-qa": QUESTIONS,
-    "msvd-qa": MSVD_QA,
-    "tgif-qa-r-frame": TGIF_FRAME,
-    "tgif-qa-r-action": CHOICES,
-    "tgif-qa-r-transition": CHOICES,
-    "nextqa": CHOICES,
-    "causal-vidqa": CHOICES}
-# with --task qa-open and qa-choice
-MOVING_QUESTIONS = MOVING | dict(fusion_layers=1, meta_every=4, a0=2.0)
-QUESTION_RECIPES = RECIPES | {"moving-emoji": MOVING_QUESTIONS}
-# with --qa-model vgt; lengths of texts from VGT's code, of Causal-VidQA from CoVGT's
-GRAPH = dict(
-    recipe="the paper's batch, epochs, frames and rate; sizes and all else from VGT's code",
-    image_encoder="regions", embed_dim=512, regions=10, frames=32, text_length=20,
-    epochs=30.0, optimizer="adam", lr=1e-5, meta_lr=1e-5, warmup_epochs=0.0, weight_decay=0.0,
-    beta2=0.999, grad_clip=12.0)
-CHOICE_GRAPH = CHOICES | GRAPH
-VGT_RECIPES = QUESTION_RECIPES | {
-    "moving-emoji": MOVING_QUESTIONS | dict(
-        recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0,
-        lr=5e-4),
-    "msrvtt-qa": QUESTIONS | GRAPH,
-    "msvd-qa": MSVD_QA | GRAPH,
-    "tgif-qa-r-frame": TGIF_FRAME | GRAPH,
-    "tgif-qa-r-action": CHOICE_GRAPH,
-    "tgif-qa-r-transition": CHOICE_GRAPH,
-    "nextqa": CHOICE_GRAPH | dict(regions=5, text_length=38),
-    "causal-vidqa": CHOICE_GRAPH | dict(text_length=38)}
-TAU_LIMITS = (0.005, 1.0)                                                  # if learnt; CLIP-ViP's
+    "frozen": FROZEN}
+BASELINE = dict(margin_schedule="none", weighting="none")                  # --baseline
 
 
-def recipes_of(args):
-    """The recipes by data set for --task and --qa-model."""
-    if args.qa_model == "vgt":
-        return VGT_RECIPES
-    if args.task == "retrieval":
-        return RECIPES
-    return QUESTION_RECIPES
+def add_method_flags(parser, method):
+    """Adds the flags of temperature, margin and weights to a group, and those of meta-data."""
+    parser.add_tau_flags(method, tau=1.0, tau_clamp=[0.005, 1.0], note="paper 1")
+    add = method.add_argument
+    add("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
+        help="angular margin: that of Eq. 6, its limit a0 / a1 in all steps, or none")
+    add("--a0", type=nonnegative_float, default=2.0,
+        help="numerator of the margin, whose limit is a0 / a1 radians; paper 2")
+    add("--a1", type=positive_float, default=10.0,
+        help="denominator of the margin, which starts at a0 / (a1 + 1) radians; paper 10")
+    add("--a2", type=between(-1000), default=0.1,
+        help="growth of the margin per step; below 0 it falls to 0; paper 0.1")
+    add("--weighting", default="meta", choices=["meta", "joint", "focal", "spl", "l2rw", "none"],
+        help="weights of pairs: of a network that learns by looking ahead (meta), or with the "
+             "encoders (joint, Table 8); focal, self-paced (spl) or L2RW (Table 6); all 1 (none)")
+    add("--weight-hidden", type=int_ge1, default=100,
+        help="hidden units of the network of --weighting meta and joint; MW-Net 100, authors' "
+             "code 64")
+    add("--focal-gamma", type=nonnegative_float, default=2.0,
+        help="exponent of --weighting focal")
+    add("--spl-start", type=fraction, default=0.5,
+        help="fraction of the batch, 0..1, with which --weighting spl starts; it grows to 1")
 
-
-def method_defaults(chosen):
-    """Defaults that depend on --loss, --contrastive-weight, --image-encoder and --recipe."""
-    defaults = {}
-    if chosen.loss == "infonce" or chosen.contrastive_weight == 0:
-        defaults.update(margin_schedule="none", weighting="none")
-    if chosen.loss == "infonce" and chosen.image_encoder.startswith("clip_vip:"):
-        defaults.update(CLIP_VIP_RECIPES.get(chosen.recipe, CLIP_VIP))
-    return defaults
-
-
-def check_flags(parser, args):
-    """Refuses flags that contradict each other."""
-    low, high = TAU_LIMITS
-    if args.learnable_tau and not low <= args.tau <= high:
-        parser.error(f"--tau {args.tau}: a learnt temperature must start between {low} and {high}")
-    if args.a0 / args.a1 > math.pi / 2:
-        parser.error(f"--a0 {args.a0:g} --a1 {args.a1:g}: the margin a0 / a1 must be at most "
-                     "pi / 2")
-    if args.margin_schedule != "none" or args.weighting != "none":
-        if args.loss == "infonce":
-            parser.error("--loss infonce has neither margin nor weights: use --loss mama for "
-                         "--margin-schedule and --weighting")
-        if args.contrastive_weight == 0:
-            parser.error("--contrastive-weight 0 leaves the loss of the answers, which has neither "
-                         "margin nor weights: leave out --margin-schedule and --weighting")
-    if args.contrastive_weight == 0 and args.learnable_tau:
-        parser.error("--learnable-tau: --contrastive-weight 0 leaves no loss at that temperature")
-    if looks_ahead(args) and args.chunk_size:
-        parser.error(f"--chunk-size: --weighting {args.weighting} encodes the whole batch at once; "
-                     "use a smaller --batch-size, or another --weighting")
-    answers.check_flags(parser, args)
+    add = parser.add_argument_group("meta-data").add_argument
+    add("--meta-set", default="train", metavar="train|val|FILE",
+        help="where the meta-data come from: a split, or a file with the name (key) of a training "
+             "example in each line")
+    add("--meta-size", type=int_ge1, default=256,
+        help="examples that --meta-set takes from train or val; not in the paper")
+    add("--meta-balance", choices=["auto", "classes", "none"], default="auto",
+        help="what the meta-data are balanced over: classes (auto: if there are any), or nothing")
+    add("--meta-batch-size", type=between(2, 10**9, int), default=32,
+        help="GLOBAL batch M of meta-data; not in the paper")
+    add("--meta-lr", type=rate, default=2e-4,
+        help="beta, learning rate of the network; paper: alpha for questions, not printed for "
+             "retrieval; authors' code 1e-5, MW-Net 1e-3")
+    add("--meta-weight-decay", type=rate, default=1e-3,
+        help="weight decay of the network; authors' code 1e-3")
+    add("--meta-beta1", type=below_one, default=0.9,
+        help="decay of the first moment of the network's AdamW, 0..1; authors' code 0.9")
+    add("--meta-beta2", type=below_one, default=0.98,
+        help="decay of the second moment of the network's AdamW, 0..1; authors' code 0.98")
+    add("--meta-eps", type=between(1e-30, 1e30), default=1e-12,
+        help="epsilon of the network's AdamW, whose gradients are about 1e-8")
+    add("--virtual-lr", type=rate, default=0.0,
+        help="alpha, learning rate of the virtual step; 0 = the learning rate of the encoders at "
+             "that step (paper)")
+    add("--meta-every", type=int_ge1, default=1,
+        help="steps between updates of the network; paper 1")
 
 
 def parse_args(argv=None):
-    """Flags; their defaults follow --dataset or --recipe, --task, --qa-model and --loss."""
+    """The flags of a run: a default < a recipe (--dataset, --recipe) < --baseline < the saved flags
+    of --resume < the command line. Flags of all scripts: contrastive/engine/flags.py."""
     parser = Parser(__file__, "MAMA: angular margin and meta-learned sample weights.")
-    yes_or_no = argparse.BooleanOptionalAction
     method = parser.add_argument_group("method")
-    method.add_argument("--loss", choices=["mama", "infonce"], default="mama",
-                        help="MAMA; or InfoNCE, with neither margin nor weights")
-    method.add_argument("--task", choices=["retrieval", "qa-open", "qa-choice"],
-                        default="retrieval",
-                        help="retrieval between videos and texts; or questions with a vocabulary "
-                             "of answers, or with choices")
-    method.add_argument("--contrastive-weight", type=nonnegative_float, default=1.0,
-                        help="weight of the contrastive loss beside that of answers; paper 1; 0 = "
-                             "rows VIOLET and VGT of Tables 1 and 2")
-    method.add_argument("--tau", type=positive_float, default=0.1,
-                        help="temperature, divides the cosine; paper 1")
-    method.add_argument("--learnable-tau", action=yes_or_no, default=False,
-                        help="learn the temperature, from --tau on")
-    method.add_argument("--margin-schedule", choices=["logistic", "constant", "none"],
-                        default="logistic",
-                        help="angular margin: of Eq. 6, its limit a0 / a1 in all steps, or none")
-    method.add_argument("--a0", type=nonnegative_float, default=0.1,
-                        help="the limit of the margin is a0 / a1 radians; paper 2")
-    method.add_argument("--a1", type=positive_float, default=10.0,
-                        help="the margin starts at a0 / (a1 + 1) radians; paper 10")
-    method.add_argument("--a2", type=between(-1000), default=0.1,
-                        help="growth of the margin per step; below 0 it falls to 0; paper 0.1")
-    method.add_argument("--weighting", default="meta",
-                        choices=["meta", "joint", "focal", "spl", "l2rw", "none"],
-                        help="weights of pairs: meta = of a network that learns by looking ahead; "
-                             "joint = of one that learns with the encoders (Table 8); focal, spl "
-                             "(self-paced), l2rw: Table 6; none = all 1")
-    method.add_argument("--weight-hidden", type=int_ge1, default=100,
-                        help="hidden units of the network of --weighting meta and joint; MW-Net "
-                             "100")
-    method.add_argument("--focal-gamma", type=nonnegative_float, default=2.0,
-                        help="exponent of --weighting focal")
-    method.add_argument("--spl-start", type=fraction, default=0.5,
-                        help="share of the batch, 0..1, with which --weighting spl starts; it "
-                             "grows to 1 in the run")
-    method.add_argument("--eta", type=nonnegative_float, default=1.0,
-                        help="weight of the answers' loss; paper 1")
-
-    meta = parser.add_argument_group("meta-data")
-    meta.add_argument("--meta-set", default="train", metavar="train|val|FILE",
-                      help="where the meta-data come from: a split, or a file with the name (key) "
-                           "of a training example in each line")
-    meta.add_argument("--meta-size", type=int_ge1, default=256,
-                      help="examples taken from train or val; not in the paper")
-    meta.add_argument("--meta-balance", choices=["auto", "classes", "captions", "none"],
-                      default="auto",
-                      help="what the meta-data are balanced over: classes (auto: if there are "
-                           "any), clusters of captions, or nothing")
-    meta.add_argument("--meta-batch-size", type=between(2, 10**9, int), default=32,
-                      help="GLOBAL batch M of meta-data; not in the paper")
-    meta.add_argument("--meta-lr", type=rate, default=2e-4,
-                      help="beta, learning rate of the network's AdamW; paper: alpha for "
-                           "questions, not printed for retrieval; MW-Net 1e-3")
-    meta.add_argument("--meta-weight-decay", type=rate, default=1e-3,
-                      help="weight decay of the network; authors' code 1e-3")
-    meta.add_argument("--virtual-lr", type=rate, default=0.0,
-                      help="alpha, learning rate of the virtual step; 0 = the learning rate of "
-                           "the encoders at that step (paper)")
-    meta.add_argument("--meta-every", type=int_ge1, default=1,
-                      help="steps between updates of the network; paper 1")
-    answers.add_flags(parser)
-
-    views = parser.add_argument_group("views")
-    views.add_argument("--crop-min", type=fraction, default=0.8,
-                       help="smallest crop as a share of the frame's area, 0..1, the same in all "
-                            "frames; 1 = no crop (paper)")
-    views.add_argument("--flip", type=fraction, default=0.0,
-                       help="share of clips that are mirrored, 0..1; paper 0")
-    views.add_argument("--jitter", type=nonnegative_float, default=0.2,
-                       help="strength of changes in brightness, contrast and saturation, in all "
-                            "views and the same in all frames; paper 0")
-    choosers = ("--task", "--qa-model", "--contrastive-weight")
-    return parser.parse(argv, recipes_of, method_defaults, choosers, check_flags)
+    method.add_argument("--baseline", action="store_true",
+                        help="the paper's baseline, InfoNCE, with everything else equal: "
+                             "--margin-schedule none --weighting none")
+    add_method_flags(parser, method)
+    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0, jitter_p=1.0)
+    return parser.parse(argv, RECIPES, {"--baseline": {True: BASELINE}}, check_flags)
 
 
-# ------------------------------------------------------- what the flags amount to -----------------
-# These functions read a flag only if it has an effect: a run warns of flags that nothing has read.
+def check_flags(parser, args):
+    """Refuses flags that contradict each other, or that have no effect beside another."""
+    parser.check_tau_flags(args)
+    parser.only(args.margin_schedule != "none", "with --margin-schedule logistic or constant",
+                "--a0", "--a1")
+    parser.only(args.margin_schedule == "logistic", "with --margin-schedule logistic", "--a2")
+    parser.require(args.a0 / args.a1 <= math.pi / 2,
+                   f"--a0 {args.a0:g} --a1 {args.a1:g}: the margin a0 / a1 must be at most pi / 2")
+
+    parser.only(args.weighting in ("meta", "joint"), "with --weighting meta or joint",
+                "--weight-hidden")
+    parser.only(args.weighting == "focal", "with --weighting focal", "--focal-gamma")
+    parser.only(args.weighting == "spl", "with --weighting spl", "--spl-start")
+    parser.only(args.weighting == "meta", "with --weighting meta", "--meta-lr",
+                "--meta-weight-decay", "--meta-beta1", "--meta-beta2", "--meta-eps",
+                "--virtual-lr", "--meta-every")
+    parser.only(looks_ahead(args), "with --weighting meta or l2rw", "--meta-batch-size")
+    parser.only(has_meta_data(args), "with --weighting meta or l2rw, or --meta-set val",
+                "--meta-set", "--meta-size", "--meta-balance")
+    parser.only(args.meta_set in ("train", "val"), "with --meta-set train or val", "--meta-size",
+                "--meta-balance")
+    parser.require(not looks_ahead(args) or not args.chunk_size,
+                   f"--chunk-size: --weighting {args.weighting} encodes the whole batch at once; "
+                   "use a smaller --batch-size, or another --weighting")
+
+
 def looks_ahead(args):
     """Whether the weights come from a step on meta-data (Algorithm 1, L2RW)."""
     return args.weighting in ("meta", "l2rw")
 
 
-def uses_meta_set(args):
+def has_meta_data(args):
     """Whether there are meta-data: for looking ahead; with --meta-set val always, so that all runs
     are evaluated on the same rows of val."""
-    if looks_ahead(args):
-        return True
-    # not args.meta_set, which would count as read
-    return vars(args)["meta_set"] == "val"
-
-
-def first_tau(args):
-    """The first or fixed temperature; 1 without the contrastive loss, in which --tau has no effect
-    and counts as unread."""
-    if args.contrastive_weight == 0:
-        return 1.0
-    return args.tau
+    return looks_ahead(args) or args.meta_set == "val"
 
 
 # ======================================================= main =====================================
-def main(args):  # noqa: C901, PLR0912
+def main(args):
     """One run: data, model, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before any process group, so that errors come quickly
-    train, evals = open_data(args)
-    if args.task != "retrieval" and args.shuffle_video:
-        train = answers.shuffle_videos(train)
-        for splits in evals.values():
-            for split in splits:
-                splits[split] = answers.shuffle_videos(splits[split])
-    questions = answers.question_settings(train, args)                     # None for retrieval
+    # open the data before any process group, so that bad paths fail fast
+    train, evals = common.open_data(args)
     meta = None
-    if uses_meta_set(args):
-        meta, evals = meta_data(train, evals, args)
-    # a CLIP as --image-encoder is the text encoder as well
-    args = common.adjust_flags_to_encoder(args)
-    # the batch and the epochs of a user's small data
-    args = common.adjust_flags_to_data(args, train)
+    if has_meta_data(args):
+        meta, evals = common.meta_data(train, evals, args)
+    args = common.adjust_flags_to_encoder(args)  # a CLIP is the text encoder, too
+    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
-    run = Run(__file__, args, train, evals, steps, recipes_of(args))
 
-    # ------------------------------------------- model and optimiser ------------------------------
-    # from these texts a new tokenizer learns its words; None = from the captions
-    tokenizer_texts = None
-    if questions:
-        tokenizer_texts = functools.partial(answers.texts_for_tokenizer, train, 200_000)
-    tower, tokenizer, transform = common.build_towers(args, train, run, tokenizer_texts, questions)
-    # parameters of the loss; they stand outside DDP and are saved
-    loss_modules = nn.ModuleDict()
-    limits = TAU_LIMITS if args.learnable_tau else None
-    loss_modules["tau"] = Temperature(first_tau(args), limits)
+    # ------------------------------------------- model and optimizer ------------------------------
+    accelerator = common.make_accelerator(args)
+    common.set_seed(args.seed)
+    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
+    limits = args.tau_clamp if args.learnable_tau else None
+    temperature = Temperature(args.tau, limits).to(accelerator.device)
+    loss_modules = nn.ModuleList([temperature])                            # learn by L, outside DDP
+    weight_net, meta_optimizer = None, None
+    weight_state = {}                                                      # of checkpoints
     if args.weighting in ("meta", "joint"):
-        loss_modules["weight_net"] = WeightNet(args.weight_hidden)
-    loss_modules.to(run.device)
-    averaged_modules = nn.ModuleDict(loss_modules)                         # that learn by the loss
-    meta_optimizer = None
-    if args.weighting == "meta":
-        weight_net = averaged_modules.pop("weight_net")                    # learns by Eq. 10 alone
-        # its gradients have the factor alpha / B: AdamW's default eps, or a decay that is added to
-        # them as in MW-Net's Adam, would outweigh them
+        weight_net = WeightNet(args.weight_hidden).to(accelerator.device)
+        weight_state["weight_net"] = weight_net
+    if args.weighting == "joint":
+        loss_modules.append(weight_net)
+    if args.weighting == "meta":                                           # learns by Eq. 10 alone
+        # its gradients are about 1e-8: a tiny eps, and a decay that is not added to them
         meta_optimizer = torch.optim.AdamW(
-            weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
-            weight_decay=args.meta_weight_decay)
-    trained_modules = [tower, averaged_modules]
-    # >>> shared: optimizer
-    groups = common.decay_groups(trained_modules, args.weight_decay)
-    if args.optimizer == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
-    else:
-        kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps,
-                         fused=run.fused)
-    # <<< shared
-    # for looking ahead, without DDP and autocast
-    plain_tower = copy.copy(tower)
-    model, optimizer = run.wrap(tower, loss_modules, optimizer, meta_optimizer)
-    run.resume()                                                           # with --resume
-    encode_inputs = functools.partial(encode, model)
-    chunks = common.Chunks(encode_inputs, model, run.accelerator, args.chunk_size)
+            weight_net.parameters(), lr=args.meta_lr, betas=(args.meta_beta1, args.meta_beta2),
+            eps=args.meta_eps, weight_decay=args.meta_weight_decay)
+        weight_state["meta_optimizer"] = meta_optimizer
+    optimizer = common.make_optimizer([model, loss_modules], args)
+    parameters = [*model.parameters(), *loss_modules.parameters()]
+    # shares the weights; `prepare` replaces `forward`, and the look-ahead needs the plain one
+    plain_model = copy.copy(model)
 
-    # ------------------------------------------- views and batches --------------------------------
-    view = training_view(args)
+    # >>> shared: prepare
+    torch.manual_seed(args.seed + accelerator.process_index)               # of dropout
+    model = common.sync_batchnorm(model, args)
+    raw_model = model                                                      # evaluated and saved
+    if args.compile:
+        model = torch.compile(model)
+    model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
+    # <<< shared
+    run.resume(raw_model, optimizer, tau=temperature, **weight_state)      # with --resume
+    grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
+
+    # ------------------------------------------- views --------------------------------------------
+    view = common.training_view(args)
     # features of frozen encoders (--freeze), which are computed once
-    cache = common.open_feature_cache(args, run, tower, tokenizer, transform)
+    cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform)
     tokenizer = cache.tokenizer
     batches = run.batches([view], transform, cache)
+    meta_every = args.meta_every
+    if args.weighting == "l2rw":
+        meta_every = 1                                                     # no network to update
     if looks_ahead(args):
-        every = 1
-        if args.weighting == "meta":
-            every = args.meta_every
-        meta_batches = look_ahead_batches(meta, view, transform, run, every=every, cache=cache)
+        meta_batches = open_meta_batches(
+            meta, view, transform, args, cache=cache, device=accelerator.device,
+            first=math.ceil(run.step / meta_every), last=math.ceil(steps.total / meta_every))
 
     # ------------------------------------------- loop ---------------------------------------------
-    similarity = "pooled"
-    eta = 0.0
-    if questions:
-        similarity, eta = args.qa_similarity, args.eta
-    pair_loss = functools.partial(sample_losses, contrastive_weight=args.contrastive_weight,
-                                  eta=eta, similarity=similarity)
-    answer_guess = answers.random_guess(train, questions)                  # 0 for retrieval
-    evaluator = Evaluator(tower, tokenizer, transform, evals, train, device=run.device,
+    evaluator = Evaluator(raw_model, tokenizer, transform, evals, train, device=accelerator.device,
                           args=args)
+    pictured_steps = {max(1, round(k * steps.total / 4)) for k in range(5)}
     # PyTorch warns of a function that its own forward mode calls
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
-    # in the progress bar: the loss without weights, to be compared with a random guess
-    run.loss_column = "L"
-    lines = banner_lines(args, steps.total, meta)
-    if questions:
-        lines.update(answers.banner_lines(questions, train, args))
-    run.begin(evaluator, random_guess(args, steps.total, eta * answer_guess), lines)
-    # listed once, since a walk through all modules takes milliseconds
-    clipped_parameters = [*tower.parameters(), *loss_modules.parameters()]
+    run.start(evaluator, shown=("L", "w", "tau"), **banner_lines(args, steps.total, meta))
     for batch in batches:
-        progress = run.step / steps.total
-        run.set_lr(common.learning_rate(run.step, steps, args))
-        inputs = inputs_of(batch, tokenizer, run.device, train, questions)
-        tau = loss_modules["tau"]()                                        # a number or ()
-        mu = margin_at(run.step, args)                                     # radians
+        lr = common.learning_rate(run.step, steps, args)
+        common.set_lr(optimizer, lr)
+        inputs = inputs_of(batch, tokenizer)
+        tau, mu = temperature(), margin_at(run.step, args)
+        # L_i of Eq. 3; the look-ahead calls it, too
+        loss_fn = functools.partial(angular_margin_loss, tau=tau, mu=mu)
 
         # look ahead, before the graph of the step itself takes memory
-        network_is_due = args.weighting == "meta" and run.step % args.meta_every == 0
-        if network_is_due or args.weighting == "l2rw":
+        look_ahead = None
+        if looks_ahead(args) and run.step % meta_every == 0:
             meta_batch = next(meta_batches)
-            # bad samples of the meta-data are listed, too
-            batch["bad"] += meta_batch["bad"]
-            meta_inputs = inputs_of(meta_batch, tokenizer, run.device, meta, questions)
-            losses = look_ahead_losses(plain_tower, pair_loss, tau, mu, run.device)
-            look_ahead = LookAhead(losses, trained_parameters(plain_tower), inputs,
-                                   meta_inputs)
-        if network_is_due:
-            gradient = weightnet_gradient(*look_ahead, weight_net, args.virtual_lr or run.lr)
+            batch["bad"] += meta_batch["bad"]                              # are listed, too
+            losses = look_ahead_losses(plain_model, loss_fn, accelerator.device)
+            look_ahead = LookAhead(losses, trained_parameters(plain_model), inputs,
+                                   inputs_of(meta_batch, tokenizer))
+        if args.weighting == "meta" and look_ahead:
+            gradient = weightnet_gradient(*look_ahead, weight_net, args.virtual_lr or lr)
             for p, g in zip(weight_net.parameters(), gradient):
                 p.grad = g
             meta_optimizer.step()                                          # Eq. 10
             meta_optimizer.zero_grad()
-        if args.weighting == "l2rw":
-            l2rw_weight = l2rw_weights(*look_ahead)                        # (B,)
 
-        encoded = chunks.encode(inputs)        # video, text: (B, D); of questions scores: (B, A)
-        if args.loss in ("mama", "infonce"):                               # infonce: mu = 0, w = 1
-            sample_loss = pair_loss(encoded, inputs.get("answers"), tau, mu)  # (B,)
-        else:
-            raise ValueError(f"--loss {args.loss} has no branch in this loop")
-
+        video, text, _ = grad_cache.encode(**inputs)                       # (B, D)
+        sample_loss = loss_fn(video, text)                                 # (B,)
         if args.weighting == "meta":
-            weight = weight_net(sample_loss.detach()).detach()             # (B,) Eq. 11: new theta
+            weight = weight_net(sample_loss.detach()).detach()             # (B,) of the new theta
         elif args.weighting == "joint":
-            weight = loss_modules["weight_net"](sample_loss.detach())      # (B,) trained by L
-        elif args.weighting == "focal":
-            weight = focal_weights(sample_loss.detach(), args.focal_gamma)  # (B,)
-        elif args.weighting == "spl":
-            share = args.spl_start + (1 - args.spl_start) * progress
-            weight = spl_weights(sample_loss.detach(), share)              # (B,)
-        elif args.weighting == "l2rw":
-            weight = l2rw_weight                                           # (B,)
-        elif args.weighting == "none":
-            weight = torch.ones_like(sample_loss)                          # (B,)
+            weight = weight_net(sample_loss.detach())                      # (B,) trained by L
         else:
-            raise ValueError(f"--weighting {args.weighting} has no branch in this loop")
+            progress = run.step / steps.total
+            weight = baseline_weight(args, sample_loss.detach(), progress, look_ahead)   # (B,)
         loss = (weight * sample_loss).mean()                               # () Eq. 8
 
-        run.check_finite(loss, tau, encoded[:2])
-        chunks.backward(loss)                                              # of the full batch
-        common.average_gradients(averaged_modules.parameters())
+        accelerator.backward(loss)                                         # of the full batch
+        common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
-            run.accelerator.clip_grad_norm_(clipped_parameters, args.grad_clip)
+            accelerator.clip_grad_norm_(parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        loss_modules["tau"].clamp()
-        columns = {}
-        if run.due("log", run.step + 1):
-            mismatched = mismatched_pairs(train, batch["rows"], sample_loss)  # (B,) 0 or 1
-            last_batch = torch.stack([sample_loss, weight, mismatched], dim=1)  # (B, 3)
-            columns = {"mu": mu, **log_columns(last_batch, encoded, similarity, run)}
-            if questions:
-                scores, target = encoded[2], inputs["answers"]             # (B, A), (B,)
-                answer_losses = answer_loss(scores, target)                # (B,)
-                columns.update(answers.log_columns(scores, target, answer_losses, batch["rows"],
-                                                   train))
-        run.done(batch, loss, tau, columns)                                # count, log, save, stop
+        temperature.clamp()
+
+        columns = {"tau": tau, "mu": mu, "L": sample_loss.mean(), "w": weight.mean()}
+        is_pictured = run.step + 1 in pictured_steps
+        if run.logs_next() or is_pictured:
+            pairs = weighted_pairs(sample_loss, weight, train, batch["rows"])        # (N, 3)
+            columns.update(mismatch_columns(pairs))
+        if is_pictured and rank() == 0:                                    # for weights.png
+            common.write_tensors(run.folder / f"pairs_{run.step + 1}.safetensors", {"pairs": pairs})
+        run.end_step(batch, loss, columns, [video, text])                  # count, log, save, stop
 
     # ------------------------------------------- save and evaluate --------------------------------
-    if rank() == 0:
-        write_tensors(run.folder / "weights.safetensors", run.tensors)
-        if meta is not None and args.meta_set == "val":
-            # eval.py leaves them out
-            keys = {f"{args.dataset} val": meta.column("key")}
-            write_json(run.folder / "meta_data.json", keys)
-    tower.spec["evaluation"] = vars(evaluation_facts(args))                # for eval.py
-    return run.finish(draw)
+    if args.meta_set == "val" and rank() == 0:                             # eval.py leaves them out
+        keys = {f"{args.dataset} val": meta.column("key")}
+        common.write_json(run.folder / "meta_data.json", keys)
+    return run.finish(figures="mama")
 
 
-# ------------------------------------------------------- views and encoders -----------------------
-def training_view(args):
-    """The view of a clip; --crop-min 1 keeps the whole frame."""
-    return Augment(args.image_size, args.crop_min, args.flip, jitter_p=1.0,
-                   brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
-                   squash=args.eval_resize == "squash")
-
-
-def inputs_of(batch, tokenizer, device, data=None, questions=None):
-    """The inputs of the encoders.
-
-    Args:
-        batch: of training or of meta-data.
-        tokenizer: of the text encoder.
-        device: for the tokens; the pixels are there.
-        data: Data of the batch, which has the questions.
-        questions: settings of the model that answers them; None for retrieval.
-    Returns: {'pixels': (B, [T,] 3, S, S), 'tokens': {name: (B, L)} of the captions}, and of
-        questions 'question', 'answers' and perhaps 'choices', as answers.question_inputs has them.
-    """
+def inputs_of(batch, tokenizer):
+    """The inputs of the encoders: {'pixels': (B, [T,] 3, S, S), 'tokens': {name: (B, L)}}."""
     texts = common.pick(batch["captions"], batch["draws"])                 # B captions
-    tokens = {name: ids.to(device) for name, ids in tokenizer(texts).items()}            # (B, L)
-    inputs = {"pixels": batch["views"][0], "tokens": tokens}
-    if questions:
-        inputs.update(answers.question_inputs(data, batch["rows"], tokenizer, questions["answers"],
-                                              device, model=questions["model"]))
-    return inputs
+    return {"pixels": batch["views"][0], "tokens": tokenizer(texts)}
 
 
-def encode(model, inputs):
-    """Inputs of inputs_of -> video, text: (b, D) each, and with questions scores: (b, A).
-
-    With --qa-similarity fused, video and text are cosines (b, N).
-    """
-    if "question" in inputs:
-        return model(inputs["pixels"], inputs["tokens"], inputs["question"], inputs.get("choices"))
-    video, text, _ = model(inputs["pixels"], inputs["tokens"])
-    return video, text
-
-
-# ------------------------------------------------------- looking ahead ----------------------------
-class LookAhead(NamedTuple):
-    """The arguments that weightnet_gradient and l2rw_weights share, at a step."""
-
-    losses: Callable  # (parameters, inputs) -> (B,)
-    parameters: dict  # {name: tensor} of the encoders
-    batch: dict  # the inputs of the step
-    meta_batch: dict  # the inputs of its meta-data
-
-
-def look_ahead_losses(tower, pair_loss, tau, mu, device):
-    """Makes the function `losses` of weightnet_gradient: (parameters, inputs) -> (B,), in float32.
-
-    Each call draws the same dropout. The weights and statistics of the tower do not change.
-
-    Args:
-        tower: the encoders, without DDP.
-        pair_loss: function (encoded, target, tau, mu) -> (B,), such as sample_losses.
-        tau, mu: of this step.
-        device: of the tower.
-    """
-    random_state = common.random_state(device)
-    devices = []                                                           # the CPU is implied
-    if device.type == "cuda":
-        devices.append(device)
-
-    def losses(parameters, inputs):
-        tensors = dict(parameters)
-        for name, buffer in tower.named_buffers():
-            tensors[name] = buffer.clone()
-
-        def model(*model_inputs):
-            return common.functional_call(tower, tensors, model_inputs)
-
-        with torch.random.fork_rng(devices):
-            common.set_random_state(random_state, device)
-            encoded = encode(model, inputs)
-        return pair_loss(encoded, inputs.get("answers"), tau, mu)
-    return losses
-
-
-def trained_parameters(module):
-    """{name: parameter} of the module, without frozen ones."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def look_ahead_batches(meta, view, transform, run, *, every, cache):
-    """Iterator over the batches of meta-data from here to the last step, one in `every` steps."""
-    args = run.args
-    first, last = math.ceil(run.step / every), math.ceil(run.last / every)
-    return iter(common.Batches(meta, [view], transform, args.meta_batch_size, args.seed,
-                               first=first, last=last, device=run.device,
-                               workers=min(2, args.workers), cache=cache))
-
-
-# ------------------------------------------------------- banner and log ---------------------------
 def margin_at(step, args):
     """mu at an optimiser step, in radians."""
     if args.margin_schedule == "logistic":
@@ -874,103 +555,123 @@ def margin_at(step, args):
     raise ValueError(f"--margin-schedule {args.margin_schedule} has no margin here")
 
 
-def random_guess(args, total_steps, answer_guess=0.0):
-    """The loss without weights at the start and at the end of training if all cosines are 0.
+def baseline_weight(args, sample_loss, progress, look_ahead):
+    """The weights of the other methods of Table 6, or none: (B,) losses -> (B,).
 
-    The margin makes the cosine of each pair sin(mu). None if it is unknown, as for a loss that a
-    fork adds.
-
-    Args: answer_guess: eta CE_i of answers with equal scores.
+    Args:
+        progress: step / all steps, 0..1.
+        look_ahead: LookAhead of the step, for L2RW.
     """
-    if args.loss not in ("mama", "infonce"):
-        return None
-    guesses = []
-    for step in (0, total_steps):
-        zero = torch.zeros((), dtype=torch.float64)
-        pair = angular_cosine(zero, margin_at(step, args)).item()
-        one_direction = math.log1p((args.batch_size - 1) * math.exp(-pair / first_tau(args)))
-        guesses.append(2 * args.contrastive_weight * one_direction + answer_guess)
-    return guesses
+    if args.weighting == "focal":
+        return focal_weights(sample_loss, args.focal_gamma)
+    if args.weighting == "spl":
+        return spl_weights(sample_loss, args.spl_start + (1 - args.spl_start) * progress)
+    if args.weighting == "l2rw":
+        losses, parameters, batch, meta_batch = look_ahead
+        # at Theta, without a virtual step
+        direction = meta_direction(losses, parameters, meta_batch)
+        return l2rw_weights(directional_derivative(losses, parameters, batch, direction))
+    if args.weighting == "none":
+        return torch.ones_like(sample_loss)
+    raise ValueError(f"--weighting {args.weighting} has no branch here")
 
 
+# ------------------------------------------------------- looking ahead ----------------------------
+class LookAhead(NamedTuple):
+    """The first arguments of weightnet_gradient at a step."""
+
+    losses: Callable  # (parameters, inputs) -> (B,)
+    parameters: dict  # {name: tensor} of the encoders
+    batch: dict  # the inputs of the step
+    meta_batch: dict  # the inputs of its meta-data
+
+
+def look_ahead_losses(model, loss_fn, device):
+    """Makes the function `losses` of weightnet_gradient: (parameters, inputs) -> (B,), in float32.
+
+    Args:
+        model: the encoders, without DDP.
+        loss_fn: function (video, text) -> (B,).
+        device: of the model.
+    """
+    encode = functional_encoder(model, device)
+
+    def losses(parameters, inputs):
+        video, text, _ = encode(parameters, inputs)                        # (B, D)
+        return loss_fn(video, text)                                        # (B,)
+    return losses
+
+
+def functional_encoder(model, device):
+    """The model as a function of its parameters: (parameters, inputs) -> its outputs.
+
+    Each call draws the same dropout. The weights, statistics and random state do not change.
+    """
+    random_state = common.random_state(device)
+    devices = []                                                           # the CPU is implied
+    if device.type == "cuda":
+        devices.append(device)
+
+    def encode(parameters, inputs):
+        tensors = dict(parameters)
+        for name, buffer in model.named_buffers():
+            tensors[name] = buffer.clone()
+        with torch.random.fork_rng(devices):
+            common.set_random_state(random_state, device)
+            return common.functional_call(model, tensors, inputs)
+    return encode
+
+
+def trained_parameters(model):
+    """{name: parameter} of the model, without frozen ones."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def open_meta_batches(meta, view, transform, args, *, cache, device, first, last):
+    """Iterator over the batches of meta-data, from number `first` to `last` - 1."""
+    return iter(common.Batches(
+        meta, [view], transform, args.meta_batch_size, args.seed, first=first, last=last,
+        device=device, workers=min(2, args.workers), cache=cache))
+
+
+# ------------------------------------------------------- banner and log ---------------------------
 def banner_lines(args, total_steps, meta):
     """Lines of the banner: {title: text}."""
-    lines = {}
-    if args.contrastive_weight == 0:
-        lines["loss"] = "that of the answers alone (--contrastive-weight 0)"
-    else:
-        start, end = margin_at(0, args), margin_at(total_steps, args)
-        lines["margin"] = f"mu {start:.3g} .. {end:.3g} radians"
-    if meta:
+    start, end = margin_at(0, args), margin_at(total_steps, args)
+    lines = {"margin": f"mu {start:.3g} .. {end:.3g} radians"}
+    if meta is not None:
         lines["meta-data"] = meta.note
     return lines
 
 
-def mismatched_pairs(data, rows, like):
-    """1 for rows of data whose captions are known to be another clip's, else 0: as like, (B,)."""
-    noisy = data.column("noisy")                                           # (M,) bool
-    if noisy is None:
-        return torch.zeros_like(like)
-    return torch.as_tensor(noisy[rows]).to(like)
-
-
 @torch.no_grad()
-def log_columns(last_batch, encoded, similarity, run):
-    """Columns of the log: losses and weights, also of mismatched pairs; health of the space.
+def weighted_pairs(sample_loss, weight, data, rows):
+    """(N, 3) of the global batch: loss, weight, and 1 if the caption is known to be another clip's.
 
-    Keeps what the pictures need in run.tensors: the last batch, and the curve of the network.
-
-    Args:
-        last_batch: (B, 3) loss and weight of each pair, and 1 if it is known to be mismatched.
-        encoded, similarity: as in sample_losses.
+    Args: rows: (B,) rows of data.
     """
-    last_batch = gather(last_batch).cpu()                                  # (N, 3)
-    run.tensors["last_batch"] = last_batch
-    if run.args.weighting in ("meta", "joint"):
-        keep_curve(run)
-    sample_loss, weight, mismatched = last_batch.unbind(1)                 # (N,) each
-    columns = {"L": sample_loss.mean().item(), "w": weight.mean().item()}
+    mismatched = torch.zeros_like(sample_loss)                             # (B,)
+    noisy = data.column("noisy")                                           # (M,) bool, or None
+    if noisy is not None:
+        mismatched = torch.as_tensor(noisy[rows]).to(sample_loss)          # (B,)
+    return gather(torch.stack([sample_loss, weight, mismatched], dim=1)).cpu()
+
+
+def mismatch_columns(pairs):
+    """Columns of the log: mean loss and weight of matched and of mismatched pairs.
+
+    Args: pairs: (N, 3), as weighted_pairs returns them.
+    Returns: {name: number}; {} if no pair is known to be mismatched.
+    """
+    sample_loss, weight, mismatched = pairs.unbind(1)                      # (N,)
+    columns = {}
     if mismatched.any():
         for name, value in (("matched", 0), ("mismatched", 1)):
-            pairs = mismatched == value                                    # (N,) bool
-            if pairs.any():
-                columns[f"L_{name}"] = sample_loss[pairs].mean().item()
-                columns[f"w_{name}"] = weight[pairs].mean().item()
-    video, text = encoded[:2]                                              # (B, D), or (B, N)
-    if similarity == "fused":
-        columns.update(pair_cosines(gather(video)))
-    else:
-        video, text = gather(normalize(video)), gather(normalize(text))    # (N, D)
-        columns.update(common.embedding_health(video, text))
+            chosen = mismatched == value                                   # (N,) bool
+            if chosen.any():
+                columns[f"L_{name}"] = sample_loss[chosen].mean().item()
+                columns[f"w_{name}"] = weight[chosen].mean().item()
     return columns
-
-
-def keep_curve(run):
-    """Adds the weights that the network gives to 64 losses to run.tensors (Fig. 4, right)."""
-    args = run.args
-    # One and a half times the sum of both directions for a random guess. The losses of pairs can
-    # lie above it at a low tau, or with --contrastive-weight or --eta above 1.
-    highest = 3 * math.log(args.batch_size)                                # nats
-    if args.task == "qa-open":
-        highest += 1.5 * math.log(args.answers)
-    elif args.task == "qa-choice":
-        highest += 1.5 * math.log(5)
-    grid = torch.linspace(0, highest + 1, 64)                              # (64,)
-    weight = run.loss_modules["weight_net"](grid.to(run.device)).cpu()     # (64,)
-    curve = torch.cat([torch.tensor([run.step + 1.0]), weight])[None]      # (1, 65)
-    curves = run.tensors.get("curves", curve[:0])                          # (K, 65)
-    run.tensors["loss_grid"] = grid
-    run.tensors["curves"] = torch.cat([curves, curve])
-
-
-def evaluation_facts(args):
-    """What eval.py has to know of a run."""
-    tau = args.tau
-    if args.contrastive_weight == 0:
-        tau = None  # no temperature was trained
-    return EvaluationFacts(
-        tau=tau, learnable_tau=args.learnable_tau, knn_features=args.knn_features,
-        shuffled_videos=args.shuffle_video)
 
 
 if __name__ == "__main__":

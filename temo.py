@@ -1,55 +1,55 @@
 """TeMo: Temperature Modulation for Multimodal Contrastive Learning (anonymous, under review).
 
-Two encoders map images I and texts T, and an augmentation I~ and T~ of each, into one space.
-InfoNCE at a low and fixed temperature pushes all negatives apart. TeMo adds three losses in which
-each pair has its own temperature: it grows with the similarity of the pair, so that similar items
-are pushed apart less. A quadratic schedule moves the weight from InfoNCE to these losses during
-training. No parameters are added; by default I~ and T~ are encoded without gradient
-(--grad-augmented).
+Two encoders map images I and texts T, and a second view I~ and T~ of each, into one space. InfoNCE
+at a low, fixed temperature pushes all negatives apart. TeMo adds three losses in which each pair
+has its own temperature: it grows with the similarity of the pair, so that similar items are pushed
+apart less. A quadratic schedule moves the weight from InfoNCE to these losses during training.
 
 Equations (s_ij: cosine of anchor i and candidate j; t: progress of training, 0..1)
-    (1, 2)  I(x_a, X; tau) = -log( exp(s_ap / tau) / sum_k exp(s_ak / tau) )    info_nce
-    (3)     L_MM = 1/2 [ I(I, T; tau) + I(T, I; tau) ]                          multimodal_loss
-    (4)     tau_ij = tau_min + tau_alpha sqrt((1 + s_ij) / 2), authors' code   modulated_temperature
-    (5, 6)  L_M-I2I = I(I, I~; tau_ij), L_M-T2T = I(T, T~; tau_ij)              info_nce
-    (7)     L_M-MM = 1/2 [ I(I, T; tau_ij) + I(T, I; tau_ij) ]                  multimodal_loss
-    (8)     L = (1-t)^2 L_MM + t^2 (L_M-MM + L_M-I2I + L_M-T2T)                 blend_terms
+    (1, 2)  NCE(X, Y; tau) = -mean_i log( exp(s_ii / tau) / sum_j exp(s_ij / tau) )     info_nce
+    (3)     L_MM = 1/2 [ NCE(I, T; tau) + NCE(T, I; tau) ]                       multimodal_loss
+    (4)     tau_ij = tau_min + tau_alpha sqrt((1 + s_ij) / 2), authors' code modulated_temperature
+    (5, 6)  L_M-I2I = NCE(I, I~; tau_ij), L_M-T2T = NCE(T, T~; tau_ij)           info_nce
+    (7)     L_M-MM = 1/2 [ NCE(I, T; tau_ij) + NCE(T, I; tau_ij) ]               multimodal_loss
+    (8)     L = (1-t)^2 L_MM + t^2 (L_M-MM + L_M-I2I + L_M-T2T)                  temo_loss
 
 Symbols
     I, T                  image, text             (B, D)  embeddings of this process
     I~, T~                image_aug, text_aug     (B, D)  second view of I; paraphrase of T
     tau                   tau                     ()      divides the cosine; paper 0.01
-    tau_ij                tau_ij                  function of the cosines, (b, N) -> (b, N)
+    tau_ij                tau_ij, modulate        (b, N); the function of the cosines
     tau_min, tau_alpha    tau_min, tau_alpha      ()      lowest tau_ij, range; paper 0.01, 0.04
     t                     progress                ()      optimiser step / all steps
 
 Commands
     accelerate launch temo.py                                      # emoji, 2 minutes on two cores
     accelerate launch temo.py --dataset cc3m --paraphrases p.jsonl # the paper's run
-    accelerate launch temo.py --dataset cc3m --row e               # a row of the paper's Table 3
+    accelerate launch temo.py --dataset cc3m --row e --lr 8e-4     # a row of the paper's Table 3
     accelerate launch temo.py --dataset captions.csv               # own data: image, caption
     accelerate launch temo.py --baseline                           # InfoNCE, all else equal
 
-docs/temo.md: commands for every table, recipes, differences from the paper, results.
-variants/: temo_experts.py (App. F), slip.py. To try an idea of your own, copy this file and edit
-it; docs/forking.md.
+docs/temo.md: commands for every table, recipes, differences from the paper, results; variants:
+variants/temo_experts.py, slip.py. To try an idea, copy this file and edit it (docs/forking.md).
 """
 
 import argparse
 import functools
 
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
 
-from baselines import cwcl_loss, dystress_temperature, ts_temperature
 from common import (
-    EvaluationFacts, Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, clean_exit, fp32,
-    gather, nonnegative_float, normalize, one_number, per_anchor, positive_float, positive_index, row_blocks)
+    Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, clean_exit,
+    cwcl_loss, dystress_temperature, fp32, gather, int_ge1, nonnegative_float, normalize,
+    one_number, per_anchor, positive_float, positive_index, row_blocks, ts_temperature)
 
 import torch
 import torch.nn.functional as F
 
 
 # ======================================================= METHOD ===================================
+# row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, N) matrix is
+# kept; keyword arguments stay whole
 @row_blocks
 def cross_entropy(anchor, target, tau, *, candidates):
     """Eq. 1 of each anchor: (b, D), (b,), tau, (N, D) -> (b,)."""
@@ -69,8 +69,9 @@ def info_nce(anchor, candidates, tau):
             function of the cosines, (b, N) -> (b, N).
     Returns: () mean over the anchors of this process, float32. A random guess is about ln N.
     """
+    # gather sums the gradient over processes and DDP averages it: that of the mean over all N
     anchor, candidates = normalize(anchor), gather(normalize(candidates))  # (B, D), (N, D)
-    tau = per_anchor(tau, anchor, columns=len(candidates))
+    tau = per_anchor(tau, anchor, columns=len(candidates))                 # (B,) -> (B, 1)
     target = positive_index(anchor)                                        # (B,)
     return cross_entropy(anchor, target, tau, candidates=candidates).mean()
 
@@ -78,13 +79,15 @@ def info_nce(anchor, candidates, tau):
 def multimodal_loss(image, text, tau):
     """The mean of InfoNCE in both directions: L_MM (Eq. 3), or L_M-MM with tau_ij (Eq. 7).
 
-    tau: as in info_nce, but for (B, N), which belongs to one direction.
+    tau: as in info_nce, except (B, N), which belongs to one direction.
     """
-    per_anchor(tau, image)                                                 # raises for (B, N)
+    if torch.is_tensor(tau) and tau.ndim > 1:
+        raise ValueError(f"tau: a tensor of shape {tuple(tau.shape)} belongs to one direction; "
+                         "give a number, a tensor of shape () or (B,), or a function")
     return (info_nce(image, text, tau) + info_nce(text, image, tau)) / 2
 
 
-def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04, detach=False, similarity="shifted"):
+def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04, detach=False, shifted=True):
     """tau_ij = tau_min + tau_alpha sqrt((1 + s_ij) / 2) (Eq. 4), higher for similar pairs.
 
     Args:
@@ -92,98 +95,79 @@ def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04, detach=False, simil
         tau_min: lowest temperature, > 0.
         tau_alpha: highest temperature minus the lowest, >= 0.
         detach: stop the gradient through the temperature.
-        similarity: 'shifted', as above, or 'cosine', sqrt(s_ij) as printed, 0 where s_ij < 0.
+        shifted: False: sqrt(s_ij) as printed, 0 where s_ij < 0.
     Returns: temperatures of sim's shape; the gradient is finite everywhere.
     """
     if detach:
         sim = sim.detach()
-    if similarity == "shifted":
+    if shifted:
         sim = (1 + sim) / 2                                                # 0..1
-    elif similarity != "cosine":
-        raise ValueError(f"similarity={similarity!r}: give 'shifted' or 'cosine'")
     # without the clamp the gradient of the root is infinite at 0
     return tau_min + tau_alpha * sim.clamp(min=1e-8).sqrt()
-
-
-def temo_terms(  # noqa: PLR0917
-        image, text, image_aug, text_aug, tau, tau_ij, *, base=True, modulated=True,
-        unimodal="modulated"):
-    """The losses of Algorithm 1 by their names; Table 3 varies which there are.
-
-    Args:
-        image, text, image_aug, text_aug: (B, D) embeddings I, T, I~, T~ of this process.
-        tau, tau_ij: temperature of InfoNCE; function of the cosines (Eq. 4).
-        base, modulated: whether L_MM and L_M-MM are among them.
-        unimodal: 'none', 'plain' (L_I2I, L_T2T) or 'modulated' (L_M-I2I, L_M-T2T).
-    Returns: {name: ()}.
-    """
-    terms = {}
-    if base:
-        terms["L_MM"] = multimodal_loss(image, text, tau)
-    if modulated:
-        terms["L_M-MM"] = multimodal_loss(image, text, tau_ij)
-    if unimodal == "modulated":
-        terms["L_M-I2I"] = info_nce(image, image_aug, tau_ij)
-        terms["L_M-T2T"] = info_nce(text, text_aug, tau_ij)
-    elif unimodal == "plain":
-        terms["L_I2I"] = info_nce(image, image_aug, tau)
-        terms["L_T2T"] = info_nce(text, text_aug, tau)
-    elif unimodal != "none":
-        raise ValueError(f"unimodal={unimodal!r}: give 'none', 'plain' or 'modulated'")
-    return terms
-
-
-def blend_terms(terms, progress, blend="quadratic"):
-    """L = alpha L_MM + beta (the other terms), alpha = (1-t)^2 and beta = t^2 (Eq. 8).
-
-    Args:
-        terms: as temo_terms returns them. L_MM alone, or the others alone, have weight 1.
-        progress: t = step / all steps, 0..1.
-        blend: 'quadratic', as above, or 'fixed', alpha = beta = 1/2.
-    Returns: ().
-    """
-    if not 0 <= progress <= 1:
-        raise ValueError(f"progress={progress}: give step / all steps, 0..1")
-    if blend == "quadratic":
-        alpha, beta = (1 - progress) ** 2, progress ** 2
-    elif blend == "fixed":
-        alpha, beta = 0.5, 0.5
-    else:
-        raise ValueError(f"blend={blend!r}: give 'quadratic' or 'fixed'")
-    if "L_MM" not in terms or len(terms) == 1:
-        alpha, beta = 1.0, 1.0
-    weights = {"L_MM": alpha}
-    return sum(weights.get(name, beta) * term for name, term in terms.items())
 
 
 def temo_loss(  # noqa: PLR0917
         image, text, image_aug, text_aug, progress, tau=0.01, tau_min=0.01, tau_alpha=0.04, *,
         base=True, modulated=True, unimodal="modulated", blend="quadratic",
-        detach=False, similarity="shifted"):
-    """TeMo as one function (Algorithm 1), for a loop of your own.
+        detach=False, shifted=True, terms=None):
+    """The loss of Algorithm 1; Table 3 varies which terms there are, and their weights.
 
     Args:
         image, text: (B, D) embeddings I, T of this process.
         image_aug, text_aug: (B, D) embeddings I~, T~, or None with unimodal='none'. They may have
             no gradient.
         progress: t = step / all steps, 0..1.
-        tau_min, tau_alpha, detach, similarity: as in modulated_temperature.
-        tau, base, modulated, unimodal: as in temo_terms.
-        blend: 'quadratic' or 'fixed'.
+        tau: temperature of InfoNCE, as in multimodal_loss.
+        tau_min, tau_alpha, detach, shifted: as in modulated_temperature.
+        base, modulated: whether L_MM and L_M-MM are in the loss.
+        unimodal: 'none', 'plain' (L_I2I, L_T2T at tau) or 'modulated' (L_M-I2I, L_M-T2T).
+        blend: 'quadratic' or 'fixed', 1/2 each.
+        terms: dict that receives the terms by their names, for the log.
     Returns: (), float32.
     """
-    one_number(tau_min, "tau_min")                                         # raises for (B,)
-    tau_ij = functools.partial(modulated_temperature, tau_min=tau_min, tau_alpha=tau_alpha,
-                               detach=detach, similarity=similarity)
-    terms = temo_terms(image, text, image_aug, text_aug, tau, tau_ij, base=base,
-                       modulated=modulated, unimodal=unimodal)
-    return blend_terms(terms, progress, blend)
+    modulate = functools.partial(                                          # Eq. 4
+        modulated_temperature, tau_min=one_number(tau_min, "tau_min"), tau_alpha=tau_alpha,
+        detach=detach, shifted=shifted)
+    losses = {}
+    if base:
+        losses["L_MM"] = multimodal_loss(image, text, tau)                 # Eq. 3
+    if modulated:
+        losses["L_M-MM"] = multimodal_loss(image, text, modulate)          # Eq. 7
+    if unimodal == "modulated":
+        losses["L_M-I2I"] = info_nce(image, image_aug, modulate)           # Eq. 5
+        losses["L_M-T2T"] = info_nce(text, text_aug, modulate)             # Eq. 6
+    elif unimodal == "plain":
+        losses["L_I2I"] = info_nce(image, image_aug, tau)
+        losses["L_T2T"] = info_nce(text, text_aug, tau)
+    elif unimodal != "none":
+        raise ValueError(f"unimodal={unimodal!r}: give 'none', 'plain' or 'modulated'")
+    if terms is not None:
+        terms.update(losses)
+
+    alpha, beta = blend_weights(progress, blend)                           # Eq. 8
+    if not base or len(losses) == 1:
+        alpha, beta = 1.0, 1.0                                             # nothing to blend
+    weights = {"L_MM": alpha}
+    return sum(weights.get(name, beta) * loss for name, loss in losses.items())
+
+
+def blend_weights(progress, blend="quadratic"):
+    """alpha = (1-t)^2 of L_MM and beta = t^2 of all other terms (Eq. 8), or 1/2 each."""
+    if not 0 <= progress <= 1:
+        raise ValueError(f"progress={progress}: give step / all steps, 0..1")
+    if blend == "quadratic":
+        return (1 - progress) ** 2, progress ** 2
+    if blend == "fixed":
+        return 0.5, 0.5
+    raise ValueError(f"blend={blend!r}: give 'quadratic' or 'fixed'")
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults, which stand in parse_args and, for the flags of all
-# scripts, in contrastive/engine/flags.py. 'source' says whose values they are (docs/temo.md).
-EMOJI = dict(
+# A recipe holds what differs from the defaults: those below are the paper's, those of the flags
+# that all scripts share stand in contrastive/engine/flags.py. 'source' says whose values they are.
+SMALL = dict(tau=0.1, tau_min=0.05, tau_alpha=0.1, crop_min=0.35, jitter=0.4, aug_crop_min=0.2,
+             aug_blur=0.0)
+EMOJI = SMALL | dict(
     source="ours",
     image_size=48, text_length=24,
     aug_hue=0.0,                                                           # captions name colours
@@ -200,10 +184,7 @@ CC3M = dict(
     text_length=30, text_pooling="cls", clean_captions=True,
     epochs=30.0, batch_size=2048, lr=2e-4, lr_end=1e-5, weight_decay=0.02, beta2=0.999,
     grad_clip=0.0, warmup_epochs=1.4,                                      # 2,000 steps
-    tau=0.01, tau_min=0.01, tau_alpha=0.04,
-    crop_min=0.5, jitter=0.0, randaugment_ops=2, randaugment_magnitude=21,
-    randaugment_strengths="cc3m",
-    aug_crop_min=0.08, aug_blur=0.5,
+    randaugment_ops=2, randaugment_magnitude=21, randaugment_strengths="cc3m",
     mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"],
     log_every=50, save_every=1000)
 CC12M = CC3M | dict(
@@ -218,8 +199,8 @@ CC12M = CC3M | dict(
     image_aug="simclr", grad_augmented=True, paraphrase_anchor=False,
     flip=0.0, randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"],
     class_names="clip", prompts="slip")                                    # of ImageNet
-OWN = dict(source="ours; small encoders from scratch")
-FROZEN = dict(
+OWN = SMALL | dict(source="ours; small encoders from scratch")
+FROZEN = SMALL | dict(
     source="ours; published encoders, frozen: their projections learn",
     # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
     image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
@@ -237,32 +218,30 @@ ROWS = {
     "e": dict(base=True, modulated=True, unimodal="none", blend="quadratic"),
     "f": dict(base=True, modulated=True, unimodal="modulated", blend="fixed"),
     "g": dict(base=True, modulated=True, unimodal="modulated", blend="quadratic")}
+BASELINE = {True: dict(loss="infonce")}
 LOSSES = ["temo", "infonce", "ts", "dystress", "dystress-shifted", "cwcl"]
 
 
+# Flags of the method and of views stand here, those that all scripts share in
+# contrastive/engine/flags.py.
+# default < recipe (--dataset, --recipe) < preset (--row, --baseline) < saved flags of --resume
+# < command line.
 def parse_args(argv=None):
-    """The flags: a default, over it --dataset or --recipe, --row, and the command line."""
+    """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "TeMo: a temperature for each pair, multimodal and unimodal.")
     yes_or_no = argparse.BooleanOptionalAction
     method = parser.add_argument_group("method")
-    loss = method.add_mutually_exclusive_group()
-    loss.add_argument("--loss", choices=LOSSES, default="temo",
-                      help="TeMo, or a baseline in the paper's tables")
-    loss.add_argument("--baseline", dest="loss", action="store_const", const="infonce",
-                      help="the paper's baseline, InfoNCE, with everything else equal: --loss "
-                           "infonce")
-    method.add_argument("--tau", type=positive_float, default=0.1,
-                        help="temperature of InfoNCE, divides the cosine; paper 0.01, CWCL 0.05")
-    method.add_argument("--learnable-tau", action=yes_or_no, default=False,
-                        help="learn the temperature of InfoNCE, from --tau on")
-    method.add_argument("--tau-clamp", type=positive_float, nargs=2, default=[0.001, 0.5],
-                        metavar=("LOW", "HIGH"),
-                        help="lowest and highest value of a learnt temperature")
-    method.add_argument("--tau-min", type=positive_float, default=0.05,
-                        help="lowest temperature of a pair, and of the schedule of ts; paper 0.01")
-    method.add_argument("--tau-alpha", type=nonnegative_float, default=0.1,
-                        help="highest temperature of a pair, or of ts, minus the lowest; paper "
-                             "0.04; code: row b 0.05, dystress 0.03")
+    method.add_argument("--loss", choices=LOSSES, default="temo",
+                        help="TeMo, or a baseline in the paper's tables")
+    method.add_argument("--baseline", action="store_true",
+                        help="train the paper's baseline, InfoNCE, with everything else equal: "
+                             "sets --loss infonce")
+    parser.add_tau_flags(method, tau=0.01, tau_clamp=[0.001, 0.5], note="paper 0.01, CWCL 0.05")
+    method.add_argument("--tau-min", type=positive_float, default=0.01,
+                        help="lowest temperature of a pair (--loss ts: of the schedule)")
+    method.add_argument("--tau-alpha", type=nonnegative_float, default=0.04,
+                        help="highest minus lowest temperature of a pair (--loss ts: of the "
+                             "schedule); code: row b 0.05, dystress 0.03")
     method.add_argument("--detach-tau", action=yes_or_no, default=False,
                         help="stop the gradient through the temperature of a pair")
     method.add_argument("--similarity", choices=["shifted", "cosine"], default="shifted",
@@ -282,6 +261,12 @@ def parse_args(argv=None):
     method.add_argument("--blend", choices=["quadratic", "fixed"], default="quadratic",
                         help="weights of L_MM and of the other terms: (1-t)^2 and t^2, where t is "
                              "the progress of training, 0..1; or 0.5 and 0.5")
+    method.add_argument("--ts-periods", type=int_ge1, default=5,
+                        help="periods of the temperature of --loss ts in a run; paper 5")
+    method.add_argument("--dystress-phase", type=float, nargs=2, default=[0.4, 0.7],
+                        metavar=("COSINE", "WIDTH"),
+                        help="--loss dystress-shifted: the temperature is highest from this cosine "
+                             "on and lowest at this distance below it; DySTReSS 0.4 0.7")
 
     augmented = parser.add_argument_group("I~ and T~")
     augmented.add_argument("--grad-augmented", action=yes_or_no, default=False,
@@ -296,36 +281,39 @@ def parse_args(argv=None):
     augmented.add_argument("--paraphrase-anchor", action=yes_or_no, default=True,
                            help="with --paraphrases, draw T from the caption and its paraphrases "
                                 "(CC3M code); no: T is the caption (CC12M code)")
-    parser.add_view_flags(crop_min=0.35, flip=0.5, jitter=0.4, jitter_p=0.8)
+    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=0.8)
     parser.add_simclr_view_flags()
-    return parser.parse(argv, RECIPES, {"--row": ROWS}, check_flags)
+    return parser.parse(argv, RECIPES, {"--row": ROWS, "--baseline": BASELINE}, check_flags)
 
 
 def check_flags(parser, args):
-    """Refuses flags that contradict each other, or that have no effect beside another."""
+    """Refuses contradictory flags, and flags without effect."""
     is_temo = args.loss == "temo"
-    is_dystress = args.loss.startswith("dystress")
+    is_dystress = args.loss in ("dystress", "dystress-shifted")
     modulates = is_temo and (args.modulated or args.unimodal == "modulated")
+    unimodal = has_unimodal_terms(args)
+    parser.require(not args.baseline or args.loss == "infonce",
+                   f"--loss {args.loss}: --baseline is --loss infonce; leave out one of the two")
     parser.only(is_temo, "with --loss temo", "--row", "--base", "--modulated", "--unimodal",
                 "--blend")
     parser.only(uses_tau(args), "with a term at that temperature (--base, --unimodal plain, --loss "
                 "infonce or cwcl)", "--tau", "--learnable-tau")
-    parser.only(args.learnable_tau, "with --learnable-tau", "--tau-clamp")
+    parser.check_tau_flags(args)
     parser.only(modulates or is_dystress or args.loss == "ts", "with temperatures that differ "
                 "(--modulated, --unimodal modulated, --loss ts or dystress)",
                 "--tau-min", "--tau-alpha")
     parser.only(modulates or is_dystress, "with a temperature for each pair", "--detach-tau")
     parser.only(modulates, "with --modulated or --unimodal modulated", "--similarity")
-    parser.only(has_unimodal_terms(args), "with --loss temo --unimodal plain or modulated",
+    parser.only(args.loss == "ts", "with --loss ts", "--ts-periods")
+    parser.only(args.loss == "dystress-shifted", "with --loss dystress-shifted",
+                "--dystress-phase")
+    parser.only(unimodal, "with --loss temo --unimodal plain or modulated",
                 "--grad-augmented", "--image-aug", "--paraphrases", "--paraphrase-anchor")
-    parser.only(has_unimodal_terms(args) and args.image_aug == "simclr", "with --image-aug simclr",
-                "--aug-crop-min", "--aug-flip", "--aug-jitter", "--aug-hue", "--aug-blur")
+    parser.only(unimodal and args.image_aug == "simclr", "with --image-aug simclr",
+                *parser.flags_of("SimCLR's view"))
+    parser.only(args.paraphrases, "with --paraphrases", "--paraphrase-anchor")
     parser.require(not is_temo or args.base or args.modulated or args.unimodal != "none",
                    "--no-base --no-modulated --unimodal none leaves no loss; keep one of its terms")
-    low, high = args.tau_clamp
-    parser.require(not args.learnable_tau or low <= args.tau <= high,
-                   f"--tau {args.tau}: a learnt temperature must start within --tau-clamp {low} "
-                   f"{high}")
 
 
 def uses_tau(args):
@@ -344,9 +332,9 @@ def has_unimodal_terms(args):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before any process group, so that errors come quickly
+    # before the processes join, so that a wrong path fails fast
     train, evals = common.open_data(args)
-    args = common.adjust_flags_to_encoder(args)  # a CLIP is the text encoder as well
+    args = common.adjust_flags_to_encoder(args)    # a CLIP is the text encoder as well
     args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
 
@@ -356,19 +344,20 @@ def main(args):
     run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
     limits = args.tau_clamp if args.learnable_tau else None
+    # outside DDP: average_gradients does for it what DDP does for the model
     temperature = Temperature(args.tau, limits).to(accelerator.device)
     optimizer = common.make_optimizer([model, temperature], args)
     parameters = [*model.parameters(), *temperature.parameters()]
 
     # >>> shared: prepare
-    torch.manual_seed(args.seed + accelerator.process_index)               # of dropout
+    torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
     if args.compile:
         model = torch.compile(model)
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
-    run.resume(raw_model, optimizer, tau=temperature)                      # with --resume
+    run.resume(raw_model, optimizer, tau=temperature)                      # no-op without --resume
     grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
 
     # ------------------------------------------- views and texts ----------------------------------
@@ -376,57 +365,54 @@ def main(args):
     views = [common.training_view(args)]                                   # I
     paraphrases = None
     if unimodal:
-        views.append(augmented_view(args))                                 # I~
+        views.append(common.training_view(args, kind=args.image_aug))      # I~
         if args.paraphrases:
             paraphrases = Paraphrases(args.paraphrases)
-    draw_texts = functools.partial(
+    draw_texts = functools.partial(                                        # T and T~
         common.text_pair, paraphrases=paraphrases, templates=train.templates, second=unimodal,
-        paraphrase_anchor=args.paraphrase_anchor)                          # T and T~
+        paraphrase_anchor=args.paraphrase_anchor)
     # features of frozen encoders (--freeze), which are computed once
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform, draw_texts)
     tokenizer = cache.tokenizer
     batches = run.batches(views, transform, cache)
 
     # ------------------------------------------- loop ---------------------------------------------
-    tau_ij = pair_temperature(args)                                        # Eq. 4
     evaluator = Evaluator(raw_model, tokenizer, transform, evals, train, device=accelerator.device,
                           args=args)
-    lines = {}                                                             # of the banner
+    banner_lines = {}
     if unimodal:
-        lines["texts"] = common.text_words(train, paraphrases, args.paraphrase_anchor,
-                                           args.recipe_source)
-    run.start(evaluator, shown=("L_MM", "loss", "tau", "tau_pos"), **lines)
+        banner_lines["texts"] = common.text_words(train, paraphrases, args.paraphrase_anchor,
+                                                  args.recipe_source)
+    modulate = pair_temperature(args)                                      # for the log
+    run.start(evaluator, shown=("L_MM", "loss", "tau", "tau_pos"), **banner_lines)
     if run.step == 0:                                                      # for Figs. 4 and 5
         common.save_similarities(run.val_pieces, run.folder / "similarity_before.json")
-    for batch in batches:
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
         progress = run.step / steps.total                                  # t of Eq. 8
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts, texts_aug = draw_texts(batch["captions"], batch["draws"])
+        tokens = tokenizer([*texts, *texts_aug])                           # padded to one length
+        text_tokens = {name: x[:len(texts)] for name, x in tokens.items()}
+        aug_tokens = {name: x[len(texts):] for name, x in tokens.items()}
         image_aug, text_aug = None, None
         if unimodal:
             with torch.set_grad_enabled(args.grad_augmented):
                 image_aug, text_aug, _ = grad_cache.encode(                # (B, D)
-                    pixels=batch["views"][1], tokens=tokenizer(texts_aug))
+                    pixels=batch["views"][1], tokens=aug_tokens)
         image, text, _ = grad_cache.encode(                                # (B, D)
-            pixels=batch["views"][0], tokens=tokenizer(texts))
+            pixels=batch["views"][0], tokens=text_tokens)
 
         tau = temperature()
+        terms = {}                                                         # for the log
         if args.loss == "temo":
-            terms = temo_terms(image, text, image_aug, text_aug, tau, tau_ij, base=args.base,
-                               modulated=args.modulated, unimodal=args.unimodal)
-        elif args.loss == "infonce":
-            terms = {"L_MM": multimodal_loss(image, text, tau)}
-        elif args.loss == "ts":
-            tau = ts_temperature(progress, args.tau_min, args.tau_min + args.tau_alpha)
-            terms = {"L_MM": multimodal_loss(image, text, tau)}
-        elif args.loss in ("dystress", "dystress-shifted"):
-            terms = {"L_M-MM": multimodal_loss(image, text, tau_ij)}
-        elif args.loss == "cwcl":
-            terms = {"L_CWCL": cwcl_loss(image, text, tau)}
+            loss = temo_loss(                                              # ()
+                image, text, image_aug, text_aug, progress, tau, args.tau_min, args.tau_alpha,
+                base=args.base, modulated=args.modulated, unimodal=args.unimodal,
+                blend=args.blend, detach=args.detach_tau, shifted=args.similarity == "shifted",
+                terms=terms)
         else:
-            raise ValueError(f"--loss {args.loss} has no branch in this loop")
-        loss = blend_terms(terms, progress, args.blend)                    # ()
+            loss, tau = baseline_loss(args, image, text, tau, progress)
 
         accelerator.backward(loss)                                         # of the full batch
         common.average_gradients(temperature.parameters())
@@ -436,53 +422,59 @@ def main(args):
         optimizer.zero_grad()
         temperature.clamp()
 
-        columns = dict(terms)                                              # of the log
+        log_row = dict(terms)
         if uses_tau(args) or args.loss == "ts":
-            columns["tau"] = tau
-        if "L_M-MM" in terms and run.logs_next():
-            columns.update(mean_temperatures(image, text, tau_ij))
-        run.end_step(batch, loss, columns, [image, text])                  # count, log, save, stop
+            log_row["tau"] = tau
+        if modulate and run.logs_next():
+            log_row.update(mean_temperatures(image, text, modulate))
+        # counts the step, logs, saves, evaluates; stops at a NaN or a signal
+        run.end_step(batch, loss, log_row, [image, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    facts = EvaluationFacts(knn_features=args.knn_features)                # for eval.py
-    if uses_tau(args):
-        facts.tau, facts.learnable_tau = args.tau, args.learnable_tau
-    return run.finish(facts, figures="temo")
+    return run.finish(figures="temo")
 
 
-def augmented_view(args):
-    """The view of I~ (--image-aug)."""
-    if args.image_aug == "same":
-        return common.training_view(args)
-    if args.image_aug == "simclr":
-        return common.simclr_view(args)
-    if args.image_aug == "crop":
-        return common.Augment(args.image_size, args.crop_min, squash=args.eval_resize == "squash")
-    raise ValueError(f"--image-aug {args.image_aug} has no view here")
+def baseline_loss(args, image, text, tau, progress):
+    """The loss of a baseline (--loss), and its temperature for the log."""
+    if args.loss == "infonce":
+        return multimodal_loss(image, text, tau), tau
+    if args.loss == "ts":
+        tau = ts_temperature(progress, args.tau_min, args.tau_min + args.tau_alpha,
+                             args.ts_periods)
+        return multimodal_loss(image, text, tau), tau
+    if args.loss in ("dystress", "dystress-shifted"):
+        return multimodal_loss(image, text, pair_temperature(args)), tau
+    if args.loss == "cwcl":
+        return cwcl_loss(image, text, tau), tau
+    raise ValueError(f"--loss {args.loss} has no branch in baseline_loss")
 
 
 def pair_temperature(args):
-    """tau_ij, a function of the cosines: of Eq. 4, or of DySTReSS."""
+    """tau_ij of images and texts, a function of the cosines; None if they all have one tau."""
     if args.loss in ("dystress", "dystress-shifted"):
+        highest_from, width = args.dystress_phase
         return functools.partial(
             dystress_temperature, tau_min=args.tau_min, tau_max=args.tau_min + args.tau_alpha,
-            shifted=args.loss == "dystress-shifted", detach=args.detach_tau)
-    return functools.partial(
-        modulated_temperature, tau_min=args.tau_min, tau_alpha=args.tau_alpha,
-        detach=args.detach_tau, similarity=args.similarity)
+            shifted=args.loss == "dystress-shifted", detach=args.detach_tau,
+            highest_from=highest_from, width=width)
+    if args.loss == "temo" and args.modulated:
+        return functools.partial(
+            modulated_temperature, tau_min=args.tau_min, tau_alpha=args.tau_alpha,
+            detach=args.detach_tau, shifted=args.similarity == "shifted")
+    return None
 
 
 @torch.no_grad()
-def mean_temperatures(image, text, tau_ij):
-    """The mean temperature of positive and of negative pairs (Fig. 2): {'tau_pos', 'tau_neg': ()}.
+def mean_temperatures(image, text, modulate):
+    """Mean tau_ij of positive and of negative pairs (Fig. 2): {'tau_pos', 'tau_neg': ()}.
 
-    At most 2,048 pairs are read, for memory.
+    Of at most 2,048 pairs, for memory.
     """
     image, text = gather(normalize(image))[:2048], gather(normalize(text))[:2048]    # (n, D)
-    pair_tau = tau_ij(image @ text.T)                                      # (n, n)
-    n = len(pair_tau)
-    tau_pos = pair_tau.diagonal().mean()
-    return {"tau_pos": tau_pos, "tau_neg": (pair_tau.sum() - n * tau_pos) / max(1, n * n - n)}
+    tau_ij = modulate(image @ text.T)                                      # (n, n)
+    n = len(tau_ij)
+    tau_pos = tau_ij.diagonal().mean()
+    return {"tau_pos": tau_pos, "tau_neg": (tau_ij.sum() - n * tau_pos) / max(1, n * n - n)}
 
 
 if __name__ == "__main__":

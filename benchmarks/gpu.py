@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 import common
 from contrastive import CORES
-from contrastive.engine.log import commit, logged_rows, versions
-from contrastive.core.files import flatten, read_json, write_json
+from contrastive.engine.log import commit, versions
+from contrastive.core.files import flatten, logged_rows, read_json, write_json
 from contrastive.engine.run import Run
 
 import numpy as np

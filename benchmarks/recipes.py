@@ -40,6 +40,7 @@ import ncl
 import temo
 import temperature_schedules
 from benchmarks.compare import RESULTS, machine, markdown
+from variants import mmts_vast
 
 CLIP_B16 = ("CLIPConfig", {"vision_config": {"patch_size": 16}})
 CONFIGS = {  # transformers' configurations of the recipes' encoders
@@ -54,6 +55,7 @@ SCRIPTS = {
     "temperature_schedules.py": temperature_schedules,
     "ncl.py": ncl,
     "mmts.py": mmts,
+    "variants/mmts_vast.py": mmts_vast,
     "mama.py": mama,
 }
 # families of sets whose examples are clips
@@ -109,7 +111,7 @@ def answers_questions(args):
 
 def has_matching(args):
     """Whether the flags train VAST's matching head, with a second pass in any case."""
-    return getattr(args, "matching_weight", 0) > 0
+    return encoder_kind(args.image_encoder).family == "vast"
 
 
 def model_of(args, has_clips):
@@ -124,9 +126,8 @@ def model_of(args, has_clips):
     spec["frames"] = 0
     if has_clips and encoder_kind(args.image_encoder).fixed_frames:
         spec["frames"] = args.frames
-    if encoder_kind(args.image_encoder).family == "vast":
+    if has_matching(args):
         spec["modalities"] = args.modalities
-        spec["matching"] = args.matching_weight > 0
     tokenizer = None
     if spec["text_encoder"]:
         tokenizer = FullTexts(args.text_length)

@@ -432,12 +432,13 @@ def make_mama_steps(batch, meta, size=96, device="cpu"):
     inputs = make_inputs(batch, size, device)
     meta_inputs = make_inputs(meta, size, device)
     weight_net = mama.WeightNet().to(device)
-    losses = mama.look_ahead_losses(model, mama.sample_losses, 0.1, 0.2, torch.device(device))
+    loss_fn = functools.partial(mama.angular_margin_loss, tau=0.1, mu=0.2)
+    losses = mama.look_ahead_losses(model, loss_fn, torch.device(device))
     parameters = dict(model.named_parameters())
 
     def plain():
-        video, text = mama.encode(model, inputs)                           # (B, D), (B, D)
-        mama.angular_margin_loss(video, text, 0.1, 0.2).mean().backward()
+        video, text, _ = model(**inputs)                                   # (B, D), (B, D)
+        loss_fn(video, text).mean().backward()
         model.zero_grad(set_to_none=False)
 
     def look_ahead(method):

@@ -131,7 +131,8 @@ def in_pieces(_):
     others."""
     x = torch.arange(15.0).view(5, 3)
     return [
-        gather_rows([x[:1]] * (rank() == 0) + [x[1:3], x[3:]] * (rank() == world_size() - 1), piece=2)
+        gather_rows(
+            [x[:1]] * (rank() == 0) + [x[1:3], x[3:]] * (rank() == world_size() - 1), piece=2)
     ]
 
 

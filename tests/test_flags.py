@@ -484,7 +484,8 @@ def test_the_batch_of_small_own_data_does_not_depend_on_the_processes(
     for processes in (1, 2, 4, 8):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
         args = parse("temo", "--dataset x.csv")
-        assert adjust_flags_to_data(args, Namespace(examples=examples, name="x")).batch_size == batch
+        fitted = adjust_flags_to_data(args, Namespace(examples=examples, name="x"))
+        assert fitted.batch_size == batch
 
 
 def test_a_warm_up_on_the_command_line_stays_on_small_own_data():

@@ -16,9 +16,8 @@ from contrastive import core
 from contrastive.data.batches import epoch_batches
 from contrastive.engine import checkpoints
 from contrastive.engine.checkpoints import checkpoints_of
-from contrastive.core.files import read_json, whole_file, write_json, write_tensors
+from contrastive.core.files import logged_rows, read_json, whole_file, write_json, write_tensors
 from contrastive.core.processes import UserError, rank
-from contrastive.engine.log import logged_rows
 from contrastive.engine.run import Run, make_folder
 
 import psutil

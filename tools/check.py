@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import common
-from contrastive.core.files import flatten
+from contrastive.core.files import flatten, logged_rows
 from contrastive.engine import run as engine
-from contrastive.engine.log import logged_rows
 
 import torch
 from torch.multiprocessing import ProcessExitedException, start_processes

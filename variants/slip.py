@@ -1,6 +1,6 @@
 """SLIP (Mu et al. 2022), a baseline of TeMo's Table 2: InfoNCE, and NT-Xent between two views.
 
-    L = L_MM(I, T; tau) + NT-Xent(h(I1), h(I2); 0.1)     multimodal_loss, nt_xent, slip_head
+    L = L_MM(I, T; tau) + NT-Xent(h(I1), h(I2); 0.1)     slip_loss, nt_xent, slip_head
 
 I1 and I2 are two strong views (SimCLR's) of the image, h is a head on the features before the
 projection. docs/temo.md lists the differences from SLIP's code. This is a copy of ../temo.py with
@@ -9,20 +9,87 @@ another loss: compare the two with diff.
     accelerate launch -m variants.slip --dataset cc12m
 """
 
+import functools
+import math
+
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
 
-from baselines import nt_xent, slip_head
 from common import (
-    EvaluationFacts, Evaluator, GradCache, Parser, Run, Temperature, clean_exit, nonnegative_float,
-    positive_float)
+    Evaluator, GradCache, Parser, Run, Temperature, clean_exit, fp32, gather,
+    nonnegative_float, normalize, per_anchor, positive_float, positive_index, row_blocks)
 from temo import multimodal_loss
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
+
+
+# ======================================================= METHOD ===================================
+@row_blocks
+def nt_xent_of_view(anchor, target, tau, *, same_view, other_view):
+    """NT-Xent of each anchor of one view: (b, D), (b,), tau -> (b,).
+
+    Args: same_view, other_view: (N, D), the view of the anchors and the other view.
+    """
+    same_sim = anchor @ same_view.T                                        # (b, N)
+    other_sim = anchor @ other_view.T                                      # (b, N)
+    logits = torch.cat([other_sim, same_sim], dim=1) / tau                 # (b, 2N)
+    anchor_column = len(same_view) + target[:, None]                       # (b, 1)
+    logits = logits.scatter(1, anchor_column, -math.inf)                   # (b, 2N)
+    return F.cross_entropy(logits, target, reduction="none")               # (b,)
+
+
+@fp32
+def nt_xent(z1, z2, tau):
+    """The image loss of SLIP: NT-Xent of two views, 2N - 2 negatives.
+
+    Args:
+        z1, z2: (B, D) two views of the same images.
+        tau: temperature > 0: a number, () or (B,).
+    Returns: () mean over both views, float32.
+    """
+    z1, z2 = normalize(z1), normalize(z2)                                  # (B, D)
+    all_z1, all_z2 = gather(z1), gather(z2)                                # (N, D)
+    tau = per_anchor(tau, z1)                                              # () or (B, 1)
+    target = positive_index(z1)                                            # (B,)
+    loss_1 = nt_xent_of_view(z1, target, tau, same_view=all_z1, other_view=all_z2)
+    loss_2 = nt_xent_of_view(z2, target, tau, same_view=all_z2, other_view=all_z1)
+    return (loss_1.mean() + loss_2.mean()) / 2
+
+
+def slip_head(width, hidden=4096, dim=256):
+    """SLIP's projection head, (B, width) -> (B, dim).
+
+    LayerNorm takes the place of its BatchNorm, so that results do not depend on processes and
+    chunks.
+    """
+    return nn.Sequential(nn.Linear(width, hidden), nn.LayerNorm(hidden), nn.ReLU(),
+                         nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU(),
+                         nn.Linear(hidden, dim))
+
+
+def slip_loss(image, text, z1, z2, tau, *, image_tau=0.1, image_weight=1.0, terms=None):
+    """L_MM + image_weight * NT-Xent.
+
+    Args:
+        image, text: (B, D) embeddings I, T of this process.
+        z1, z2: (B, D') outputs of the head for both strong views.
+        tau, image_tau: temperatures of L_MM and of NT-Xent.
+        image_weight: weight of NT-Xent.
+        terms: dict that receives both terms, for the log.
+    Returns: (), float32.
+    """
+    multimodal = multimodal_loss(image, text, tau)
+    images = nt_xent(z1, z2, image_tau)
+    if terms is not None:
+        terms.update({"L_MM": multimodal, "L_image": images})
+    return multimodal + image_weight * images
 
 
 # ======================================================= flags ====================================
-EMOJI = dict(
+SMALL = dict(crop_min=0.35, jitter=0.4, aug_crop_min=0.2, aug_blur=0.0)
+EMOJI = SMALL | dict(
     source="ours; small encoders from scratch",
     image_size=48, text_length=24,
     aug_hue=0.0,                                                           # captions name colours
@@ -34,11 +101,11 @@ CC12M = dict(
     embed_dim=512, image_size=224, image_stats="imagenet", text_length=77,
     epochs=30.0, batch_size=4096, chunk_size=128, lr=3e-3, lr_end=1e-5, weight_decay=0.1,
     beta2=0.98, grad_clip=0.0, warmup_epochs=1.0,
-    crop_min=0.5, flip=0.0, jitter=0.0, aug_crop_min=0.08, aug_blur=0.5,
+    flip=0.0,
     mixed_precision="bf16", eval_datasets=["cc12m", "coco", "flickr30k"],
     class_names="clip", prompts="slip",                                    # of ImageNet
     log_every=50, save_every=1000)
-OWN = dict(source="ours; small encoders from scratch")
+OWN = SMALL | dict(source="ours; small encoders from scratch")
 RECIPES = {"emoji": EMOJI, "cc12m": CC12M, "own": OWN}
 
 
@@ -55,13 +122,13 @@ def parse_args(argv=None):
                         help="temperature of NT-Xent; SLIP 0.1")
     method.add_argument("--image-weight", type=nonnegative_float, default=1.0,
                         help="weight of NT-Xent; SLIP 1")
-    parser.add_view_flags(crop_min=0.35, flip=0.5, jitter=0.4, jitter_p=0.8)
+    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=0.8)
     parser.add_simclr_view_flags()
     return parser.parse(argv, RECIPES)
 
 
 # ======================================================= main =====================================
-def encode(model, views, tokens):
+def encode_views(model, views, tokens):
     """I, T (b, D) and the features of I1 and I2 (b, width), in one forward of the image encoder."""
     image, text, features = model(torch.cat(views), tokens)
     _, features_1, features_2 = features.chunk(3)
@@ -72,7 +139,7 @@ def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
     train, evals = common.open_data(args)
-    args = common.adjust_flags_to_encoder(args)  # a CLIP is the text encoder as well
+    args = common.adjust_flags_to_encoder(args)    # a CLIP is the text encoder as well
     args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
 
@@ -88,16 +155,16 @@ def main(args):
     parameters = [*model.parameters(), *loss_modules.parameters()]
 
     # >>> shared: prepare
-    torch.manual_seed(args.seed + accelerator.process_index)               # of dropout
+    torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
     if args.compile:
         model = torch.compile(model)
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
-    run.resume(raw_model, optimizer, tau=temperature, head=head)           # with --resume
+    run.resume(raw_model, optimizer, tau=temperature, head=head)           # no-op without --resume
     grad_cache = GradCache(model, accelerator, args.chunk_size,            # with --chunk-size
-                           lambda **inputs: encode(model, **inputs))
+                           functools.partial(encode_views, model))
 
     # ------------------------------------------- views --------------------------------------------
     strong = common.simclr_view(args)
@@ -114,9 +181,10 @@ def main(args):
             views=batch["views"], tokens=tokenizer(texts))
 
         tau = temperature()
-        terms = {"L_MM": multimodal_loss(image, text, tau),
-                 "L_image": nt_xent(head(features_1), head(features_2), args.image_tau)}
-        loss = terms["L_MM"] + args.image_weight * terms["L_image"]        # ()
+        terms = {}                                                         # for the log
+        loss = slip_loss(                                                  # ()
+            image, text, head(features_1), head(features_2), tau, image_tau=args.image_tau,
+            image_weight=args.image_weight, terms=terms)
 
         accelerator.backward(loss)                                         # of the full batch
         common.average_gradients(loss_modules.parameters())
@@ -125,11 +193,11 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         temperature.clamp()
-        run.end_step(batch, loss, {"tau": tau, **terms}, [image, text])    # count, log, save, stop
+        # counts the step, logs, saves, evaluates; stops at a NaN or a signal
+        run.end_step(batch, loss, {"tau": tau, **terms}, [image, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    facts = EvaluationFacts(args.tau, learnable_tau=True, knn_features=args.knn_features)
-    return run.finish(facts, figures="temo")
+    return run.finish(figures="temo")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ of the expert's features of the batch. The positive of an anchor is the anchor i
 
 Equations (s^X_ij: cosine of the expert's features of examples i and j)
     tau^X_ij = tau_min + tau_alpha sqrt((1 + s^X_ij) / 2)        expert_temperature
-    L = L_MM + w_I CE(I I^T / tau^I) + w_T CE(T T^T / tau^T)     expert_terms, authors' code
+    L = L_MM + w_I CE(I I^T / tau^I) + w_T CE(T T^T / tau^T)     expert_loss, authors' code
 
 Commands
     accelerate launch -m variants.temo_experts --dataset cc3m --image-expert facebook/dinov2-small
@@ -16,12 +16,11 @@ docs/temo.md has both experts' commands (Tables 9 and 10) and the differences fr
 is a copy of ../temo.py with another loss: compare the two with diff.
 """
 
-import argparse
-
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
 
 from common import (
-    EvaluationFacts, Evaluator, Expert, GradCache, Parser, Run, Temperature, clean_exit, fp32,
+    Evaluator, Expert, GradCache, Parser, Run, Temperature, clean_exit, fp32,
     gather, nonnegative_float, normalize, positive_float)
 from temo import info_nce, modulated_temperature, multimodal_loss
 
@@ -36,26 +35,38 @@ def expert_temperature(features, tau_min=0.01, tau_alpha=0.04):
     return modulated_temperature(features @ gather(features).T, tau_min, tau_alpha)
 
 
-def expert_terms(embeddings, features, tau=0.01, tau_min=0.01, tau_alpha=0.04):
-    """The losses of App. F by their names.
+def expert_loss(  # noqa: PLR0917
+        image, text, image_features, text_features, tau=0.01, tau_min=0.01, tau_alpha=0.04, *,
+        image_weight=0.6, text_weight=0.4, terms=None):
+    """InfoNCE between images and texts, and a term for each expert.
 
     Args:
-        embeddings: {'image': I, 'text': T}, (B, D) each.
-        features: {modality: (B, width)} of the experts.
+        image, text: (B, D) embeddings I, T of this process.
+        image_features, text_features: (B, width) of the experts, None without one.
         tau: temperature of L_MM.
         tau_min, tau_alpha: of tau^X, as in modulated_temperature.
-    Returns: {'L_MM', 'L_E-image', 'L_E-text': ()}; a missing expert has no term.
+        image_weight, text_weight: weights w_I and w_T.
+        terms: dict that receives the terms by their names, for the log.
+    Returns: (), float32.
     """
-    terms = {"L_MM": multimodal_loss(embeddings["image"], embeddings["text"], tau)}
-    for modality, expert_features in features.items():
-        tau_ij = expert_temperature(expert_features, tau_min, tau_alpha)   # (B, N)
-        embedding = embeddings[modality]                                   # (B, D)
-        terms[f"L_E-{modality}"] = info_nce(embedding, embedding, tau_ij)
-    return terms
+    if terms is None:
+        terms = {}
+    terms["L_MM"] = multimodal_loss(image, text, tau)
+    loss = terms["L_MM"]
+    if image_features is not None:
+        tau_ij = expert_temperature(image_features, tau_min, tau_alpha)    # (B, N)
+        terms["L_E-image"] = info_nce(image, image, tau_ij)
+        loss = loss + image_weight * terms["L_E-image"]
+    if text_features is not None:
+        tau_ij = expert_temperature(text_features, tau_min, tau_alpha)     # (B, N)
+        terms["L_E-text"] = info_nce(text, text, tau_ij)
+        loss = loss + text_weight * terms["L_E-text"]
+    return loss
 
 
 # ======================================================= flags ====================================
-EMOJI = dict(
+SMALL = dict(tau=0.1, tau_min=0.05, tau_alpha=0.1, crop_min=0.35, jitter=0.4)
+EMOJI = SMALL | dict(
     source="ours; small encoders from scratch",
     image_size=48, text_length=24, log_every=5, save_every=100, eval_every=70)
 CC3M = dict(
@@ -66,19 +77,16 @@ CC3M = dict(
     text_length=30, text_pooling="cls", clean_captions=True,
     epochs=30.0, batch_size=2048, lr=8e-4, lr_end=1e-5, weight_decay=0.02, beta2=0.999,
     grad_clip=0.0, warmup_epochs=1.4,                                      # 2,000 steps
-    tau=0.01, tau_min=0.01, tau_alpha=0.04,
-    crop_min=0.5, jitter=0.0, randaugment_ops=2, randaugment_magnitude=21,
-    randaugment_strengths="cc3m",
+    randaugment_ops=2, randaugment_magnitude=21, randaugment_strengths="cc3m",
     mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"],
     log_every=50, save_every=1000)
-OWN = dict(source="ours; small encoders from scratch")
+OWN = SMALL | dict(source="ours; small encoders from scratch")
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "own": OWN}
 
 
 def parse_args(argv=None):
     """The flags of a run: defaults, then --dataset or --recipe, then the command line."""
     parser = Parser(__file__, "TeMo with temperatures from frozen encoders.")
-    yes_or_no = argparse.BooleanOptionalAction
     method = parser.add_argument_group("method")
     method.add_argument("--image-expert", default="",
                         help="frozen DINO: a transformers id or folder; empty = none; paper "
@@ -97,38 +105,28 @@ def parse_args(argv=None):
     method.add_argument("--expert-pooling", choices=["cls", "patches"], default="cls",
                         help="features of --image-expert: class token (code), or mean of the "
                              "patches (paper)")
-    method.add_argument("--tau", type=positive_float, default=0.1,
-                        help="temperature of InfoNCE, divides the cosine; paper 0.01")
-    method.add_argument("--learnable-tau", action=yes_or_no, default=False,
-                        help="learn the temperature of InfoNCE, from --tau on")
-    method.add_argument("--tau-clamp", type=positive_float, nargs=2, default=[0.001, 0.5],
-                        metavar=("LOW", "HIGH"),
-                        help="lowest and highest value of a learnt temperature")
-    method.add_argument("--tau-min", type=positive_float, default=0.05,
-                        help="lowest temperature of a pair; paper 0.01")
-    method.add_argument("--tau-alpha", type=nonnegative_float, default=0.1,
-                        help="highest temperature of a pair minus the lowest; paper 0.04")
-    parser.add_view_flags(crop_min=0.35, flip=0.5, jitter=0.4, jitter_p=0.8)
+    parser.add_tau_flags(method, tau=0.01, tau_clamp=[0.001, 0.5], note="paper 0.01")
+    method.add_argument("--tau-min", type=positive_float, default=0.01,
+                        help="lowest temperature of a pair")
+    method.add_argument("--tau-alpha", type=nonnegative_float, default=0.04,
+                        help="highest minus lowest temperature of a pair")
+    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=0.8)
     return parser.parse(argv, RECIPES, check=check_flags)
 
 
 def check_flags(parser, args):
-    """Refuses flags that contradict each other, or that have no effect beside another."""
+    """Refuses contradictory flags, and flags without effect."""
     parser.require(args.image_expert or args.text_expert,
                    "--image-expert, --text-expert: give one of them, or both; without an expert "
                    "the loss is that of temo.py --baseline")
     parser.only(args.image_expert, "with --image-expert", "--image-expert-weight",
                 "--expert-pooling")
     parser.only(args.text_expert, "with --text-expert", "--text-expert-weight")
-    parser.only(args.learnable_tau, "with --learnable-tau", "--tau-clamp")
+    parser.check_tau_flags(args)
     keeps_features = args.freeze in ("image", "both") and args.feature_cache != "none"
     parser.require(not args.image_expert or not keeps_features,
                    f"--freeze {args.freeze}: --image-expert reads pixels, in place of which a run "
                    "has features; add --feature-cache none")
-    low, high = args.tau_clamp
-    parser.require(not args.learnable_tau or low <= args.tau <= high,
-                   f"--tau {args.tau}: a learnt temperature must start within --tau-clamp {low} "
-                   f"{high}")
 
 
 # ======================================================= main =====================================
@@ -136,7 +134,7 @@ def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
     train, evals = common.open_data(args)
-    args = common.adjust_flags_to_encoder(args)  # a CLIP is the text encoder as well
+    args = common.adjust_flags_to_encoder(args)    # a CLIP is the text encoder as well
     args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
 
@@ -147,33 +145,33 @@ def main(args):
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
     limits = args.tau_clamp if args.learnable_tau else None
     temperature = Temperature(args.tau, limits).to(accelerator.device)
-    experts = {}
+    image_expert, text_expert = None, None
     if args.image_expert:
-        experts["image"] = Expert(args.image_expert, "image", transform, accelerator.device,
-                                  precision=args.mixed_precision, pooling=args.expert_pooling)
+        image_expert = Expert(args.image_expert, "image", transform, accelerator.device,
+                              precision=args.mixed_precision, pooling=args.expert_pooling)
     if args.text_expert:
-        experts["text"] = Expert(args.text_expert, "text", transform, accelerator.device,
-                                 precision=args.mixed_precision)
-    weights = {"L_MM": 1.0, "L_E-image": args.image_expert_weight,
-               "L_E-text": args.text_expert_weight}
+        text_expert = Expert(args.text_expert, "text", transform, accelerator.device,
+                             precision=args.mixed_precision)
     optimizer = common.make_optimizer([model, temperature], args)
     parameters = [*model.parameters(), *temperature.parameters()]
 
     # >>> shared: prepare
-    torch.manual_seed(args.seed + accelerator.process_index)               # of dropout
+    torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
     if args.compile:
         model = torch.compile(model)
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
-    run.resume(raw_model, optimizer, tau=temperature)                      # with --resume
+    run.resume(raw_model, optimizer, tau=temperature)                      # no-op without --resume
     grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
 
     # ------------------------------------------- views and texts ----------------------------------
     views = [common.training_view(args)]                                   # I
-    if "image" in experts and args.expert_inputs == "clean":
+    expert_view = 0                                                        # that of I
+    if image_expert and args.expert_inputs == "clean":
         views.append(common.Augment(args.image_size, squash=True))         # the whole image
+        expert_view = 1
     # features of frozen encoders (--freeze), which are computed once
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform)
     tokenizer = cache.tokenizer
@@ -192,19 +190,20 @@ def main(args):
         image, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokenizer(texts))
 
-        features = {}
-        if "image" in experts:
-            # the last view is the whole image, or that of I
-            features["image"] = experts["image"](batch["views"][-1])       # (B, width)
-        if "text" in experts:
+        image_features, text_features = None, None
+        if image_expert:
+            image_features = image_expert(batch["views"][expert_view])     # (B, width)
+        if text_expert:
             if args.expert_inputs == "clean":
                 texts = tokenizer.cleaned(texts)
-            features["text"] = experts["text"](texts)                      # (B, width)
+            text_features = text_expert(texts)                             # (B, width)
 
         tau = temperature()
-        terms = expert_terms({"image": image, "text": text}, features, tau, args.tau_min,
-                             args.tau_alpha)
-        loss = sum(weights[name] * term for name, term in terms.items())   # ()
+        terms = {}                                                         # for the log
+        loss = expert_loss(                                                # ()
+            image, text, image_features, text_features, tau, args.tau_min, args.tau_alpha,
+            image_weight=args.image_expert_weight, text_weight=args.text_expert_weight,
+            terms=terms)
 
         accelerator.backward(loss)                                         # of the full batch
         common.average_gradients(temperature.parameters())
@@ -213,11 +212,11 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         temperature.clamp()
-        run.end_step(batch, loss, {"tau": tau, **terms}, [image, text])    # count, log, save, stop
+        # counts the step, logs, saves, evaluates; stops at a NaN or a signal
+        run.end_step(batch, loss, {"tau": tau, **terms}, [image, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    facts = EvaluationFacts(args.tau, args.learnable_tau, knn_features=args.knn_features)
-    return run.finish(facts, figures="temo")
+    return run.finish(figures="temo")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,12 @@ def read_json(path, default=None):
         return json.loads(Path(path).read_text(encoding="utf-8-sig"))
 
 
+def logged_rows(path):
+    """The rows of a metrics.jsonl; a crash may have cut the last one, or a run is writing it."""
+    lines = Path(path).read_text(encoding="utf8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 @contextlib.contextmanager
 def whole_file(path, suffix=".tmp"):
     """Yields a temporary path to write, which takes the name `path` at the end, so that no file is
@@ -52,8 +58,8 @@ def plain_value(value):
     return str(value)
 
 
-def write_tensors(path, tensors):
-    """Writes a safetensors file of {name: tensor}."""
+def write_tensors(path, tensors, metadata=None):
+    """Writes a safetensors file of {name: tensor}, and {name: text} of its metadata."""
     copies = {}
     for name, tensor in tensors.items():
         # safetensors refuses tensors that share memory
@@ -61,7 +67,7 @@ def write_tensors(path, tensors):
     mask = os.umask(0)
     os.umask(mask)
     with whole_file(path) as temporary:
-        save_file(copies, temporary)
+        save_file(copies, temporary, metadata)
         temporary.chmod(0o666 & ~mask)  # save_file lets nobody but the user read it
 
 

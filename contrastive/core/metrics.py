@@ -174,12 +174,12 @@ def modality_gap(a, b):
 
 
 @torch.no_grad()
-def embedding_health(image, text, limit=1024):
+def embedding_health(image, text, limit=1024, names=("image", "text")):
     """Measures of the space, from the first `limit` pairs: row i of both (n, D) is a pair.
 
     Returns: floats, by name:
         std_image, std_text: standard deviation times sqrt(D), mean over dimensions; 1 = spread over
-            the sphere, 0 = collapse.
+            the sphere, 0 = collapse. `names` replaces image and text in these two.
         alignment: mean squared distance of pairs (Wang and Isola 2020).
         uniformity: log mean exp(-2 d^2) of images (as there).
         pos_cos, neg_cos, pos_std: mean cosine of pairs and of all others, and the standard
@@ -198,8 +198,8 @@ def embedding_health(image, text, limit=1024):
     target = torch.arange(len(sim), device=sim.device).repeat(2)           # (2n,)
     logits = torch.cat([sim, sim.T]) / 0.07                                # (2n, n)
     return {
-        "std_image": image.std(0).mean().item() * root,
-        "std_text": text.std(0).mean().item() * root,
+        f"std_{names[0]}": image.std(0).mean().item() * root,
+        f"std_{names[1]}": text.std(0).mean().item() * root,
         "alignment": (2 - 2 * pair_cos).mean().item(),
         "uniformity": squared_distances.mul(-2).exp().mean().log().item(),
         **pair_cosines(sim),

@@ -12,9 +12,10 @@ BYTES_PER_ELEMENT = 4 * 21  # float32; Algorithm 1 of TeMo keeps about 21 (B, N)
 
 
 def row_blocks(loss):
-    """Decorator of a loss of rows of a (B, N) matrix, which runs in blocks if the matrix is large.
+    """Decorator: runs a row-wise loss in blocks of rows where its (B, N) matrix is large.
 
-    Backward computes each block again, so that memory is linear in N.
+    It cuts the positional tensors into blocks of b rows and joins the results, so that no large
+    (B, N) matrix is kept: backward computes each block again. Keyword arguments stay whole.
 
     Args:
         loss: function (*rows, **whole) -> (b,), or () their mean. Positional tensors with B rows

@@ -284,19 +284,7 @@ def open_data(args):
     Raises: UserError if there is nothing that could be evaluated.
     """
     train = load_data(args.dataset, "train", data_options(args))
-    evaluation_sets = {}
-    for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
-        name, folder = partition_name(word, "=")
-        if name in evaluation_sets:
-            raise UserError(f"--eval-datasets {name}: named with two folders")
-        options = data_options(args, name, folder).replace(test_as_whole=name != args.dataset)
-        splits = open_splits(name, ["val", "test"], options)
-        if name != args.dataset and find_data_set(name) is None:
-            for split, data in splits.items():
-                splits[split] = without_trained(data, train)
-        if args.eval_datasets and not splits:
-            raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
-        evaluation_sets[name] = splits
+    evaluation_sets = open_evaluation_sets(args, train)
     has_val = any("val" in splits for splits in evaluation_sets.values())
     if not has_val and tests_on_other_data(args):
         own_val = open_splits(args.dataset, ["val"], data_options(args))
@@ -311,6 +299,40 @@ def open_data(args):
     for word in args.extra_pairs:
         train = add_pairs(train, open_pairs(word, args), evaluation_sets, f"--extra-pairs {word}")
     return train, evaluation_sets
+
+
+def open_evaluation_sets(args, train):
+    """Opens the sets of --eval-datasets, or the training set without this flag.
+
+    Rows of the user's data that are trained on are left out and counted.
+
+    Args:
+        args: parsed flags.
+        train: the training set; None if no set is the user's own.
+    Returns: {name: {"val": Data, "test": Data}}, with the splits that exist.
+    """
+    evaluation_sets = {}
+    for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
+        name, folder = partition_name(word, "=")
+        if name in evaluation_sets:
+            raise UserError(f"--eval-datasets {name}: named with two folders")
+        splits = open_splits(name, ["val", "test"], evaluation_options(args, name, folder))
+        if train is not None and name != args.dataset and find_data_set(name) is None:
+            for split, data in splits.items():
+                splits[split] = without_trained(data, train)
+        if args.eval_datasets and not splits:
+            raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
+        evaluation_sets[name] = splits
+    return evaluation_sets
+
+
+def evaluation_options(args, name, folder=""):
+    """The DataOptions of a set that is evaluated; another one than that of training has no rows to
+    train on."""
+    options = data_options(args, name, folder)
+    if name != args.dataset:
+        options = options.replace(test_as_whole=True)
+    return options
 
 
 def open_splits(name, splits, options):

@@ -208,4 +208,3 @@ def are_class_numbers(rows):
         if captions != [class_caption(label)]:
             return False
     return True
-

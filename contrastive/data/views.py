@@ -462,8 +462,17 @@ def randaugment(image, u, operations, magnitude, strengths="torchvision"):
 
 
 # ------------------------------------------------------- views by flags ---------------------------
-def training_view(args):
-    """The view of a training image or clip, as the flags of Parser.add_view_flags say."""
+def training_view(args, kind="same"):
+    """The view of a training image or clip, as the flags of Parser.add_view_flags say.
+
+    Args: kind: 'same', that view; 'simclr', that of simclr_view; 'crop', a random crop alone.
+    """
+    if kind == "simclr":
+        return simclr_view(args)
+    if kind == "crop":
+        return Augment(args.image_size, args.crop_min, squash=args.eval_resize == "squash")
+    if kind != "same":
+        raise ValueError(f"kind={kind!r}: give 'same', 'simclr' or 'crop'")
     randaugment = (0, 0)                                                   # off
     if args.randaugment_ops:
         randaugment = (args.randaugment_ops, args.randaugment_magnitude,
@@ -475,7 +484,7 @@ def training_view(args):
 
 def simclr_view(args):
     """The strong view of SimCLR and SLIP, as the flags of Parser.add_simclr_view_flags say."""
-    return Augment(args.image_size, args.aug_crop_min, args.aug_flip, jitter_p=0.8,
+    return Augment(args.image_size, args.aug_crop_min, args.aug_flip, args.aug_jitter_p,
                    brightness=args.aug_jitter, contrast=args.aug_jitter, saturation=args.aug_jitter,
-                   hue=args.aug_hue, grey=0.2, blur=args.aug_blur,
+                   hue=args.aug_hue, grey=args.aug_grey, blur=args.aug_blur,
                    squash=args.eval_resize == "squash")

@@ -129,12 +129,14 @@ def functional_call(model, tensors, inputs):
     """torch.func.functional_call, in which no layer runs again in backward.
 
     Such a layer would find the model's own tensors there, not these.
+
+    Args: inputs: {name: value} of the model's forward.
     """
     layers = uses_grad_checkpointing(model)
     for module, flag in layers:
         setattr(module, flag, False)
     try:
-        return torch.func.functional_call(model, tensors, inputs)
+        return torch.func.functional_call(model, tensors, kwargs=inputs)
     finally:
         for module, flag in layers:
             setattr(module, flag, True)

@@ -84,35 +84,26 @@ def build_model(args, train, run, texts=None, questions=None):
 
 
 def input_spec(args, train):
-    """What the spec says of the inputs of the image encoder. Raises UserError for flags of VAST
-    with another one."""
+    """What the spec says of the inputs of the image encoder."""
     kind = encoder_kind(args.image_encoder)
     spec = {}
     if kind.reads_files:
         spec["features"] = feature_shape(train, args.image_encoder)
     if kind.fixed_frames and frames_of(train):
         spec["frames"] = frames_of(train)
-    has_matching = getattr(args, "matching_weight", 0) > 0
     if kind.family == "vast":
-        return spec | {"modalities": modalities_of(args, train), "matching": has_matching}
-    if has_matching:
-        raise UserError(f"--matching-weight: {args.image_encoder} has no matching head; "
-                        "--image-encoder vast has one")
-    if getattr(args, "modalities", "v") != "v":
-        raise UserError(f"--modalities {args.modalities}: {args.image_encoder} reads frames alone; "
-                        "--image-encoder vast reads sound and subtitles")
+        spec["modalities"] = modalities_of(args, train)
     return spec
 
 
 def modalities_of(args, train):
     """Those of --modalities that the training data have.
 
-    Raises: UserError if the command line asks for others, if none is left, or if there is no text
-        encoder.
+    Raises: UserError if the command line asks for others, or if none is left.
     """
-    if not getattr(args, "text_encoder", ""):
-        raise UserError(f"--image-encoder {args.image_encoder}: its clips have captions, which "
-                        "this script does not read")
+    if not hasattr(args, "modalities"):
+        raise UserError(f"--image-encoder {args.image_encoder}: this script does not train it; use "
+                        "python -m variants.mmts_vast")
     letters = args.modalities
     if letters != "v":
         letters = train.available_modalities()

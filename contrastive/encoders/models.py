@@ -420,13 +420,13 @@ def initial_model(spec, tokenizer, pretrained, vision_pretrained):
             pooling = "cls"
             tower = bert_tower(
                 spec["image_encoder"], spec["text_encoder"], pretrained=pretrained,
-                vocabulary=vocabulary, config=spec.get("text_config"), matching=spec["matching"])
+                vocabulary=vocabulary, config=spec.get("text_config"))
         text = TextEncoder(
             spec["text_encoder"], embed_dim, pretrained, spec["text_length"], vocabulary,
             pooling=pooling, config=spec.get("text_config"), tower=tower, **projection)
     complete_spec(spec, vision, text)
     if is_vast:
-        return Vast(vision, text, embed_dim, spec["modalities"], spec["matching"])
+        return Vast(vision, text, embed_dim, spec["modalities"])
     if is_vgt:
         return VGT(vision, text, spec["embed_dim"], tokenizer, **questions)
     if questions:
@@ -443,21 +443,6 @@ def complete_spec(spec, vision, text):
     spec["text_config"] = None
     if text:
         spec["text_config"] = text.config
-
-
-def untrained(spec, seed):
-    """The TwoTower of a spec at random weights, without its text encoder.
-
-    These are the first weights of a run from scratch.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        vision_spec = spec | {"text_encoder": "", "questions": {}}
-        if "modalities" in spec:  # without subtitles, which are texts
-            vision_spec["modalities"] = spec["modalities"].replace("s", "") or "v"
-            vision_spec["matching"] = False
-        model, _ = model_of_spec(vision_spec, None, pretrained=False)
-    return model.eval()
 
 
 def load_model(run_dir):

@@ -2,9 +2,6 @@
 
 import math
 
-from contrastive.core.metrics import normalize
-from contrastive.core.processes import gather, positive_index
-from contrastive.core.row_blocks import by_rows
 from contrastive.encoders.base import Transformer, TwoTower
 
 import torch
@@ -24,17 +21,15 @@ class QuestionAnswerer(TwoTower):
         model: 'fusion', as model.json names this model.
         layers: layers of the fusion.
         frames: the most frames that a clip may have.
-        similarity: how videos are compared with texts. 'pooled': by the embeddings before the
-            fusion. 'fused': by a pass of each pair through it, after a token for the video and one
-            for the text in place of [CLS]. 'none': no loss compares them.
+        contrastive: whether a loss compares the embeddings of videos and texts.
     """
 
     def __init__(self, vision, text, answers=(), *, model="fusion", layers=2, frames=1,
-                 similarity="pooled"):
+                 contrastive=True):
         super().__init__(vision, text)
         self.answers = list(answers)
         self.model = model
-        self.similarity = similarity
+        self.contrastive = contrastive
         width = text.width
         num_heads = next(h for h in (12, 8, 4, 2, 1) if width % h == 0)
         self.frame = nn.Linear(vision.width, width)
@@ -42,11 +37,6 @@ class QuestionAnswerer(TwoTower):
         self.fusion = Transformer(width, layers, num_heads)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, max(1, len(self.answers)))
-        if similarity == "fused":
-            self.pair = nn.Parameter(torch.randn(2, width) * 0.02)
-            # no loss uses the projections, and DDP would wait for their gradients
-            vision.projection.requires_grad_(False)
-            text.projection.requires_grad_(False)
 
     def forward(self, pixels=None, tokens=None, question=None, choices=None):
         """Embeddings of videos and texts, and scores of answers.
@@ -58,8 +48,7 @@ class QuestionAnswerer(TwoTower):
             choices: {name: (B, C, L)} of the texts "question choice", and perhaps choice_mask
                 (B, C), False for a missing choice. None = the question is the only choice.
         Returns: video (B, D), text (B, D), scores (B, A) of the vocabulary or (B, C) of choices,
-            -inf for a missing one. With fused similarity and tokens, video and text are the cosines
-            (B, N) of `pair_cosines`.
+            -inf for a missing one.
         """
         if question is None:
             return super().forward(pixels, tokens)
@@ -67,10 +56,7 @@ class QuestionAnswerer(TwoTower):
         _, video = self.vision.pool(frames, pixels)                        # (B, D)
         frames = frames.unflatten(0, (len(pixels), -1))                    # (B, T, width)
         text = None
-        if tokens is not None and self.similarity == "fused":
-            words, _ = self.text.words(**tokens)                           # (B, L, W)
-            video, text = self.pair_cosines(frames, words, tokens["attention_mask"])     # (B, N)
-        elif tokens is not None:
+        if tokens is not None:
             text = self.text(**tokens)                                     # (B, D)
         if self.answers:
             scores = self.open_scores(frames, question)                    # (B, A)
@@ -83,8 +69,7 @@ class QuestionAnswerer(TwoTower):
     def open_scores(self, frames, question):
         """Scores (B, A) of the vocabulary: frames (B, T, width), question {name: (B, L)}."""
         words, _ = self.text.words(**question)                             # (B, L, W)
-        cls = self.fuse(self.place[:1], frames, words, question["attention_mask"])       # (B, 1, W)
-        return self.head(cls[:, 0])
+        return self.head(self.fuse(frames, words, question["attention_mask"]))
 
     def choice_scores(self, frames, choices):
         """Scores (B, C) of choices: frames (B, T, width), choices as in forward."""
@@ -94,54 +79,22 @@ class QuestionAnswerer(TwoTower):
         flat_mask = mask.flatten(0, 1)                                     # (B * C, L)
         words, _ = self.text.words(ids.flatten(0, 1), flat_mask)           # (B * C, L, W)
         repeated = frames.repeat_interleave(C, dim=0)                      # (B * C, T, width)
-        cls = self.fuse(self.place[:1], repeated, words, flat_mask)        # (B * C, 1, W)
-        scores = self.head(cls).view(B, C)
+        scores = self.head(self.fuse(repeated, words, flat_mask)).view(B, C)
         if "choice_mask" in choices:
             scores = scores.masked_fill(~choices["choice_mask"], -math.inf)
         return scores
 
-    def fuse(self, first, frames, words, keep):
-        """Output of the fusion at its first tokens: (b, f, W).
+    def fuse(self, frames, words, keep):
+        """Output of the fusion at [CLS]: (b, W).
 
         Args:
-            first: (f, W) tokens before the frames.
             frames: (b, T, width) of a clip.
             words: (b, L, W) of a text.
             keep: (b, L), 0 at padding.
         """
         b, T = frames.shape[:2]
-        first = first.expand(b, -1, -1)                                    # (b, f, W)
-        f = first.shape[1]
+        cls = self.place[:1].expand(b, -1, -1)                             # (b, 1, W)
         frames = self.frame(frames) + self.place[1:1 + T]                  # (b, T, W)
-        x = torch.cat([first, frames, words], dim=1)                       # (b, f + T + L, W)
-        keep = torch.cat([keep.new_ones(b, f + T), keep], dim=1).bool()    # (b, f + T + L)
-        return self.norm(self.fusion(x, keep, first=f))
-
-    def pair_cosines(self, frames, words, keep):
-        """Cosines of all pairs of the global batch, each by a pass through the fusion.
-
-        Each process fuses the B * N pairs of its own texts: all clips have T frames, while the
-        texts of other processes may be longer.
-
-        Args:
-            frames, words, keep: (B, T, width), (B, L, W), (B, L) of this process; row i of each is
-                a pair.
-        Returns: (B, N) its videos with all texts, and (B, N) its texts with all videos.
-        """
-        videos = gather(frames)                                            # (N, T, width)
-        N, T = videos.shape[:2]
-
-        def text_cosines(words, keep):
-            """Cosines (b, N) of b texts with all videos."""
-            repeated = videos.repeat(len(words), 1, 1)                     # (b * N, T, width)
-            words = words.repeat_interleave(N, dim=0)                      # (b * N, L, W)
-            keep = keep.repeat_interleave(N, dim=0)                        # (b * N, L)
-            fused = self.fuse(self.pair, repeated, words, keep)            # (b * N, 2, W)
-            video, text = normalize(fused).unbind(1)                       # (b * N, W)
-            return (video * text).sum(1).view(-1, N)                       # (b, N)
-
-        length = 2 + T + words.shape[1]
-        # an activation of all pairs of a text has as many numbers
-        activation_size = N * len(self.fusion) * length * words.shape[2]
-        texts = by_rows(text_cosines, words, keep, columns=activation_size)              # (B, N)
-        return gather(texts)[:, positive_index(texts)].T, texts
+        x = torch.cat([cls, frames, words], dim=1)                         # (b, 1 + T + L, W)
+        keep = torch.cat([keep.new_ones(b, 1 + T), keep], dim=1).bool()    # (b, 1 + T + L)
+        return self.norm(self.fusion(x, keep, first=1))[:, 0]

@@ -1,22 +1,17 @@
-"""Texts: tokenizers, published or learnt from the captions; TeMo's texts T and T~, which are a
-caption and its paraphrase."""
+"""Texts: tokenizers, published or learnt from the captions."""
 
 import copy
-import glob
 import math
 import re
 import shutil
 from pathlib import Path
 
-from contrastive.data.views import key_hash, pick
 from contrastive.core.processes import UserError, barrier, opening, rank, print_main, to_device
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 MAX_LENGTH = 128          # tokens that frozen models read of a text
-BANNER_CAPTIONS = 20_000  # training captions that are looked up for the banner
 MAX_WORD = 1000           # letters; Thai sentences have no blanks
 GPU_MULTIPLE = 8          # lengths on a GPU: each new length allocates and compiles anew there
 
@@ -178,152 +173,3 @@ def write_wordpiece(captions, folder, clean, start):
     if clean:
         texts = map(clean_caption, texts)
     train_wordpiece(texts).save_pretrained(str(folder))
-
-
-# ============================================== T and T~ ==========================================
-def drop_and_swap(text, draws, drop=0.1, swap=0.1):
-    """The text without some of its words, and with two neighbours swapped: never empty.
-
-    It takes the place of a paraphrase.
-
-    Args:
-        draws: (>= 16,) uniform numbers in 0..1.
-        drop: probability of leaving out a word.
-        swap: probability of a swap, for each word that is left.
-    """
-    all_words = text.split()
-    n = len(draws) - 2
-    words = [word for i, word in enumerate(all_words) if draws[2 + i % n] >= drop]
-    words = words or all_words[:1]
-    if len(words) > 1 and draws[0] < swap * len(words):
-        i = int(draws[1] * (len(words) - 1))
-        words[i], words[i + 1] = words[i + 1], words[i]
-    return " ".join(words)
-
-
-def choose(options, draw):
-    """One of the options, by a uniform number in 0..1."""
-    return options[int(draw * len(options))]
-
-
-def text_pair(captions, draws, paraphrases=None, templates=(), *, second=True,
-              paraphrase_anchor=True):
-    """Chooses T and its other view T~ for a batch.
-
-    T~ is a paraphrase from the file, else a template around any caption, else another caption, else
-    the caption after word dropout and a swap.
-
-    Args:
-        captions: B lists of str.
-        draws: (B, 32) uniform numbers in 0..1.
-        paraphrases: a Paraphrases or None.
-        templates: formats such as "a drawing of {}".
-        second: whether T~ is needed.
-        paraphrase_anchor: T is one of the caption and its paraphrases; else it is the caption.
-
-    Returns: two lists of B str; the second is empty when `second` is False.
-    """
-    first = pick(captions, draws)
-    if not second:
-        return first, []
-    paraphrase_lists = [[] for _ in first]
-    if paraphrases:
-        paraphrase_lists = paraphrases.get(first)
-    texts, texts_aug = [], []
-    for i, text in enumerate(first):
-        texts_aug.append(second_text(text, captions[i], paraphrase_lists[i], templates, draws[i]))
-        if paraphrase_anchor:
-            text = choose([text, *paraphrase_lists[i]], draws[i][2])
-        texts.append(text)
-    return texts, texts_aug
-
-
-def second_text(text, captions, paraphrases, templates, draws):
-    """T~ of one example, from the first source that there is.
-
-    Args:
-        text: its caption T.
-        captions: all its captions.
-        paraphrases: of T, may be empty.
-        templates: formats such as "a drawing of {}", may be empty.
-        draws: (32,) uniform numbers in 0..1.
-    """
-    options = list(paraphrases)
-    if not options:
-        for caption in captions:
-            options += [template.format(caption) for template in templates]
-    if not options:
-        options = [caption for caption in captions if caption != text]
-    if not options:
-        return drop_and_swap(text, draws[2:])
-    return choose(options, draws[1])
-
-
-class Paraphrases:
-    """Paraphrases by caption, from a file that stays on the disk.
-
-    Memory: 16 bytes for each caption.
-
-    Args:
-        path: a JSON-lines file of {"caption": str, "paraphrases": [str, ...]}.
-    """
-
-    def __init__(self, path):
-        import datasets
-
-        with opening(f"--paraphrases {path}"):
-            pattern = glob.escape(str(path))
-            self.table = datasets.load_dataset("json", data_files=pattern, split="train")
-            captions = self.table["caption"][:]
-            hashes = np.array([key_hash(caption) for caption in captions], dtype=np.int64)
-        self.order = np.argsort(hashes, kind="stable")
-        self.hashes = hashes[self.order]
-
-    def get(self, captions):
-        """One list of paraphrases for each caption, empty if the file has none for it."""
-        hashes = np.array([key_hash(caption) for caption in captions], dtype=np.int64)
-        places = np.searchsorted(self.hashes, hashes).clip(max=len(self.hashes) - 1)
-        rows = self.table[self.order[places]]["paraphrases"]
-        lists = []
-        for row, is_same in zip(rows, self.hashes[places] == hashes):
-            paraphrases = []
-            if is_same:
-                paraphrases = [text for text in row or () if text]
-            lists.append(paraphrases)
-        return lists
-
-
-def text_words(train, paraphrases, paraphrase_anchor, recipe):
-    """Where T and T~ come from, in words for the banner. They begin with WARNING if the paper has
-    paraphrases and the run has none, or if some captions have none.
-
-    Args:
-        train: training data.
-        paraphrases: a Paraphrases or None.
-        paraphrase_anchor: as in text_pair.
-        recipe: the recipe's remark, which begins with "paper" if its values are the paper's.
-    """
-    fallback = "another caption, else word dropout and swap"
-    if train.templates:
-        fallback = "templates around the captions"
-    if not paraphrases:
-        words = f"T is the caption, T~ {fallback}"
-        if recipe.startswith("paper"):
-            words = ("WARNING: NOT THE PAPER'S T~, paraphrases by PEGASUS (tools/paraphrase.py, "
-                     f"--paraphrases FILE); {words}")
-        return words
-
-    first_captions = []
-    if not train.streamed:
-        first_captions = list(train.first_captions(BANNER_CAPTIONS))
-    num_missing = paraphrases.get(first_captions).count([])
-    words = "T is the caption"
-    if paraphrase_anchor:
-        words += " or a paraphrase"
-    words += f", T~ a paraphrase, of {len(paraphrases.hashes):,} captions"
-    if num_missing or train.streamed:
-        words += f", for one without {fallback}"
-    if num_missing:
-        words = (f"WARNING: {words}; {num_missing:,} of the first {len(first_captions):,} have "
-                 "none")
-    return words

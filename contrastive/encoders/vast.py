@@ -13,10 +13,7 @@ which --init-from loads:
 The matching head says whether a caption belongs to a clip. The tokens of V, A and S, each through a
 Linear, a LayerNorm and embeddings of their frame and kind, are one sequence, which the caption's
 BERT reads by cross-attention in all of its layers; two layers on its CLS give the logits of no and
-yes. It learns from the true pairs and from one hard negative of each caption and of each clip:
-
-    p_ij = softmax_j(s_ij / temperature) + 1e-4, p_ii = 0                           hard_negatives
-    L_match = mean of the cross-entropies of the 3 N pairs                           matching_loss
+yes. variants/mmts_vast.py trains it.
 
 `vast` has the released widths. `vast-small` is the same model at small widths, without published
 weights; it reads 2.56 s of sound.
@@ -27,8 +24,7 @@ import math
 import re
 from typing import NamedTuple
 
-from contrastive.core.metrics import normalize
-from contrastive.core.processes import UserError, gather, opening, rank
+from contrastive.core.processes import UserError, opening
 from contrastive.data.hub import note_commit
 from contrastive.data.sound import BANDS, SLICE_LENGTH
 from contrastive.encoders.base import (
@@ -41,7 +37,6 @@ import torch.nn.functional as F
 MODALITIES = ("v", "a", "s", "va", "vs", "vas")  # that have a head of their own
 SUBTITLE_LENGTH = 70  # tokens of a subtitle, with padding
 EPS = 1e-12  # of the LayerNorms of the matching head, as of BERT
-FLOOR = 1e-4  # of the probability of a negative
 
 
 class Size(NamedTuple):
@@ -219,15 +214,15 @@ class Beats(nn.Module):
 
 
 # ===================================================== texts ======================================
-def bert_tower(encoder, name, *, pretrained=False, vocabulary=0, config=None, matching=False):
-    """The Tower of VAST's BERT, without a pooler.
+def bert_tower(encoder, name, *, pretrained=False, vocabulary=0, config=None):
+    """The Tower of VAST's BERT, without a pooler, and with cross-attention, by which it reads a
+    clip.
 
     Args:
         encoder: key of SIZES.
         name: "small", or the transformers id or folder of a BERT.
         vocabulary: number of tokens, of "small".
         config: of a model that is rebuilt, as a dict.
-        matching: whether it has cross-attention, by which it reads a clip.
     Raises: UserError if it is no BERT.
     """
     import transformers
@@ -244,7 +239,8 @@ def bert_tower(encoder, name, *, pretrained=False, vocabulary=0, config=None, ma
             raise UserError(f"--text-encoder {name}: VAST's text encoder is a BERT, this is a "
                             f"model of the type {config.model_type}")
         # transformers builds cross-attention for decoders alone
-        config.is_decoder = config.add_cross_attention = matching
+        config.is_decoder = True
+        config.add_cross_attention = True
         if pretrained and name != "small":
             optional = *OPTIONAL_PARTS, "crossattention."
             body = published(transformers.BertModel, name, config, optional)
@@ -338,11 +334,9 @@ class Vast(TwoTower):
 
     Args:
         vision: VisionEncoder whose body is EVA, without a projection.
-        text: TextEncoder whose body is BERT with cross-attention, with its projection; None in an
-            image encoder alone, which reads no subtitles.
+        text: TextEncoder whose body is BERT with cross-attention, with its projection.
         dim: D.
         modalities: of MODALITIES.
-        matching: whether there is a matching head.
 
     Attributes:
         released_tau: temperature of the released weights that were loaded; else None.
@@ -350,7 +344,7 @@ class Vast(TwoTower):
 
     released_tau = None
 
-    def __init__(self, vision, text, dim, modalities, matching):
+    def __init__(self, vision, text, dim, modalities):
         super().__init__(vision, text)
         size = SIZES[vision.name]
         self.modalities = modalities
@@ -363,9 +357,7 @@ class Vast(TwoTower):
         if "s" in modalities:
             widths["subtitle"] = text.width
         self.clip_head = nn.Linear(sum(widths.values()), dim, bias=len(widths) > 1)
-        self.matching = None
-        if matching:
-            self.matching = MatchingHead(widths, text.width, size.frames)
+        self.matching = MatchingHead(widths, text.width, size.frames)
 
     def forward(self, pixels=None, tokens=None, pairs=None):
         """Clips and captions -> clip (B, D), text (B, D), features (B, width) before the clip head.
@@ -433,106 +425,8 @@ class Vast(TwoTower):
             "frames": pixels.to(device),
             "sound": torch.zeros(1, SLICE_LENGTH, BANDS, device=device),
             "subtitle": tokens}
-        if self.matching is None:
-            return [inputs, tokens or None]
         clips = torch.zeros(1, dtype=torch.long, device=device)
         return [inputs, tokens, Pairs(clips, tokens["input_ids"], tokens["attention_mask"], clips)]
-
-
-# ===================================================== matching ===================================
-def hard_negatives(sim, tau, draws):
-    """Draws one wrong candidate of each query; near ones are likelier.
-
-    Args:
-        sim: (N, N) cosines, the diagonal that of the true pairs.
-        tau: temperature > 0, a number or ().
-        draws: (N,) numbers in 0..1.
-    Returns: (N,) long.
-    """
-    weights = (sim.double() / tau).softmax(1) + FLOOR                      # (N, N)
-    weights.fill_diagonal_(0)
-    total = weights.cumsum(1)                                              # (N, N)
-    drawn = torch.searchsorted(total, draws[:, None] * total[:, -1:], right=True)        # (N, 1)
-    # NaN, with which the run stops after this step, gives N
-    return drawn[:, 0].clamp(max=len(sim) - 1)
-
-
-@torch.no_grad()
-def hard_pairs(image, text, tokens, draws, *, tau, length):
-    """The Pairs of this process's clips: each with its own caption, with the caption that it has
-    drawn, and with the captions of the global batch that have drawn it. Collective.
-
-    Each of the 3 N pairs of the global batch belongs to the process of its clip, so no process
-    encodes another's clips.
-
-    Args:
-        image, text: (B, D) embeddings of this process.
-        tokens: {input_ids, attention_mask: (B, L)} of its captions.
-        draws: (B, 2) numbers in 0..1.
-        tau: temperature of the sampling, a number or ().
-        length: most tokens of a caption, to which all processes pad theirs.
-    """
-    pad = length - tokens["input_ids"].shape[1]
-    ids = gather(F.pad(tokens["input_ids"], (0, pad)))                     # (N, length)
-    mask = gather(F.pad(tokens["attention_mask"], (0, pad)))               # (N, length)
-    sim = gather(normalize(image.float())) @ gather(normalize(text.float())).T           # (N, N)
-    draws = gather(draws.to(image.device))                                 # (N, 2)
-    numbers = torch.arange(len(sim), device=image.device)                  # (N,) clips and texts
-    hard_texts = hard_negatives(sim, tau, draws[:, 0])                     # (N,) of the clips
-    hard_clips = hard_negatives(sim.T, tau, draws[:, 1])                   # (N,) of the texts
-    pair_clips = torch.cat([numbers, numbers, hard_clips])                 # (3 N,)
-    pair_texts = torch.cat([numbers, hard_texts, numbers])                 # (3 N,)
-    order = pair_clips.argsort(stable=True)
-    pair_clips, pair_texts = pair_clips[order], pair_texts[order]
-    target = (pair_clips == pair_texts).long()                             # (3 N,)
-    pairs = Pairs(pair_clips, ids[pair_texts], mask[pair_texts], target)
-    B = len(image)
-    return pairs.of_clips(rank() * B, (rank() + 1) * B)
-
-
-def matching_loss(logits, target, num_clips):
-    """The sum of the cross-entropies of a chunk's pairs, divided by 3 B, so that the sum over the
-    chunks and the mean over the processes give the mean over all 3 N pairs.
-
-    Args:
-        logits, target: (P, 2), (P,).
-        num_clips: B, clips of this process.
-    """
-    return F.cross_entropy(logits.float(), target, reduction="sum") / (3 * num_clips)
-
-
-class MatchingLoss:
-    """The matching loss of a batch, which the second pass of common.Chunks adds chunk by chunk.
-
-    Args:
-        model: Vast, as prepared by the accelerator.
-        weight: of the loss.
-    """
-
-    def __init__(self, model, weight):
-        self.model = model
-        self.weight = weight
-
-    def begin(self, pairs, num_clips):
-        """Takes the Pairs of the next batch, which has B clips on this process."""
-        self.pairs = pairs
-        self.num_clips = num_clips
-        self.total = 0.0  # the loss of the chunks so far, without its weight
-
-    def second_pass(self, inputs, start):
-        """Encodes a chunk of clips again, and classifies its pairs.
-
-        Args:
-            inputs: pixels and tokens of the chunk.
-            start: number of its first clip in the batch.
-        Returns: (clip (b, D), text (b, D)); the weighted loss ().
-        """
-        num_texts = len(inputs["tokens"]["input_ids"])
-        pairs = self.pairs.of_clips(start, start + num_texts)
-        clip, text, logits = self.model(inputs["pixels"], inputs["tokens"], pairs)
-        loss = matching_loss(logits, pairs.target, self.num_clips)
-        self.total += loss.detach()
-        return (clip, text), self.weight * loss
 
 
 # ===================================================== released weights ===========================
@@ -577,11 +471,10 @@ def convert_vast(model, weights):
         if not re.match(LEFT_OUT, name):
             tensors[our_name(name, model.modalities)] = tensor
     tensors = {name: x for name, x in tensors.items() if not is_of_absent_part(name, model)}
-    if model.matching is not None:
-        for kind, embeddings in model.matching.frames.items():
-            name = f"matching.frames.{kind}"
-            if name in tensors:
-                tensors[name] = nearest_frames(tensors[name], embeddings.shape[1])
+    for kind, embeddings in model.matching.frames.items():
+        name = f"matching.frames.{kind}"
+        if name in tensors:
+            tensors[name] = nearest_frames(tensors[name], embeddings.shape[1])
     return tensors
 
 
@@ -597,14 +490,11 @@ def our_name(name, modalities):
 
 
 def is_of_absent_part(name, model):
-    """Whether a tensor belongs to a part that a Vast was built without: the head of other
-    modalities, the sound, the matching."""
+    """Whether a tensor belongs to a part that a Vast was built without: the heads of other
+    modalities, the sound."""
     if re.match(r"contra_head_(v|a|s|va|vs|vas)\.", name):
         return True
     if name.startswith("audio."):
         return "a" not in model.modalities
-    is_of_matching = name.startswith("matching.") or ".crossattention." in name
-    if is_of_matching and model.matching is None:
-        return True
     kind = re.match(r"matching\.\w+\.(vision|audio|subtitle)", name)
     return kind is not None and kind[1] not in model.matching.linears

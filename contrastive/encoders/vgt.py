@@ -189,15 +189,15 @@ class VGT(TwoTower):
         model: 'vgt', as model.json names this model.
         regions: R.
         at_frames: whether step 8 attends to words at single frames, too.
-        similarity: 'pooled', or 'none' if no loss compares videos with texts.
+        contrastive: whether a loss compares the embeddings of videos and texts.
     """
 
     def __init__(self, vision, text, width, tokenizer, *, answers=(), model="vgt", regions=10,
-                 dropout=0.3, at_frames=False, similarity="pooled"):
+                 dropout=0.3, at_frames=False, contrastive=True):
         super().__init__(vision.requires_grad_(False), text)
         self.answers = list(answers)
         self.model = model
-        self.similarity = similarity
+        self.contrastive = contrastive
         self.regions = regions
         self.at_frames = at_frames
         self.cached_vocabulary = None
@@ -223,7 +223,7 @@ class VGT(TwoTower):
         return self
 
     def forward(self, pixels=None, tokens=None, question=None, choices=None):
-        """As QuestionAnswerer.forward, with pooled similarity.
+        """As QuestionAnswerer.forward.
 
         Args: question: may hold boxes (B, T, R, 4), x1 y1 x2 y2 in pixels of the view.
         """

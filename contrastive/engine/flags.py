@@ -19,7 +19,6 @@ from contrastive.core.number_types import (
 from contrastive.core.processes import print_main
 from contrastive.core.words import command_of, flag_of, name_of
 from contrastive.data.registry import flags_of, partition_name
-from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.weights import packaged_encoders
 from contrastive.engine.checkpoints import folder_of
 
@@ -178,7 +177,8 @@ class Parser(OneLineErrorParser):
             recipes: {data set: {flag: value}}, chosen by --dataset or --recipe. The first is the
                 default data set, 'own' is for data that have no recipe. The entry 'source' says
                 whose values they are.
-            presets: {flag: {value: {other flag: value}}} of flags that stand for values of others.
+            presets: {flag: {value: {name: value}}} of flags that set others, which are named as in
+                args; the value of a store_true flag such as --baseline is True.
             check: function (parser, args) that refuses flags which contradict each other.
         Returns: the flags. Exits with one line and code 2 if one is refused.
         """
@@ -210,7 +210,6 @@ class Parser(OneLineErrorParser):
         args.command_line = sorted(self.command_line_flags & self._option_string_actions.keys())
         args.method_flags = self.flags_of_group("method")
         self.settle_lengths(args)
-        self.settle_modalities(args)
         args.changed = list(dict.fromkeys(saved.get("changed", []) + self.changed_flags(args)))
         self.check_resume(chosen.resume, saved, args)
         self.say_changes(saved, args)
@@ -251,7 +250,10 @@ class Parser(OneLineErrorParser):
             chooser.add_argument(flag, default="")
         for flag in presets:
             default = self._option_string_actions[flag].default
-            chooser.add_argument(flag, default=default)
+            if default is False:
+                chooser.add_argument(flag, action="store_true")
+            else:
+                chooser.add_argument(flag, default=default)
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
         chosen, _ = chooser.parse_known_args(argv)
         return chosen
@@ -301,12 +303,6 @@ class Parser(OneLineErrorParser):
         if "--epochs" in flags and "--max-steps" not in flags:
             args.max_steps = 0  # a resumed run may have had --max-steps
 
-    def settle_modalities(self, args):
-        """--modalities auto is what the image encoder reads."""
-        if self.texts and args.modalities == "auto":
-            is_vast = encoder_kind(args.image_encoder).family == "vast"
-            args.modalities = "vas" if is_vast else "v"
-
     def changed_flags(self, args):
         """Hyperparameters on the command line that differ from their defaults."""
         changed = []
@@ -351,6 +347,10 @@ class Parser(OneLineErrorParser):
                 after = shlex.quote(str(value))
                 print_main(f"resumed with {flag} {before} -> {after}")
 
+    def flags_of(self, title):
+        """The flags of a group, as on the command line."""
+        return [flag_of(name) for name in self.flags_of_group(title)]
+
     def flags_of_group(self, title):
         """The names of the flags of a group."""
         names = []
@@ -360,6 +360,27 @@ class Parser(OneLineErrorParser):
         return list(dict.fromkeys(names))
 
     # ---------------------------------------- the flags of several scripts ------------------------
+    def add_tau_flags(self, group, tau, tau_clamp, note):
+        """Adds --tau, --learnable-tau and --tau-clamp to a group, with the defaults of the script.
+
+        Args: note: values of the papers, which --help shows.
+        """
+        group.add_argument("--tau", type=positive_float, default=tau,
+                           help=f"temperature of InfoNCE, divides the cosine; {note}")
+        group.add_argument("--learnable-tau", action=YES_OR_NO, default=False,
+                           help="learn the temperature, from --tau on")
+        group.add_argument("--tau-clamp", type=positive_float, nargs=2, default=list(tau_clamp),
+                           metavar=("LOW", "HIGH"),
+                           help="lowest and highest value of a learnt temperature")
+
+    def check_tau_flags(self, args):
+        """Refuses --tau-clamp without --learnable-tau, and a --tau outside of it."""
+        self.only(args.learnable_tau, "with --learnable-tau", "--tau-clamp")
+        low, high = args.tau_clamp
+        self.require(not args.learnable_tau or low <= args.tau <= high,
+                     f"--tau {args.tau}: a learnt temperature must start within --tau-clamp {low} "
+                     f"{high}")
+
     def add_view_flags(self, crop_min, flip, jitter, jitter_p):
         """Adds the flags of common.training_view, with the defaults of the script."""
         add = self.add_argument_group("view").add_argument
@@ -381,17 +402,20 @@ class Parser(OneLineErrorParser):
                  "pixels, brightness and sharpness times 1.9, grey outside")
 
     def add_simclr_view_flags(self):
-        """Adds the flags of common.simclr_view."""
+        """Adds the flags of common.simclr_view; defaults are SimCLR's, of colours SLIP's."""
         add = self.add_argument_group("SimCLR's view").add_argument
-        add("--aug-crop-min", type=fraction, default=0.2,
+        add("--aug-crop-min", type=fraction, default=0.08,
             help="smallest crop as a fraction of the area, 0..1; SimCLR 0.08")
         add("--aug-flip", type=fraction, default=0.5,
             help="horizontal-flip probability, 0..1; SimCLR 0.5")
-        add("--aug-jitter", type=fraction, default=0.4,
-            help="strength of the colour jitter, in 80 %% of the views; SLIP 0.4")
+        add("--aug-jitter", type=nonnegative_float, default=0.4,
+            help="strength of the colour jitter; SLIP 0.4")
+        add("--aug-jitter-p", type=fraction, default=0.8,
+            help="probability of the colour jitter, 0..1; SimCLR 0.8")
         add("--aug-hue", type=between(0, 0.5), default=0.1,
             help="strength of the hue jitter, 0..0.5; SLIP 0.1")
-        add("--aug-blur", type=fraction, default=0.0, help="blur probability, 0..1; SimCLR 0.5")
+        add("--aug-grey", type=fraction, default=0.2, help="grey probability, 0..1; SimCLR 0.2")
+        add("--aug-blur", type=fraction, default=0.5, help="blur probability, 0..1; SimCLR 0.5")
 
     # ---------------------------------------- the flags that all scripts share --------------------
     def add_shared_flags(self):
@@ -444,8 +468,6 @@ class Parser(OneLineErrorParser):
                 help="share of the training examples that get another one's captions, 0..1")
             add("--extra-pairs", nargs="+", default=[], metavar="SET",
                 help="sets whose pairs join training, NAME[=DIR]: howto100m=DIR, mine.csv=DIR")
-            add("--streaming", action=YES_OR_NO, default=False,
-                help="read tars from start to end, without an index of their members")
 
     def add_evaluation_flags(self):
         add = self.add_argument_group("evaluation").add_argument
@@ -498,9 +520,6 @@ class Parser(OneLineErrorParser):
                  "(CC3M trainer)")
         add("--frames", type=int_ge1, default=12,
             help="frames T of a clip; CLIP4Clip: 12, for paragraphs 64")
-        if self.texts:
-            add("--eval-frames", type=int_ge0, default=0,
-                help="frames T of a clip of val and test; VAST 16; 0 = as in training")
         add("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform",
             help="frames of a clip: spread from first to last; the middles of T segments; a "
                  "random one of each segment (in evaluation uniform; middle on epic-kitchens-100, "
@@ -509,8 +528,6 @@ class Parser(OneLineErrorParser):
         image_encoders = (
             "image encoder: small, resnet18-cifar, any timm name, a transformers id or folder; of "
             "whole clips video_NAME (a timm ViT), swin3d_b, clip_vip:NAME (a CLIP)")
-        if self.texts:
-            image_encoders += ", or vast (MM-TS's base, which reads sound and subtitles as well)"
         add("--image-encoder", default="small", help=image_encoders)
         add("--pretrained", action=YES_OR_NO, default=False,
             help="start the encoders from published weights")
@@ -519,9 +536,6 @@ class Parser(OneLineErrorParser):
         add("--embed-dim", type=between(2, 10**6, int), default=128,
             help="width D of the embeddings")
         if self.texts:
-            add("--modalities", choices=["auto", "v", "a", "s", "va", "vs", "vas"], default="auto",
-                help="what VAST reads of a clip: v frames, a sound, s a subtitle, as far as the "
-                     "data have them; auto: vas, and frames alone with other image encoders")
             add("--projection-bias", action=YES_OR_NO, default=False,
                 help="new layers from features to embeddings have a bias (CC3M trainer)")
         add("--grad-checkpointing", action=YES_OR_NO, default=False,

@@ -60,7 +60,7 @@ class GradCache:
         """Inputs of the model, (nested dicts of) (B, ...) tensors -> tuple of (B, D) embeddings."""
         from accelerate.utils import find_batch_size
         num_examples = find_batch_size(inputs)
-        if 0 < self.chunk_size < num_examples:
+        if self.is_in_chunks(num_examples):
             if torch.is_grad_enabled():
                 # one input must need a gradient, else autograd calls no backward
                 return _EncodeInChunks.apply(self, inputs, torch.zeros((), requires_grad=True))
@@ -69,6 +69,10 @@ class GradCache:
         with tf32(self.uses_tf32):
             embeddings = self.forward(**inputs)                            # (B, D) each
         return _EncodersBelow.apply(self, *embeddings)
+
+    def is_in_chunks(self, num_examples):
+        """Whether a batch of so many examples is encoded in chunks, and so twice."""
+        return 0 < self.chunk_size < num_examples
 
     def encode_in_chunks(self, inputs):
         """The first pass. Returns: embeddings (B, D) each; [(inputs of a chunk, random state)]."""

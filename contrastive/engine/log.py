@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from contrastive import CORES
-from contrastive.core.files import flatten, whole_file
+from contrastive.core.files import flatten, logged_rows, whole_file
 from contrastive.core.processes import barrier, opening, rank
 
 import torch
@@ -25,7 +25,7 @@ class Log:
 
     A resumed run keeps the rows up to its checkpoint; `open` drops the later ones from the file.
 
-    Attributes: rows, all of them, for the pictures.
+    Attributes: rows, all of them.
     """
 
     def __init__(self, run):
@@ -82,22 +82,6 @@ class Log:
                 if isinstance(value, (int, float)):
                     numbers[name] = value
             self.accelerator.log(numbers, row["step"])
-
-    def column(self, name, x="step"):
-        """(steps, values) of a logged number; the keys of nested dicts are joined with '/'."""
-        steps, values = [], []
-        for row in self.rows:
-            value = flatten(row).get(name)
-            if value is not None:
-                steps.append(row[x])
-                values.append(value)
-        return steps, values
-
-
-def logged_rows(path):
-    """The rows of a metrics.jsonl; a crash may have cut the last one, or a run is writing it."""
-    lines = path.read_text(encoding="utf8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 # ===================================================== program and machine ========================

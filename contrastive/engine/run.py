@@ -22,10 +22,11 @@ from contrastive.core.files import write_json, write_tensors
 from contrastive.core.metrics import embedding_health, normalize
 from contrastive.core.words import command_of
 from contrastive.evaluation.retrieval import query_ranks
+from contrastive.evaluation.saved_pieces import MAX_PICTURES, save_pieces
 from contrastive.figures import draw
 from contrastive.core.processes import (
-    UserError, barrier, gather, gather_objects, mean_over_processes, on_main, opening, rank, print_main,
-    to_device, world_size)
+    UserError, barrier, gather, gather_objects, mean_over_processes, on_main, opening, print_main,
+    rank, to_device, world_size)
 
 import torch
 import torch.distributed as dist
@@ -79,8 +80,8 @@ def adjust_flags_to_data(args, train):
         per_epoch = examples // args.batch_size
         epochs = float(math.ceil(ENOUGH_STEPS / per_epoch))
         if args.epochs < epochs:
-            print_main(f"--epochs {args.epochs:g} -> {epochs:g}, which make {epochs * per_epoch:.0f} "
-                "steps")
+            num_steps = round(epochs * per_epoch)
+            print_main(f"--epochs {args.epochs:g} -> {epochs:g}, which make {num_steps} steps")
             if "--warmup-epochs" not in args.command_line:
                 args.warmup_epochs = scaled_warmup(args, epochs / args.epochs)
             args.epochs = epochs
@@ -149,13 +150,14 @@ class Run:
         accelerator: as make_accelerator returns it.
         train, evals: training data; {name: {split: data}} to evaluate.
         steps: Steps, as count_steps returns them.
+        last: the last step, if the run ends before its schedules do; None = steps.total.
     Attributes:
         step: optimiser steps so far.
         folder: of the run.
         val_pieces: EvaluationPieces of the last evaluation on val, by data set.
     """
 
-    def __init__(self, file, args, accelerator, train, evals, steps):  # noqa: PLR0917
+    def __init__(self, file, args, accelerator, train, evals, steps, last=None):  # noqa: PLR0917
         self.started = time.time()  # a resume moves it back by the time before
         self.script = Path(file).stem
         self.command = command_of(file)
@@ -165,7 +167,7 @@ class Run:
         self.train = train
         self.evals = evals
         self.steps = steps
-        self.last = steps.total
+        self.last = last or steps.total
         self.step = 0
         self.require_gpu()
         self.folder = on_main(self.open_folder)
@@ -261,16 +263,21 @@ class Run:
         self.data.bad = dict(self.bad_samples)
         return self.data
 
-    def start(self, evaluator, shown=("loss", "tau"), after_val=None, **lines):
+    def start(self, evaluator, shown=("loss", "tau"), after_val=None, pair=("image", "text"),
+              **lines):
         """Prints the banner, evaluates before the first step, starts the progress bar. Collective.
 
         Args:
             evaluator: the Evaluator of the script's data.
             shown: columns of the log in the progress bar, if the log has them.
             after_val: function (row, pieces) that adds to each row of a val evaluation.
+            pair: names of the first two embeddings of end_step in the log, std_image and std_text.
             lines: title=text, more lines of the banner.
         """
-        self.evaluator, self.shown, self.after_val = evaluator, shown, after_val
+        self.evaluator = evaluator
+        self.shown = shown
+        self.after_val = after_val
+        self.pair = pair
         self.hub = self.hub | COMMITS  # a resumed run reads no published weights
         # from here on nothing refuses a resume: until then its folder stays as it was
         checkpoints.set_newer_aside(self)
@@ -414,8 +421,8 @@ class Run:
                "step_s": seconds, "data_s": means.pop("data_s"),
                "samples_per_s": batch_size / seconds}
         row.update(means)
-        image, text = [gather(normalize(x)) for x in embeddings[:2]]       # (N, D)
-        row.update(embedding_health(image, text))
+        first, second = [gather(normalize(x)) for x in embeddings[:2]]     # (N, D)
+        row.update(embedding_health(first, second, names=self.pair))
         self.log.write(row)
         self.show(row)
 
@@ -453,8 +460,8 @@ class Run:
         """Ends the process after a checkpoint and says how to go on. Collective."""
         self.bar.close()
         name = signal.Signals(self.signal).name
-        print_main(f"stopped after step {self.step} by {name}; to go on: python {self.command} --resume "
-            f"{self.folder} (with the same launcher)")
+        print_main(f"stopped after step {self.step} by {name}; to go on: python {self.command} "
+                   f"--resume {self.folder} (with the same launcher)")
         barrier()
         self.accelerator.end_training()
         raise SystemExit(128 + self.signal)
@@ -483,11 +490,10 @@ class Run:
                     dist.broadcast(buffer, 0)
 
     # ---------------------------------------- the end ---------------------------------------------
-    def finish(self, facts, figures, **extra):
+    def finish(self, figures, **extra):
         """Saves the model, evaluates the test splits, writes summary.json, draws. Collective.
 
         Args:
-            facts: EvaluationFacts, which eval.py reads.
             figures: name of the module of contrastive/figures that draws; it stays in a copy of the
                 script.
             extra: more entries of the summary.
@@ -495,14 +501,16 @@ class Run:
         """
         self.in_loop = False
         self.bar.close()
-        on_main(self.save_model, facts)
-        test, chance, self.test_pieces = self.evaluator("test", with_trivial=True)
+        on_main(self.save_model)
+        test, chance, test_pieces = self.evaluator("test")
         summary = self.summary(test, chance, extra)
         if rank() == 0:
-            self.write_ranks()
+            self.write_ranks(test_pieces)
             write_json(self.folder / "summary.json", summary)
             print_main(report(summary, self.folder))
-            draw(figures, self)
+            save_pieces(self.folder / "val.safetensors", self.val_pieces)
+            save_pieces(self.folder / "test.safetensors", test_pieces, MAX_PICTURES)
+            draw(figures, self.folder)
         barrier()
         self.accelerator.end_training()  # closes trackers and the process group
         return summary
@@ -518,32 +526,32 @@ class Run:
             "peak_memory_mib": max(gather_objects(peak_memory_mib())),
             "parameters": self.num_parameters,
             "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val,
-            "test": test, "chance": chance, "commit": self.commit, "hub": self.hub,
+            "test": test, "chance": chance, "val_chance": self.chance,
+            "commit": self.commit, "hub": self.hub,
             "training_set": identity_of_files(self.train),
             "versions": versions(args.cpu, self.commit), **extra}
 
-    def write_ranks(self):
+    def write_ranks(self, test_pieces):
         """Writes the rank of each test query by cosine to test_ranks.safetensors.
 
         They serve comparisons of runs, and are without the biases of ncl.py's reported recalls.
         """
         tensors = {}
-        for name, pieces in self.test_pieces.items():
+        for name, pieces in test_pieces.items():
             if pieces.text is not None:
                 for direction, ranks in query_ranks(pieces).items():
                     tensors[f"{name}/{direction}"] = torch.from_numpy(ranks)
         if tensors:
             write_tensors(self.folder / "test_ranks.safetensors", tensors)
 
-    def save_model(self, facts):
+    def save_model(self):
         """Writes what load_model reads; own.safetensors has the parameters of the loss, if any."""
         _, tokenizer, _ = self.evaluator.towers
         write_tensors(self.folder / "model.safetensors", self.model.state_dict())
         parameters = self.loss_parameters()
         if parameters:
             write_tensors(self.folder / "own.safetensors", parameters)
-        spec = self.model.spec | {"evaluation": vars(facts)}
-        write_json(self.folder / "model.json", spec)
+        write_json(self.folder / "model.json", self.model.spec)
         # that of the small encoder is there since the start: a resume would not write it again
         if tokenizer and self.args.text_encoder != "small":
             tokenizer.tokenizer.save_pretrained(self.folder / "tokenizer")

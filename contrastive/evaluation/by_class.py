@@ -80,10 +80,10 @@ def view_of(transform, name, trained_on):
     Args:
         transform: EvalTransform of the run.
         name, trained_on: data set of the evaluation, and of the run.
-    Returns: EvalTransform, or None if it is `transform`; words on it.
+    Returns: EvalTransform, or None if it is `transform`.
     """
     if transform.resize != "squash" or name == trained_on:
-        return None, ""
+        return None
     if name.startswith("cifar100"):
         stats = "cifar100"
     elif name.startswith("cifar10"):
@@ -92,8 +92,7 @@ def view_of(transform, name, trained_on):
         stats = "imagenet"
     mean_and_std = (STATS | CIFAR_STATS)[stats]
     part = transform.size / transform.short
-    view = EvalTransform(transform.size, *mean_and_std, "crop", part)
-    return view, f"images of the tasks by class are cropped, statistics {stats}"
+    return EvalTransform(transform.size, *mean_and_std, "crop", part)
 
 
 def labelled(model, data, options):
@@ -131,7 +130,7 @@ def padded_and_flipped(data, seed):
 
 
 # ======================================================= tasks ====================================
-def class_metrics(tasks, train, test, few=None, limits=None, *, with_few_shot=True, device=None):
+def class_metrics(tasks, train, test, few=None, limits=None, *, device=None):
     """Accuracy of nearest neighbours and of linear probes.
 
     Args:
@@ -140,7 +139,6 @@ def class_metrics(tasks, train, test, few=None, limits=None, *, with_few_shot=Tr
         few: those from which the few-shot probe learns; None = as many training images of each
             class as the smallest has.
         limits: as in accuracy_by_class_size.
-        with_few_shot: whether there is a few-shot probe without `few`.
         device: where neighbours are computed.
     Returns: {knn@1, knn@10, few-shot, all: {top1, mean_per_class, head, mid, tail}} in percent, and
         `shots` of few-shot; {top1, mean_per_class} of each by chance; {class: percent} of knn@1, or
@@ -153,7 +151,7 @@ def class_metrics(tasks, train, test, few=None, limits=None, *, with_few_shot=Tr
         metrics.update(neighbours)
         chance.update(guesses)
     if "probe" in tasks:
-        probes, guesses = probe_metrics(train, test, few, with_few_shot)
+        probes, guesses = probe_metrics(train, test, few)
         metrics.update(probes)
         chance.update(guesses)
     for name, result in metrics.items():
@@ -199,7 +197,7 @@ def guess_or_constant(guess, labels, test_labels):
     return guess | {"top1": max(guess["top1"], top1)}
 
 
-def probe_metrics(train, test, few=None, with_few_shot=True):
+def probe_metrics(train, test, few=None):
     """{few-shot, all: accuracies} of probes of a few and of all images; the accuracies of each by
     chance. The `shots` of few-shot are the images of a class, on average."""
     _, features, labels = train
@@ -207,20 +205,18 @@ def probe_metrics(train, test, few=None, with_few_shot=True):
     num_classes = len(np.unique(labels))
     guess = dict.fromkeys(("top1", "mean_per_class"), 100 / num_classes)
     metrics = {}
-    chance = {"all": guess_or_constant(guess, labels, test_labels)}
+    chance = {"all": guess_or_constant(guess, labels, test_labels), "few-shot": guess}
     labels, test_labels = torch.from_numpy(labels), torch.from_numpy(test_labels)
     if few:
         _, few_features, few_labels = few
         metrics["few-shot"] = linear_probe(
             few_features, torch.from_numpy(few_labels), test_features, test_labels, per_class=True)
         metrics["few-shot"]["shots"] = round(len(few_labels) / len(np.unique(few_labels)))
-    elif with_few_shot:
+    else:
         smallest = int(labels.unique(return_counts=True)[1].min())
         metrics["few-shot"] = linear_probe(
             features, labels, test_features, test_labels, few_shot=smallest, per_class=True)
         metrics["few-shot"]["shots"] = smallest
-    if "few-shot" in metrics:
-        chance["few-shot"] = guess
     metrics["all"] = linear_probe(features, labels, test_features, test_labels, per_class=True)
     return metrics, chance
 

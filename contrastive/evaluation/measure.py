@@ -8,16 +8,15 @@
     probe       linear classifiers
     qa          answers to questions
 
-Scripts use its Evaluator, eval.py uses `measure` itself.
+Evaluator does it for all sets of a run, or of eval.py.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 from contrastive.core.processes import UserError
 from contrastive.data.table import Data, frames_of
-from contrastive.encoders.models import EvalTransform, untrained
+from contrastive.encoders.models import EvalTransform
 from contrastive.evaluation import answers
 from contrastive.evaluation.by_class import (
     FeatureOptions, LabelledFeatures, class_metrics, labelled, view_of, zero_shot)
@@ -25,7 +24,6 @@ from contrastive.evaluation.embed import encode_images
 from contrastive.evaluation.pieces import EvaluationPieces, Measurement
 from contrastive.evaluation.retrieval import (
     encode_captions, gap_and_health, multi_instance_retrieval, retrieval_both_ways)
-from contrastive.evaluation.trivial import BodyFeatures, drawn_images, trivial_accuracy
 
 import numpy as np
 
@@ -54,16 +52,13 @@ class ClassOptions:
     shot_limits: tuple | None = None  # of core.metrics.accuracy_by_class_size
     knn_features: str = "projected"  # embeddings; 'backbone': features before the projection
     view: EvalTransform | None = None  # of these tasks, if it is not that of the towers
-    # function () -> the run's model at random weights, or None; with it kNN and probes are measured
-    # on raw pixels, on colours and on that model as well: the chance level `trivial`
-    build_untrained: object = None
 
 
 # ======================================================= tasks that are supported =================
 def usual_tasks(model, tokenizer, data):
     """The tasks of a split if none are named, in training and in eval.py.
 
-    `unsupported_tasks` says which of them the split does not support.
+    unsupported_tasks says which of them the split does not support.
     """
     if hasattr(model, "answers"):
         return ("qa",)
@@ -76,14 +71,12 @@ def usual_tasks(model, tokenizer, data):
     return ("retrieval", "gap", "mir", "knn", "zero-shot")  # TeMo, Fig. 7
 
 
-def unsupported_tasks(tasks, data, towers, train=None, *, class_names_as_captions=False,
-                      knn_features="projected"):
+def unsupported_tasks(tasks, data, towers, train=None, *, class_names_as_captions=False):
     """The tasks that cannot be done on a split with a model: {task: the reason in words}.
 
     Args:
         train: Data for knn and probe, or None.
         class_names_as_captions: they serve as such where there are no others, as in training.
-        knn_features: as in ClassOptions.
     """
     model, tokenizer, _ = towers
     reasons = {}
@@ -95,7 +88,7 @@ def unsupported_tasks(tasks, data, towers, train=None, *, class_names_as_caption
         else:
             reason = reason_against_classes(task, data, train)
         if not reason and task != "qa":
-            reason = reason_of_model(task, model, tokenizer, knn_features)
+            reason = reason_of_model(task, model, tokenizer)
         if reason:
             reasons[task] = reason
     return reasons
@@ -125,7 +118,7 @@ def reason_against_classes(task, data, train):
     if data.labels is None or not (data.labels >= 0).any():
         return "the set has no classes"
     if task in WITH_TRAINING:
-        if train is None or train.streamed or not have_same_classes(train, data):
+        if train is None or not have_same_classes(train, data):
             return "there are no other training images of the same classes"
     elif not data.label_names:
         return "the classes have no names"
@@ -139,20 +132,12 @@ def have_same_classes(train, data):
     return bool(data.label_names) or train.name == data.name
 
 
-def reason_of_model(task, model, tokenizer, knn_features):
-    """Why a model does not support a task; "" if it does."""
+def reason_of_model(task, model, tokenizer):
+    """Why a model does not support a task by caption or by class; "" if it does."""
+    if hasattr(model, "answers"):
+        return "the model answers questions: --tasks qa"
     if tokenizer is None and task not in WITH_TRAINING:
         return "the model has no text encoder"
-    reads_features = task == "probe" or task == "knn" and knn_features == "backbone"
-    similarity = getattr(model, "similarity", "")
-    if similarity == "fused" and not reads_features:
-        return ("the model was trained with --qa-similarity fused, not its embeddings before the "
-                "fusion")
-    if similarity == "none" and not reads_features:
-        return ("the model was trained with --contrastive-weight 0, on answers alone, not its "
-                "embeddings")
-    if getattr(model, "model", "") == "vgt" and model.vision.name != "regions":
-        return "the model needs boxes, which only questions bring: --tasks qa"
     return ""
 
 
@@ -268,50 +253,34 @@ class SplitEvaluation:
             _, self.pieces.train_features, self.pieces.train_labels = train
             self.pieces.features, self.pieces.labels = self.labelled_features, self.labels
             self.pieces.label_names = self.data.label_names
-        if options.build_untrained is not None:
-            self.chance["trivial"] = self.trivial_chance(tasks, few_shot, feature_options)
-            drawn = drawn_images(options.train, self.data)
-            if drawn:
-                self.chance["trivial_images"] = drawn
-
-    def trivial_chance(self, tasks, few_shot, feature_options):
-        """The accuracies of raw pixels, of colours, and of the untrained model or, if the image
-        encoder is frozen, of its features."""
-        models = {}
-        vision = getattr(self.towers.model, "vision", None)
-        if getattr(vision, "frozen", False):
-            models["frozen"] = BodyFeatures(self.towers.model)
-        else:
-            untrained_model = self.options.build_untrained()
-            if untrained_model is not None:
-                models["untrained"] = untrained_model.to(self.device)
-        return trivial_accuracy(
-            self.options.train, self.data, few_shot, feature_options, tasks=tasks, models=models,
-            limits=self.options.shot_limits)
 
 
 # ======================================================= all sets of a run ========================
 class Evaluator:
-    """The evaluation of all sets of a run, after training and during it.
+    """The evaluation of all sets of a run, after training and during it, and that of eval.py.
 
     evaluator("val") returns metrics, chance levels and EvaluationPieces, three dicts by data set.
-    It does those of the usual_tasks that a split supports. Collective: all processes call it.
-    With --watch-test it measures the test split of a set without val, as "NAME (test)".
+    Collective: all processes call it. With --watch-test it measures the test split of a set without
+    val, as "NAME (test)".
 
     Args:
         model, tokenizer, transform: the towers; tokenizer None without texts.
         sets: {name: {"val": Data, "test": Data}}, with the splits that exist.
-        train: for knn and probe.
+        train: for knn and probe of sets with the same classes; None = neither is measured.
         device: of the model.
         args: flags of the run.
-        method_metrics: function of the pieces of a split -> metrics of a method; None = no such.
+        method_metrics: function of the pieces of a split with captions -> metrics of a method; None
+            = no such.
         few_shot: Data from which the few-shot probe learns; None = from some of train.
+        tasks: of TASKS; empty = the usual_tasks. What a split does not support is left out.
+    Attributes:
+        left_out: {(name, split): {task: the reason}}.
     Raises: UserError if a split supports none of the tasks.
     """
 
     def __init__(self, model, tokenizer, transform, sets, train, *, device, args,
-                 method_metrics=None, few_shot=None):
-        if not train.streamed:
+                 method_metrics=None, few_shot=None, tasks=()):
+        if train is not None:
             # neighbours are clips, not their captions, and those of the set itself
             train = (train.before_extra_pairs or train).folded()
         self.towers = Towers(model, tokenizer, transform)
@@ -319,50 +288,47 @@ class Evaluator:
         self.device, self.args, self.method_metrics = device, args, method_metrics
         self.knn_features = getattr(args, "knn_features", "projected")
         self.shot_limits = getattr(args, "shot_limits", None)
-        self.tasks = {}
+        self.tasks, self.left_out = {}, {}
         for name, splits in sets.items():
             for split, data in splits.items():
-                self.tasks[name, split] = self.tasks_of(name, split, data)
+                self.choose_tasks(name, split, data, tasks)
 
-    def tasks_of(self, name, split, data):
-        """The tasks of a split."""
-        tasks = usual_tasks(self.towers.model, self.towers.tokenizer, data)
-        train = self.train if self.train.name == data.name else None
+    def choose_tasks(self, name, split, data, tasks):
+        """Decides on the tasks of a split. tasks: those that are asked for; empty = the usual."""
+        chosen = tasks or usual_tasks(self.towers.model, self.towers.tokenizer, data)
         unsupported = unsupported_tasks(
-            tasks, data, self.towers, train, class_names_as_captions=True)
-        supported = [task for task in tasks if task not in unsupported]
-        if not supported:
-            raise UserError(f"--eval-datasets {name}: its {split} split: {unsupported[tasks[0]]}")
-        return supported
+            chosen, data, self.towers, self.train, class_names_as_captions=not tasks)
+        self.tasks[name, split] = [task for task in chosen if task not in unsupported]
+        self.left_out[name, split] = unsupported
+        if not self.tasks[name, split]:
+            reasons = "; ".join(f"{task}: {reason}" for task, reason in unsupported.items())
+            raise UserError(f"{name}: nothing can be measured on its {split} split: {reasons}")
 
-    def __call__(self, split, with_trivial=False):
+    def __call__(self, split):
         metrics, chance, pieces = {}, {}, {}
         for name, splits in self.sets.items():
             if split in splits:
-                measured = self.measure_split(name, split, with_trivial)
+                measured = self.measure_split(name, split)
             elif self.towers.tokenizer is None:
                 # temperature_schedules.py measures and draws the training images
                 measured = Measurement({}, {}, self.training_pieces())
             elif split == "val" and self.args.watch_test:
-                measured = self.measure_split(name, "test", with_trivial)
+                measured = self.measure_split(name, "test")
                 name = f"{name} (test)"
             else:
                 continue
             metrics[name], chance[name], pieces[name] = measured
         return metrics, chance, pieces
 
-    def measure_split(self, name, split, with_trivial):
-        """The Measurement of a split. with_trivial: whether it has the chance level `trivial`."""
-        model, _, transform = self.towers
-        view, _ = view_of(transform, name, self.args.dataset)
+    def measure_split(self, name, split):
+        """The Measurement of a split."""
+        view = view_of(self.towers.transform, name, self.args.dataset)
         options = ClassOptions(
             self.train, self.few_shot, self.shot_limits, self.knn_features, view)
-        if with_trivial:
-            options.build_untrained = functools.partial(untrained, model.spec, self.args.seed)
-        measured = measure(
-            self.towers, self.sets[name][split], self.tasks[name, split], options,
-            device=self.device, workers=self.args.workers)
-        if self.method_metrics:
+        tasks = self.tasks[name, split]
+        measured = measure(self.towers, self.sets[name][split], tasks, options,
+                           device=self.device, workers=self.args.workers)
+        if self.method_metrics and "retrieval" in tasks:
             measured.metrics.update(self.method_metrics(measured.pieces))
         return measured
 

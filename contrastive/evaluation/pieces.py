@@ -28,6 +28,7 @@ class EvaluationPieces:
     num_cut: int = 0                      # captions that lose their end
     num_repeated: int = 0                 # captions that images of several groups have
     biases: dict = dataclasses.field(default_factory=dict)  # NCL: {mode: ((M,), (C,))}
+    recall_by_queue_size: dict | None = None  # NCL: {training queries: {direction: R@1}}
 
     # ---- of knn and probe ----
     per_class: dict | None = None         # {class: accuracy of the nearest neighbour, %}

@@ -24,7 +24,7 @@ LABELS = {
 def table(title, metrics, chance):
     """A table of metrics, one line for each group, each number with its chance level in brackets.
 
-    Args: metrics, chance: as `measure` returns them; chance may have accuracies of `trivial`.
+    Args: metrics, chance: as `measure` returns them.
     """
     counts = shown_counts(metrics)
     shown = ", ".join(counted(n, name) for name, n in counts.items())
@@ -57,7 +57,7 @@ def shown_counts(metrics):
 
 
 def lines_of_groups(metrics, chance):
-    """A line for each group of numbers, and one below it with what a kNN has to be above."""
+    """A line for each group of numbers."""
     measured = {name: value for name, value in metrics.items() if name not in COUNTS}
     chance_levels = flatten(chance)
     groups = {}
@@ -73,16 +73,6 @@ def lines_of_groups(metrics, chance):
         if "clips" in metrics:
             row = row.replace("image ->", "video ->").replace("-> image", "-> video")
         lines.append(f"  {row}")
-        trivial = []
-        for name, accuracies in chance.get("trivial", {}).items():
-            if group in accuracies:
-                trivial.append(f"{name} {accuracies[group]['mean_per_class']:.2f}")
-        if trivial:
-            line = f"mean_per_class of {', '.join(trivial)}"
-            drawn = chance.get("trivial_images")
-            if drawn:
-                line += f" ({drawn['train']:,} training, {drawn['test']:,} test images)"
-            lines.append(f"  {'':<24} {line}")
     return lines
 
 

@@ -1,23 +1,22 @@
-"""What all pictures share, and those that every run has: curves, retrieval, answers, pairs.
+"""What all figures share, and those that every run has: curves, retrieval, answers.
 
     fig, (left, right) = figure(2)
     left.plot(steps, loss)
     save_figure(fig, folder / "mine.png")      # or .pdf
-
-`pieces` is what the evaluation of a data set returns: image (M, D), text (C, D), owner (C,) the row
-of each caption's image, texts (C captions), index (M,) into data, positives (C, P), data.
 """
 
+import argparse
+import dataclasses
 import functools
 import math
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
+from contrastive.core.files import flatten, logged_rows, read_json, slug
 from contrastive.core.metrics import normalize, retrieval_ranks
-from contrastive.core.files import flatten, slug
-from contrastive.core.processes import opening
-from contrastive.data.table import frames_of
+from contrastive.core.processes import UserError, opening
+from contrastive.evaluation.saved_pieces import read_pieces
 
 import numpy as np
 import torch
@@ -126,22 +125,101 @@ def whole_ticks(ax):
     ax.locator_params(axis="x", integer=True, nbins=5)
 
 
-def by_set(pieces):
+# ======================================================= a run ====================================
+class FinishedRun:
+    """The files of a run folder that figures read.
+
+    Attributes:
+        folder: Path.
+        args: its flags.
+        summary: content of summary.json.
+        rows: of its log; the keys of nested dicts are joined with '/'.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.args = argparse.Namespace(**read_json(self.folder / "args.json"))
+        self.summary = read_json(self.folder / "summary.json")
+        with opening(self.folder / "metrics.jsonl"):
+            self.rows = [flatten(row) for row in logged_rows(self.folder / "metrics.jsonl")]
+
+    @functools.cached_property
+    def val(self):
+        """{data set: SavedPieces} of the last evaluation on val."""
+        return read_pieces(self.folder / "val.safetensors")
+
+    @functools.cached_property
+    def test(self):
+        """{data set: SavedPieces} of the test splits."""
+        return read_pieces(self.folder / "test.safetensors")
+
+    def column(self, name, x="step"):
+        """(steps, values) of a logged number."""
+        steps, values = [], []
+        for row in self.rows:
+            if name in row:
+                steps.append(row[x])
+                values.append(row[name])
+        return steps, values
+
+
+def read_runs(folders):
+    """{name of the folder: FinishedRun}. Raises: UserError for two folders of one name."""
+    runs = {Path(folder).name: FinishedRun(folder) for folder in folders}
+    if len(runs) < len(folders):
+        names = ", ".join(runs)
+        raise UserError(f"{names}: the legend names runs by their folders; give the folders "
+                        "different names")
+    return runs
+
+
+def first_test_sets(runs):
+    """{run: SavedPieces} of the first data set of each run: test, else val.
+
+    Args: runs: as read_runs returns them.
+    Raises: UserError if the runs did not evaluate the same images with the same captions.
+    """
+    pieces = {}
+    for name, run in runs.items():
+        sets = run.test or run.val
+        if not sets:
+            raise UserError(f"{run.folder}: has no test.safetensors, which figures read; give a "
+                            "run that has ended")
+        pieces[name] = next(iter(sets.values()))
+    first_run, first = next(iter(pieces.items()))
+    for name, run_pieces in pieces.items():
+        if run_pieces.keys != first.keys or run_pieces.texts != first.texts:
+            raise UserError(f"{name}: its test images and captions are not those of {first_run}; "
+                            "compare runs on the same data")
+    return pieces
+
+
+def require_texts(pieces):
+    """Raises: UserError if runs have no captions. pieces: {run: SavedPieces}."""
+    for name, run_pieces in pieces.items():
+        if run_pieces.text is None:
+            raise UserError(f"{name}: its evaluation has no captions, which this figure compares; "
+                            "give runs with images and texts")
+
+
+def by_set(sets):
     """The data sets of a run: [(name, suffix of its pictures' file names, pieces)].
 
     The first has no suffix. Sets of fewer than NO_PICTURES_BELOW queries have no pictures.
+
+    Args: sets: {name: SavedPieces}.
     """
-    sets = []
-    for place, (name, pieces_of_set) in enumerate(pieces.items()):
+    result = []
+    for place, (name, pieces) in enumerate(sets.items()):
         suffix = f"_{slug(name)}" if place else ""
-        if not has_few_queries(pieces_of_set):
-            sets.append((name, suffix, pieces_of_set))
-    return sets
+        if not has_few_queries(pieces):
+            result.append((name, suffix, pieces))
+    return result
 
 
 def has_few_queries(pieces):
     """Whether a set has so few captions, or questions, that pictures of them would mislead."""
-    queries = pieces.index if pieces.texts is None else pieces.texts
+    queries = pieces.keys if pieces.texts is None else pieces.texts
     return len(queries) < NO_PICTURES_BELOW
 
 
@@ -171,8 +249,8 @@ def batch_panels(first="image", second="text"):
 
 def recall_panel(run, name=""):
     """The panel of R@1 and R@10 both ways on val, of the set `name`, or of the first."""
-    name = name or next(iter(run.val_pieces), "")
-    kind = kind_of(run.val_pieces[name]) if name in run.val_pieces else "image"
+    name = name or next(iter(run.val), "")
+    kind = run.val[name].kind if name in run.val else "image"
     columns = {}
     for label, way in ((f"t->{kind[0]}", "text_to_image"), (f"{kind[0]}->t", "image_to_text")):
         for metric in ("R@1", "R@10"):
@@ -197,10 +275,10 @@ def draw_curves(run, panels, path, x="step", *, low_panels=(), chance=None):
         panels: [(title, y label, {legend: column of the log})].
         x: 'step' or 'samples_seen'.
         low_panels: further panels, which stand below and are lower.
-        chance: {data set: levels}, by the names of its metrics; None = run.chance.
+        chance: {data set: levels}, by the names of its metrics; None = those of the run.
     """
     if chance is None:
-        chance = run.chance
+        chance = run.summary["val_chance"]
     levels = flatten({"eval": chance})
     panels = [panel for panel in panels if has_numbers(run, panel)]
     low_panels = [panel for panel in low_panels if has_numbers(run, panel)]
@@ -223,7 +301,7 @@ def remaining_panels(run, panels):
     for _, _, lines in panels:
         columns.update(lines.values())
     remaining = []
-    for row in run.log.rows:
+    for row in run.rows:
         for name in row:
             if "loss" in row and name not in columns:
                 columns.add(name)
@@ -234,7 +312,7 @@ def remaining_panels(run, panels):
 def has_numbers(run, panel):
     """Whether the log has numbers for a panel."""
     _, _, lines = panel
-    return any(run.log.column(name)[0] for name in lines.values())
+    return any(run.column(name)[0] for name in lines.values())
 
 
 def draw_lines(ax, run, lines, x, chance):
@@ -243,7 +321,7 @@ def draw_lines(ax, run, lines, x, chance):
     Args: chance: {column: level}.
     """
     for legend, name in lines.items():
-        steps, values = run.log.column(name, x)
+        steps, values = run.column(name, x)
         if steps:
             marker = ""
             if len(steps) < 12:
@@ -274,31 +352,8 @@ class QueryHits(NamedTuple):
     below: list  # words below each item
 
 
-def picture(data, i):
-    """Example i as a picture (H, W, 3) uint8: the image, or up to four frames side by side.
-
-    It is white if it cannot be read, as a few of a training set, or has features for pixels.
-    """
-    try:
-        x = data.read(i)                         # (3, H, W), (T, 3, H, W) or features (T, F)
-    except Exception:
-        x = torch.empty(0, 0)
-    if x.ndim == 2:
-        return np.full((32, 32, 3), 255, np.uint8)
-    if x.ndim == 4:
-        num_frames = min(4, len(x))
-        times = np.linspace(0, len(x) - 1, num_frames).round().astype(int)
-        x = torch.cat(list(x[times]), -1)                                  # (3, H, frames * W)
-    return x.permute(1, 2, 0).numpy()
-
-
-def picture_of(pieces, item):
-    """The picture of image or clip `item` of an evaluation."""
-    return picture(pieces.data, int(pieces.index[item]))
-
-
 def cosines(pieces):
-    """The cosines (C, M) of all captions and images of an evaluation."""
+    """The cosines (C, M) of all captions and images of SavedPieces."""
     return normalize(pieces.text) @ normalize(pieces.image).T
 
 
@@ -345,27 +400,18 @@ def draw_example(ax, example):
         spine.set(visible=True, color=colour, linewidth=line_width)
 
 
-def title_of(data):
-    """A split in titles, such as 'captions.csv (test)': its name without folders."""
-    return f"{Path(data.name).name} ({data.split})"
-
-
-def kind_of(pieces):
-    """What the pieces of an evaluation are of, image or video."""
-    if frames_of(pieces.data):
-        return "video"
-    return "image"
-
-
-def some_queries(pieces, queries):
-    """Rows of the first captions of at most `queries` examples, drawn with a fixed seed."""
-    items = np.random.default_rng(0).permutation(len(pieces.image))[:queries]
-    rows = []
-    for item in np.sort(items):
-        captions = np.flatnonzero(pieces.owner == item)
-        if len(captions):
-            rows.append(int(captions[0]))
-    return rows
+def with_pictures(pieces):
+    """The SavedPieces of the images that have a picture, with their captions."""
+    n = pieces.num_pictures
+    rows = torch.nonzero(pieces.owner < n).flatten()                       # (c,)
+    positives = pieces.positives[rows]                                     # (c, P)
+    biases = {}
+    for mode, (image_bias, text_bias) in pieces.biases.items():
+        biases[mode] = image_bias[:n], text_bias[rows]
+    return dataclasses.replace(
+        pieces, keys=pieces.keys[:n], image=pieces.image[:n], text=pieces.text[rows],
+        texts=[pieces.texts[row] for row in rows], owner=pieces.owner[rows],
+        positives=torch.where(positives < n, positives, -1), biases=biases)
 
 
 def queries_by_rank(pieces, queries, bias=None):
@@ -378,23 +424,26 @@ def queries_by_rank(pieces, queries, bias=None):
     return order[places].tolist()
 
 
-def draw_retrieval(pieces, path, bias=None):
+def draw_retrieval(pieces, path, mode=""):
     """Draws six queries at even quantiles of the rank, with their first images or strips of frames.
 
-    Args: bias: (M,) as in common.retrieval_metrics.
+    Args:
+        pieces: SavedPieces.
+        mode: of the biases that are added to the cosines of images (NCL); "" = none.
     """
-    rows = queries_by_rank(pieces, 6, bias)
-    sim = normalize(pieces.text[rows]) @ normalize(pieces.image).T         # (q, M)
-    number = "cosine"
+    pieces = with_pictures(pieces)
+    number, bias = "cosine", None
+    if mode:
+        number, (bias, _) = "adjusted similarity", pieces.biases[mode]
+    sim = cosines(pieces)                                                  # (C, M)
     if bias is not None:
         sim = sim + bias
-        number = "adjusted similarity"
     title = f"{number} below. Queries from best to worst, at even quantiles of the rank"
     hits = []
-    for row, row_sim in zip(rows, sim):
+    for row in queries_by_rank(pieces, 6, bias):
         right = set(pieces.positives[row].tolist())
-        below = [f"{value:.2f}" for value in row_sim]
-        hits.append(QueryHits(pieces.texts[row], right, row_sim, below))
+        below = [f"{value:.2f}" for value in sim[row]]
+        hits.append(QueryHits(pieces.texts[row], right, sim[row], below))
     draw_hits(pieces, hits, path, title)
 
 
@@ -403,11 +452,12 @@ def draw_hits(pieces, hits, path, title):
 
     Of images there are five, of strips of frames three. Correct ones are framed in green.
 
-    Args: hits: [QueryHits].
+    Args:
+        pieces: as with_pictures returns them.
+        hits: [QueryHits].
     """
-    kind = kind_of(pieces)
     num_items, width = 5, 1.4
-    if kind == "video":
+    if pieces.kind == "video":
         num_items, width = 3, 2.4
     table = []
     for text, right, sim, below in hits:
@@ -420,56 +470,32 @@ def draw_hits(pieces, hits, path, title):
             places.append((item, f"rank {rank}"))
         examples = []
         for item, above in places:
-            pixels = picture_of(pieces, item)
-            examples.append(Example(pixels, above, below[item], item in right))
+            examples.append(Example(pieces.picture(item), above, below[item], item in right))
         table.append((text, examples))
-    title = (f"{title_of(pieces.data)}: text -> {kind}: the correct one with its rank, then the "
-             f"first of {len(pieces.image)}; green = correct, {title}")
+    gallery = f"{len(pieces.image)}"
+    if pieces.num_images > len(pieces.image):
+        gallery += f" (drawn from {pieces.num_images:,})"
+    title = (f"{pieces.title}: text -> {pieces.kind}: the correct one with its rank, then the "
+             f"first of {gallery}; green = correct, {title}")
     draw_examples(table, path, title, width, words=0.5)
 
 
-def draw_pairs(pieces, path):
-    """Draws the pairs with the lowest and the highest cosine, as pictures with their captions."""
-    sim = cosines_of_pairs(pieces)                                         # (C,)
-    order = sim.argsort().tolist()                                         # lowest first
-    count = max(1, min(6, len(order) // 2))
-    rows_of_label = {"lowest": order[:count], "highest": order[::-1][:count]}
-    table = []
-    for label, rows in rows_of_label.items():
-        examples = []
-        for row in rows:
-            pixels = picture_of(pieces, pieces.owner[row])
-            caption = wrap(pieces.texts[row], 20)
-            examples.append(Example(pixels, f"cos {sim[row]:.2f}", caption))
-        table.append((label, examples))
-    title = (f"{title_of(pieces.data)}: positive pairs with the lowest (top) and highest "
-             "(bottom) cosine")
-    draw_examples(table, path, title, width=1.7, words=1.1)
-
-
 def draw_answers(pieces, path):
-    """Draws four questions with a right and four with a wrong answer, chosen with a fixed seed.
-
-    pieces: of evaluation/answers.py.
-    """
-    data = pieces.data
-    hits = np.asarray(pieces.hits) > 0                                     # (M,)
-    order = np.random.default_rng(0).permutation(len(hits))                # (M,)
+    """Draws four questions with a right and four with a wrong answer. pieces: SavedPieces."""
     table = []
+    hits = pieces.hits[:pieces.num_pictures]                               # (n,)
     for label, is_right in (("right", True), ("wrong", False)):
-        rows = order[hits[order] == is_right]
         examples = []
-        for row in rows[:4]:
-            i = int(pieces.index[row])
+        for row in torch.nonzero(hits == is_right).flatten()[:4].tolist():
             below = f"given: {wrap(pieces.predicted[row], 27)}"
             if not is_right:
-                answer = wrap(data.cell("answer", i), 27)
-                below += f"\nright: {answer}"
-            question = wrap(data.cell("question", i), 34)
-            examples.append(Example(picture(data, i), question, below, is_right))
+                below += f"\nright: {wrap(pieces.answers[row], 27)}"
+            question = wrap(pieces.questions[row], 34)
+            examples.append(Example(pieces.picture(row), question, below, is_right))
         if examples:
             table.append((label, examples))
-    title = f"{title_of(data)}: answers, {100 * hits.mean():.1f} % of {len(hits)} right"
+    percent = 100 * pieces.hits.float().mean()
+    title = f"{pieces.title}: answers, {percent:.1f} % of {len(pieces.hits)} right"
     draw_examples(table, path, title, width=2.6, words=0.7)
 
 
@@ -502,3 +528,36 @@ def draw_histograms(stages, path, title):
             legend_above(ax)
     fig.suptitle(f"{title}\ndotted: where positives become denser than negatives")
     save_figure(fig, path)
+
+
+# ======================================================= bars =====================================
+def draw_bars(panels, path):
+    """Draws a bar for each run and label. Returns: the numbers as lines.
+
+    Args:
+        panels: {title: {run: {label: value}}}.
+    Raises: UserError if no run has a number of a panel.
+    """
+    labels = {}  # {title: labels of all runs}
+    for title, runs in panels.items():
+        labels[title] = list({label: 0 for values in runs.values() for label in values})
+        if not labels[title]:
+            raise UserError(f"{title}: no run has these results; give runs that were evaluated so")
+    most_labels = max(map(len, labels.values()))
+    fig, axes = figure(len(panels), width=max(5, 1.4 * most_labels))  # for the labels' words
+    lines = []
+    for ax, (title, runs) in zip(axes, panels.items()):
+        places = np.arange(len(labels[title]))
+        width = 0.8 / len(runs)
+        for k, (run, values) in enumerate(runs.items()):
+            shift = width * (k + 0.5) - 0.4
+            heights = [values.get(label, np.nan) for label in labels[title]]
+            ax.bar(places + shift, heights, width, label=run)
+            for label, value in values.items():
+                label = " ".join(label.split())
+                lines.append(f"{title}, {label}, {run}: {value:.3f}")
+        ax.set_title(title)
+        ax.set_xticks(places, [label.replace(", ", ",\n") for label in labels[title]])
+        legend_above(ax)
+    save_figure(fig, path)
+    return lines

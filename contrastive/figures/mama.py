@@ -1,87 +1,41 @@
-"""Pictures of mama.py: weights (Fig. 4, right), described clips (Fig. 6; tools/caption.py) and
-their scores (Tables 9 and 10; tools/score.py)."""
+"""Figures of MAMA: of a run, curves, weights (Fig. 4, right), retrieval or answers; of several
+runs, Figures 2, 4 and 5; clips with captions (Fig. 6), for tools/caption.py."""
 
+from typing import NamedTuple
+
+from contrastive.core.files import flatten
+from contrastive.core.metrics import retrieval_ranks
+from contrastive.core.processes import UserError, opening
 from contrastive.figures import base
 from contrastive.figures.base import figure, save_figure
 
 import numpy as np
 from safetensors.torch import load_file
 
-NUM_CURVES = 5  # of the weights along a run
+NUM_TOPICS = 10  # of captions, in Figs. 2 and 5
 
 
-def draw_weights(tensors, weighting, path):
-    """Draws weights against losses (Fig. 4, right): of a network over the run, and of pairs.
-
-    Args:
-        tensors: the content of weights.safetensors. last_batch (N, 3): loss, weight and 1 if
-            mismatched; of a network loss_grid (64,) and curves (K, 1 + 64), a step and its weights.
-        weighting: its name, for the title.
-    """
-    if "curves" in tensors:
-        fig, (left, right) = figure(2)
-        draw_weight_curves(left, tensors["loss_grid"], tensors["curves"])
-    else:
-        fig, (right,) = figure(1)
-    sample, weight, mismatched = tensors["last_batch"].unbind(1)           # (N,) each
-    right.set(title="the pairs of the last batch", xlabel="L_i, nats", ylabel="w_i")
-    if mismatched.any():
-        for label, value in (("matched", 0), ("mismatched", 1)):
-            pairs = mismatched == value                                    # (N,) bool
-            right.scatter(sample[pairs], weight[pairs], s=14, alpha=0.7, label=label)
-        base.legend_above(right)
-    else:
-        # of the user's own data nobody knows which captions are wrong
-        right.scatter(sample, weight, s=14, alpha=0.7)
-    fig.suptitle(f"--weighting {weighting}")
-    save_figure(fig, path)
-
-
-def draw_weight_curves(ax, grid, curves):
-    """Draws the weights (K, 1 + 64) of the losses grid (64,) at up to five of K steps."""
-    chosen = np.linspace(0, len(curves) - 1, NUM_CURVES).round().astype(int)
-    for k in np.unique(chosen):
-        step = curves[k, 0]
-        ax.plot(grid, curves[k, 1:], label=f"step {step:.0f}")
-    ax.set(title="weight over loss along the run (Fig. 4)", xlabel="L_i, nats", ylabel="w_i")
-    base.legend_above(ax)
-
-
-def draw_clips(clips, path, title, width, words):
-    """Draws clips two in a row, with descriptions (Fig. 6) or scores (Tables 9 and 10).
-
-    Args:
-        clips: [(picture (H, W, 3), words below it)].
-        width: of a picture, in inches.
-        words: height of the words, in inches.
-    """
-    examples = [base.Example(pixels, "", below) for pixels, below in clips]
-    rows = []
-    for k in range(0, len(examples), 2):
-        rows.append(("", examples[k:k + 2]))
-    base.draw_examples(rows, path, title, width=width, words=words)
-
-
-def draw(run):
-    """The pictures of a run: curves, weights (Fig. 4, right), retrieval or answers."""
-    args = run.args
-    draw_curves(run)
-    if args.weighting != "none":
-        tensors = load_file(run.folder / "weights.safetensors")
-        draw_weights(tensors, args.weighting, run.folder / "weights.png")
-    for _, suffix, pieces in base.by_set(run.test_pieces):
-        if args.task == "retrieval":
-            base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
-        else:
+# ======================================================= one run ==================================
+def draw(folder):
+    """Draws the figures of a run into its folder."""
+    run = base.FinishedRun(folder)
+    draw_training(run)
+    pairs = read_pairs(run.folder)
+    if pairs and run.args.weighting != "none":
+        draw_weights(pairs, run.args.weighting, run.folder / "weights.png")
+    for _, suffix, pieces in base.by_set(run.test):
+        if pieces.predicted is not None:
             base.draw_answers(pieces, run.folder / f"answers{suffix}.png")
+        else:
+            base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
 
 
-def draw_curves(run):
-    """The curves of a run, with the retrieval or the accuracy of its first evaluation set."""
-    if run.args.task == "retrieval":
-        scores = base.recall_panel(run)
-    else:
-        name = next(iter(run.val_pieces or run.test_pieces), "")
+def draw_training(run):
+    """Draws curves.png: what the log has of the training steps."""
+    logged = {name for row in run.rows for name in row}
+    scores = base.recall_panel(run)
+    if "answered" in logged:
+        name = next(iter(run.val or run.test), "")
         accuracies = {"val": f"eval/{name}/accuracy", "training batch": "answered"}
         scores = ("answers", "%", accuracies)
     losses = {
@@ -96,4 +50,237 @@ def draw_curves(run):
         ("temperature", "tau", {"tau": "tau"}),
         ("margin", "mu, radians", {"mu": "mu"}),
         ("weights", "mean over the batch", weights),
-        *base.batch_panels()])
+        *base.batch_panels("video")])
+
+
+def read_pairs(folder):
+    """{step: (N, 3)} of pairs_STEP.safetensors in the order of steps: loss, weight, 1 = mismatched.
+    """
+    pairs = {}
+    for path in folder.glob("pairs_*.safetensors"):
+        step = int(path.stem.removeprefix("pairs_"))
+        with opening(path):
+            pairs[step] = load_file(path)["pairs"]
+    return dict(sorted(pairs.items()))
+
+
+def draw_weights(pairs, weighting, path):
+    """Draws weights over losses (Fig. 4, right): along the run, and of the last batch.
+
+    Args:
+        pairs: as read_pairs returns them.
+        weighting: its name, for the title.
+    """
+    learnt = weighting in ("meta", "joint")                                # a function of the loss
+    if learnt:
+        fig, (left, right) = figure(2)
+        draw_weight_curves(left, pairs)
+    else:
+        fig, (right,) = figure(1)
+    *_, last = pairs.values()
+    sample_loss, weight, mismatched = last.unbind(1)                       # (N,) each
+    right.set(title="the pairs of the last batch", xlabel="L_i, nats", ylabel="w_i")
+    if mismatched.any():
+        for label, value in (("matched", 0), ("mismatched", 1)):
+            chosen = mismatched == value                                   # (N,) bool
+            right.scatter(sample_loss[chosen], weight[chosen], s=14, alpha=0.7, label=label)
+        base.legend_above(right)
+    else:
+        # of the user's own data nobody knows which captions are wrong
+        right.scatter(sample_loss, weight, s=14, alpha=0.7)
+    fig.suptitle(f"--weighting {weighting}")
+    save_figure(fig, path)
+
+
+def draw_weight_curves(ax, pairs):
+    """Draws the weight that a network gives to a loss at each of the steps."""
+    for step, pairs_of_step in pairs.items():
+        order = pairs_of_step[:, 0].argsort()                              # (N,)
+        sample_loss, weight, _ = pairs_of_step[order].unbind(1)            # (N,) each
+        ax.plot(sample_loss, weight, label=f"step {step}")
+    ax.set(title="weight over loss along the run (Fig. 4)", xlabel="L_i, nats", ylabel="w_i")
+    base.legend_above(ax)
+
+
+def draw_clips(clips, path, title, width, words):
+    """Draws clips two in a row, with their captions (Fig. 6).
+
+    Args:
+        clips: [(picture (H, W, 3), words below it)].
+        width: of a picture, in inches.
+        words: height of the words, in inches.
+    """
+    examples = [base.Example(pixels, "", below) for pixels, below in clips]
+    rows = []
+    for k in range(0, len(examples), 2):
+        rows.append(("", examples[k:k + 2]))
+    base.draw_examples(rows, path, title, width=width, words=words)
+
+
+# ======================================================= several runs, Fig. 4 =====================
+class MarginRun(NamedTuple):
+    """A run with its margin."""
+
+    score: float  # on val, percent
+    mu: float  # a0 / a1, radians; 0 = no margin
+    a2: float | None  # None if the margin does not grow
+
+
+def read_margin_run(run):
+    """The MarginRun of a FinishedRun, and the name of its score: accuracy, or R@1."""
+    metrics = flatten(next(iter(run.summary["val"].values()), {}))
+    metric = "accuracy"
+    if metric not in metrics:
+        metric = "text_to_image/R@1"
+    if metric not in metrics:
+        raise UserError(f"{run.folder}: has neither an accuracy nor R@1 on val; give runs of "
+                        "mama.py with a val split")
+    mu, a2 = 0.0, None
+    if run.args.margin_schedule != "none":
+        mu = run.args.a0 / run.args.a1
+    if run.args.margin_schedule == "logistic":
+        a2 = run.args.a2
+    return MarginRun(metrics[metric], mu, a2), metric
+
+
+def margin_lines(runs, axis, same):
+    """{label: {x: [scores]}}: one line for each value of `same` that has two or more x.
+
+    A run without a margin belongs to every line over mu.
+
+    Args:
+        runs: list of MarginRun.
+        axis, same: 'mu' and 'a2', or the other way round.
+    """
+    without_margin = [run.score for run in runs if not run.mu]
+    curves = {}
+    for run in runs:
+        x, group = getattr(run, axis), getattr(run, same)
+        if not run.mu or x is None:
+            continue
+        label = "constant"
+        if group is not None:
+            label = f"{same} = {group:g}"
+        if label not in curves:
+            curves[label] = {}
+            if axis == "mu" and without_margin:
+                curves[label][0.0] = without_margin
+        curves[label].setdefault(x, []).append(run.score)
+    return {label: curve for label, curve in sorted(curves.items()) if len(curve) > 1}
+
+
+def draw_margins(folders, path):
+    """Fig. 4: the score on val over the margin and over its growth."""
+    runs = []
+    for run in base.read_runs(folders).values():
+        margin_run, metric = read_margin_run(run)
+        runs.append(margin_run)
+    panels = [
+        ("margin (Fig. 4, left)", "a0 / a1, radians; 0 = none", margin_lines(runs, "mu", "a2")),
+        ("a2 of the margin's growth (Fig. 4, middle)", "a2, per step",
+         margin_lines(runs, "a2", "mu"))]
+    panels = [panel for panel in panels if panel[2]]  # of runs with two margins, or two a2
+    if not panels:
+        raise UserError("margins: no two of the runs differ in --a0 / --a1 or in --a2 alone; give "
+                        "runs with several margins")
+    fig, axes = figure(len(panels))
+    lines = []
+    for ax, (title, xlabel, curves) in zip(axes, panels):
+        for k, (label, curve) in enumerate(curves.items()):
+            means = {}
+            for x, scores in sorted(curve.items()):
+                means[x] = np.mean(scores)
+                ax.scatter([x] * len(scores), scores, s=18, color=f"C{k}")
+                lines.append(f"{title}, {label}: {x:g}: {means[x]:.2f} ({len(scores)} runs)")
+            ax.plot(list(means), list(means.values()), color=f"C{k}", label=label)
+        ax.set_title(title)
+        ax.set_xlabel(xlabel)
+        ax.set_ylabel(f"val {metric}, %")
+        base.legend_above(ax)
+    save_figure(fig, path)
+    return lines
+
+
+# ======================================================= two runs, Figs. 2 and 5 ==================
+class Concept(NamedTuple):
+    """The queries of one topic, or of one answer, in two runs."""
+
+    name: str
+    queries: int
+    first_hits: int
+    second_hits: int
+
+    @property
+    def gain(self):
+        """Of the second run, in percent of the hits of the first; nan if it has none."""
+        if not self.first_hits:
+            return np.nan
+        return 100 * (self.second_hits - self.first_hits) / self.first_hits
+
+
+def draw_concepts(folders, path):
+    """Figs. 2 and 5: how frequent the concepts of the test queries are, and the gain of the second
+    run on each. Concepts are the answers of open questions, else topics of the texts."""
+    runs = base.read_runs(folders)
+    if len(runs) != 2:
+        raise UserError(f"concepts: {len(runs)} runs; give two, of which the first is the baseline")
+    first, second = base.first_test_sets(runs).values()
+    first_run, _ = runs.values()
+    if getattr(first_run.args, "task", "") == "qa-open":
+        names = np.array(first.answers)                                    # (Q,)
+    else:
+        names = topics_of(first.questions or first.texts)                  # (Q,)
+    concepts = []
+    for name in np.unique(names):
+        chosen = names == name                                             # (Q,)
+        concepts.append(Concept(
+            name, int(chosen.sum()), int(hits_of(first)[chosen].sum()),
+            int(hits_of(second)[chosen].sum())))
+    concepts.sort(key=lambda concept: (-concept.queries, concept.name))
+
+    fig, (left, right) = figure(2, height=4)
+    shares = [100 * concept.queries / len(names) for concept in concepts]
+    shown = slice(min(len(concepts), 20))
+    left.barh([concept.name for concept in concepts[shown]][::-1], shares[shown][::-1])
+    left.set_title("concepts (Fig. 2)")
+    left.set_xlabel("part of the test queries, %")
+    right.scatter(shares, [concept.gain for concept in concepts], alpha=0.6)
+    right.set_title("gain by concept (Fig. 5)")
+    right.set_xlabel("part of the test queries, %")
+    right.set_ylabel("gain, % of the first run's")
+    right.axhline(0, color="grey", lw=0.8)
+    save_figure(fig, path)
+
+    lines = []
+    for concept, share in zip(concepts, shares):
+        lines.append(f"{concept.name}: {share:.2f} % of the queries, hits {concept.first_hits} -> "
+                     f"{concept.second_hits} of {concept.queries}, gain {concept.gain:+.1f} %")
+    return lines
+
+
+def hits_of(pieces):
+    """(Q,) bool: whether each question, or the first image of each caption, is right."""
+    if pieces.hits is not None:
+        return pieces.hits.numpy() > 0
+    return retrieval_ranks(pieces.text, pieces.image, pieces.positives) == 1
+
+
+def topics_of(texts):
+    """The likeliest of NUM_TOPICS topics of each text, by an LDA over the texts: (Q,) three words.
+    """
+    from sklearn.decomposition import LatentDirichletAllocation
+    from sklearn.feature_extraction.text import CountVectorizer
+
+    words = CountVectorizer(stop_words="english")
+    counts = words.fit_transform(texts)                                    # (Q, words)
+    model = LatentDirichletAllocation(NUM_TOPICS, random_state=0).fit(counts)
+    vocabulary = words.get_feature_names_out()
+    names = []
+    for topic in model.components_:                                        # (words,)
+        names.append(" ".join(vocabulary[np.argsort(-topic)[:3]]))
+    return np.array(names)[model.transform(counts).argmax(1)]
+
+
+FIGURES = {
+    "margins": draw_margins,
+    "concepts": draw_concepts}

@@ -1,13 +1,16 @@
-"""Pictures of MM-TS: temperatures or margins of clusters over a run (Figs. 3, 5, 8 to 11), and the
+"""Figures of MM-TS: temperatures or margins of clusters over a run (Figs. 3, 5, 8 to 11), and the
 clusters themselves (Figs. 4, 6, 7)."""
 
 from pathlib import Path
 
+from contrastive.core.files import read_json
 from contrastive.core.words import counted
+from contrastive.evaluation.saved_pieces import read_picture
 from contrastive.figures import base
 from contrastive.figures.base import draw_curves, figure, save_figure, whole_ticks
 
 import numpy as np
+from safetensors.torch import load_file
 
 NUM_COLOURS = 20  # of the map "tab20"
 
@@ -81,50 +84,53 @@ def draw_map(embeddings, labels, path, title):
     save_figure(fig, path)
 
 
-def draw_clusters(data, examples, path, title, unit="captions"):
+def draw_examples(clusters, tensors, path, title):
     """Draws three pictures and captions of the largest, a middle and the smallest cluster.
 
     Args:
-        examples: list of {size, captions, rows of data}, the largest cluster first.
-        unit: what a size counts.
+        clusters: content of clusters.json.
+        tensors: of clusters.safetensors, with the pictures.
     """
+    unit = "examples"
+    if clusters["by"] == "caption":
+        unit = "captions"
     table = []
-    numbers = {0, len(examples) // 2, len(examples) - 1}
-    for number in sorted(numbers):
-        cluster = examples[number]
-        pictures = []
-        for row, caption in zip(cluster["rows"][:3], cluster["captions"]):
-            pixels = base.picture(data, row)
-            pictures.append(base.Example(pixels, "", base.wrap(caption, 22)))
-        table.append((counted(cluster["size"], unit), pictures))
-    base.draw_examples(table, path, f"{title}: clusters by size", width=2.2, words=0.7)
+    number = 0  # of the picture
+    for cluster in clusters["examples"]:
+        examples = []
+        for k in cluster.get("pictured", []):
+            pixels = read_picture(tensors["jpeg"], tensors["jpeg_ends"], number)
+            examples.append(base.Example(pixels, "", base.wrap(cluster["captions"][k], 22)))
+            number += 1
+        if examples:
+            table.append((counted(cluster["size"], unit), examples))
+    if table:
+        base.draw_examples(table, path, f"{title}: clusters by size", width=2.2, words=0.7)
 
 
-def draw(run, clusters, shifts, period, curve):
-    """The pictures of a run: curves, retrieval, and those of its clusters; as in draw_figures."""
+def draw(folder):
+    """Draws the figures of a run into its folder."""
+    run = base.FinishedRun(folder)
     draw_training(run)
-    for name, suffix, pieces in base.by_set(run.val_pieces):
-        path = run.folder / f"evaluation{suffix}.png"
-        draw_evaluation(run, name, base.kind_of(pieces), path)
-    for _, suffix, pieces in base.by_set(run.test_pieces):
+    for name, suffix, pieces in base.by_set(run.val):
+        draw_evaluation(run, name, pieces.kind, run.folder / f"evaluation{suffix}.png")
+    for _, suffix, pieces in base.by_set(run.test):
         base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
-    if clusters is not None:
-        draw_figures(run.folder, run.args, run.train, clusters, total=run.steps.total,
-                     shifts=shifts, period=period, curve=curve)
+    if (run.folder / "clusters.json").exists():
+        draw_clusters(run)
 
 
 def draw_training(run):
     """Draws what is logged in training."""
     word, long_word = quantity(run.args)
     losses = {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}
-    values = {"max": f"{word}_max", "mean": f"{word}_mean", "min": f"{word}_min"}
     title = "loss"
     if run.args.schedule:
         title = "loss, which moves with its schedule"
     panels = [
         (title, "loss", losses),
         base.recall_panel(run),
-        (f"{long_word} of the batch", f"{word}, logged steps", values),
+        (f"{long_word} of the batch", f"mean {word}", {"mean": word}),
         *base.batch_panels(),
         ("captions that were not clustered", "of the batch", {"captions": "not_in_clusters"})]
     base.draw_training_curves(run, panels)
@@ -150,45 +156,29 @@ def draw_evaluation(run, name, kind, path):
     draw_curves(run, panels, path)
 
 
-def draw_figures(folder, args, train, clusters, *, total, shifts, period, curve):
-    """The paper's Figures 3 to 11, from the clusters of a run.
-
-    Args:
-        folder: where the pictures go.
-        total: steps of the run.
-        shifts: (K + 1,), one for each cluster, or (1,) one for all.
-        period: of the schedule, in steps.
-        curve: the script's function (step, shifts) -> temperatures or margins.
-    """
-    source = f"{Path(args.dataset).name}, {args.clusters}"
-    if not args.learnable_tau:                                             # that has no clusters
-        word, long_word = quantity(args)
-        num_points = max(1000, round(20 * total / period))                 # 20 in a period
-        num_points = min(total, num_points)
-        steps = np.unique(np.linspace(0, total, num_points + 1).round())   # (S,)
-        values = np.array([curve(step, shifts).numpy() for step in steps])
-        sizes = clusters.sizes.numpy()                                     # (K,)
-        if args.shifts:
-            values = values[:, :-1]                                        # (S, K)
-        else:
-            values = values.repeat(len(sizes), 1)                          # (S, K)
+def draw_clusters(run):
+    """Draws the paper's Figures 3 to 11, from the clusters of a run."""
+    folder = run.folder
+    source = f"{Path(run.args.dataset).name}, {run.args.clusters}"
+    clusters = read_json(folder / "clusters.json")
+    tensors = load_file(folder / "clusters.safetensors")
+    if (folder / "temperatures.safetensors").exists():                     # not of a learnt tau
+        word, long_word = quantity(run.args)
+        curves = load_file(folder / "temperatures.safetensors")
+        steps, values = curves["steps"].numpy(), curves["values"].numpy()  # (S,), (S, K)
+        sizes = tensors["sizes"].numpy()                                   # (K,)
         draw_cluster_curves(
             steps, values, sizes, folder / "temperatures.png", label=word,
             title=f"{long_word} of clusters over the run (Fig. 3): {source}")
         draw_distribution(
             sizes, values, folder / "distribution.png", label=word,
             title=f"{source}: {len(sizes)} clusters (Figs. 5, 8 to 11)")
-    if "sample" in clusters.tensors:
-        sample = clusters.tensors["sample"].numpy()                        # (n, D)
-        labels = clusters.tensors["sample_labels"].numpy()                 # (n,)
+    if "sample" in tensors:
+        sample = tensors["sample"].numpy()                                 # (n, D)
+        labels = tensors["sample_labels"].numpy()                          # (n,)
         title = f"{source}: embeddings by t-SNE (Figs. 4, 7)"
         draw_map(sample, labels, folder / "tsne.png", title)
-    if not train.streamed:
-        unit = "examples"
-        if clusters.kind == "caption":
-            unit = "captions"
-        draw_clusters(train, clusters.meta["examples"], folder / "clusters.png",
-                      f"{source} (Fig. 6)", unit)
+    draw_examples(clusters, tensors, folder / "clusters.png", f"{source} (Fig. 6)")
 
 
 def quantity(args):
@@ -196,3 +186,6 @@ def quantity(args):
     if args.loss == "max-margin":
         return "margin", "margin"
     return "tau", "temperature"
+
+
+FIGURES = {}  # of several runs

@@ -1,7 +1,14 @@
-"""Figures of NCL: errors, mistakes and queues (Figs. 2, 3, 5), queries (6), modalities (7, 8)."""
+"""Figures of NCL: of a run, curves, errors, mistakes and queues (Figs. 2, 3, 5), queries (6) and
+modalities (7, 8); of several runs, Figures 2, 6, 7 and 8.
 
-from contrastive.core.metrics import normalization_error, normalize, pair_cosines
-from contrastive.evaluation.retrieval import retrieval_both_ways
+Beside the files of every run they read queues.safetensors, for gamma, and val_before.safetensors.
+"""
+
+from typing import NamedTuple
+
+from contrastive.core.metrics import normalize, pair_cosines
+from contrastive.core.processes import opening
+from contrastive.evaluation.saved_pieces import SavedPieces, read_pieces
 from contrastive.figures import base
 from contrastive.figures.base import figure, save_figure
 
@@ -10,71 +17,137 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+DIRECTIONS = ("text_to_image", "image_to_text")
 SHARE_EDGES = [0.25, 0.5, 0.75, 1.25, 1.5, 2, 3]  # of the bins of Fig. 3
 SHARE_LABELS = ["< .25", "< .5", "< .75", "< 1.25", "< 1.5", "< 2", "< 3", "> 3"]
-NO_QUEUES = {"texts": [], "videos": []}
+
+
+# ===================================================== one run ====================================
+def draw(folder):
+    """Draws the figures of a run into its folder: Figs. 2, 3, 5, 6 of test sets, 7 and 8 of val.
+
+    A run without biases (variants/ncl_ssb.py --loss max-margin) has no Figs. 2, 3, 5 and 6.
+    """
+    run = base.FinishedRun(folder)
+    gamma = read_gamma(run)
+    draw_training(run)
+    before = read_pieces(run.folder / "val_before.safetensors")
+    for name, suffix, pieces in base.by_set(run.test):
+        after = run.val.get(name, pieces)
+        stages = {}
+        if name in before:
+            stages["before training"] = before[name]
+        stages["after training"] = after
+        draw_planes(stages, after.title, run.folder / f"modalities{suffix}.png")
+        if not pieces.biases:
+            base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
+            continue
+        metrics = run.summary["test"][name]["normalize"]
+        draw_normalization(pieces, metrics, gamma, run.folder / f"normalization{suffix}.png")
+        mode = mode_of(run, pieces)
+        if mode == "none":
+            mode = "oracle"
+        stages = {
+            "cosine": Stage(pieces, "none", gamma),
+            f"with biases ({mode})": Stage(pieces, mode, gamma)}
+        draw_answers(stages, run.folder / f"retrieval{suffix}.png")
+
+
+def read_gamma(run):
+    """gamma at the end of a run of ncl.py. run: base.FinishedRun."""
+    path = run.folder / "queues.safetensors"
+    with opening(path):
+        return load_file(path)["gamma"].item()
+
+
+def mode_of(run, pieces):
+    """The mode of the biases of a run's reported retrieval on these SavedPieces."""
+    if run.args.normalize in pieces.biases:
+        return run.args.normalize
+    return "none"
+
+
+def draw_training(run):
+    """Draws curves.png: the log, and R@1 of the first val set, with and without biases."""
+    name = next(iter(run.val), "")
+    modes = ("none", "queue")
+    recalls = {}
+    for label, direction in zip(("t->v", "v->t"), DIRECTIONS):
+        if run.args.loss == "max-margin":
+            recalls[label] = f"eval/{name}/{direction}/R@1"
+            continue
+        for mode in modes:
+            recalls[f"{label}, {mode}"] = f"eval/{name}/normalize/{mode}/{direction}/R@1"
+    chance = {}
+    for data_set, levels in run.summary["val_chance"].items():
+        # of recalls with biases it is the same
+        same = {direction: levels[direction] for direction in DIRECTIONS}
+        chance[data_set] = levels | {"normalize": dict.fromkeys(modes, same)}
+    losses = {"the run's loss": "loss", "L_t2v": "L_t2v", "L_v2t": "L_v2t", "L_cap": "L_cap"}
+    errors = {"as it is": "error", f"{run.args.iterations} rounds": "error_normalized"}
+    panels = [
+        ("loss", "loss", losses),
+        ("retrieval, val", "R@1, %", recalls),
+        ("temperature", "gamma", {"gamma": "tau"}),
+        *base.batch_panels(),
+        ("normalisation error, batch", "mean |1 - sum P|", errors)]
+    base.draw_training_curves(run, panels, chance)
 
 
 # ===================================================== errors, mistakes, queues ===================
-def draw_normalization(  # noqa: PLR0917
-        pieces, gamma, iterations, queues, retrieval_biases, path):
+def draw_normalization(pieces, metrics, gamma, path):
     """Draws Figs. 2, 3 and 5: normalisation errors, mistakes by share, R@1 by size of the queue.
 
     Args:
-        pieces: of an evaluation, with biases, as ncl.py's normalized_retrieval returns them.
-        gamma, iterations: of the biases.
-        queues: {texts, videos}: (K, D), or empty.
-        retrieval_biases: ncl.py's function.
+        pieces: SavedPieces with biases.
+        metrics: {mode of the biases: metrics}, 'normalize' of summary.json.
+        gamma: of the biases.
         path: of the picture.
     """
-    sim = base.cosines(pieces)                                             # (C, M)
-    num_texts, num_items = sim.shape
-    kind = base.kind_of(pieces)
     num_panels = 4
-    has_queue = len(queues["texts"]) > 0
-    if has_queue:
+    if pieces.recall_by_queue_size:
         num_panels = 5
     fig, axes = figure(num_panels, columns=2)
-    draw_errors(axes[0], sim, pieces.biases, gamma, kind)
-    draw_shares(axes[1:4], sim, pieces, gamma, kind)
-    if has_queue:
-        draw_queue_sizes(axes[4], pieces, gamma, iterations, queues, retrieval_biases)
+    draw_error_bars(axes[0], metrics, pieces.kind)
+    draw_shares(axes[1:4], pieces, list(metrics), gamma)
+    if pieces.recall_by_queue_size:
+        draw_queue_sizes(axes[4], pieces, metrics["none"])
     for ax in axes:
         if ax is axes[3]:
             ax.legend()
         else:
             base.legend_above(ax)
     fig.suptitle(
-        f"{base.title_of(pieces.data)}: {num_items} items, {num_texts} texts, gamma {gamma:.3g}. "
+        f"{pieces.title}: {len(pieces.image)} items, {len(pieces.text)} texts, gamma {gamma:.3g}. "
         "Biases from: queue = training queries, which help if test is like training; oracle = the "
         "test queries, a bound")
     save_figure(fig, path)
 
 
-def draw_errors(ax, sim, biases, gamma, kind):
-    """Draws the normalisation errors of both directions as bars (Fig. 2). sim: (C, M)."""
-    positions = np.arange(len(biases))
-    text_errors = []
-    image_errors = []
-    for image_bias, text_bias in biases.values():
-        text_errors.append(normalization_error(sim + image_bias, gamma))
-        image_errors.append(normalization_error(sim.T + text_bias, gamma))
-    ax.bar(positions - 0.2, text_errors, 0.4, label=f"text -> {kind}")
-    ax.bar(positions + 0.2, image_errors, 0.4, label=f"{kind} -> text")
+def draw_error_bars(ax, metrics, kind):
+    """Draws the normalisation errors of both directions as bars (Fig. 2)."""
+    places = np.arange(len(metrics))
+    labels = (f"text -> {kind}", f"{kind} -> text")
+    for shift, direction, label in zip((-0.2, 0.2), DIRECTIONS, labels):
+        heights = [of_mode["error"][direction] for of_mode in metrics.values()]
+        ax.bar(places + shift, heights, 0.4, label=label)
     ax.set_title("normalisation error (Fig. 2)")
     ax.set_ylabel("mean |1 - sum P|")
-    ax.set_xticks(positions, list(biases))
+    ax.set_xticks(places, list(metrics))
 
 
-def draw_shares(axes, sim, pieces, gamma, kind):
+def draw_shares(axes, pieces, modes, gamma):
     """Draws mistakes against an item's summed probability (Fig. 3), and these sums, sorted.
 
     Args:
         axes: three panels.
-        sim: (C, M) cosines.
+        modes: of the biases, in the order of the legend.
     """
+    kind = pieces.kind
+    sim = base.cosines(pieces)                                             # (C, M)
     *rate_axes, sum_axes = axes
-    for mode, (image_bias, _) in pieces.biases.items():
+    for mode in modes:
+        image_bias, _ = pieces.biases[mode]                                # (M,)
         biased = sim + image_bias                                          # (C, M)
         share = summed_probability(biased, gamma).numpy()                  # (M,)
         bins = np.digitize(share, SHARE_EDGES)                             # (M,) 0..7
@@ -126,27 +199,19 @@ def mistakes(sim, positives):
     return missed_rate.numpy(), false_rate.numpy()
 
 
-def draw_queue_sizes(ax, pieces, gamma, iterations, queues, retrieval_biases):  # noqa: PLR0917
-    """Draws R@1 with the last 16, 32, ... queries of the queues (Fig. 5); dotted: without one."""
-    texts = queues["texts"]
-    videos = queues["videos"]
-    kind = base.kind_of(pieces)
-    sizes = sorted({min(len(texts), 2**k) for k in range(4, 20)})
-    results = []
-    for size in sizes:
-        image_bias = retrieval_biases(
-            pieces.image, texts[-size:], gamma, iterations)                # (M,)
-        text_bias = retrieval_biases(
-            pieces.text, videos[-size:], gamma, iterations)                # (C,)
-        result, _ = retrieval_both_ways(pieces, image_bias, text_bias)
-        results.append(result)
-    unbiased, _ = retrieval_both_ways(pieces)
-    labels = {"text_to_image": f"text -> {kind}", "image_to_text": f"{kind} -> text"}
-    for k, (direction, label) in enumerate(labels.items()):
-        colour = f"C{k}"
-        recalls = [result[direction]["R@1"] for result in results]
-        ax.plot(sizes, recalls, marker="o", ms=3, label=label, color=colour)
-        ax.axhline(unbiased[direction]["R@1"], ls=":", color=colour, label=f"{label}, no queue")
+def draw_queue_sizes(ax, pieces, without_biases):
+    """Draws R@1 by the number of training queries that give the biases (Fig. 5).
+
+    Dotted: without biases, whose metrics are handed in.
+    """
+    recalls = pieces.recall_by_queue_size
+    sizes = [int(size) for size in recalls]                                # JSON has texts
+    labels = (f"text -> {pieces.kind}", f"{pieces.kind} -> text")
+    for colour, direction, label in zip(("C0", "C1"), DIRECTIONS, labels):
+        values = [recall[direction] for recall in recalls.values()]
+        ax.plot(sizes, values, "-o", ms=3, label=label, color=colour)
+        ax.axhline(without_biases[direction]["R@1"], ls=":", label=f"{label}, no queue",
+                   color=colour)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:g}")
     ax.set_title("R@1 by queue size (Fig. 5)")
@@ -155,75 +220,84 @@ def draw_queue_sizes(ax, pieces, gamma, iterations, queues, retrieval_biases):  
 
 
 # ===================================================== queries ====================================
-def draw_queries(sims, gamma, pieces, path):
-    """Draws the answers of three queries in each stage or run (Fig. 6).
+class Stage(NamedTuple):
+    """The retrieval of a run, or of a run with other biases."""
 
-    Below each answer stands its probability summed over all queries. Queries whose first answer
-    changes from the first stage to the last come first.
+    pieces: SavedPieces
+    mode: str  # of the biases
+    gamma: float
+
+
+def draw_answers(stages, path):
+    """Draws the answers to three queries in each stage (Fig. 6).
+
+    Below each answer is its probability summed over all queries. Queries whose first answer changes
+    from the first stage to the last come first.
 
     Args:
-        sims: {stage: (C, M) similarities, with biases}.
-        gamma: {stage: number}.
-        pieces: of an evaluation.
+        stages: {name: Stage}, of the same images and captions.
         path: of the picture.
-    Returns: {stage: (M,) summed probability of each item}.
+    Returns: {name: (M,) summed probability of each item}.
     """
     shares = {}
-    first_answers = []                                                     # (q,) each
-    candidates = base.some_queries(pieces, 200)
-    for stage, sim in sims.items():
-        shares[stage] = summed_probability(sim, gamma[stage])
-        first_answers.append(sim[candidates].argmax(1))
-    is_same = first_answers[0] == first_answers[-1]                        # (q,)
-    order = is_same.int().sort(stable=True).indices
+    sims = {}
+    first_answers = []                                                     # (c,) each
+    for name, stage in stages.items():
+        image_bias, _ = stage.pieces.biases[stage.mode]                    # (M,)
+        sim = base.cosines(stage.pieces) + image_bias                      # (C, M)
+        shares[name] = summed_probability(sim, stage.gamma)
+        shown = base.with_pictures(stage.pieces)
+        sims[name] = base.cosines(shown) + image_bias[:len(shown.image)]   # (c, m)
+        first_answers.append(sims[name].argmax(1))
+    is_same = first_answers[0] == first_answers[-1]                        # (c,)
+    changed_first = is_same.int().sort(stable=True).indices.tolist()
+    row_of_image = {}
+    for row in changed_first:
+        row_of_image.setdefault(int(shown.owner[row]), row)                # one query an image
     hits = []
-    for k in order[:3]:
-        row = candidates[k]
-        right = set(pieces.positives[row].tolist())
-        for stage, sim in sims.items():
-            text = f"{stage}: {pieces.texts[row]}"
+    for row in list(row_of_image.values())[:3]:
+        right = set(shown.positives[row].tolist())
+        for name, sim in sims.items():
             below = []
-            for similarity, share in zip(sim[row], shares[stage]):
+            for similarity, share in zip(sim[row], shares[name]):
                 below.append(f"{similarity:.2f}, sum {share:.2f}")
-            hits.append(base.QueryHits(text, right, sim[row], below))
+            hits.append(base.QueryHits(f"{name}: {shown.texts[row]}", right, sim[row], below))
     title = "below: similarity, and what each collects of all queries (1 = fair; Fig. 6)"
-    base.draw_hits(pieces, hits, path, title)
+    base.draw_hits(shown, hits, path, title)
     return shares
 
 
 # ===================================================== modalities =================================
 def first_captions(pieces):
-    """{text, image}: (n, D) each, of the first 500 clips and the first caption of each."""
-    clips, captions = np.unique(pieces.owner, return_index=True)           # (M,) each
-    text = pieces.text[captions[:500]]
-    image = pieces.image[clips[:500]]
-    return {"text": text, "image": image}
+    """Texts and images, (n, D) each, of the first 500 images with a caption: pairs."""
+    images, captions = np.unique(pieces.owner, return_index=True)          # (n,) each
+    return pieces.text[captions[:500]], pieces.image[images[:500]]
 
 
-def draw_modalities(stages, kind, title, path):
+def draw_planes(stages, title, path):
     """Draws both modalities of stages or runs in a plane, and mean cosines (Figs. 7 and 8).
 
     Args:
-        stages: {name: {text: (n, D), image: (k, D)}}.
-        kind: 'image' or 'video'.
+        stages: {name: SavedPieces}.
         title, path: of the picture.
     Returns: the mean cosines as lines.
     """
     fig, axes = figure(len(stages) + 1)
     *planes, bars = axes
+    kind = next(iter(stages.values())).kind
     pair_names = ["text-text", f"{kind}-{kind}", f"text-{kind}"]
     bar_width = 0.8 / len(stages)
     first_bar = -(len(stages) - 1) / 2 * bar_width
     lines = []
-    for k, (stage, embeddings) in enumerate(stages.items()):
-        text = normalize(embeddings["text"])                               # (n, D)
-        image = normalize(embeddings["image"])                             # (k, D)
+    for k, (stage, pieces) in enumerate(stages.items()):
+        text, image = first_captions(pieces)
+        text, image = normalize(text), normalize(image)                    # (n, D)
         draw_plane(planes[k], text, image, kind)
         planes[k].set_title(f"{stage} (Fig. 7, PCA)")
-        in_text = pair_cosines(text @ text.T)["neg_cos"]
-        in_image = pair_cosines(image @ image.T)["neg_cos"]
-        between = (text @ image.T).mean().item()
-        cosines = [in_text, in_image, between]
+        cosines = [
+            pair_cosines(text @ text.T)["neg_cos"],
+            pair_cosines(image @ image.T)["neg_cos"],
+            (text @ image.T).mean().item()]
         places = np.arange(3) + first_bar + k * bar_width
         bars.bar(places, cosines, bar_width, label=stage)
         words = [f"{name} {cosine:.3f}" for name, cosine in zip(pair_names, cosines)]
@@ -250,75 +324,44 @@ def draw_plane(ax, text, image, kind):
     ax.set_ylabel("second")
 
 
-# ===================================================== a run ======================================
-def draw(run, retrieval_biases):
-    """Draws the figures of a run: curves; Figs. 2, 3, 5, 6 of test sets, 7 and 8 of val.
-
-    A run without biases (--loss max-margin) has its answers by cosine in place of Figs. 2, 3, 5, 6.
-
-    Args:
-        run: the Run, after its evaluations.
-        retrieval_biases: ncl.py's function, which its evaluation uses too.
-    """
-    args = run.args
-    val = run.val_pieces or run.test_pieces
-    queues = load_file(run.folder / "queues.safetensors")
-    gamma = queues["gamma"].item()
-    start = load_file(run.folder / "embeddings_before.safetensors")
-    draw_training(run, next(iter(val), ""))
-    for name, suffix, pieces in base.by_set(run.test_pieces):
-        set_queues = NO_QUEUES
-        if name == args.dataset:
-            set_queues = queues
-        pieces_after = val.get(name, pieces)
-        stages = {}
-        if f"{name}/text" in start:
-            stages["before training"] = {
-                "text": start[f"{name}/text"],
-                "image": start[f"{name}/image"]}
-        stages["after training"] = first_captions(pieces_after)
-        kind = base.kind_of(pieces_after)
-        title = base.title_of(pieces_after.data)
-        draw_modalities(stages, kind, title, run.folder / f"modalities{suffix}.png")
-
-        answers = run.folder / f"retrieval{suffix}.png"
-        if not pieces.biases:
-            base.draw_retrieval(pieces, answers)
-            continue
-        draw_normalization(pieces, gamma, args.iterations, set_queues, retrieval_biases,
-                           run.folder / f"normalization{suffix}.png")
-        mode = args.normalize
-        if mode == "none" or mode not in pieces.biases:
-            mode = "oracle"
-        image_bias, _ = pieces.biases[mode]                                # (M,)
-        sim = base.cosines(pieces)                                         # (C, M)
-        sims = {"cosine": sim, f"with biases ({mode})": sim + image_bias}
-        gammas = dict.fromkeys(sims, gamma)
-        draw_queries(sims, gammas, pieces, answers)
+# ===================================================== several runs ===============================
+def draw_errors(folders, path):
+    """Fig. 2: normalisation errors of the test, as they are and with the queue's biases."""
+    errors = {}
+    for run, files in base.read_runs(folders).items():
+        errors[run] = {}
+        for name, metrics in files.summary["test"].items():
+            modes = metrics.get("normalize", {})
+            for mode in ("none", "queue"):
+                if mode not in modes:
+                    continue
+                for direction, error in modes[mode]["error"].items():
+                    direction = direction.replace("_to_", " to ")
+                    errors[run][f"{name}\n{direction}, {mode}"] = error
+    return base.draw_bars({"normalisation error (Fig. 2)": errors}, path)
 
 
-def draw_training(run, name):
-    """Draws curves.png: the log, and R@1 of the val set `name`, with and without biases."""
-    directions = {"t->v": "text_to_image", "v->t": "image_to_text"}
-    modes = ("none", "queue")
-    recalls = {}
-    for label, direction in directions.items():
-        if run.args.loss == "max-margin":
-            recalls[label] = f"eval/{name}/{direction}/R@1"
-            continue
-        for mode in modes:
-            recalls[f"{label}, {mode}"] = f"eval/{name}/normalize/{mode}/{direction}/R@1"
-    chance = {}
-    for data_set, levels in run.chance.items():
-        # of recalls with biases it is the same
-        same = {direction: levels[direction] for direction in directions.values()}
-        chance[data_set] = levels | {"normalize": dict.fromkeys(modes, same)}
-    losses = {"the run's loss": "loss", "L_t2v": "L_t2v", "L_v2t": "L_v2t", "L_cap": "L_cap"}
-    errors = {"as it is": "error", f"{run.args.iterations} rounds": "error_normalized"}
-    panels = [
-        ("loss", "loss", losses),
-        ("retrieval, val", "R@1, %", recalls),
-        ("temperature", "gamma", {"gamma": "tau"}),
-        *base.batch_panels(),
-        ("normalisation error, batch", "mean |1 - sum P|", errors)]
-    base.draw_training_curves(run, panels, chance)
+def draw_queries(folders, path):
+    """Fig. 6: the same queries in each run, and what each answer collects of all queries."""
+    runs = base.read_runs(folders)
+    pieces = base.first_test_sets(runs)
+    base.require_texts(pieces)
+    stages = {}
+    for run, files in runs.items():
+        stages[run] = Stage(pieces[run], mode_of(files, pieces[run]), read_gamma(files))
+    lines = []
+    for run, share in draw_answers(stages, path).items():
+        fair = 100 * (abs(share - 1) < 0.5).float().mean()
+        lines.append(f"{run}: {fair:.1f} % of the items collect 0.5 to 1.5")
+    return lines
+
+
+def draw_modalities(folders, path):
+    """Figs. 7 and 8: both modalities in the plane, and mean cosines in and between them."""
+    pieces = base.first_test_sets(base.read_runs(folders))
+    base.require_texts(pieces)
+    title = next(iter(pieces.values())).title
+    return draw_planes(pieces, title, path)
+
+
+FIGURES = {"errors": draw_errors, "queries": draw_queries, "modalities": draw_modalities}

@@ -216,3 +216,6 @@ def draw_phase(ax, run, taus):
         epoch_phases = np.arange(len(taus)) % args.period / args.period    # tau is one in an epoch
         tau_axis.plot(epoch_phases, taus, ".", ms=3, color="tab:orange")
         tau_axis.set_ylabel("tau", color="tab:orange")
+
+
+FIGURES = {}  # of several runs

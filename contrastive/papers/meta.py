@@ -6,37 +6,38 @@ They come from train, from val (whose evaluation then leaves them out), or from 
 import collections
 from pathlib import Path
 
-from contrastive.data.views import key_hash
-from contrastive.encoders.sentences import SentenceEncoder
 from contrastive.core.processes import UserError, opening
-from contrastive.evaluation.clusters import k_means
+from contrastive.data.views import key_hash
 
 import numpy as np
-import torch
 
-NUM_CLUSTERS = 50  # of captions, with --meta-balance captions
-MAX_CLUSTERED = 20_000  # rows that are clustered for it, the first in the order of their hash
+# columns that may divide the examples of a task into classes, in this order
+CLASS_COLUMNS = {
+    "retrieval": ("label", "verb"),
+    "qa-open": ("answer",),
+    "qa-choice": ("question_type",)}
 
 
-def meta_data(train, evals, args):
+def meta_data(train, evals, args, task="retrieval"):
     """Takes the meta-data that --meta-set asks for.
 
     Args:
         train, evals: as open_data returns them.
-        args: the flags of mama.py.
+        args: dataset, meta_set, meta_size, meta_balance, meta_batch_size.
+        task: key of CLASS_COLUMNS.
     Returns: Data of the meta-data, with a note for the banner; and the evaluation sets without it.
-    Raises: UserError if there are too few examples, or the data are a stream.
+    Raises: UserError if there are too few examples.
     """
     source = train
     if args.meta_set == "val":
         source = evals.get(args.dataset, {}).get("val")
-    if source is None or source.streamed:
+    if source is None:
         raise UserError(f"--meta-set {args.meta_set}: {args.dataset} has no such split to take "
                         "rows from")
     # without the rows of --extra-pairs, which come last
     candidates = source.before_extra_pairs or source
     if args.meta_set in ("train", "val"):
-        rows, description = choose_rows(candidates, args)
+        rows, description = choose_rows(candidates, args, CLASS_COLUMNS[task])
     else:
         rows, description = named_rows(candidates, args.meta_set, evals.get(args.dataset, {}))
     if len(rows) < args.meta_batch_size:
@@ -59,29 +60,19 @@ def meta_data(train, evals, args):
     return meta, evals
 
 
-def choose_rows(data, args):
+def choose_rows(data, args, class_columns):
     """Chooses rows by --meta-size and --meta-balance: rows, and words that describe them."""
-    columns = class_columns(args.task)
-    column = next((name for name in columns if data.column(name) is not None), None)
+    column = None
+    if args.meta_balance in ("auto", "classes"):
+        column = next((name for name in class_columns if data.column(name) is not None), None)
     if args.meta_balance == "classes" and column is None:
         raise UserError(f"--meta-balance classes: {data.name} has no column "
-                        + " or ".join(columns))
-    if args.meta_balance not in ("auto", "classes"):
-        column = None
-    return balanced_rows(data, args.meta_size, column, args.meta_balance == "captions")
+                        f"{' or '.join(class_columns)}; give --meta-balance none")
+    return balanced_rows(data, args.meta_size, column)
 
 
-def class_columns(task):
-    """The columns, in order, that may divide the examples of a task of mama.py into classes."""
-    if task == "qa-open":
-        return ["answer"]
-    if task == "qa-choice":
-        return ["question_type"]
-    return ["label", "verb"]
-
-
-def balanced_rows(data, size, column=None, by_captions=False):
-    """Rows in the order of a hash of their names, from each class or caption cluster in turn.
+def balanced_rows(data, size, column=None):
+    """Rows in the order of a hash of their names, from each class in turn.
 
     Rows that are known to be noisy are left out. Of unfolded rows, all names come before one comes
     a second time.
@@ -89,7 +80,6 @@ def balanced_rows(data, size, column=None, by_captions=False):
     Args:
         size: number of rows.
         column: of the classes; None = without. Rows of class -1, unknown, come last.
-        by_captions: without classes, from clusters of captions.
     Returns: (size,) rows in ascending order, and words that describe them.
     """
     hashes = np.array([key_hash(f"meta {key}") for key in data.keys()])    # (M,)
@@ -101,16 +91,10 @@ def balanced_rows(data, size, column=None, by_captions=False):
         cleanliness = "none with another's captions"
     rows = rows[np.argsort(occurrence_numbers(hashes[rows].tolist()), kind="stable")]
 
-    classes = None
     balance = "at random"
     if column is not None:
-        classes = np.asarray(data.column(column))[rows].tolist()
         balance = f"balanced over {column}"
-    elif by_captions:
-        rows = rows[:max(size, MAX_CLUSTERED)]
-        classes = caption_clusters(data, rows)
-        balance = f"balanced over {len(set(classes))} clusters of captions"
-    if classes is not None:
+        classes = np.asarray(data.column(column))[rows].tolist()
         turns = np.where(np.array(classes) == -1, len(rows), occurrence_numbers(classes))
         rows = rows[np.argsort(turns, kind="stable")]
     return np.sort(rows[:size]), f"{balance}, {cleanliness}"
@@ -124,17 +108,6 @@ def occurrence_numbers(values):
         numbers.append(counts[value])
         counts[value] += 1
     return numbers
-
-
-def caption_clusters(data, rows):
-    """The cluster of each row, as a list: K-Means on tf-idf, all captions of a row as one text.
-
-    The result is the same on every process and for every --seed.
-    """
-    texts = [" ".join(data.captions(i)) for i in rows]
-    encoder = SentenceEncoder("tf-idf", torch.device("cpu"), texts)
-    num_clusters = min(NUM_CLUSTERS, len(set(texts)))
-    return k_means(encoder(texts).numpy(), num_clusters, seed=0).tolist()
 
 
 def named_rows(data, file, splits):

@@ -8,22 +8,23 @@ import collections
 import dataclasses
 import functools
 
+from contrastive.core.files import read_json, write_json, write_tensors
+from contrastive.core.metrics import normalize, retrieval_ranks
+from contrastive.core.processes import UserError, on_main, opening, print_main
+from contrastive.data.batches import read_batch
 from contrastive.data.views import key_hash
 from contrastive.encoders.base import TwoTower
 from contrastive.encoders.models import EvalTransform, VisionEncoder
 from contrastive.encoders.sentences import SentenceEncoder
-from contrastive.core.files import read_json, write_json, write_tensors
-from contrastive.core.processes import UserError, on_main, opening, print_main
 from contrastive.evaluation.by_class import recall_by_frequency
 from contrastive.evaluation.embed import encode_images
-from contrastive.core.metrics import normalize, retrieval_ranks
+from contrastive.evaluation.saved_pieces import pack_pictures
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
 CLASSES = ("label", "verb", "noun", "verb-noun")  # columns of the data, or two of them together
-NUM_STREAMED = 20_000  # captions of a stream that are clustered; others get the nearest cluster
 NUM_IN_PICTURE = 1000  # embeddings that are kept for a picture
 
 
@@ -119,8 +120,6 @@ def check_source(train, source):
 
     Raises: UserError.
     """
-    if train.streamed and source not in ("captions", "none"):
-        raise UserError(f"--clusters {source}: a stream has only captions; leave out --streaming")
     if source in CLASSES:
         for column in source.split("-"):
             if train.column(column) is None:
@@ -175,7 +174,7 @@ def make_clusters(folder, args, train, kmeans, *, device, items):
     """Makes the clusters and writes clusters.safetensors and clusters.json.
 
     The tensors are ids (M,) sorted, labels (M,), sizes (K,); of K-Means also centroids (K, D), a
-    sample of the embeddings and its labels.
+    sample of the embeddings and its labels; for Fig. 6 a few pictures.
 
     Args:
         items: Items of --clusters vision, else None.
@@ -210,12 +209,13 @@ def make_clusters(folder, args, train, kmeans, *, device, items):
         tensors["centroids"] = centroids(items.embeddings, labels, items.counts)
         tensors["sample"] = items.embeddings[sample]
         tensors["sample_labels"] = labels[sample]
+    examples = example_captions(items, labels, sizes, train, args.seed)
+    tensors.update(example_pictures(examples, train, args.image_size))
     write_tensors(folder / "clusters.safetensors", tensors)
     write_json(folder / "clusters.json", {
         "source": args.clusters, "encoder": encoder, "by": items.kind,
         "without": num_without, "sizes": sizes.tolist(), "names": names,
-        "examples": example_captions(items, labels, sizes, train, args.seed),
-        "state": items.state})
+        "examples": examples, "state": items.state})
 
 
 def example_captions(items, labels, sizes, train, seed):
@@ -241,6 +241,25 @@ def example_captions(items, labels, sizes, train, seed):
     return examples
 
 
+def example_pictures(examples, train, image_size):
+    """Pictures of the largest, a middle and the smallest cluster, three of each (Fig. 6).
+
+    Args: examples: as example_captions returns them; those clusters get 'pictured', the numbers of
+        their captions that have a picture.
+    Returns: {jpeg, jpeg_ends} as pack_pictures returns them.
+    """
+    transform = EvalTransform(image_size, (0.0,) * 3, (1.0,) * 3)
+    rows = []
+    for number in sorted({0, len(examples) // 2, len(examples) - 1}):
+        example = examples[number]
+        example_rows = example["rows"][:3]
+        readable, _, _, _ = read_batch(train, transform, example_rows)
+        example["pictured"] = [k for k, row in enumerate(example_rows) if row in readable]
+        rows += [row for row in example_rows if row in readable]
+    jpeg, jpeg_ends = pack_pictures(train, rows)
+    return {"jpeg": jpeg, "jpeg_ends": jpeg_ends}
+
+
 # ---- what is clustered ----
 def caption_items(args, train, device):
     """Items of the distinct captions, with their embeddings."""
@@ -253,22 +272,12 @@ def caption_items(args, train, device):
 
 def distinct_captions(train):
     """The distinct captions, the first row of each, and how often each occurs: three lists."""
-    if train.streamed:
-        captions = list(train.first_captions(NUM_STREAMED))
-        print_main(f"clusters: of the first {len(captions):,} captions of the stream; other "
-                   f"captions get "
-                   "the cluster with the nearest centroid")
-        pairs = [(caption, -1) for caption in captions]
-    else:
-        pairs = []
-        for row in range(len(train)):
-            for caption in train.captions(row):
-                pairs.append((caption, row))
     first_row = {}
     count = collections.Counter()
-    for caption, row in pairs:
-        first_row.setdefault(caption, row)
-        count[caption] += 1
+    for row in range(len(train)):
+        for caption in train.captions(row):
+            first_row.setdefault(caption, row)
+            count[caption] += 1
     return list(count), list(first_row.values()), list(count.values())
 
 

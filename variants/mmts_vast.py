@@ -1,0 +1,333 @@
+"""MM-TS on VAST (Tables 3, 6 to 9): clips of frames, sound and subtitles, and a matching head.
+
+MM-TS replaces VAST's contrastive loss alone. Its matching head learns beside it: it says whether a
+caption belongs to a clip, from the true pairs and from one hard negative of each caption and of
+each clip, and re-ranks the first candidates in eval.py (--rerank 50). The head reads the tokens of
+a clip, which are too many to be kept for a batch: a first pass encodes the batch without a graph, a
+second one encodes each chunk again, and adds the gradient of its pairs.
+
+Equations (s_ij: cosine of query i and candidate j)
+    p_ij = softmax_j(s_ij / tau_neg) + 1e-4, p_ii = 0                       hard_negatives
+    L_match = mean of the cross-entropies of the 3 N pairs                  matching_loss
+    L = L_MM-TS + 0.1 L_match                                MatchingCache, clip_loss (mmts.py)
+
+Commands
+    accelerate launch -m variants.mmts_vast                  # a small VAST on moving emoji
+    accelerate launch -m variants.mmts_vast --dataset youcook2 --data-dir ANNOTATIONS \\
+        --video-dir VIDEOS --init-from PRETRAIN_VAST         # the paper's run
+    accelerate launch -m variants.mmts_vast --baseline --learnable-tau     # VAST's own loss
+
+docs/mmts.md has the commands of the tables and the differences from VAST's code. This is a copy of
+../mmts.py with another step: compare the two with diff.
+"""
+
+import functools
+
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
+import common
+import mmts
+
+from common import (
+    Evaluator, GradCache, Parser, Run, Temperature, clean_exit, fraction, gather, nonnegative_float,
+    normalize, positive_float)
+from contrastive.encoders.vast import MODALITIES, Pairs
+from mmts import clip_loss, cluster_captions, max_margin_loss, sample_temperature
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+# ======================================================= METHOD ===================================
+def hard_negatives(sim, tau, draws):
+    """Draws one wrong candidate of each query; near ones are likelier.
+
+    Args:
+        sim: (N, N) cosines, the diagonal that of the true pairs.
+        tau: temperature > 0, a number or ().
+        draws: (N,) numbers in 0..1.
+    Returns: (N,) long.
+    """
+    weights = (sim.double() / tau).softmax(1) + 1e-4                       # (N, N)
+    weights.fill_diagonal_(0)
+    total = weights.cumsum(1)                                              # (N, N)
+    drawn = torch.searchsorted(total, draws[:, None] * total[:, -1:], right=True)        # (N, 1)
+    # NaN, with which the run stops after this step, gives N
+    return drawn[:, 0].clamp(max=len(sim) - 1)
+
+
+@torch.no_grad()
+def hard_pairs(image, text, tokens, draws, *, tau, length):
+    """The Pairs of this process's clips: each with its own caption, with the caption that it has
+    drawn, and with the captions of the global batch that have drawn it. Collective.
+
+    Each of the 3 N pairs of the global batch belongs to the process of its clip, so no process
+    encodes another's clips.
+
+    Args:
+        image, text: (B, D) embeddings of this process.
+        tokens: {input_ids, attention_mask: (B, L)} of its captions.
+        draws: (B, 2) numbers in 0..1.
+        tau: temperature of the sampling, a number or ().
+        length: most tokens of a caption, to which all processes pad theirs.
+    """
+    pad = length - tokens["input_ids"].shape[1]
+    ids = gather(F.pad(tokens["input_ids"], (0, pad)))                     # (N, length)
+    mask = gather(F.pad(tokens["attention_mask"], (0, pad)))               # (N, length)
+    sim = gather(normalize(image.float())) @ gather(normalize(text.float())).T           # (N, N)
+    draws = gather(draws.to(image.device))                                 # (N, 2)
+    numbers = torch.arange(len(sim), device=image.device)                  # (N,) clips and texts
+    hard_texts = hard_negatives(sim, tau, draws[:, 0])                     # (N,) of the clips
+    hard_clips = hard_negatives(sim.T, tau, draws[:, 1])                   # (N,) of the texts
+    pair_clips = torch.cat([numbers, numbers, hard_clips])                 # (3 N,)
+    pair_texts = torch.cat([numbers, hard_texts, numbers])                 # (3 N,)
+    order = pair_clips.argsort(stable=True)
+    pair_clips, pair_texts = pair_clips[order], pair_texts[order]
+    target = (pair_clips == pair_texts).long()                             # (3 N,)
+    pairs = Pairs(pair_clips, ids[pair_texts], mask[pair_texts], target)
+    B = len(image)
+    return pairs.of_clips(common.rank() * B, (common.rank() + 1) * B)
+
+
+def matching_loss(logits, target, num_clips):
+    """The sum of the cross-entropies of a chunk's pairs, divided by 3 B, so that the sum over the
+    chunks and the mean over the processes give the mean over all 3 N pairs.
+
+    Args:
+        logits, target: (P, 2), (P,).
+        num_clips: B, clips of this process.
+    """
+    return F.cross_entropy(logits.float(), target, reduction="sum") / (3 * num_clips)
+
+
+class MatchingCache(GradCache):
+    """A GradCache that always encodes in two passes, and whose second pass, in the backward of the
+    contrastive loss, adds the gradient of the matching loss. Only the last chunk averages over
+    processes.
+
+    Args:
+        model, accelerator: as of GradCache.
+        chunk_size: clips at a time on this process; 0 = all.
+        weight: of the matching loss.
+    """
+
+    def __init__(self, model, accelerator, chunk_size, weight):
+        super().__init__(model, accelerator, chunk_size or 10**9)
+        self.weight = weight
+
+    def is_in_chunks(self, num_examples):
+        return True
+
+    def start_pairs(self, pairs, num_clips):
+        """Takes the Pairs of a batch of B clips, before its backward."""
+        self.pairs = pairs
+        self.num_clips = num_clips
+        self.loss = 0.0  # L_match of the chunks so far, without its weight
+
+    def backward_of_chunk(self, chunk, start, gradients):
+        """Encodes a chunk with a graph, classifies its pairs, and passes both gradients on."""
+        clip_gradient, text_gradient, _ = gradients                        # (B, D) each
+        stop = start + len(chunk["tokens"]["input_ids"])
+        pairs = self.pairs.of_clips(start, stop)
+        clip, text, logits = self.model(**chunk, pairs=pairs)              # (b, D), (P, 2)
+        loss = matching_loss(logits, pairs.target, self.num_clips)         # ()
+        self.loss += loss.detach()
+        loss = self.weight * loss
+        if self.accelerator.scaler:                                        # of fp16
+            loss = self.accelerator.scaler.scale(loss)
+        torch.autograd.backward(
+            [loss, clip, text],
+            [None, clip_gradient[start:stop].to(clip.dtype),
+             text_gradient[start:stop].to(text.dtype)])
+
+
+class LearntDivisor(nn.Module):
+    """VAST's temperature: learnt as the number that divides the cosines, not as its logarithm.
+
+    Args:
+        start: value at the first step.
+        limits: (lowest, highest) value.
+    """
+
+    def __init__(self, start, limits):
+        super().__init__()
+        self.limits = limits
+        self.tau = nn.Parameter(torch.tensor(float(start)))
+
+    def forward(self):
+        return self.tau
+
+    @torch.no_grad()
+    def clamp(self):
+        """Brings the temperature back into its limits after a step."""
+        self.tau.clamp_(*self.limits)
+
+
+# ======================================================= flags ====================================
+# A recipe holds what differs from the defaults, which are VAST's on YouCook2 for the flags below,
+# and those of mmts.py for the others.
+MOVING = mmts.MOVING | dict(
+    source="ours; a small VAST from scratch", image_encoder="vast-small")
+OWN = mmts.OWN | dict(source="ours; a small VAST from scratch", image_encoder="vast-small")
+YOUCOOK2 = dict(
+    source="paper; encoders, views, optimiser and matching head from VAST",
+    # --init-from loads VAST's released weights into all of it
+    image_encoder="vast", text_encoder="google-bert/bert-base-uncased", pretrained=True,
+    embed_dim=512, image_size=224, image_stats="clip", eval_resize="squash",
+    frames=8, eval_frames=16, frame_sampling="random",  # in evaluation the middles of segments
+    text_length=40, text_pooling="cls",
+    epochs=30.0, batch_size=64, chunk_size=4, lr=3e-5,
+    lr_end=0.0, lr_schedule="linear", warmup_epochs=0.0, warmup_fraction=0.1,
+    weight_decay=0.01, beta2=0.98, eps=1e-6, grad_clip=0.0,
+    tau=0.07, alpha=0.06, shift_min=0.06, shift_max=0.09,
+    crop_min=1.0, flip=0.0, mixed_precision="fp16", log_every=20)
+SSV2_LT = YOUCOOK2 | dict(
+    clusters="label", modalities="v", lr=2e-5,
+    alpha=0.04, shift_min=0.07, shift_max=0.11)        # of a cell of Table 8
+RECIPES = {"moving-emoji": MOVING, "youcook2": YOUCOOK2, "ssv2-lt": SSV2_LT, "own": OWN}
+
+
+def parse_args(argv=None):
+    """The flags of a run."""
+    parser = Parser(__file__, "MM-TS on VAST: frames, sound, subtitles and a matching head.")
+    method = mmts.add_method_flags(parser)
+    method.set_defaults(tau_clamp=[0.001, 1.0])
+    method.add_argument("--label-smoothing", type=fraction, default=0.1,
+                        help="part of the target of --loss clip that is spread over all "
+                             "candidates, 0..1; VAST 0.1")
+    method.add_argument("--matching-weight", type=nonnegative_float, default=0.1,
+                        help="weight of the loss of the matching head; VAST 0.1")
+    method.add_argument("--negatives-tau", type=positive_float, default=0.07,
+                        help="temperature at which hard negatives are drawn, unless it is learnt; "
+                             "VAST 0.07")
+    clips = parser.add_argument_group("clips")
+    clips.add_argument("--modalities", choices=MODALITIES, default="vas",
+                       help="what is read of a clip, as far as the data have it: v frames, a "
+                            "sound, s a subtitle")
+    clips.add_argument("--eval-frames", type=common.int_ge0, default=0,
+                       help="frames of a clip of val and test; VAST 16; 0 = as in training")
+    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0, jitter_p=1.0)
+    return parser.parse(argv, RECIPES, {"--baseline": {True: mmts.BASELINE}}, check_flags)
+
+
+def check_flags(parser, args):
+    """Refuses contradictory flags, flags without effect, and VAST without its weights."""
+    mmts.check_flags(parser, args)
+    parser.require(args.image_encoder in ("vast", "vast-small"),
+                   f"--image-encoder {args.image_encoder}: it has no matching head; give vast or "
+                   "vast-small, or train it by mmts.py")
+    parser.only(args.loss == "clip", "with --loss clip", "--label-smoothing")
+    parser.only(not args.learnable_tau, "without --learnable-tau", "--negatives-tau")
+    needs_weights = args.image_encoder == "vast" and args.pretrained
+    parser.require(not needs_weights or args.init_from or args.resume,
+                   "--init-from is needed: this recipe fine-tunes VAST's weights, and without them "
+                   "it would train encoders that do not belong together; give --no-pretrained to "
+                   "train from scratch")
+
+
+# ======================================================= main =====================================
+def main(args):
+    """One run: data, model, clusters, view, loop, evaluation. Returns the summary."""
+    # ------------------------------------------- data ---------------------------------------------
+    train, evals = common.open_data(args)
+    common.check_source(train, args.clusters)
+    args = common.adjust_flags_to_encoder(args)        # VAST has a text encoder of its own
+    args = common.adjust_flags_to_data(args, train)    # batch and epochs of a user's small data
+    steps = common.count_steps(args, train)            # per epoch, in total, of the warm-up
+
+    # ------------------------------------------- model and optimizer ------------------------------
+    accelerator = common.make_accelerator(args)
+    common.set_seed(args.seed)
+    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
+    clusters = common.open_clusters(
+        run.folder, args, train, accelerator.device,
+        functools.partial(cluster_captions, seed=args.seed))
+    temperature = Temperature(args.tau)
+    if args.learnable_tau:
+        temperature = LearntDivisor(first_tau(args, model), args.tau_clamp)
+    temperature.to(accelerator.device)
+    optimizer = common.make_optimizer([model, temperature], args)
+    parameters = [*model.parameters(), *temperature.parameters()]
+
+    # >>> shared: prepare
+    torch.manual_seed(args.seed + accelerator.process_index)               # of dropout
+    model = common.sync_batchnorm(model, args)
+    raw_model = model                                                      # evaluated and saved
+    if args.compile:
+        model = torch.compile(model)
+    model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
+    # <<< shared
+    run.resume(raw_model, optimizer, tau=temperature)                      # with --resume
+    grad_cache = MatchingCache(model, accelerator, args.chunk_size, args.matching_weight)
+
+    # ------------------------------------------- loop ---------------------------------------------
+    batches = run.batches([common.training_view(args)], transform)
+    quantity = "margin" if args.loss == "max-margin" else "tau"            # its name in the log
+    shifts = mmts.shifts_of(clusters, args)                                # (K + 1,)
+    period, alpha = mmts.swing_of_run(args, steps.total)
+    evaluator = Evaluator(
+        raw_model, tokenizer, transform, evals, train, device=accelerator.device, args=args,
+        method_metrics=functools.partial(common.head_mid_tail, clusters=clusters))
+    run.start(evaluator, shown=("loss", "L_match", quantity), **mmts.banner_lines(args, clusters))
+    for batch in batches:
+        common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
+
+        texts = common.pick(batch["captions"], batch["draws"])             # B captions
+        tokens = tokenizer(texts)                                          # (B, L) each
+        image, text, _ = grad_cache.encode(                                # (B, D)
+            pixels=batch["views"][0], tokens=tokens)
+
+        cluster, num_missing = torch.full((len(texts),), -1), 0            # (B,)
+        if args.shifts:
+            cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,)
+        tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha)     # (B,)
+        tau_or_margin = common.to_device(tau_or_margin, accelerator.device)
+        negatives_tau = args.negatives_tau
+        if args.learnable_tau:
+            tau_or_margin = temperature()                                  # ()
+            negatives_tau = tau_or_margin.detach()
+
+        terms = {}
+        if args.loss == "clip":
+            loss = clip_loss(image, text, tau_or_margin, args.label_smoothing, terms=terms)
+        elif args.loss == "max-margin":
+            loss = max_margin_loss(image, text, tau_or_margin, terms=terms)
+        else:
+            raise ValueError(f"--loss {args.loss} has no branch in this loop")
+        draws = torch.from_numpy(batch["draws"][:, 1:3])                   # (B, 2)
+        pairs = hard_pairs(image, text, tokens, draws, tau=negatives_tau, length=args.text_length)
+        grad_cache.start_pairs(pairs, len(texts))
+
+        accelerator.backward(loss)                                         # and that of the pairs
+        loss = loss.detach() + args.matching_weight * grad_cache.loss      # ()
+        common.average_gradients(temperature.parameters())
+        if args.grad_clip:
+            accelerator.clip_grad_norm_(parameters, args.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        temperature.clamp()
+
+        # the log has means over processes: times their number, it has the sum
+        columns = {quantity: tau_or_margin.mean(), **terms, "L_match": grad_cache.loss,
+                   "not_in_clusters": common.world_size() * num_missing}
+        run.end_step(batch, loss, columns, [image, text])                  # count, log, save, stop
+
+    # ------------------------------------------- save and evaluate --------------------------------
+    if accelerator.is_main_process and clusters is not None and not args.learnable_tau:
+        common.write_tensors(run.folder / "temperatures.safetensors",      # for Figs. 3 to 5, 11
+                             mmts.curves_of_clusters(clusters, args, steps.total))
+    return run.finish(figures="mmts")
+
+
+def first_tau(args, model):
+    """The first value of a learnt temperature: that of VAST's released weights, if they are loaded
+    and --tau is not on the command line; else --tau."""
+    if model.released_tau is None or "--tau" in args.command_line:
+        return args.tau
+    return model.released_tau
+
+
+if __name__ == "__main__":
+    with clean_exit():
+        main(parse_args())
