@@ -10,7 +10,7 @@ import functools
 
 from contrastive.core.files import read_json, write_json, write_tensors
 from contrastive.core.metrics import normalize, retrieval_ranks
-from contrastive.core.processes import UserError, on_main, opening, print_main
+from contrastive.core.processes import UserError, on_main, opening
 from contrastive.data.batches import read_batch
 from contrastive.data.views import key_hash
 from contrastive.encoders.base import TwoTower
