@@ -55,10 +55,8 @@ from contrastive.encoders.cached import open_feature_cache  # --freeze
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
 from contrastive.encoders.models import (
     EvalTransform, TextEncoder, VisionEncoder, load_model)
-from contrastive.encoders.ssb import (  # SSB, a base of NCL
-    Captioner, captioning_loss, ssb_recipe, support_summary)
 from contrastive.encoders.texts import build_tokenizer, train_wordpiece
-from contrastive.encoders.towers import freeze_as_clip4clip, set_dropout
+from contrastive.encoders.towers import freeze_as_clip4clip
 
 # ---- contrastive/evaluation: whole evaluations ----
 from contrastive.evaluation.by_class import padded_and_flipped  # training images of TS's probes
@@ -80,8 +78,9 @@ from contrastive.papers.text_pairs import (  # T and T~ (TeMo)
 
 # ---- contrastive/engine: the flags and the book-keeping of a run ----
 from contrastive.engine.flags import OneLineErrorParser, Parser  # argparse with recipes
-from contrastive.engine.grad_cache import (
-    GradCache, random_state, set_random_state, tf32)  # --chunk-size
+from contrastive.engine.grad_cache import (  # --chunk-size
+    GradCache, random_state, set_random_state)
+from contrastive.engine.precision import tf32  # for encoders, on GPUs
 from contrastive.engine.run import Run, count_steps, adjust_flags_to_data
 
 import torch
@@ -185,8 +184,9 @@ def make_optimizer(modules, args):
 
     Args:
         modules: those that learn; what needs no gradient in them is left out.
-        args: optimizer, lr, beta1, beta2, eps, weight_decay.
+        args: optimizer, lr, lr_scale, beta1, beta2, eps, weight_decay.
     """
+    mark_lr_scales(modules, args.lr_scale)
     groups = decay_groups(modules, args.weight_decay)
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
@@ -228,11 +228,34 @@ def split_by_lr(groups):
         for p in group["params"]:
             parameters.setdefault(getattr(p, "lr_scale", 1.0), []).append(p)
         for scale, members in parameters.items():
+            if not members:
+                continue
             split_group = group | {"params": members}
             if scale != 1.0:
                 split_group["lr_scale"] = scale  # set_lr multiplies by it
             split_groups.append(split_group)
     return split_groups
+
+
+def mark_lr_scales(modules, words):
+    """Marks the parameters of the parts that --lr-scale names, for split_by_lr.
+
+    Args: words: PART=FACTOR each; image and text are the encoders without their projections, head
+        is all else.
+    """
+    factors = {}
+    for word in words:
+        part, _, factor = word.partition("=")
+        factors[part] = float(factor)
+    if not factors:
+        return
+    for module in modules:
+        scale_lr(module, factors.get("head", 1.0))
+        for encoder in module.modules():
+            if isinstance(encoder, VisionEncoder):
+                scale_lr(encoder.body, factors.get("image", 1.0))
+            elif isinstance(encoder, TextEncoder):
+                scale_lr(encoder.body, factors.get("text", 1.0))
 
 
 def scale_lr(module, scale):

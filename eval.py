@@ -24,14 +24,15 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from contrastive.core.files import read_json, slug, write_json, write_tensors
+from contrastive.core.files import read_json, slug, write_json
 from contrastive.core.number_types import int_ge0, nonnegative_float
 from contrastive.core.processes import (
     UserError, clean_exit, join, opening, print_main, rank, world_size)
-from contrastive.data import evaluation_options, load_data, open_evaluation_sets, open_pairs
+from contrastive.data import (
+    data_options, evaluation_options, load_data, open_evaluation_sets, open_pairs)
 from contrastive.data.images import TEMO_17
 from contrastive.data.long_tail import labelled_splits
-from contrastive.data.registry import find_data_set, flags_of, partition_name
+from contrastive.data.registry import find_data_set, partition_name
 from contrastive.data.splits import without_trained
 from contrastive.data.table import Data, EmptySplit, identity_of_files
 from contrastive.encoders.models import load_model, model_of_spec
@@ -58,9 +59,7 @@ SEVENTEEN = "temo-17"
 # change their order.
 DSL_TAU = 0.01
 # flags that take the place of those of the run
-OVERRIDES = (
-    "image_column", "caption_column", "label_column", "video_dir", "frame_cache", "region_dir",
-    "feature_dir", "class_names", "prompts", "knn_features")
+OVERRIDES = ("image_column", "caption_column", "label_column", "video_dir")
 EXAMPLES = """examples:
   python eval.py --checkpoint runs/NAME
   python eval.py --checkpoint runs/NAME --datasets test.csv
@@ -93,27 +92,11 @@ def parse_args(argv=None):
                       help="column of classes in own data; empty = as the run")
     data.add_argument("--video-dir", default="",
                       help="folder of the video files; empty = as the run")
-    data.add_argument("--frame-cache", default="",
-                      help="folder of decoded frames; empty = as the run")
-    data.add_argument("--region-dir", default="",
-                      help="folder of VGT's region features; empty = as the run")
-    data.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
-                      help="folders of video features that SSB reads; empty = as the run")
-    data.add_argument("--frames", type=int_ge0, default=0,
-                      help="frames of a clip; 0 = as the run, 12 for a CLIP by name")
-    data.add_argument("--class-names", choices=["wordnet", "clip"], default="",
-                      help="class names of ImageNet; empty = as the run, else wordnet")
-    data.add_argument("--prompts", choices=["openai", "slip"], default="",
-                      help="prompts for ImageNet's classes: CLIP's 80, or the 7 of SLIP's code; "
-                           "empty = as the run, else openai")
 
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
                        help="what is measured; a task that a set does not support is left out; "
                             "empty = as in training")
-    tasks.add_argument("--knn-features", choices=["projected", "backbone"], default="",
-                       help="features of knn, after the projection (TeMo's code) or before it; "
-                            "empty = as the run, else projected")
     tasks.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="",
                        help="queue: NCL's biases from the training queries in the queue of a run "
                             "of ncl.py; oracle: NCL's biases from the test queries, which is not "
@@ -131,10 +114,6 @@ def parse_args(argv=None):
     run.add_argument("--output-dir", default="",
                      help="folder of the result; empty = RUN_DIR/eval, or runs/eval/NAME for a "
                           "CLIP by name")
-    run.add_argument("--save-embeddings", default="", metavar="DIR",
-                     help="folder for the embeddings of each data set, before normalisation, as "
-                          "NAME.safetensors, with their keys and captions in NAME.json; empty = "
-                          "none")
     run.add_argument("--workers", type=int_ge0, default=4, help="loader processes")
     run.add_argument("--cpu", action="store_true", help="stay on the CPU")
     args = parser.parse_args(argv)
@@ -152,7 +131,6 @@ def check_flags(parser, args):
         parser.error(f"--rerank: not beside --normalize {args.normalize}, whose scores it replaces")
     parser.only(args.normalize in ("queue", "oracle", "dsl"),
                 "with --normalize queue, oracle or dsl", "--gamma")
-    parser.only(not args.tasks or "knn" in args.tasks, "with --tasks knn", "--knn-features")
 
 
 def flags_of_run(args):
@@ -161,8 +139,7 @@ def flags_of_run(args):
     Raises: UserError if no data set is known.
     """
     flags = read_json(Path(args.checkpoint) / "args.json", {})
-    is_run = bool(flags)
-    if not is_run:
+    if not flags:
         if not args.datasets:
             raise UserError("--datasets is needed: the data set of this model is not known")
         parser = Parser("eval.py", "")
@@ -172,12 +149,9 @@ def flags_of_run(args):
         value = getattr(args, name)
         if value:
             flags[name] = value
-    if args.frames:
-        flags.update(frames=args.frames, eval_frames=0)
-    evaluated = flags.get("eval_datasets") or [flags["dataset"]]
-    flags["evaluated_in_training"] = [partition_name(word, "=")[0] for word in evaluated]
-    flags["eval_datasets"] = expand_names(args.datasets or evaluated)
     flags.update(workers=args.workers, watch_test=False)
+    flags.setdefault("eval_datasets", [])
+    flags.setdefault("extra_pairs", [])
     return argparse.Namespace(**flags)
 
 
@@ -193,14 +167,6 @@ def expand_names(words):
             path = Path(folder) / member
             expanded.append(f"{member}={path}" if folder else member)
     return expanded
-
-
-def check_flags_of_imagenet(args, names):
-    """Raises UserError for flags that no data set has."""
-    has_imagenet = any("--class-names" in flags_of(name) for name in names)
-    for flag, value in (("--class-names", args.class_names), ("--prompts", args.prompts)):
-        if value and not has_imagenet:
-            raise UserError(f"{flag}: only with an ImageNet; it would have no effect")
 
 
 # ======================================================= model ====================================
@@ -224,10 +190,11 @@ def open_clip_by_name(name):
     if config.model_type != "clip":
         raise UserError(f"--checkpoint {name}: neither the folder of a run nor a CLIP, but "
                         f"{config.model_type}")
-    tokenizer = build_tokenizer(name, 77)
+    length = config.text_config.max_position_embeddings
+    tokenizer = build_tokenizer(name, length)
     spec = dict(
         image_encoder=name, text_encoder=name, embed_dim=config.projection_dim,
-        image_size=config.vision_config.image_size, text_length=77, text_pooling="cls",
+        image_size=config.vision_config.image_size, text_length=length, text_pooling="cls",
         image_stats="encoder", eval_resize="crop")
     torch.manual_seed(42)
     model, transform = model_of_spec(spec, tokenizer, True)
@@ -250,32 +217,28 @@ def open_sets(args, flags, towers):
 
     Examples that were trained on are left out and counted.
     """
-    by_class = towers.tokenizer is None and not hasattr(towers.model, "answers")
-    if by_class:
-        flags.by_class = True  # a table needs no captions
-    names = [partition_name(word, "=")[0] for word in flags.eval_datasets]
-    check_flags_of_imagenet(args, names)
-    for name, folder in (partition_name(word, "=") for word in flags.eval_datasets):
-        if name == flags.dataset and folder:
-            flags.data_dir = flags.video_dir = folder
-    train = None
-    if any(is_user_data(name) for name in names) and is_user_data(flags.dataset):
-        train = open_training_set(args, flags)
+    words = expand_names(args.datasets or flags.eval_datasets or [flags.dataset])
+    folders = dict(partition_name(word, "=") for word in words)  # {name: its folder, or ""}
     labelled = {}
-    if by_class and flags.dataset in names:
-        labelled = labelled_splits(flags)
+    if towers.tokenizer is None:
+        flags.by_class = True  # a table needs no captions
+        if flags.dataset in folders or is_user_data(flags.dataset):
+            labelled = labelled_splits(flags)
+    train = None
+    if any(is_user_data(name) for name in folders) and is_user_data(flags.dataset):
+        train = open_training_set(args, flags, labelled)
     sets = []
-    for name, splits in open_evaluation_sets(flags, train).items():
-        if labelled and name == flags.dataset:
-            splits = {split: labelled[split] for split in ("val", "test") if split in labelled}
-        splits = {split: data for split, data in splits.items() if split == args.split}
+    for name, splits in open_evaluation_sets(flags, train, words).items():
+        if name == flags.dataset and labelled:
+            splits = labelled
         if args.split not in splits:
             raise EmptySplit(f"{name} has no {args.split} split, as in the run")
         data = without_rows_of_training(args, flags, name, splits[args.split])
         train_of_set = None
         if needs_training_images(args, data):
-            train_of_set = training_images(flags, name, labelled, train)
-        sets.append(EvaluatedSet(name, {args.split: data}, train_of_set, labelled.get("few-shot")))
+            options = evaluation_options(flags, name, folders[name])
+            train_of_set = training_images(flags, name, options, labelled, train)
+        sets.append(EvaluatedSet(name, {args.split: data}, train_of_set, splits.get("few-shot")))
     return sets
 
 
@@ -284,15 +247,18 @@ def is_user_data(name):
     return bool(name) and find_data_set(name) is None
 
 
-def open_training_set(args, flags):
+def open_training_set(args, flags, labelled):
     """The training set of a run if it is the user's own: its rows must not be tested.
 
     Prints a warning if it has changed since the run.
+
+    Args: labelled: splits of a run by class, {} of others.
     """
-    options = evaluation_options(flags, flags.dataset)
-    train = load_data(flags.dataset, "train", options)
+    train = labelled.get("train")
+    if train is None:
+        train = load_data(flags.dataset, "train", data_options(flags))
     saved = read_json(Path(args.checkpoint) / "summary.json", {}).get("training_set")
-    if saved and not hasattr(flags, "by_class") and identity_of_files(train) != saved:
+    if saved and identity_of_files(train) != saved:
         print_main(f"WARNING: {flags.dataset} has changed since the run; rows that were trained on "
                    "may count, too")
     return train
@@ -300,8 +266,10 @@ def open_training_set(args, flags):
 
 def without_rows_of_training(args, flags, name, data):
     """A split without what training held: rows of --extra-pairs, and meta-data of mama.py."""
-    if name not in flags.evaluated_in_training:  # of these, training has left out the pairs
-        for word in getattr(flags, "extra_pairs", ()):
+    words = flags.eval_datasets or [flags.dataset]
+    if name not in [partition_name(word, "=")[0] for word in words]:
+        # of others, training has left out the pairs
+        for word in flags.extra_pairs:
             data = without_trained(data, open_pairs(word, flags))
     meta_data = read_json(Path(args.checkpoint) / "meta_data.json", {})
     keys = set(meta_data.get(f"{name} {data.split}", ()))
@@ -316,20 +284,21 @@ def needs_training_images(args, data):
     return data.labels is not None and bool(asked)
 
 
-def training_images(flags, name, labelled, train):
+def training_images(flags, name, options, labelled, train):
     """The images from which kNN and probes learn: those of the set or, of a test file of the user's
     own, those of the run; None = none.
 
     Args:
+        options: DataOptions of the set.
         labelled: splits of a run by class, {} of others.
-        train: training set of the run.
+        train: training set of the run if it is the user's own, else None.
     """
     if labelled and name == flags.dataset:
         if flags.train_features == "augmented":
             return padded_and_flipped(labelled["train"], flags.seed)
         return labelled["train"]
     with contextlib.suppress(EmptySplit):
-        return load_data(name, "train", evaluation_options(flags, name))
+        return load_data(name, "train", options)
     if train is not None:
         print_main(f"{name}: knn and probe learn from the training images of {flags.dataset}")
     return train
@@ -438,8 +407,6 @@ def evaluate(args, evaluator, opened, folder):
     print_main("\n".join(lines))
     if rank() == 0:
         draw(name, pieces, folder)
-        if args.save_embeddings:
-            save_embeddings(Path(args.save_embeddings), name, pieces[name])
     return {"metrics": metrics[name], "chance": chance[name], "left_out": left_out}
 
 
@@ -454,27 +421,6 @@ def draw(name, pieces, folder):
         draw_answers(saved, folder / f"answers_{slug(name)}.png")
     if saved.text is not None:
         draw_retrieval(saved, folder / f"retrieval_{slug(name)}.png")
-
-
-def save_embeddings(folder, name, pieces):
-    """Writes the embeddings of a data set, and what each row of them is.
-
-    NAME.safetensors: image (M, D) and, of texts, text (C, D) and owner (C,), the row of each text's
-    image. NAME.json: keys of the M images, captions of the C texts.
-    """
-    if pieces.image is None:
-        print_main(f"{name}: no embeddings to save: its model answers questions")
-        return
-    keys = list(pieces.data.keys())
-    rows = {"keys": [keys[row] for row in pieces.index]}
-    tensors = {"image": pieces.image}
-    if pieces.text is not None:
-        tensors |= {"text": pieces.text, "owner": torch.from_numpy(pieces.owner)}
-        rows["captions"] = pieces.texts
-    with opening(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / f"{slug(name)}.safetensors", tensors)
-    write_json(folder / f"{slug(name)}.json", rows)
 
 
 def make_folder(args):

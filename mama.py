@@ -24,7 +24,6 @@ Symbols
     L_i, w_i      sample_loss, weight   (B,)    nats; 0..1
     tau, mu       tau, mu               ()      divides the cosine, paper 1; radians, paper 0.2
     alpha, beta   virtual_lr, meta_lr   ()      rates of the virtual step and of the network
-
 Commands
     accelerate launch mama.py                               # moving emoji, some captions swapped
     accelerate launch mama.py --baseline                    # neither margin nor weights
@@ -42,18 +41,19 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
+import common
+
+from common import (
+    Evaluator, GradCache, Parser, Run, Temperature, below_one, between, clean_exit, focal_weights,
+    fp32, fraction, gather, int_ge1, l2rw_weights, nonnegative_float, normalize, per_anchor,
+    positive_float, positive_index, rank, rate, row_blocks, spl_weights)
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-import common
-
-from common import (
-    Evaluator, GradCache, Parser, Run, Temperature, below_one, between, clean_exit,
-    focal_weights, fp32, fraction, gather, int_ge1, l2rw_weights, nonnegative_float, normalize,
-    per_anchor, positive_float, positive_index, rank, rate, row_blocks, spl_weights)
 
 
 # ======================================================= METHOD ===================================
@@ -305,7 +305,7 @@ RECIPES = {
     "howto100m": MSRVTT | dict(source="ours; as msrvtt", epochs=1.0, unfold_captions=False),
     "own": OWN,
     "frozen": FROZEN}
-BASELINE = dict(margin_schedule="none", weighting="none")                  # --baseline
+BASELINE = {True: dict(margin_schedule="none", weighting="none")}
 
 
 def add_method_flags(parser, method):
@@ -336,9 +336,8 @@ def add_method_flags(parser, method):
         help="where the meta-data come from: a split, or a file with the name (key) of a training "
              "example in each line")
     add("--meta-size", type=int_ge1, default=256,
-        help="examples that --meta-set takes from train or val; not in the paper")
-    add("--meta-balance", choices=["auto", "classes", "none"], default="auto",
-        help="what the meta-data are balanced over: classes (auto: if there are any), or nothing")
+        help="examples that --meta-set takes from train or val, balanced over classes if there are "
+             "any; not in the paper")
     add("--meta-batch-size", type=between(2, 10**9, int), default=32,
         help="GLOBAL batch M of meta-data; not in the paper")
     add("--meta-lr", type=rate, default=2e-4,
@@ -359,21 +358,33 @@ def add_method_flags(parser, method):
         help="steps between updates of the network; paper 1")
 
 
+# Flags of the method and of views stand here, those that all scripts share in
+# contrastive/engine/flags.py.
+# default < recipe (--dataset, --recipe) < preset (--baseline) < saved flags of --resume
+# < command line.
 def parse_args(argv=None):
-    """The flags of a run: a default < a recipe (--dataset, --recipe) < --baseline < the saved flags
-    of --resume < the command line. Flags of all scripts: contrastive/engine/flags.py."""
+    """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "MAMA: angular margin and meta-learned sample weights.")
     method = parser.add_argument_group("method")
     method.add_argument("--baseline", action="store_true",
-                        help="the paper's baseline, InfoNCE, with everything else equal: "
-                             "--margin-schedule none --weighting none")
+                        help="train the paper's baseline, InfoNCE, with everything else equal: "
+                             "sets --margin-schedule none --weighting none")
     add_method_flags(parser, method)
     parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0, jitter_p=1.0)
-    return parser.parse(argv, RECIPES, {"--baseline": {True: BASELINE}}, check_flags)
+    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 
 def check_flags(parser, args):
-    """Refuses flags that contradict each other, or that have no effect beside another."""
+    """Refuses contradictory flags, and flags without effect."""
+    is_plain = args.margin_schedule == "none" and args.weighting == "none"
+    parser.require(not args.baseline or is_plain,
+                   "--baseline is --margin-schedule none --weighting none; leave out --baseline, "
+                   "or the other flags of margin and weights")
+    check_method_flags(parser, args)
+
+
+def check_method_flags(parser, args):
+    """Refuses contradictory flags of add_method_flags, and those without effect."""
     parser.check_tau_flags(args)
     parser.only(args.margin_schedule != "none", "with --margin-schedule logistic or constant",
                 "--a0", "--a1")
@@ -390,9 +401,8 @@ def check_flags(parser, args):
                 "--virtual-lr", "--meta-every")
     parser.only(looks_ahead(args), "with --weighting meta or l2rw", "--meta-batch-size")
     parser.only(has_meta_data(args), "with --weighting meta or l2rw, or --meta-set val",
-                "--meta-set", "--meta-size", "--meta-balance")
-    parser.only(args.meta_set in ("train", "val"), "with --meta-set train or val", "--meta-size",
-                "--meta-balance")
+                "--meta-set", "--meta-size")
+    parser.only(args.meta_set in ("train", "val"), "with --meta-set train or val", "--meta-size")
     parser.require(not looks_ahead(args) or not args.chunk_size,
                    f"--chunk-size: --weighting {args.weighting} encodes the whole batch at once; "
                    "use a smaller --batch-size, or another --weighting")
@@ -413,12 +423,12 @@ def has_meta_data(args):
 def main(args):
     """One run: data, model, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # open the data before any process group, so that bad paths fail fast
+    # before the processes join, so that a wrong path fails fast
     train, evals = common.open_data(args)
     meta = None
     if has_meta_data(args):
         meta, evals = common.meta_data(train, evals, args)
-    args = common.adjust_flags_to_encoder(args)  # a CLIP is the text encoder, too
+    args = common.adjust_flags_to_encoder(args)  # a CLIP is the text encoder as well
     args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
 
@@ -429,34 +439,30 @@ def main(args):
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
     limits = args.tau_clamp if args.learnable_tau else None
     temperature = Temperature(args.tau, limits).to(accelerator.device)
-    loss_modules = nn.ModuleList([temperature])                            # learn by L, outside DDP
+    # outside DDP: average_gradients does for these what DDP does for the model
+    loss_modules = nn.ModuleList([temperature])
     weight_net, meta_optimizer = None, None
-    weight_state = {}                                                      # of checkpoints
     if args.weighting in ("meta", "joint"):
         weight_net = WeightNet(args.weight_hidden).to(accelerator.device)
-        weight_state["weight_net"] = weight_net
     if args.weighting == "joint":
         loss_modules.append(weight_net)
     if args.weighting == "meta":                                           # learns by Eq. 10 alone
-        # its gradients are about 1e-8: a tiny eps, and a decay that is not added to them
-        meta_optimizer = torch.optim.AdamW(
-            weight_net.parameters(), lr=args.meta_lr, betas=(args.meta_beta1, args.meta_beta2),
-            eps=args.meta_eps, weight_decay=args.meta_weight_decay)
-        weight_state["meta_optimizer"] = meta_optimizer
+        meta_optimizer = make_meta_optimizer(weight_net, args)
     optimizer = common.make_optimizer([model, loss_modules], args)
     parameters = [*model.parameters(), *loss_modules.parameters()]
     # shares the weights; `prepare` replaces `forward`, and the look-ahead needs the plain one
     plain_model = copy.copy(model)
 
     # >>> shared: prepare
-    torch.manual_seed(args.seed + accelerator.process_index)               # of dropout
+    torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
     if args.compile:
         model = torch.compile(model)
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
-    run.resume(raw_model, optimizer, tau=temperature, **weight_state)      # with --resume
+    run.resume(raw_model, optimizer, tau=temperature, weight_net=weight_net,
+               meta_optimizer=meta_optimizer)                              # no-op without --resume
     grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
 
     # ------------------------------------------- views --------------------------------------------
@@ -465,13 +471,9 @@ def main(args):
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform)
     tokenizer = cache.tokenizer
     batches = run.batches([view], transform, cache)
-    meta_every = args.meta_every
-    if args.weighting == "l2rw":
-        meta_every = 1                                                     # no network to update
+    meta_every = args.meta_every if args.weighting == "meta" else 1
     if looks_ahead(args):
-        meta_batches = open_meta_batches(
-            meta, view, transform, args, cache=cache, device=accelerator.device,
-            first=math.ceil(run.step / meta_every), last=math.ceil(steps.total / meta_every))
+        meta_batches = open_meta_batches(meta, view, transform, run, every=meta_every, cache=cache)
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(raw_model, tokenizer, transform, evals, train, device=accelerator.device,
@@ -480,7 +482,7 @@ def main(args):
     # PyTorch warns of a function that its own forward mode calls
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
     run.start(evaluator, shown=("L", "w", "tau"), **banner_lines(args, steps.total, meta))
-    for batch in batches:
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
         lr = common.learning_rate(run.step, steps, args)
         common.set_lr(optimizer, lr)
         inputs = inputs_of(batch, tokenizer)
@@ -497,11 +499,7 @@ def main(args):
             look_ahead = LookAhead(losses, trained_parameters(plain_model), inputs,
                                    inputs_of(meta_batch, tokenizer))
         if args.weighting == "meta" and look_ahead:
-            gradient = weightnet_gradient(*look_ahead, weight_net, args.virtual_lr or lr)
-            for p, g in zip(weight_net.parameters(), gradient):
-                p.grad = g
-            meta_optimizer.step()                                          # Eq. 10
-            meta_optimizer.zero_grad()
+            update_weight_net(weight_net, meta_optimizer, look_ahead, args.virtual_lr or lr)
 
         video, text, _ = grad_cache.encode(**inputs)                       # (B, D)
         sample_loss = loss_fn(video, text)                                 # (B,)
@@ -522,14 +520,13 @@ def main(args):
         optimizer.zero_grad()
         temperature.clamp()
 
-        columns = {"tau": tau, "mu": mu, "L": sample_loss.mean(), "w": weight.mean()}
-        is_pictured = run.step + 1 in pictured_steps
-        if run.logs_next() or is_pictured:
-            pairs = weighted_pairs(sample_loss, weight, train, batch["rows"])        # (N, 3)
-            columns.update(mismatch_columns(pairs))
-        if is_pictured and rank() == 0:                                    # for weights.png
-            common.write_tensors(run.folder / f"pairs_{run.step + 1}.safetensors", {"pairs": pairs})
-        run.end_step(batch, loss, columns, [video, text])                  # count, log, save, stop
+        log_row = {"tau": tau, "mu": mu, "L": sample_loss.mean(), "w": weight.mean()}
+        if run.logs_next():
+            log_row.update(mismatch_columns(sample_loss, weight, train, batch["rows"]))
+        if run.step + 1 in pictured_steps:                                 # for weights.png
+            save_pairs(run, sample_loss, weight, train, batch["rows"])
+        # counts the step, logs, saves, evaluates; stops at a NaN or a signal
+        run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
     if args.meta_set == "val" and rank() == 0:                             # eval.py leaves them out
@@ -577,6 +574,25 @@ def baseline_weight(args, sample_loss, progress, look_ahead):
 
 
 # ------------------------------------------------------- looking ahead ----------------------------
+def make_meta_optimizer(weight_net, args):
+    """AdamW of the weight network.
+
+    Its gradients are about 1e-8: hence a tiny eps, and a decay that is not added to them.
+    """
+    return torch.optim.AdamW(
+        weight_net.parameters(), lr=args.meta_lr, betas=(args.meta_beta1, args.meta_beta2),
+        eps=args.meta_eps, weight_decay=args.meta_weight_decay)
+
+
+def update_weight_net(weight_net, meta_optimizer, look_ahead, virtual_lr):
+    """A step of the weight network (Eqs. 9, 10 and 12). Args: look_ahead: LookAhead."""
+    gradient = weightnet_gradient(*look_ahead, weight_net, virtual_lr)
+    for p, g in zip(weight_net.parameters(), gradient):
+        p.grad = g
+    meta_optimizer.step()
+    meta_optimizer.zero_grad()
+
+
 class LookAhead(NamedTuple):
     """The first arguments of weightnet_gradient at a step."""
 
@@ -627,11 +643,13 @@ def trained_parameters(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def open_meta_batches(meta, view, transform, args, *, cache, device, first, last):
-    """Iterator over the batches of meta-data, from number `first` to `last` - 1."""
+def open_meta_batches(meta, view, transform, run, *, every, cache=None):
+    """Iterator over the batches of meta-data from here to the last step, one in `every` steps."""
+    args = run.args
     return iter(common.Batches(
-        meta, [view], transform, args.meta_batch_size, args.seed, first=first, last=last,
-        device=device, workers=min(2, args.workers), cache=cache))
+        meta, [view], transform, args.meta_batch_size, args.seed,
+        first=math.ceil(run.step / every), last=math.ceil(run.last / every), device=run.device,
+        workers=min(2, args.workers), cache=cache))
 
 
 # ------------------------------------------------------- banner and log ---------------------------
@@ -657,13 +675,13 @@ def weighted_pairs(sample_loss, weight, data, rows):
     return gather(torch.stack([sample_loss, weight, mismatched], dim=1)).cpu()
 
 
-def mismatch_columns(pairs):
-    """Columns of the log: mean loss and weight of matched and of mismatched pairs.
+def mismatch_columns(sample_loss, weight, data, rows):
+    """Columns of the log: mean loss and weight of matched and of mismatched pairs. Collective.
 
-    Args: pairs: (N, 3), as weighted_pairs returns them.
+    Args: as in weighted_pairs.
     Returns: {name: number}; {} if no pair is known to be mismatched.
     """
-    sample_loss, weight, mismatched = pairs.unbind(1)                      # (N,)
+    sample_loss, weight, mismatched = weighted_pairs(sample_loss, weight, data, rows).unbind(1)
     columns = {}
     if mismatched.any():
         for name, value in (("matched", 0), ("mismatched", 1)):
@@ -672,6 +690,13 @@ def mismatch_columns(pairs):
                 columns[f"L_{name}"] = sample_loss[chosen].mean().item()
                 columns[f"w_{name}"] = weight[chosen].mean().item()
     return columns
+
+
+def save_pairs(run, sample_loss, weight, data, rows):
+    """Writes the pairs of a step to pairs_STEP.safetensors. Collective. Args: as weighted_pairs."""
+    pairs = weighted_pairs(sample_loss, weight, data, rows)                # (N, 3)
+    if rank() == 0:
+        common.write_tensors(run.folder / f"pairs_{run.step + 1}.safetensors", {"pairs": pairs})
 
 
 if __name__ == "__main__":

@@ -370,10 +370,10 @@ def range_of_run(args):
     shifts = torch.tensor(extremes, dtype=torch.float64)                   # (1,) or (2,)
     # through sample_temperature, so that a fork's own schedule is checked as well: 64 steps of a
     # period have the extremes of the cosine
-    period = 64
-    period, alpha = swing_of_run(args, period * args.periods)
+    total_steps = round(64 * min(args.periods, 100))
+    period, alpha = swing_of_run(args, 64 * args.periods)
     values = []
-    for step in range(round(min(1.0, args.periods) * 64) + 1):
+    for step in range(total_steps + 1):
         values.append(sample_temperature(step, shifts, period, alpha))
     values = torch.stack(values)                                           # (steps, 1 or 2)
     # without rounding errors, which could lie below 0
@@ -419,17 +419,17 @@ def main(args):
     parameters = [*model.parameters(), *temperature.parameters()]
 
     # >>> shared: prepare
-    torch.manual_seed(args.seed + accelerator.process_index)               # of dropout
+    torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
     if args.compile:
         model = torch.compile(model)
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
-    run.resume(raw_model, optimizer, tau=temperature)                      # with --resume
+    run.resume(raw_model, optimizer, tau=temperature)                      # no-op without --resume
     grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
 
-    # ------------------------------------------- view and batches ---------------------------------
+    # ------------------------------------------- views --------------------------------------------
     # features of frozen encoders (--freeze), which are computed once
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform)
     tokenizer = cache.tokenizer
@@ -443,7 +443,7 @@ def main(args):
         raw_model, tokenizer, transform, evals, train, device=accelerator.device, args=args,
         method_metrics=functools.partial(common.head_mid_tail, clusters=clusters))
     run.start(evaluator, shown=("loss", quantity), **banner_lines(args, clusters))
-    for batch in batches:
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts = common.pick(batch["captions"], batch["draws"])             # B captions
@@ -459,7 +459,7 @@ def main(args):
         if args.learnable_tau:
             tau_or_margin = temperature()                                  # ()
 
-        terms = {}
+        terms = {}                                                         # for the log
         if args.loss == "clip":
             loss = clip_loss(image, text, tau_or_margin, terms=terms)
         elif args.loss == "max-margin":
@@ -476,9 +476,10 @@ def main(args):
         temperature.clamp()
 
         # the log has means over processes: times their number, it has the sum
-        columns = {quantity: tau_or_margin.mean(), **terms,
+        log_row = {quantity: tau_or_margin.mean(), **terms,
                    "not_in_clusters": common.world_size() * num_missing}
-        run.end_step(batch, loss, columns, [image, text])                  # count, log, save, stop
+        # counts the step, logs, saves, evaluates; stops at a NaN or a signal
+        run.end_step(batch, loss, log_row, [image, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
     if accelerator.is_main_process and clusters is not None and not args.learnable_tau:

@@ -265,8 +265,9 @@ RECIPES = {
     "moving-emoji": MOVING,
     "emoji": EMOJI,
     "msrvtt": CLIP4CLIP,
-    "activitynet": PARAGRAPHS,
-    "msvd": CLIP4CLIP | dict(epochs=3.0, warmup_fraction=0.0),
+    "activitynet": PARAGRAPHS | dict(baseline_rates="--epochs 5"),
+    "msvd": CLIP4CLIP | dict(epochs=3.0, warmup_fraction=0.0,
+                             baseline_rates="--epochs 5 --warmup-fraction 0.1"),
     "didemo": PARAGRAPHS | dict(source="ours; as activitynet, which is as long"),
     "youcook2": CLIP4CLIP | dict(source="ours; as msrvtt"),
     "howto100m": CLIP4CLIP | dict(source="ours; as msrvtt", epochs=1.0, unfold_captions=False),
@@ -280,19 +281,20 @@ RECIPES = {
 BASELINE = {True: dict(loss="infonce", normalize="none")}
 
 
-# Flags of all scripts, from --dataset to --lr, stand in contrastive/engine/flags.py. Of two values
-# for a flag the later one counts: default, recipe (--dataset or --recipe), preset (--baseline),
-# saved flags of --resume, command line.
+# Flags of the method and of views stand here, those that all scripts share in
+# contrastive/engine/flags.py.
+# default < recipe (--dataset, --recipe) < preset (--baseline) < saved flags of --resume
+# < command line.
 def parse_args(argv=None):
-    """The flags of a run."""
+    """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "NCL: all items get the same share of probability.",
                     freeze=["clip4clip"])
     method = parser.add_argument_group("method")
     method.add_argument("--loss", choices=["ncl", "infonce"], default="ncl",
                         help="loss: NCL's, or InfoNCE as in CLIP4Clip")
     method.add_argument("--baseline", action="store_true",
-                        help="the paper's baseline, InfoNCE, with everything else equal: --loss "
-                             "infonce --normalize none")
+                        help="train the paper's baseline, InfoNCE, with everything else equal: "
+                             "sets --loss infonce --normalize none")
     parser.add_tau_flags(method, tau=0.01, tau_clamp=(0.01, 100.0),
                          note="the paper's gamma; CLIP 0.01")
     method.add_argument("--iterations", type=int_ge1, default=4,
@@ -311,8 +313,7 @@ def check_flags(parser, args):
     """Refuses contradictory flags and flags without effect."""
     parser.check_tau_flags(args)
     parser.require(not args.baseline or args.loss == "infonce",
-                   f"--loss {args.loss}: not beside --baseline, which is --loss infonce; leave "
-                   "one of them out")
+                   f"--loss {args.loss}: --baseline is --loss infonce; leave out one of the two")
 
 
 # ======================================================= main =====================================
@@ -348,7 +349,7 @@ def main(args):
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
     run.resume(raw_model, optimizer, tau=temperature, texts=text_queue,
-               videos=video_queue)                                         # with --resume
+               videos=video_queue)                                         # no-op without --resume
     grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
 
     # ------------------------------------------- views --------------------------------------------
@@ -366,7 +367,7 @@ def main(args):
     run.start(evaluator)
     if run.step == 0 and common.rank() == 0:                               # for Figs. 7 and 8
         common.save_pieces(run.folder / "val_before.safetensors", run.val_pieces)
-    for batch in batches:
+    for batch in batches:  # "views": (B, [T,] 3, S, S); "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts = common.pick(batch["captions"], batch["draws"])             # B captions
@@ -374,7 +375,7 @@ def main(args):
             pixels=batch["views"][0], tokens=tokenizer(texts))
 
         gamma = temperature()
-        terms = {}
+        terms = {}                                                         # for the log
         if args.loss == "ncl":
             loss = ncl_loss(text, video, gamma, args.iterations, terms=terms)
         else:
@@ -392,12 +393,14 @@ def main(args):
         text_queue.push(text)
         video_queue.push(video)
 
-        columns = {"tau": gamma, **terms}                                  # of the log
+        log_row = {"tau": gamma, **terms}
         if run.logs_next():
-            columns.update(batch_errors(text, video, gamma, args.iterations))
-        run.end_step(batch, loss, columns, [video, text])                  # count, log, save, stop
+            log_row.update(batch_errors(text, video, gamma, args.iterations))
+        # counts the step, logs, saves, evaluates; stops at a NaN or a signal
+        run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
+    run.restore_best()                                                     # of --eval-epoch best
     save_queues(run, temperature, text_queue, video_queue)
     return run.finish(figures="ncl")
 

@@ -184,6 +184,7 @@ CC3M = dict(
     text_length=30, text_pooling="cls", clean_captions=True,
     epochs=30.0, batch_size=2048, lr=2e-4, lr_end=1e-5, weight_decay=0.02, beta2=0.999,
     grad_clip=0.0, warmup_epochs=1.4,                                      # 2,000 steps
+    baseline_rates="--lr 8e-4",
     randaugment_ops=2, randaugment_magnitude=21, randaugment_strengths="cc3m",
     mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"],
     log_every=50, save_every=1000)
@@ -195,6 +196,7 @@ CC12M = CC3M | dict(
     image_size=224, image_stats="imagenet", eval_resize="crop",
     text_length=77, clean_captions=False,
     batch_size=4096, chunk_size=128, warmup_epochs=1.0, lr=3e-3, weight_decay=0.1, beta2=0.98,
+    baseline_rates="--lr 5e-4 --weight-decay 0.5",
     tau_clamp=[0.01, 1.0],
     image_aug="simclr", grad_augmented=True, paraphrase_anchor=False,
     flip=0.0, randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"],

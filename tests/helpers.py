@@ -13,6 +13,7 @@ from pathlib import Path
 import common
 from contrastive.data.table import EmptySplit
 from contrastive.core.processes import UserError
+from contrastive.engine import run as run_module
 from contrastive.engine.run import Run
 
 import numpy as np
@@ -23,19 +24,14 @@ from safetensors.torch import load_file
 from torch.utils._pytree import tree_flatten_with_path
 
 import eval as eval_py
-import mama
-import mmts
-import ncl
-import temo
-import temperature_schedules
+from variants import slip
 from tools.check import drift as drift  # noqa: F401  (of two trainings; tests import it from here)
 
-DRAW = {script: script.draw for script in (mama, mmts, ncl, temo, temperature_schedules)}
-for script in DRAW:
-    # it would take a run four seconds; where a test asks, run_script draws
-    script.draw = lambda *_, **__: None
+DRAW = run_module.draw
+# it would take a run four seconds; where a test asks, run_script draws
+run_module.draw = lambda *_: None
 # of 4096 SLIP's head has 17 million weights, whose checkpoints take seconds
-temo.slip_head.__defaults__ = (64, 256)
+slip.slip_head.__defaults__ = (64, 256)
 CLASSES = ["apple", "pear_tree", "zebra"]  # sample i has class i % 3
 
 
@@ -406,9 +402,8 @@ def run_script(script, folder, *flags, base=(), pictures=False):
     """A script's main in this process, into `folder` -> summary; without its pictures unless asked
     for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            script, "draw", DRAW.get(script, script.draw) if pictures else lambda *_, **__: None
-        )
+        if pictures:
+            patch.setattr(run_module, "draw", DRAW)
         where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
         return script.main(script.parse_args([*of_set(base, flags), *where, *map(str, flags)]))
 

@@ -1,28 +1,24 @@
-"""Clusters of captions, classes and pictures (MM-TS), and the meta-data of MAMA, which are balanced
-over them."""
+"""Clusters of captions, classes and pictures (MM-TS)."""
 
 import functools
 import json
 import math
-from collections import Counter
 from types import SimpleNamespace
 
 import common
 from contrastive import evaluation
+from contrastive.core.processes import UserError
 from contrastive.encoders.sentences import SentenceEncoder
 from contrastive.evaluation.pieces import EvaluationPieces
-from contrastive.core.processes import UserError
-from contrastive.evaluation.clusters import Clusters, centroids, largest_first
-from contrastive.evaluation.meta import balanced_rows, meta_data
+from contrastive.papers import clusters as clusters_module
+from contrastive.papers.clusters import Clusters, centroids, largest_first
 
 import numpy as np
 import pytest
 import torch
 
-import mama
 import mmts
-from helpers import CPU, run_script, unit, write_rows, write_video
-from tools import figures as several
+from helpers import CPU, unit
 
 KINDS = ["a red apple", "the green pear", "some blue birds"]
 CAPTIONS = [[f"{KINDS[i % 3]} {w}" for w in ("here", "there")] for i in (0, 0, 0, 0, 1, 1, 1, 2)]
@@ -82,9 +78,9 @@ def opened(folder, train, source, **flags):
     defaults = dict(clusters=str(source), cluster_encoder="tf-idf", num_clusters=3, seed=0)
     defaults.update(dataset="made", image_size=16, workers=0, resume="")
     args = SimpleNamespace(**defaults | flags)
-    evaluation.clusters.check_source(train, args.clusters)
+    clusters_module.check_source(train, args.clusters)
     kmeans = functools.partial(mmts.cluster_captions, seed=args.seed)
-    return evaluation.clusters.open_clusters(folder, args, train, CPU, kmeans)
+    return clusters_module.open_clusters(folder, args, train, CPU, kmeans)
 
 
 def test_captions_are_looked_up_by_their_words(tmp_path):
@@ -149,7 +145,7 @@ def test_thirds_of_queries_are_by_the_size_of_their_class(tmp_path):
     )
     assert clusters.query_labels(pieces).tolist() == [0, 1, 2, -1, 0, 1, 2, 0]
     ranks = [sum(float(x[i] @ y[j]) >= float(x[i] @ y[i]) for j in range(8)) for i in range(8)]
-    thirds = evaluation.clusters.head_mid_tail(pieces, clusters)["by_cluster_size"]
+    thirds = clusters_module.head_mid_tail(pieces, clusters)["by_cluster_size"]
     for name, noun, size in (("head", 0, 4), ("mid", 2, 2), ("tail", 1, 1)):
         third = thirds[name]
         expected = [rank for rank, n in zip(ranks, nouns, strict=True) if n == noun]
@@ -195,130 +191,3 @@ def test_what_makes_no_clusters_is_refused_in_one_line(source, data, words, tmp_
     with pytest.raises(UserError, match=f"^.*{words}.*$"):
         opened(tmp_path / "out", data, source)
     assert not (tmp_path / "out" / "clusters.json").exists()
-
-
-# ------------------------------------------ meta-data --------------------------------------------
-SMALL = (
-    "--workers 0 --cpu --image-encoder small --text-encoder small --no-pretrained --embed-dim 16 "
-    "--image-size 32 --frames 2 --text-length 16 --text-pooling mean --log-every 1 "
-    "--batch-size 8 --max-steps 2 --meta-batch-size 2 --lr 1e-3"
-).split()
-
-
-def msrvtt(root):
-    """CLIP4Clip's layout: 12 videos of three categories for training, four for test."""
-    for k in range(16):
-        write_video(root / "videos" / f"video{k}.mp4", [5 * k, 5 * k + 1])
-    write_rows(root / "MSRVTT_train.9k.csv", ["video_id"], [[f"video{k}"] for k in range(12)])
-    write_rows(
-        root / "MSRVTT_JSFUSION_test.csv",
-        ["key", "vid_key", "video_id", "sentence"],
-        [(f"ret{k}", f"msr{k}", f"video{k}", f"clip number {k}") for k in range(12, 16)],
-    )
-    about = [
-        {"video_id": f"video{k}", "split": "train", "category": 0 if k < 9 else 7 if k < 11 else 19}
-        for k in range(16)
-    ]
-    said = [
-        {"sen_id": k, "video_id": f"video{k % 16}", "caption": f"words {k % 16} of {'abcd'[k % 4]}"}
-        for k in range(32)
-    ]
-    (root / "MSRVTT_data.json").write_text(json.dumps({"videos": about, "sentences": said}))
-    folders = ["--data-dir", str(root), "--video-dir", str(root / "videos")]
-    return ["--dataset", "msrvtt", *folders, *SMALL]
-
-
-def meta_of(flags, *more):
-    args = mama.parse_args([*flags, *map(str, more)])
-    meta, _ = meta_data(*common.open_data(args), args)
-    return meta
-
-
-def test_meta_data_of_msrvtt_are_balanced(tmp_path):
-    """One of each of three categories, of which one has three quarters of the rows, unless
-    --meta-balance says otherwise."""
-    flags = [*msrvtt(tmp_path), "--meta-size", "3"]
-    meta = meta_of(flags)
-    assert Counter(meta.labels.tolist()) == {0: 1, 7: 1, 19: 1}
-    assert meta.note.startswith("3 of train, balanced over label, not known to be clean")
-    assert "at random" in meta_of(flags, "--meta-balance", "none").note
-    assert "clusters of captions" in meta_of(flags, "--meta-balance", "captions").note
-
-
-def test_clusters_of_captions_in_turn():
-    """Each of six things comes as often, but where there are no more."""
-    words, counts = "cat dog horse bird fish cow".split(), [100, 40, 20, 10, 5, 1]
-    captions = [
-        [f"a {words[c]} runs", f"{words[c]} {words[c]}"]
-        for c, n in enumerate(counts)
-        for _ in range(n)
-    ]
-    data = common.Data(
-        "talk", "train", common.make_table(captions, [f"{k}.mp4" for k in range(len(captions))])
-    )
-    kind = np.repeat(range(6), counts)
-    found, how = balanced_rows(data, 24, by_captions=True)
-    assert sorted(Counter(kind[found].tolist()).values()) == [1, 4, 4, 5, 5, 5]
-    assert len({*found.tolist()}) == 24
-    assert how.startswith("balanced over 6 clusters of captions")
-    plain, how = balanced_rows(data, 24)
-    assert how.startswith("at random") and max(Counter(kind[plain].tolist()).values()) > 8
-    with pytest.raises(UserError, match="--meta-balance classes: talk has no column label or verb"):
-        args = mama.parse_args(["--dataset", "talk", "--meta-balance", "classes"])
-        meta_data(data, {}, args)
-
-
-def test_meta_data_of_unfolded_rows_are_of_as_many_clips():
-    """With --unfold-captions the rows of a clip share its name; they would follow each other."""
-    data = made(
-        [[f"clip {i} take {k}" for k in range(5)] for i in range(60)], noun=np.arange(60) % 3
-    ).unfold()
-    for column, by_captions in (("noun", False), (None, True)):
-        rows, _ = balanced_rows(data, 30, column, by_captions)
-        assert len({data.key(i) for i in rows}) == 30
-
-
-def test_neighbours_are_clips_and_topics_are_of_captions(tmp_path, monkeypatch, capsys):
-    """Rows of --unfold-captions: kNN encodes each clip once. Figs. 2 and 5a: an LDA of the captions
-    of a clip together, known words decide a query's topic, a query without one is left out."""
-    files = msrvtt(tmp_path)
-    sentences = tmp_path / "MSRVTT_JSFUSION_test.csv"  # three of four with words of training
-    sentences.write_text(
-        sentences.read_text().replace("clip number", "words").replace("words 15", "clip 15")
-    )
-    seen, encode = [], evaluation.by_class.encode_images
-    monkeypatch.setattr(
-        evaluation.by_class,
-        "encode_images",
-        lambda model, data, *more, **k: (
-            seen.append(list(data.keys())),
-            encode(model, data, *more, **k),
-        )[1],
-    )
-    run_script(mama, tmp_path / "mama", *files, "--meta-size", "4", "--unfold-captions")
-    assert seen and all(len(keys) == len(set(keys)) for keys in seen)
-    folders = [str(tmp_path / "mama")] * 2
-    several.main(["concepts", *folders, "--topics", "2", "--out", str(tmp_path / "t.png")])
-    said = capsys.readouterr().out
-    assert "1 of 4 queries have no topic and are left out" in said
-    assert "% of the training rows, gain" in said
-    assert "nan" not in said and (tmp_path / "t.png").stat().st_size > 5000
-    table = common.make_table(
-        [
-            ["cats purr", "a cat purrs"],
-            ["cats meow purr"],
-            ["cars drive", "cars race"],
-            ["cars drive race"],
-        ]
-        * 5,
-        [f"v{k}" for k in range(20)],
-    )
-    data = common.Data("x", "train", table).unfold()
-    topics = several.Topics(data, 2)
-    clips, names = topics.of_clips, topics.names
-    queries = topics.of_texts(["the cats purr", "cars race", "unheard of"])
-    assert len(clips) == 20
-    assert len(set(clips[:2])) == len(set(clips[2:4])) == 1
-    assert clips[0] != clips[2]
-    assert queries.tolist() == [clips[0], clips[2], -1]
-    assert "cats" in names[clips[0]] and "cars" in names[clips[2]]

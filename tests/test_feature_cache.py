@@ -383,8 +383,6 @@ def test_flags_that_are_refused(tmp_path, capsys):
     assert "--feature-cache: no encoder is frozen" in refused(
         ncl.parse_args, ["--feature-cache", "x", "--freeze", "clip4clip"])
     assert "--freeze" in refused(mmts.parse_args, ["--freeze", "clip4clip"])
-    assert "the captioning loss trains the text encoder" in refused(
-        ncl.parse_args, ["--freeze", "text", "--captioning-weight", "1"])
     assert "--image-expert reads pixels" in refused(
         temo.parse_args, ["--freeze", "image", "--image-expert", "x"])
 

@@ -1,9 +1,6 @@
-"""What holds for all losses alike, in one table: gradient, blocks of rows, half precision, ends, a
-random guess, and
-what a temperature may be. test_distributed.py has the gradient on several processes."""
+"""What holds for all losses alike, in one table: gradient, blocks of rows, half precision, ends,
+and what a temperature may be. test_distributed.py has the gradient on several processes."""
 
-import importlib
-import math
 from types import SimpleNamespace
 
 from contrastive.core import row_blocks
@@ -19,6 +16,7 @@ import ncl
 import temo
 import temperature_schedules as ts
 from helpers import unit
+from variants import slip, temo_experts
 
 N, D = 16, 8
 
@@ -39,20 +37,16 @@ def parameters(rows=slice(0, N), dtype=torch.float64, device="cpu", block=0):
 LOSSES = {  # e: I, T, I~, T~ (B, D) each, p: parameters -> (), the mean over these rows
     "temo": lambda e, p: temo.temo_loss(*e, 0.3, p.tau),
     "temo, detached": lambda e, p: temo.temo_loss(*e, 0.3, detach=True),
-    "temo, bare cosine": lambda e, p: temo.temo_loss(*e, 0.3, similarity="cosine"),
+    "temo, bare cosine": lambda e, p: temo.temo_loss(*e, 0.3, shifted=False),
     "temo, plain": lambda e, p: temo.temo_loss(*e, 0.3, unimodal="plain"),
     "temo, I~ and T~ apart": lambda e, p: temo.temo_loss(*e[:2], *(x.detach() for x in e[2:]), 0.3),
-    "temo, experts": lambda e, p: sum(
-        temo.expert_terms(
-            {"image": e[0], "text": e[1]}, {"image": p.features, "text": p.features[:, 1:]}
-        ).values()
-    ),
+    "temo, experts": lambda e, p: temo_experts.expert_loss(*e[:2], p.features, p.features[:, 1:]),
     "multimodal": lambda e, p: temo.multimodal_loss(*e[:2], p.tau),
     "info_nce, (B,)": lambda e, p: temo.info_nce(*e[:2], p.anchor),
     "info_nce, (B, N)": lambda e, p: temo.info_nce(*e[:2], p.pair),
-    "dystress": lambda e, p: temo.dystress_multimodal_loss(*e[:2]),
+    "dystress": lambda e, p: temo.multimodal_loss(*e[:2], temo.dystress_temperature),
     "cwcl": lambda e, p: temo.cwcl_loss(*e[:2], p.tau),
-    "slip": lambda e, p: temo.nt_xent(*e[:2], p.tau),
+    "slip": lambda e, p: slip.nt_xent(*e[:2], p.tau),
     "ts": lambda e, p: ts.nt_xent(*e[:2], p.tau),
     "ts, (B,)": lambda e, p: ts.nt_xent(*e[:2], p.anchor),
     "ncl": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau),
@@ -153,63 +147,6 @@ def test_value_and_gradient_are_finite_at_the_ends(name):
         assert all(x.isfinite().all() for x in (loss, *gradients))
 
 
-# ----------------------------------------------- a random guess -----------------------------------
-ONES, RIGHT = torch.ones(N, D, dtype=torch.float64), torch.zeros(N, N, dtype=torch.float64)
-CLUSTERS = SimpleNamespace(sizes=torch.tensor([12, 4]))
-
-
-def of_mmts(args):
-    """Both clusters, at the end of a run of 20 steps, half a period after a whole one."""
-    args.periods = 2.5
-    shifts = mmts.shifts_of(CLUSTERS, args)[:2].repeat_interleave(CLUSTERS.sizes)  # (N,)
-    margins = mmts.sample_temperature(20, shifts, 8, args.alpha)  # (N,)
-    _, guess = mmts.random_guess(args, 20, CLUSTERS)
-    return guess, mmts.max_margin_loss(ONES, ONES, margins)
-
-
-GUESSES = {  # script and flags: what its banner says, and its loss where all cosines are equal
-    "temperature_schedules --loss moco --queue-size 12": lambda a: (
-        ts.random_guess(a)[1],
-        ts.moco_loss(ONES, ONES, ONES[:12], 0.3),
-    ),
-    "temo": lambda a: (temo.random_guess(a)[1], temo.temo_loss(ONES, ONES, ONES, ONES, 1)),
-    "temo --loss slip": lambda a: (
-        temo.random_guess(a)[0],
-        temo.multimodal_loss(ONES, ONES, 0.1) + temo.nt_xent(ONES, ONES, 0.1),
-    ),
-    "ncl --loss-scale 3": lambda a: (
-        ncl.random_guess(a, None)[0],
-        3 * ncl.ncl_loss(ONES, ONES, 0.1),
-    ),
-    "ncl --loss max-margin": lambda a: (
-        ncl.random_guess(a, None)[0],
-        ncl.hardest_negative_loss(ONES, ONES, a.margin),
-    ),
-    "mmts --loss max-margin": of_mmts,
-    "mama --margin-schedule constant --a0 2": lambda a: (
-        mama.random_guess(a, 0)[1],
-        mama.fused_margin_loss(RIGHT, RIGHT, a.tau, 0.2).mean(),
-    ),
-}
-
-
-@pytest.mark.parametrize("words", GUESSES)
-def test_a_random_guess_has_the_loss_that_the_banner_says(words):
-    name, *flags = words.split()
-    said, loss = GUESSES[words](
-        importlib.import_module(name).parse_args([*flags, "--batch-size", str(N)])
-    )
-    assert said == pytest.approx(loss.item(), rel=1e-6)
-
-
-def test_with_experts_the_loss_of_a_random_guess_is_unknown():
-    """The positive of an expert's term is the anchor itself, whose cosine is 1."""
-    for flag in ("--image-expert", "--text-expert"):
-        assert temo.random_guess(temo.parse_args([flag, "folder"])) is None
-    infonce = temo.parse_args(["--image-expert", "folder", "--loss", "infonce"])
-    assert temo.random_guess(infonce) == [math.log(256)] * 2
-
-
 # ----------------------------------------------- what tau, gamma and margins may be ---------------
 B = 6
 X, Y, Z, W = (unit(B, 5, seed=s) for s in range(4))  # (B, D) each
@@ -219,7 +156,7 @@ TAU = {
     "multimodal": lambda t: temo.multimodal_loss(X, Y, t),
     "temo": lambda t: temo.temo_loss(X, Y, Z, W, 0.5, tau=t),
     "cwcl": lambda t: temo.cwcl_loss(X, Y, t),
-    "simclr": lambda t: temo.nt_xent(X, Y, t),
+    "simclr": lambda t: slip.nt_xent(X, Y, t),
     "nt_xent": lambda t: ts.nt_xent(X, Y, t),
     "moco": lambda t: ts.moco_loss(X, Y, Z, t),
     "clip": lambda t: mmts.clip_loss(X, Y, t),
@@ -229,7 +166,7 @@ TAU = {
 ONE = {
     "ncl": lambda t: ncl.ncl_loss(X, Y, t),
     "sinkhorn": lambda t: ncl.sinkhorn_biases(X @ Y.T, t)[0],
-    "tau_min": lambda t: temo.modulated_loss(X, Y, t, 0.1),
+    "tau_min": lambda t: temo.temo_loss(X, Y, Z, W, 0.5, tau_min=t),
 }
 MARGIN = {
     "max-margin": lambda m: mmts.max_margin_loss(X, Y, m),

@@ -4,10 +4,8 @@ pairs of a run; the papers' sets on replicas. test_clusters.py has the clusters.
 import math
 
 import common
-from contrastive import figures
 from contrastive.core.files import read_json, write_json
 from contrastive.core.processes import UserError
-from contrastive.engine.flags import OneLineErrorParser
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ import helpers
 import mmts
 from helpers import (
     few_steps, losses, refused, run_script, steps, unit, write_captions, write_rows, write_video)
-from tools import figures as several
 
 N, D = 7, 5
 TINY = (
@@ -47,23 +44,26 @@ def test_clip_loss_is_a_loop_with_the_anchor_s_temperature_both_ways(smoothing):
     image, text, tau = unit(N, D), unit(N, D, seed=1), per_sample(0.05, 0.25)
     v2t = loop_info_nce(image, text, tau, smoothing)
     t2v = loop_info_nce(text, image, tau, smoothing)
-    terms = mmts.clip_terms(3 * image, text / 2, tau, smoothing)
+    terms = {}
+    loss = mmts.clip_loss(3 * image, text / 2, tau, smoothing, terms=terms)
     assert terms["L_v2t"].item() == pytest.approx(v2t, rel=1e-9)
     assert terms["L_t2v"].item() == pytest.approx(t2v, rel=1e-9)
-    loss = mmts.clip_loss(image, text, tau, smoothing)
     assert loss.item() == pytest.approx((v2t + t2v) / 2, rel=1e-9)
 
 
 def test_max_margin_loss_is_a_loop():
     """Eq. 3: mean over the 2 N (N - 1) pairs that are not positive."""
     image, text, margin = unit(N, D), unit(N, D, seed=1), per_sample(0.05, 0.25)
-    hinges = []
+    means, terms = [], {}
     for anchor, candidates in ((image, text), (text, image)):
+        hinges = []
         for i in range(N):
             s = [float(anchor[i] @ c) for c in candidates]
             hinges += [max(0.0, float(margin[i]) - (s[i] - s[j])) for j in range(N) if j != i]
-    loss = mmts.max_margin_loss(2 * image, text, margin)
-    assert loss.item() == pytest.approx(sum(hinges) / len(hinges), rel=1e-9)
+        means.append(sum(hinges) / len(hinges))
+    loss = mmts.max_margin_loss(2 * image, text, margin, terms=terms)
+    assert loss.item() == pytest.approx(sum(means) / 2, rel=1e-9)
+    assert [terms[name].item() for name in ("L_v2t", "L_t2v")] == pytest.approx(means, rel=1e-9)
     assert mmts.max_margin_loss(torch.eye(N), torch.eye(N), 0.9).item() == 0
 
 
@@ -76,16 +76,55 @@ def test_schedule_at_its_turns():
     assert lowest.tolist() == pytest.approx([0.03, 0.08])
 
 
-def test_range_of_the_margins_of_a_run():
-    args = mmts.parse_args(["--dataset", "youcook2", "--loss", "max-margin", "--no-pretrained"])
-    assert mmts.value_range(args, 5) == (0, 0.4)
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("--loss max-margin --alpha 0.2 --shift-min 0.1 --shift-max 0.3", (0, 0.4)),
+        ("--no-shifts --tau 0.07", (0.03, 0.11)),
+        ("--no-shifts --tau 0.07 --periods 0.25", (0.07, 0.11)),
+        ("--no-schedule", (0.08, 0.12)),
+        ("--baseline", (0.1, 0.1)),
+    ],
+)
+def test_range_of_a_run(words, expected):
+    assert mmts.range_of_run(mmts.parse_args(words.split())) == pytest.approx(expected)
 
 
-def test_the_temperatures_of_a_fork_s_loss_must_be_above_0_too(capsys):
-    args = mmts.parse_args([])
-    args.loss, args.alpha = "mine", 0.5
-    said = refused(lambda _: mmts.check_flags(OneLineErrorParser("mine.py", ""), args), [], capsys)
-    assert "the temperatures of the run, -0.17 .. 0.37, must be above 0" in said
+REFUSED = {
+    "--alpha 0.5": "the temperatures of the run, -0.17 .. 0.37, must be above 0",
+    "--loss max-margin --alpha 0.5 --shift-min 0.1 --shift-max 0.3": "must be from 0 to below 2",
+    # a range of temperatures is none of margins
+    "--loss max-margin": "--loss max-margin: add --alpha --shift-min --shift-max, since this",
+    "--loss max-margin --no-shifts": "--loss max-margin: add --alpha, since",
+    "--recipe epic-kitchens-100 --no-pretrained --loss clip --alpha 0.08":
+        "--loss clip: add --shift-min --shift-max, since",
+    "--baseline --alpha 0.1": "--alpha: only with --schedule; it would have no effect",
+    "--tau 0.07": "--tau: only with --loss clip --no-shifts or --baseline; it would",
+    "--baseline --margin 0.1": "--margin: only with --loss max-margin",
+    "--baseline --tau-clamp 0.01 0.5": "--tau-clamp: only with --learnable-tau",
+    "--baseline --learnable-tau --tau 2": "must start within --tau-clamp 0.01 1.0",
+    "--learnable-tau --no-shifts": "a learnt temperature has no schedule and no shifts",
+    "--loss max-margin --baseline --margin 2": "the margins of the run, 2 .. 2, must be",
+    "--shift-min 0.2 --shift-max 0.1": "--shift-min 0.2: larger than --shift-max 0.1",
+    "--clusters none": "--shifts need clusters",
+    "--cluster-encoder small": "no trained weights",
+    "--clusters noun --num-clusters 9": "--num-clusters: only with --clusters captions or vision",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_flags_that_are_refused(words, capsys):
+    assert REFUSED[words] in refused(mmts.parse_args, words.split(), capsys)
+
+
+def test_the_baseline_is_one_temperature_or_margin():
+    args = mmts.parse_args(["--baseline"])
+    assert (args.schedule, args.shifts, args.tau) == (False, False, 0.1)
+    args = mmts.parse_args(["--baseline", "--dataset", "cc3m"])
+    assert (args.schedule, args.shifts, args.tau) == (False, False, 0.01)
+    args = mmts.parse_args(["--baseline", "--loss", "max-margin"])
+    assert mmts.range_of_run(args) == (0.2, 0.2)
+    assert mmts.parse_args(["--baseline", "--schedule"]).schedule  # the command line wins
 
 
 def test_shift_is_linear_in_the_size():
@@ -120,16 +159,16 @@ def moving_emoji():
         ("--no-shifts --tau 0.07", "tau", 0.07, 0.07),
     ],
 )
-def test_the_logged_range_is_the_arithmetic_of_the_flags(words, name, low, high, tmp_path):
-    """All 64 clips in a batch, clusters by verb: each step has the smallest and the largest."""
+def test_the_logged_mean_is_the_arithmetic_of_the_flags(words, name, low, high, tmp_path):
+    """All 64 clips in a batch, clusters by verb: each step has all of them."""
     flags = f"--batch-size 64 --clusters verb --alpha 0.06 --periods 1.25 --max-steps 5 {words}"
     rows = few(tmp_path / "a", *flags.split())
+    sizes = torch.tensor(read_json(tmp_path / "a" / "clusters.json")["sizes"])
+    shift = mmts.cluster_shift(sizes, low, high)
+    mean = (shift * sizes).sum().item() / 64
+    assert low - 1e-6 <= mean <= high + 1e-6
     for row, swing in zip(rows, [0.03, 0, -0.03, 0, 0.03], strict=True):
-        lowest, mean, highest = (row[f"{name}_{part}"] for part in ("min", "mean", "max"))
-        assert lowest == pytest.approx(low + swing, abs=1e-6)
-        assert highest == pytest.approx(high + swing, abs=1e-6)
-        assert lowest - 1e-6 <= mean <= highest + 1e-6
-        assert mean == row[name]
+        assert row[name] == pytest.approx(mean + swing, abs=1e-6)
         assert row["loss"] == pytest.approx((row["L_v2t"] + row["L_t2v"]) / 2, rel=1e-5)
 
 
@@ -162,7 +201,7 @@ def test_examples_without_a_cluster_count_as_of_the_smallest(tmp_path, capsys):
     flags = ["--clusters", file, "--batch-size", 64, "--no-schedule"]
     for row in few(tmp_path / "r", *flags):
         assert row["not_in_clusters"] == 32  # of the others 11, 11 and 10
-        assert row["tau_mean"] == pytest.approx((22 * 0.12 + 42 * 0.08) / 64)
+        assert row["tau"] == pytest.approx((22 * 0.12 + 42 * 0.08) / 64)
     assert " 32 without a cluster are treated as in the smallest" in capsys.readouterr().out
 
 
@@ -221,25 +260,35 @@ def test_streams_cluster_their_first_captions(tmp_path):
         few(tmp_path / "b", *flags, "--clusters", "noun")
 
 
-def test_figure_3_has_a_fork_s_temperature(tmp_path, monkeypatch):
-    """The lines of the clusters are the script's own sample_temperature, as in the loss."""
+def test_a_fork_s_temperature_is_in_the_loss_and_in_figure_3(tmp_path):
     fork = helpers.fork(
         mmts,
         tmp_path,
         "return shift + base_temperature(step, period, alpha)",
         "return shift + step / 100",
     )
-    saved = []
-    monkeypatch.setattr(figures.mmts, "save_figure", lambda *args: saved.append(args))
     main(tmp_path / "a", script=fork, pictures=True)
     for k, row in enumerate(steps(tmp_path / "a")):
-        lowest, highest = row["tau_min"] - k / 100, row["tau_max"] - k / 100
-        assert 0.08 - 1e-6 <= lowest <= highest <= 0.12 + 1e-6
-    largest, *_, smallest = helpers.panel(saved, "(Fig. 3)").lines
-    for line, shift in ((largest, 0.12), (smallest, 0.08)):
-        value = dict(zip(line.get_xdata(), line.get_ydata()))
+        assert 0.08 - 1e-6 <= row["tau"] - k / 100 <= 0.12 + 1e-6
+    curves = load_file(tmp_path / "a" / "temperatures.safetensors")
+    assert curves["steps"].tolist() == [0, 1, 2, 3, 4]
+    for cluster, shift in ((0, 0.12), (-1, 0.08)):
         expected = [shift + t / 100 for t in range(5)]
-        assert [value[t] for t in range(5)] == pytest.approx(expected, abs=1e-6)
+        assert curves["values"][:, cluster].tolist() == pytest.approx(expected, abs=1e-6)
+    pictures = {"temperatures.png", "distribution.png", "tsne.png", "clusters.png"}
+    assert pictures <= {path.name for path in (tmp_path / "a").iterdir()}
+
+
+def test_pictures_of_clusters_leave_out_what_cannot_be_read(tmp_path):
+    csv = write_captions(tmp_path / "set", 60)
+    for path in sorted((tmp_path / "set").glob("*.png"))[::2]:
+        path.write_bytes(b"no image")
+    flags = ["--dataset", csv, "--batch-size", 15, "--max-bad-fraction", 1]
+    few(tmp_path / "a", *flags, "--max-steps", 1)
+    examples = read_json(tmp_path / "a" / "clusters.json")["examples"]
+    shown = [number for example in examples for number in example.get("pictured", [])]
+    tensors = load_file(tmp_path / "a" / "clusters.safetensors")
+    assert 0 < len(shown) == len(tensors["jpeg_ends"]) < 9
 
 
 # ------------------------------------------ the papers' sets --------------------------------------
@@ -247,37 +296,6 @@ SMALL_TOWERS = (
     "--image-encoder small --text-encoder small --no-pretrained --image-stats half "
     "--mixed-precision no --frames 2"
 ).split()
-
-
-def test_clusters_of_youcook2_and_their_pictures_from_its_words_alone(tmp_path):
-    """tools.figures clusters, on the annotation file as it is published: there are no videos."""
-    sentences = ("add the red apple", "cut a green pear", "mix the salt", "fry the blue egg")
-    segments = []
-    for k, sentence in enumerate(sentences):
-        segments.append({"id": k, "segment": [k, k + 1], "sentence": sentence})
-    database = {}
-    for video, subset in (("aa", "training"), ("bb", "training"), ("cc", "validation")):
-        database[video] = {"subset": subset, "duration": 5.0, "annotations": segments}
-    write_json(tmp_path / "youcookii_annotations_trainval.json", {"database": database})
-    words = "clusters mmts.py --dataset youcook2 --no-pretrained --cpu"
-    words += " --num-clusters 4 --cluster-encoder tf-idf --batch-size 8"
-    folders = ["--data-dir", str(tmp_path), "--output-dir", str(tmp_path), "--run-name", "words"]
-    several.main([*words.split(), *folders, *SMALL_TOWERS])
-    pictures = {f"{name}.png" for name in ("temperatures", "distribution", "tsne", "clusters")}
-    files = {p.name for p in (tmp_path / "words").iterdir()}
-    assert files == pictures | {"clusters.json", "clusters.safetensors"}
-    assert read_json(tmp_path / "words" / "clusters.json")["sizes"] == [2] * 4
-
-
-def test_figure_3_of_small_own_data_has_the_steps_of_a_run(tmp_path, monkeypatch):
-    """tools.figures clusters fits the batch and the epochs to the data, as a run does."""
-    saved = []
-    monkeypatch.setattr(figures.mmts, "save_figure", lambda *args: saved.append(args))
-    table = write_captions(tmp_path / "set", 40)
-    words = ["clusters", "mmts.py", "--dataset", str(table), "--cluster-encoder", "tf-idf", "--cpu"]
-    several.main([*words, "--output-dir", str(tmp_path), "--run-name", "words", *SMALL_TOWERS])
-    for line in helpers.panel(saved, "(Fig. 3)").lines:
-        assert len(line.get_xdata()) >= 500 and line.get_xdata()[-1] >= 500
 
 
 def test_epic_kitchens_with_real_clips(tmp_path, monkeypatch):
@@ -300,8 +318,9 @@ def test_epic_kitchens_with_real_clips(tmp_path, monkeypatch):
     summary = main(tmp_path / "run", *flags, *folders, *SMALL_TOWERS)
     assert "mir" in summary["test"]["epic-kitchens-100"]
     assert read_json(tmp_path / "run" / "clusters.json")["sizes"] == [5, 1]
-    ranges = [(row["margin_min"], row["margin_max"]) for row in steps(tmp_path / "run")]
-    assert ranges == [pytest.approx((0.17, 0.3))] * 3
+    # five clips of one noun, one of another
+    margins = [row["margin"] for row in steps(tmp_path / "run")]
+    assert margins == [pytest.approx((5 * 0.3 + 0.17) / 6)] * 3
     assert len(batches) == 3
     captions = {tuple(sorted(texts[0] for texts in batch)) for batch in batches}
     assert len(captions) > 1  # each epoch draws

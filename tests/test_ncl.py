@@ -5,11 +5,14 @@ import math
 from types import SimpleNamespace
 
 import common
+import contrastive.figures.ncl  # noqa: F401  (figures.ncl)
 from contrastive import evaluation, figures
 from contrastive.data.batches import epoch_batches
 from contrastive.core.files import flatten
 from contrastive.core.processes import UserError
 from contrastive.evaluation.pieces import EvaluationPieces
+from contrastive.evaluation.saved_pieces import SavedPieces, read_pieces
+from contrastive.figures import draw, figures_of_runs
 
 import numpy as np
 import pytest
@@ -19,7 +22,7 @@ from safetensors.torch import load_file
 
 import ncl
 from helpers import (
-    CPU, evaluated, few_steps, fork, panel, refused, rows, run_script, tensors_of, unit)
+    CPU, evaluated, few_steps, fork, refused, rows, run_script, steps, tensors_of, unit)
 
 N, D = 12, 6
 SMALL = (
@@ -94,7 +97,8 @@ def test_ncl_loss_against_a_loop(gamma, iterations):
         "L_v2t": sum(log_sum_exp([row[i] for row in s]) - s[i][i] for i in range(N)) / N,
     }
     # embeddings are normalised inside
-    terms = ncl.ncl_terms(3 * text, 0.1 * video, gamma, iterations)
+    terms = {}
+    ncl.ncl_loss(3 * text, 0.1 * video, gamma, iterations, terms=terms)
     assert {k: v.item() for k, v in terms.items()} == pytest.approx(expected, rel=1e-9)
     loss = ncl.ncl_loss(text, video, torch.tensor(gamma), iterations, detach=False)
     assert loss.item() == pytest.approx(sum(expected.values()) / 2, rel=1e-5)
@@ -119,12 +123,11 @@ def test_hardest_negative_loss_against_a_loop(margin):
     for i in range(N):
         expected["L_t2v"] += max(0, margin - s[i][i] + max(s[i][j] for j in range(N) if j != i)) / N
         expected["L_v2t"] += max(0, margin - s[i][i] + max(s[j][i] for j in range(N) if j != i)) / N
-    terms = ncl.hardest_negative_terms(2 * text, video, margin)
+    terms = {}
+    loss = ncl.hardest_negative_loss(2 * text, video, margin, terms=terms)
     assert {k: v.item() for k, v in terms.items()} == pytest.approx(expected)
     assert min(expected.values()) > 0
-    assert ncl.hardest_negative_loss(2 * text, video, margin).item() == pytest.approx(
-        sum(expected.values())
-    )
+    assert loss.item() == pytest.approx(sum(expected.values()))
 
 
 def test_normalization_error():
@@ -221,33 +224,23 @@ def test_normalize_chooses_the_reported_numbers_and_eval_takes_the_latest_querie
     assert flatten(result) == pytest.approx(of_few, rel=1e-4, abs=1e-4)
 
 
-def test_max_margin_has_no_biases_at_a_temperature_that_nothing_trained(tmp_path, capsys):
-    """Neither in the log, the result and the pictures nor in eval.py, which needs --gamma."""
-    flags = ["--loss", "max-margin", "--eval-every", 2]
-    summary = run_script(ncl, tmp_path / "run", *flags, base=SMALL, pictures=True)
+def test_the_loss_is_that_of_its_terms_and_the_baseline_has_no_biases(tmp_path):
+    """InfoNCE reports the retrieval by cosine; its errors are logged as those of NCL."""
+    for row in few_steps(ncl, tmp_path / "ncl", base=SMALL):
+        assert row["loss"] == pytest.approx((row["L_t2v"] + row["L_v2t"]) / 2, rel=1e-6)
+    summary = run_script(ncl, tmp_path / "baseline", "--baseline", base=SMALL)
     metrics = summary["test"]["moving-emoji"]
-    assert "R-Mean" in metrics and not {"normalize", "normalized_by"} & metrics.keys()
-    assert all("error" not in row for row in rows(tmp_path / "run"))
-    drawn = {path.stem for path in (tmp_path / "run").glob("*.png")}
-    assert {"curves", "retrieval", "modalities"} <= drawn and "normalization" not in drawn
-
-    def evaluate(*flags):
-        result = evaluated(tmp_path / "run", "--tasks", "retrieval", *flags)
-        return result["moving-emoji"]["metrics"]
-
-    found = evaluate()
-    assert found["R-Mean"] == metrics["R-Mean"] and "normalize" not in found
-    with pytest.raises(UserError, match="no single temperature .* give --gamma"):
-        evaluate("--normalize", "queue")
-    assert evaluate("--normalize", "queue", "--gamma", "0.1")["normalized_by"] == "queue"
-    words = ["--loss", "max-margin", "--normalize", "queue"]
-    assert "--loss max-margin trains no temperature" in refused(ncl.parse_args, words, capsys)
+    assert summary["method"] == "infonce" and metrics["normalized_by"] == "none"
+    assert metrics["text_to_image"] == metrics["normalize"]["none"]["text_to_image"]
+    assert all("error_normalized" in row for row in steps(tmp_path / "baseline"))
+    args = SimpleNamespace(loss="mine")
+    with pytest.raises(ValueError, match="--loss mine has no branch"):
+        ncl.baseline_loss(args, *pairs(), 0.1, {})
 
 
-def test_the_loss_is_that_of_its_terms(tmp_path):
-    for flags, scale in (([], 0.5), (["--loss-scale", 3], 1.5), (["--loss", "max-margin"], 1)):
-        for row in few_steps(ncl, tmp_path / f"{len(flags)}{flags[-1:]}", *flags, base=SMALL):
-            assert row["loss"] == pytest.approx(scale * (row["L_t2v"] + row["L_v2t"]), rel=1e-5)
+def test_the_baseline_beside_another_loss_is_refused(capsys):
+    words = ["--baseline", "--loss", "ncl"]
+    assert "--loss ncl: --baseline is --loss infonce" in refused(ncl.parse_args, words, capsys)
 
 
 def test_the_queues_are_the_training_batches(tmp_path):
@@ -307,7 +300,7 @@ def test_clip4clip_freezes_embeddings_and_first_norms(tiny, tmp_path):
 
 
 # ---------------------------------------------------- pictures ------------------------------------
-def test_the_figures_have_a_fork_s_biases(tmp_path, monkeypatch):
+def test_the_figures_have_a_fork_s_biases(tmp_path):
     """R@1 by the size of the queue (Fig. 5): the fork's biases put the first item in front of all
     others."""
     own = fork(
@@ -316,15 +309,30 @@ def test_the_figures_have_a_fork_s_biases(tmp_path, monkeypatch):
         "return gamma * log_beta.log_softmax(0)\n",
         "return 9.0 * (torch.arange(len(items)) == 0)\n",
     )
-    drawn = []
-    monkeypatch.setattr(figures.ncl, "save_figure", lambda *args: drawn.append(args))
-    summary = run_script(own, tmp_path / "fork", base=SMALL, pictures=True)
+    summary = run_script(own, tmp_path / "fork", base=SMALL)
     reported = summary["test"]["moving-emoji"]["normalize"]["queue"]
-    lines = {line.get_label(): line.get_ydata() for line in panel(drawn, "(Fig. 5)").lines}
-    for label, way in {"text -> video": "text_to_image", "video -> text": "image_to_text"}.items():
-        assert len(lines[label]) > 1 and set(lines[label]) == {reported[way]["R@1"]}
-    # the first text is right for one of 16
-    assert lines["video -> text"][0] == pytest.approx(100 / 16)
+    (saved,) = read_pieces(tmp_path / "fork" / "test.safetensors").values()
+    assert list(saved.recall_by_queue_size) == ["16", "32", "64"]
+    for recalls in saved.recall_by_queue_size.values():
+        for way, recall in recalls.items():
+            assert recall == reported[way]["R@1"]
+        # the first text is right for one of 16
+        assert recalls["image_to_text"] == pytest.approx(100 / 16)
+    image_bias, text_bias = saved.biases["queue"]
+    assert image_bias.sum() == text_bias.sum() == 9
+
+
+def test_pictures_are_drawn_from_files_again(tmp_path):
+    """Of two runs the same queries and planes; a set of less than 20 captions has no pictures."""
+    runs = [tmp_path / "infonce", tmp_path / "ncl"]
+    for run, flags in zip(runs, (["--baseline"], [])):
+        run_script(ncl, run, "--clips", 64, 24, 24, *flags, base=SMALL)
+        draw("ncl", run)
+        names = {path.stem for path in run.glob("*.png")}
+        assert {"curves", "normalization", "retrieval", "modalities"} <= names
+    for name, numbers in (("errors", 6), ("queries", 2), ("modalities", 2)):
+        lines = figures_of_runs()[name](runs, tmp_path / f"{name}.png")
+        assert len(lines) >= numbers and (tmp_path / f"{name}.png").exists()
 
 
 def test_what_figures_3_and_7_count():
@@ -333,11 +341,12 @@ def test_what_figures_3_and_7_count():
     sim = F.one_hot(torch.tensor([0, 0, 0, 0, 2, 0]), 3).float()
     missed, wrong = figures.ncl.mistakes(sim, torch.tensor([[0, 1]] * 4 + [[2, -1]] * 2))
     assert missed.tolist() == [0, 0, 0.5] and wrong.tolist() == [0.5, 0, 0]
-    pieces = EvaluationPieces(
-        owner=np.repeat(np.arange(600), 3),
+    pieces = SavedPieces(
+        "test", "video", 600, keys=[],
+        owner=torch.arange(600).repeat_interleave(3),
         text=torch.arange(1800.0)[:, None],
         image=torch.arange(600.0)[:, None],
     )
-    found = figures.ncl.first_captions(pieces)
-    assert found["text"][:, 0].tolist() == [3.0 * k for k in range(500)]
-    assert found["image"][:, 0].tolist() == [float(k) for k in range(500)]
+    text, image = figures.ncl.first_captions(pieces)
+    assert text[:, 0].tolist() == [3.0 * k for k in range(500)]
+    assert image[:, 0].tolist() == [float(k) for k in range(500)]

@@ -16,6 +16,7 @@ import mmts
 import ncl
 import temo
 import temperature_schedules
+from variants import mmts_vast, ncl_ssb, sdclr
 
 
 def of_an_old_run(script, folder, **flags):
@@ -82,14 +83,14 @@ EPIC = ["--dataset", "epic-kitchens-100"]
 
 def test_epic_kitchens_without_lavila_is_refused(capsys, tmp_path):
     """Two CLIPs that do not belong together would train; from scratch by --no-pretrained."""
-    for flags in ([], ["--loss", "infonce"], ["--pretrained"]):
+    for flags in ([], ["--loss", "clip", "--baseline"], ["--pretrained"]):
         with pytest.raises(SystemExit):
             mmts.parse_args([*EPIC, *flags])
         assert "--init-from is needed: this recipe fine-tunes LaViLa's" in capsys.readouterr().err
     assert mmts.parse_args([*EPIC, "--init-from", "lavila.pt"]).pretrained
     assert not mmts.parse_args([*EPIC, "--no-pretrained"]).pretrained
     assert mmts.parse_args([*EPIC, "--image-encoder", "small"]).image_encoder == "small"
-    flags = {"dataset": EPIC[1], "recipe": EPIC[1], "image_encoder": mmts.AVION["image_encoder"]}
+    flags = {"dataset": EPIC[1], "recipe": EPIC[1], "image_encoder": mmts.EPIC["image_encoder"]}
     # its checkpoint has the weights
     assert of_an_old_run(mmts, tmp_path, pretrained=True, init_from="", **flags).resume
     assert "WARNING: the run is older than --tau, which is now" in capsys.readouterr().out
@@ -136,14 +137,18 @@ SCRIPTS = {
 }
 
 
-def table_runs(name):
-    """(row's first cell, flags) of each whole command of a script in the tables of its page."""
+def table_runs(name, variant=None):
+    """(row's first cell, flags) of each whole command of a script in the tables of its page, or of
+    a variant there."""
+    script, program = SCRIPTS[name], rf"{name}\.py"
+    if variant:
+        script, program = variant, f"-m {re.escape(variant.__name__)}"
     runs = []
     for line in (PAGES / f"{name}.md").read_text(encoding="utf8").splitlines():
         if not line.startswith("| "):
             continue
-        for words in re.findall(rf"`python {name}\.py ([^`]*)`", line):
-            args = SCRIPTS[name].parse_args(shlex.split(words))
+        for words in re.findall(rf"`python {program} ([^`]*)`", line):
+            args = script.parse_args(shlex.split(words))
             runs.append((line.split("|")[1].strip(), args))
     return runs
 
@@ -172,33 +177,45 @@ def test_rows_that_evaluate_during_training_have_something_to_evaluate(name):
 
 
 def test_rows_of_mm_ts_have_videos_first_weights_and_a_learnt_tau():
-    runs = table_runs("mmts")
-    for row, args in runs:
+    """And the supplement's ranges, of both losses (Section 7)."""
+    runs, of_vast = table_runs("mmts"), table_runs("mmts", mmts_vast)
+    ranges = {}
+    for row, args in runs + of_vast:
         if args.dataset != "cc3m":
             assert args.data_dir and args.video_dir, row
             assert args.init_from and args.pretrained, row
-            is_vast = args.dataset != "epic-kitchens-100"
-            assert (args.image_encoder == "vast") == is_vast == (args.matching_weight > 0), row
-            if is_vast:
-                assert args.modalities == ("v" if args.dataset == "ssv2-lt" else "vas"), row
-        is_baseline = not args.schedule and not args.shifts and args.loss == "infonce"
-        if is_baseline and args.dataset in ("youcook2", "ssv2-lt"):
-            assert args.learnable_tau, row
-    assert {"2", "3", "4", "5", "6", "7", "8", "9"} <= {row for row, _ in runs}
-    assert any(args.learnable_tau for row, args in runs if row == "9")
+        if args.schedule and args.shifts and row != "8":
+            ranges[args.dataset, args.loss] = (args.alpha, args.shift_min, args.shift_max)
+    assert ranges == {
+        ("cc3m", "clip"): (0.04, 0.05, 0.1),
+        ("epic-kitchens-100", "max-margin"): (0.2, 0.17, 0.3),
+        ("epic-kitchens-100", "clip"): (0.08, 0.05, 0.2),
+        ("youcook2", "clip"): (0.06, 0.06, 0.09),
+        ("youcook2", "max-margin"): (0.2, 0.1, 0.3),
+        ("ssv2-lt", "clip"): (0.04, 0.07, 0.11),
+    }
+    for row, args in of_vast:
+        assert args.modalities == ("v" if args.dataset == "ssv2-lt" else "vas"), row
+        is_fixed = not args.schedule and not args.shifts
+        assert args.learnable_tau == is_fixed, row
+    assert {row for row, _ in runs} >= {"1", "2", "4", "5"}
+    assert {row for row, args in of_vast} == {"3", "6", "7", "8", "9"}
+    assert {row for row, args in of_vast if args.learnable_tau} == {"7", "9"}
 
 
 def test_rows_of_clip4clip_have_its_schedule():
     """5 epochs and a warm-up of 10 % on every set; NCL's own on the others."""
     runs = table_runs("ncl")
     for row, args in runs:
-        assert args.data_dir and (args.video_dir or args.feature_dir), row
+        assert args.data_dir and args.video_dir, row
         if args.loss == "infonce":
-            assert (args.epochs, args.warmup_fraction) == (5, 0.1), row
+            assert (args.epochs, args.warmup_fraction, args.normalize) == (5, 0.1, "none"), row
     baselines = {args.dataset for _, args in runs if args.loss == "infonce"}
     assert baselines == {"activitynet", "msvd", "msrvtt"}
-    kept = ncl.parse_args(["--dataset", "msvd", "--loss", "infonce"])
+    kept = ncl.parse_args(["--dataset", "msvd", "--baseline"])
     assert (kept.epochs, kept.warmup_fraction) == (3, 0)
+    ((row, args),) = table_runs("ncl", ncl_ssb)
+    assert row == "4" and args.data_dir and len(args.feature_dir) == 2
 
 
 def test_rows_of_mama_have_videos_and_the_weights_of_clip_vip():
@@ -215,13 +232,31 @@ def test_rows_of_mama_have_videos_and_the_weights_of_clip_vip():
 
 def test_rows_of_ts_compare_on_the_same_sets():
     runs = [args for row, args in table_runs("temperature_schedules") if row == "3"]
-    pruned = {args.dataset for args in runs if args.loss == "sdclr"}
-    assert pruned == {"cifar10-lt", "cifar100-lt", "imagenet100-lt"}
-    on_imagenet = [args for args in runs if args.dataset == "imagenet100-lt"]
-    assert all(args.data_dir and args.index_file and args.test_file for args in on_imagenet)
-    lengths = {(args.loss, args.schedule): (args.epochs, args.batch_size) for args in on_imagenet}
-    assert lengths == {
-        ("simclr", "fixed"): (800, 512),
-        ("simclr", "cos"): (800, 512),
-        ("sdclr", "fixed"): (500, 256),
-    }
+    pruned = [args for row, args in table_runs("temperature_schedules", sdclr) if row == "3"]
+    assert {args.dataset for args in pruned} == {"cifar10-lt", "cifar100-lt", "imagenet100-lt"}
+    sizes = {}
+    for args in [*runs, *pruned]:
+        if args.dataset == "imagenet100-lt":
+            assert args.data_dir and args.index_file and args.test_file
+            schedule = getattr(args, "schedule", "sdclr")
+            sizes[schedule] = (args.epochs, args.batch_size)
+    assert sizes == {"fixed": (800, 512), "cos": (800, 512), "sdclr": (500, 256)}
+
+
+def test_rows_of_ts_have_the_paper_s_temperatures():
+    """tau of the fixed rows, the limits and the period of all others."""
+    found = set()
+    for row, args in table_runs("temperature_schedules"):
+        if args.schedule == "fixed":
+            found.add((row, args.tau))
+        else:
+            found.add((row, args.schedule, args.tau_min, args.tau_max, args.period))
+    assert found == {
+        ("Figs. 1, 2", 0.1),
+        ("2", "cos", 0.1, 1.0, 400.0),
+        ("3", "cos", 0.1, 1.0, 400.0),
+        ("3", 0.2),
+        ("4", "cos", 0.07, 0.5, 400.0),
+        ("5", "step", 0.1, 0.5, 400.0),
+        ("6, Fig. 4", "cos", 0.1, 1.0, 200.0),
+        ("10", "cos", 0.1, 0.5, 400.0)}

@@ -1,12 +1,11 @@
-"""SSB: the captioning loss against a plain loop, the own video left out, its towers, whole runs of
-ncl.py with it."""
+"""NCL on SSB: the captioning loss against a plain loop, the own video left out, SSB's encoders,
+whole runs."""
 
 import math
 
 import common
-from contrastive.encoders.ssb import Captioner, captioning_loss, support_summary
+from contrastive.encoders.ssb import Captioner, set_dropout
 from contrastive.encoders.texts import Tokenizer
-from contrastive.encoders.towers import set_dropout
 
 import numpy as np
 import pytest
@@ -15,10 +14,11 @@ import transformers as T
 from safetensors.torch import load_file
 
 import launch
-import ncl
 from helpers import (
-    drift, evaluated, few_steps, losses, run_script, steps, tensors_of, unit, write_rows)
+    drift, evaluated, few_steps, losses, refused, run_script, steps, tensors_of, unit, write_rows)
 from tools.check import select
+from variants import ncl_ssb
+from variants.ncl_ssb import captioning_loss, support_summary
 
 D, V = 16, 3  # embedding width, videos
 
@@ -124,7 +124,7 @@ def flags(root, *more):
     towers = ["--dataset", root / "clips.csv", "--text-encoder", root / "t5"]
     towers += ["--feature-dir", root / "motion", root / "appearance"]
     rest = (
-        f"--cpu --workers 0 --image-encoder ssb --text-length 12 --embed-dim {D} --frames 5 "
+        f"--cpu --workers 0 --text-length 12 --embed-dim {D} --frames 5 "
         "--batch-size 8 --max-steps 4 --log-every 1 --save-every 2 "
         "--queue-size 40 --unfold-captions"
     )
@@ -133,8 +133,8 @@ def flags(root, *more):
 
 def test_a_run_loads_and_evaluates_without_the_decoder(root, tmp_path, capsys):
     folder = tmp_path / "r"
-    summary, log = run_script(ncl, folder, *flags(root, "--lr", "1e-2")), steps(folder)
-    assert "own (reconstruction), changed by" in capsys.readouterr().out  # values of no paper
+    summary, log = run_script(ncl_ssb, folder, *flags(root, "--lr", "1e-2")), steps(folder)
+    assert "own (reconstruction)" in capsys.readouterr().out  # values of no paper
     for row in log:
         expected = 15 * (row["L_t2v"] + row["L_v2t"]) / 2 + 10 * row["L_cap"]
         assert row["loss"] == pytest.approx(expected, rel=1e-5)
@@ -154,11 +154,14 @@ def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
     words = "--optimizer sgd --lr 1e-3 --grad-clip 0 --dropout 0 --no-text-dropout --max-steps 2"
     plain = flags(root, *words.split())
     for name, more in (("start", ["--lr", 0]), ("whole", []), ("chunks", ["--chunk-size", 3])):
-        few_steps(ncl, tmp_path / name, *plain, *more)
-    ended = launch.ranks(tmp_path, lambda _: few_steps(ncl, tmp_path / "two", *plain))
+        few_steps(ncl_ssb, tmp_path / name, *plain, *more)
+    ended = launch.ranks(tmp_path, lambda _: few_steps(ncl_ssb, tmp_path / "two", *plain))
     assert [code for code, _ in ended] == [0, 0], ended
+    def is_trained(path):
+        return path.startswith(("model/", "captioner/"))
+
     start, whole, *others = (
-        select(tensors_of(tmp_path / name, 2), ("model/", "own/captioner"))
+        select(tensors_of(tmp_path / name, 2), is_trained)
         for name in ("start", "whole", "chunks", "two")
     )
     for name, of in zip(("chunks", "two"), others):
@@ -166,37 +169,63 @@ def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
         assert drift(of, whole, start) < 0.05, name
 
 
+def test_the_margin_loss_has_no_biases_at_a_temperature_that_nothing_trained(root, tmp_path):
+    """SSB itself, in the log, the result and the pictures."""
+    folder = tmp_path / "r"
+    summary = run_script(ncl_ssb, folder, *flags(root, "--baseline", "--loss-scale", 2))
+    (metrics,) = summary["test"].values()
+    assert "R-Mean" in metrics and not {"normalize", "normalized_by"} & metrics.keys()
+    for row in steps(folder):
+        assert not {"error", "tau"} & row.keys()
+        expected = 2 * (row["L_t2v"] + row["L_v2t"]) + 10 * row["L_cap"]
+        assert row["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_recipe_of_ssb(tmp_path):
     """App. C, and what is recalled of SSB; the captioning loss stays beside NCL's."""
-    ssb = ["--image-encoder", "ssb", "--feature-dir", str(tmp_path), "--dataset"]
     for name, loss, scale, *expected in (
         ("msrvtt", "ncl", 15, 20, 32, 100, 0.1),
         ("msvd", "infonce", 15, 20, 64, 100, 0.1),
         ("activitynet", "max-margin", 64, 28, 512, 256, 0),
     ):
-        args = ncl.parse_args([*ssb, name, "--loss", loss])
+        words = ["--feature-dir", str(tmp_path), "--dataset", name]
+        if loss == "max-margin":
+            words += ["--baseline"]
+        else:
+            words += ["--loss", loss]
+        args = ncl_ssb.parse_args(words)
         assert [args.epochs, args.frames, args.text_length, args.dropout] == expected
         assert args.text_dropout == (args.dropout > 0) and args.loss_scale == scale
+        assert (args.loss, args.image_encoder) == (loss, "ssb")
         assert (args.text_encoder, args.text_pooling, args.embed_dim) == (
             "google-t5/t5-base",
             "ssb",
             1024,
         )
         assert (args.optimizer, args.lr, args.batch_size, args.grad_clip) == ("adam", 5e-5, 64, 0.2)
-        assert (args.tau, args.learnable_tau, args.captioning_weight, args.support_tau) == (
-            0.07,
-            False,
-            10,
-            0.1,
-        )
-        assert args.normalize == ("queue" if loss == "ncl" else "none") and args.chunk_size == 0
+        assert (args.tau, args.captioning_weight, args.support_tau) == (0.07, 10, 0.1)
+        assert args.queue_size == 16_384 and args.chunk_size == 0
+        assert args.normalize == ("none" if loss == "max-margin" else "queue")
 
 
-@pytest.mark.parametrize("kind", ["t5", "distilbert", "bert"])
-def test_dropout_of_a_text_encoder_stays_or_goes(tiny, tokenizer, kind):
-    text = common.TextEncoder(tiny(kind)[0], 16, pooling="mean")
-    model = common.TwoTower(common.VisionEncoder("small", 16), text)
-    tokens = tokenizer(["red apple", "a blue bird"])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "--feature-dir: SSB reads features"),
+        (["--feature-dir", "."] + "--loss max-margin".split(), "trains no temperature"),
+        (["--feature-dir", "."] + "--baseline --tau 0.1".split(), "--tau: only with --loss ncl"),
+        (["--feature-dir", "."] + "--margin 0.1".split(), "--margin: only with --loss max-margin"),
+        (["--feature-dir", "."] + "--freeze text".split(), "all encoders of SSB learn"),
+        (["--feature-dir", "."] + "--eval-datasets msvd".split(), "are those of msrvtt alone"),
+    ],
+)
+def test_flags_without_effect_are_refused(words, message, capsys):
+    assert message in refused(ncl_ssb.parse_args, words, capsys)
+
+
+def test_dropout_of_t5_stays_or_goes(root):
+    model = common.TwoTower(common.VisionEncoder("ssb", D, features=(5, 10)), text_encoder(root))
+    tokens = Tokenizer(root / "t5", 12)(["red apple", "a blue bird"])
 
     def differ(*modes):
         a, b = (model.train(mode)(tokens=tokens)[1] for mode in modes)

@@ -8,7 +8,7 @@ import math
 from types import SimpleNamespace
 
 import common
-from contrastive import figures
+from contrastive.evaluation.similarities import similarity_histograms
 from contrastive.evaluation.pieces import EvaluationPieces
 
 import numpy as np
@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 
 import temo
-from helpers import few_steps, fork, panel, run_script, tensors_of, unit, write_images, write_rows
+from contrastive.encoders.base import TwoTower
+from variants import slip, temo_experts
+from helpers import few_steps, fork, run_script, tensors_of, unit, write_images, write_rows
 from temperature_schedules import nt_xent
 
 N, D = 6, 5
@@ -37,22 +39,22 @@ def loop_info_nce(anchor, candidates, tau):
     return total / len(anchor)
 
 
-def loop_tau(a, b, tau_min, tau_alpha, similarity="shifted"):
+def loop_tau(a, b, tau_min, tau_alpha, shifted=True):
     """Eq. 4 with similarities (1 + cosine) / 2, as the authors' code has it; or with the bare
     cosine."""
 
     def tau(i, k):
         cosine = float(a[i] @ b[k])
         return tau_min + tau_alpha * math.sqrt(
-            (1 + cosine) / 2 if similarity == "shifted" else max(cosine, 0)
+            (1 + cosine) / 2 if shifted else max(cosine, 0)
         )
 
     return tau
 
 
-@pytest.mark.parametrize("similarity, tolerance", [("shifted", 1e-9), ("cosine", 1e-3)])
+@pytest.mark.parametrize("shifted, tolerance", [(True, 1e-9), (False, 1e-3)])
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
-def test_temo_loss_is_algorithm_1(t, similarity, tolerance):
+def test_temo_loss_is_algorithm_1(t, shifted, tolerance):
     """Line by line; embeddings are normalised inside."""
     I, T, I2, T2 = views = [unit(N, D, seed=s) for s in range(4)]
 
@@ -60,13 +62,13 @@ def test_temo_loss_is_algorithm_1(t, similarity, tolerance):
         return loop_info_nce(a, b, lambda i, k: 0.1)
 
     def modulated(a, b):
-        return loop_info_nce(a, b, loop_tau(a, b, 0.05, 0.2, similarity))
+        return loop_info_nce(a, b, loop_tau(a, b, 0.05, 0.2, shifted))
 
     between = (1 - t) ** 2 * (plain(I, T) + plain(T, I)) / 2 + t**2 * (
         modulated(I, T) + modulated(T, I)
     ) / 2
     expected = between + t**2 * (modulated(I, I2) + modulated(T, T2))
-    found = temo.temo_loss(*(3 * x for x in views), t, 0.1, 0.05, 0.2, similarity=similarity)
+    found = temo.temo_loss(*(3 * x for x in views), t, 0.1, 0.05, 0.2, shifted=shifted)
     assert found.item() == pytest.approx(expected, rel=tolerance)
 
 
@@ -90,19 +92,13 @@ def test_temperatures_by_hand():
     assert shifted[[0, 1, 3, 4, 5]].tolist() == pytest.approx([0.04, 0.01, 0.025, 0.04, 0.04])
 
 
-def test_an_unknown_similarity_is_refused():
-    with pytest.raises(ValueError, match="give 'shifted' or 'cosine'"):
-        temo.modulated_temperature(torch.zeros(2), similarity="cos")
-
-
 def test_table_3_rows():
     views, t = [unit(N, D, seed=s) for s in range(4)], 0.3
     mm = temo.multimodal_loss(*views[:2], 0.01)
-    mod = temo.modulated_multimodal_loss(*views[:2], 0.01, 0.04)
+    mod = temo.multimodal_loss(*views[:2], temo.modulated_temperature)
     plain = temo.info_nce(views[0], views[2], 0.01) + temo.info_nce(views[1], views[3], 0.01)
-    uni = temo.modulated_loss(views[0], views[2], 0.01, 0.04) + temo.modulated_loss(
-        views[1], views[3], 0.01, 0.04
-    )
+    modulate = temo.modulated_temperature
+    uni = temo.info_nce(views[0], views[2], modulate) + temo.info_nce(views[1], views[3], modulate)
     rows = {
         "a": mm,
         "b": mod,
@@ -122,16 +118,16 @@ def test_experts():
     its own modality."""
     embeddings = {"image": unit(N, D, seed=1), "text": unit(N, D, seed=2)}
     features = {"image": unit(N, 3, seed=9), "text": unit(N, 4, seed=8)}
-    terms = temo.expert_terms(embeddings, features, 0.01, 0.01, 0.04)
+    terms = {}
+    loss = temo_experts.expert_loss(
+        *embeddings.values(), *features.values(), 0.01, 0.01, 0.04, terms=terms
+    )
     for kind, x in embeddings.items():
         expected = loop_info_nce(x, x, loop_tau(features[kind], features[kind], 0.01, 0.04))
         assert terms[f"L_E-{kind}"].item() == pytest.approx(expected, rel=1e-9)
     assert terms["L_MM"] == temo.multimodal_loss(*embeddings.values(), 0.01)
-    args = temo.parse_args(["--image-expert", "a/b", "--text-expert", "c/d"])
-    assert temo.loss_weights(args, 0.5) == {"L_MM": 1.0, "L_E-image": 0.1, "L_E-text": 0.1}
-    for kind, weight in (("image", 0.6), ("text", 0.4)):
-        args = temo.parse_args([f"--{kind}-expert", "a/b"])
-        assert temo.loss_weights(args, 0.5) == {"L_MM": 1.0, f"L_E-{kind}": weight}
+    expected = terms["L_MM"] + 0.6 * terms["L_E-image"] + 0.4 * terms["L_E-text"]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_cwcl_loss():
@@ -188,22 +184,24 @@ STEP = (
 def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path, monkeypatch):
     """One step of plain SGD: which texts are T and T~, what is encoded without gradient, and the
     loss and the gradient by hand from the weights before it."""
-    encode, text_pair, build_towers = temo.encode, temo.text_pair, common.build_towers
+    text_pair, build_model = common.text_pair, common.build_model
+    plain_forward = TwoTower.forward
     seen, texts, before = [], [], []
 
-    def spy(model, inputs, slip):
-        seen.append((torch.is_grad_enabled() and model.training, inputs["pixels"]))
-        return encode(model, inputs, slip)
+    def forward(model, pixels=None, tokens=None):
+        if model.training:
+            seen.append((torch.is_grad_enabled(), pixels))
+        return plain_forward(model, pixels, tokens)
 
-    def watched_towers(*args):
-        built = build_towers(*args)
+    def watched_model(*args):
+        built = build_model(*args)
         before.extend((copy.deepcopy(built[0]).eval(), built[1]))
         return built
 
-    monkeypatch.setattr(temo, "encode", spy)
-    monkeypatch.setattr(common, "build_towers", watched_towers)
+    monkeypatch.setattr(TwoTower, "forward", forward)
+    monkeypatch.setattr(common, "build_model", watched_model)
     monkeypatch.setattr(
-        temo, "text_pair", lambda *a, **k: texts.append(text_pair(*a, **k)) or texts[-1]
+        common, "text_pair", lambda *a, **k: texts.append(text_pair(*a, **k)) or texts[-1]
     )
     log = few_steps(temo, tmp_path / "r", *paraphrased, *words.split(), "--lr", 0.1, base=STEP)
 
@@ -214,18 +212,18 @@ def test_a_step_against_an_independent_computation(words, paraphrased, tmp_path,
     assert {t.split()[0] for t in second} == {"said", "told", "put"}
     others = set() if "--no-paraphrase-anchor" in words else {"said", "told", "put"}
     assert {t.split()[0] for t in first} == {"caption"} | others
-    # the forwards: I~ and T~ alone and without gradient, or with I and T
-    forwards = [(grad, sorted(pixels)) for grad, pixels in seen]
-    chunks = 4 if "--chunk-size" in words else 1
-    alone = (
-        [(False, [1])] * chunks
-        + [(False, [0])] * (chunks if chunks > 1 else 0)
-        + [(True, [0])] * chunks
-    )
-    assert forwards == ([(True, [0, 1])] if "--grad-augmented" in words else alone)
+    # the forwards: I~ and T~ first, with gradient if --grad-augmented; then I and T; in chunks of 5
+    # without gradient, and with it in backward, those of I first
+    grad = "--grad-augmented" in words
+    if "--chunk-size" in words:
+        assert [with_grad for with_grad, _ in seen] == [False] * 8 + [True] * 4
+    else:
+        assert [with_grad for with_grad, _ in seen] == [grad, True]
     # loss and gradient from the weights before the step
-    # (B, 3, S, S) each
-    pixels = [torch.cat([views[k] for _, views in seen if k in views])[:16] for k in (0, 1)]
+    num_forwards = 4 if "--chunk-size" in words else 1
+    augmented = torch.cat([x for _, x in seen[:num_forwards]])             # (B, 3, S, S)
+    plain = torch.cat([x for _, x in seen[num_forwards : 2 * num_forwards]])
+    pixels = [plain, augmented]
     assert not torch.equal(*pixels)
     model, tokenizer = before
     I, I2 = (F.normalize(model(x)[0], dim=1).double() for x in pixels)
@@ -261,39 +259,42 @@ def test_the_loss_is_made_of_the_terms_in_its_log(tmp_path):
         assert row["loss"] == pytest.approx(expected, rel=1e-4), k
 
 
-def test_the_log_has_the_temperature_and_the_terms_of_the_loss_alone(tmp_path):
-    """That of the step or the mean of the pairs. L_MM of InfoNCE and TS is the loss; DySTreSS, CWCL
-    and row b have no such term."""
-    for words in ("infonce --learnable-tau --lr 0.1", "ts --max-steps 6"):
-        folder = tmp_path / words.split()[0]
-        log = few_steps(temo, folder, "--max-steps", 3, "--loss", *words.split(), base=SMALL)
-        assert [row["L_MM"] for row in log] == pytest.approx([row["loss"] for row in log], rel=1e-5)
+def test_the_log_has_the_temperature_of_the_loss(tmp_path):
+    """That of the step, or the means of the pairs; that of terms without --tau is not in it."""
+    words = "--loss ts --max-steps 6 --ts-periods 5".split()
+    log = few_steps(temo, tmp_path / "ts", *words, base=SMALL)
     expected = [temo.ts_temperature(k / 6, 0.05, 0.15) for k in range(6)]
     assert [row["tau"] for row in log] == pytest.approx(expected)
-    for words in ("--loss dystress", "--loss cwcl", "--row b"):
+    for words in ("--loss dystress", "--row b"):
         folder = tmp_path / words.split()[1]
         (row,) = few_steps(temo, folder, *words.split(), "--max-steps", 1, base=SMALL)
-        assert "L_MM" not in row
-        if words != "--loss cwcl":  # without a term at --tau
-            assert row["tau"] == pytest.approx((row["tau_pos"] + 15 * row["tau_neg"]) / 16) != 0.1
+        assert "L_MM" not in row and "tau" not in row
+        assert row["tau_pos"] > 0.05 and row["tau_neg"] > 0.05
     # images with texts have no temperatures by pair, though the unimodal terms do
     words = "--no-modulated --unimodal modulated --max-steps 1".split()
     (row,) = few_steps(temo, tmp_path / "unimodal", *words, base=SMALL)
     assert "tau_pos" not in row and "tau_neg" not in row and row["tau"] == pytest.approx(0.1)
 
 
-def test_slip_adds_its_image_loss(tmp_path, monkeypatch):
-    """At weight 1 and temperature 0.1, of two views; NT-Xent, as TS has it."""
-    seen, plain_nt_xent = [], temo.nt_xent
-    monkeypatch.setattr(
-        temo, "nt_xent", lambda *args: (seen.append(args[:2]), plain_nt_xent(*args))[1]
-    )
-    log = few_steps(
-        temo, tmp_path / "a", "--loss", "slip", "--no-learnable-tau", "--max-steps", 2, base=SMALL
-    )
-    for row, (z1, z2) in zip(log, seen, strict=True):
-        assert not torch.allclose(z1, z2)
-        assert row["loss"] == pytest.approx(row["L_MM"] + nt_xent(z1, z2, 0.1).item(), rel=1e-4)
+def test_the_baseline_is_infonce_with_everything_else_equal(tmp_path):
+    ours = few_steps(temo, tmp_path / "a", "--baseline", "--max-steps", 2, base=SMALL)
+    same = few_steps(temo, tmp_path / "b", "--loss", "infonce", "--max-steps", 2, base=SMALL)
+    assert [row["loss"] for row in ours] == [row["loss"] for row in same]
+    baseline, method = (vars(temo.parse_args(words)) for words in (["--baseline"], []))
+    different = {name for name in method if baseline[name] != method[name]}
+    assert different == {"loss", "baseline", "command_line", "changed"}
+
+
+def test_slip_adds_its_image_loss(tmp_path):
+    """At weight 1 and temperature 0.1; NT-Xent, as TS has it."""
+    z1, z2 = unit(N, D, seed=3), unit(N, D, seed=4)
+    found = slip.slip_loss(unit(N, D, seed=1), unit(N, D, seed=2), z1, z2, 0.07)
+    expected = temo.multimodal_loss(unit(N, D, seed=1), unit(N, D, seed=2), 0.07)
+    expected = expected + nt_xent(z1, z2, 0.1)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-9)
+    flags = "--cpu --workers 0 --batch-size 16 --image-size 16 --log-every 1 --eval-every 0"
+    for row in few_steps(slip, tmp_path / "a", *flags.split(), "--max-steps", 2):
+        assert row["loss"] == pytest.approx(row["L_MM"] + row["L_image"], rel=1e-4)
 
 
 def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
@@ -302,13 +303,13 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     )
     lines = [("a cat", ["x"]), ("a dog", ["x"])]
     some = common.Paraphrases(write_rows(tmp_path / "p.jsonl", ["caption", "paraphrases"], lines))
-    assert common.text_words(train, None, True, temo.CC3M["recipe"]).startswith(
+    assert common.text_words(train, None, True, temo.CC3M["source"]).startswith(
         "WARNING: NOT THE PAPER'S T~"
     )
     assert "; 1 of the first 3 have none" in common.text_words(
-        train, some, True, temo.CC3M["recipe"]
+        train, some, True, temo.CC3M["source"]
     )
-    assert "WARNING" not in common.text_words(train, None, True, temo.OWN["recipe"])
+    assert "WARNING" not in common.text_words(train, None, True, temo.OWN["source"])
 
 
 # ---------------------------------------------------- pictures ------------------------------------
@@ -343,37 +344,33 @@ def test_the_threshold_of_figures_4_and_5():
         owner=np.arange(300),
         positives=torch.arange(300)[:, None],
     )  # cosines of pairs about 0.7, of others 0
-    found = figures.base.similarity_histograms(pieces)
+    found = similarity_histograms(pieces)
     low = found["edges"].index(found["threshold"])
     assert 0.2 < found["threshold"] < 0.65 and found["positive"][low] > found["negative"][low]
     assert found["positive"][low - 1] <= found["negative"][low - 1]
     opposite = dataclasses.replace(pieces, text=-image)
-    assert figures.base.similarity_histograms(opposite)["threshold"] is None
+    assert similarity_histograms(opposite)["threshold"] is None
 
 
-def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch):
-    """Its modulated_temperature gives the columns of the log and what is drawn; a column of its own
-    has a panel."""
+def test_a_fork_s_temperature_is_in_the_loss_and_in_the_log(tmp_path):
+    """Its modulated_temperature is what trains, and gives tau_pos and tau_neg of Fig. 2."""
     own = fork(
         temo,
         tmp_path,
-        "return tau_min + tau_alpha * share.clamp(min=1e-8).sqrt()",
+        "return tau_min + tau_alpha * sim.clamp(min=1e-8).sqrt()",
         "return tau_min + tau_alpha + 0 * sim",
     )
-    own = fork(
-        own,
-        tmp_path,
-        'columns["tau_pos"] = tau_pos',
-        'columns["tau_pos"], columns["mine"] = tau_pos, 7.0',
-    )
-    drawn = []
-    monkeypatch.setattr(figures.base, "save_figure", lambda *args: drawn.append(args))
-    run_script(own, tmp_path / "fork", "--max-steps", 2, base=SMALL, pictures=True)
-    lines = {line.get_label(): list(line.get_ydata()) for line in panel(drawn, "(Fig. 2)").lines}
-    assert lines == {
-        f"{name} pairs": [pytest.approx(0.15, abs=1e-6)] * 2 for name in ("positive", "negative")
-    }
-    assert list(panel(drawn, "mine").lines[0].get_ydata()) == [7, 7]
+    log = few_steps(own, tmp_path / "fork", "--max-steps", 2, base=SMALL)
+    for row in log:
+        assert [row["tau_pos"], row["tau_neg"]] == pytest.approx([0.15, 0.15], abs=1e-6)
+    usual = few_steps(temo, tmp_path / "usual", "--max-steps", 2, base=SMALL)
+    assert log[1]["loss"] != usual[1]["loss"]
+
+
+def test_a_loss_without_a_branch_is_refused(tmp_path):
+    own = fork(temo, tmp_path, '"cwcl"]\n', '"cwcl", "mine"]\n')
+    with pytest.raises(ValueError, match="--loss mine has no branch"):
+        few_steps(own, tmp_path / "fork", "--loss", "mine", "--max-steps", 1, base=SMALL)
 
 
 @pytest.mark.parametrize("progress", [-0.1, 1.01, float("nan")])
@@ -387,4 +384,5 @@ def test_without_a_crop_the_views_have_the_shape_of_the_evaluation():
     """As in the other scripts."""
     for squash, words in ((True, "--eval-resize squash"), (False, "")):
         args = temo.parse_args(f"--crop-min 1 --image-aug crop {words}".split())
-        assert temo.anchor_view(args).squash == temo.candidate_view(args).squash == squash
+        views = [common.training_view(args), common.training_view(args, kind="crop")]
+        assert [view.squash for view in views] == [squash, squash]

@@ -6,9 +6,9 @@ import math
 from types import SimpleNamespace
 
 import common
-from contrastive import figures
-from contrastive.core.processes import UserError
+from contrastive.encoders.models import model_of_spec
 from contrastive.evaluation.measure import Evaluator
+from contrastive.figures import ts as figures
 
 import numpy as np
 import pytest
@@ -18,8 +18,10 @@ import torch.nn.functional as F
 import helpers
 import temperature_schedules as ts
 from helpers import (
-    few_steps, fork, panel, rows, run_script, steps, tensors_of, unit, write_files, write_images)
-from tools import figures as several
+    few_steps, panel, refused, rows, run_script, steps, tensors_of, unit, write_files,
+    write_images)
+from tools import figures as figure_program
+from variants import sdclr
 
 N, D, K = 5, 4, 7
 MOVING = (
@@ -65,7 +67,10 @@ def test_nt_xent_against_a_loop():
     for i in range(2 * N):
         logits = {j: float(z[i] @ z[j]) / float(tau[i % N]) for j in range(2 * N) if j != i}
         total += -logits[(i + N) % (2 * N)] + math.log(sum(math.exp(x) for x in logits.values()))
-    assert ts.nt_xent(3 * z1, z2, tau).item() == pytest.approx(total / (2 * N))
+    terms = {}
+    loss = ts.nt_xent(3 * z1, z2, tau, terms=terms)
+    assert loss.item() == pytest.approx(total / (2 * N))
+    assert terms == {"L_c": loss}
 
 
 def test_moco_loss_against_a_loop():
@@ -76,9 +81,11 @@ def test_moco_loss_against_a_loop():
     for i in range(N):
         logits = [(q[i] @ x).item() / tau[i].item() for x in (k[i], *queue)]
         total += -logits[0] + math.log(sum(math.exp(x) for x in logits))
-    loss = ts.moco_loss(q, 2 * k, queue, tau)
+    terms = {}
+    loss = ts.moco_loss(q, 2 * k, queue, tau, terms=terms)
     loss.backward()
     assert loss.item() == pytest.approx(total / N)
+    assert terms == {"L_c": loss}
     assert k.grad is None
     assert q.grad.abs().sum() > 0
 
@@ -99,6 +106,13 @@ def test_coverage_by_hand():
     assert ts.coverage(torch.cat([one, -one])) == (pytest.approx(2 / 500), [30, 30])
 
 
+def test_cosine_counts_by_hand():
+    z = torch.tensor([[1.0, 0.0], [2.0, 0.0], [-1.0, 0.0], [0.0, 3.0]])
+    counts = ts.cosine_counts(z, bins=5)  # cosines: 1 once, -1 twice, 0 three times
+    assert counts == [2, 0, 3, 0, 1]
+    assert sum(ts.cosine_counts(torch.randn(50, 3), limit=9)) == 36
+
+
 # ---------------------------------------------------- SDCLR ---------------------------------------
 def test_prune_masks_keep_the_largest_weights_of_all_layers_together():
     net = torch.nn.Sequential(
@@ -107,14 +121,16 @@ def test_prune_masks_keep_the_largest_weights_of_all_layers_together():
     with torch.no_grad():
         net[0].weight.uniform_(2, 3)
         net[2].weight.uniform_(-1, 1)
-    masks = ts.prune_masks(net, 0.25)
-    assert set(masks) == {"0.weight", "2.weight"}
+    masks = sdclr.PruneMasks(net)
+    assert masks.names == ["0.weight", "2.weight"]
+    masks.prune(net, 0.25)
     assert masks["0.weight"].all()
     assert (~masks["2.weight"]).sum() == math.ceil(0.25 * 208)  # the small ones alone
     sizes, mask = net[2].weight.abs(), masks["2.weight"]
     assert sizes[mask].min() >= sizes[~mask].max()
-    for share, num_weights in ((0, 208), (1, 1)):
-        assert sum(mask.sum() for mask in ts.prune_masks(net, share).values()) == num_weights
+    for fraction, num_weights in ((0, 208), (1, 1)):
+        masks.prune(net, fraction)
+        assert sum(mask.sum() for mask in masks.buffers()) == num_weights
 
 
 def resnet():
@@ -126,39 +142,42 @@ def resnet():
         image_stats="imagenet",
         eval_resize="crop",
     )
-    return common.build_model(spec, None, False)[0]
+    return model_of_spec(spec, None, False)[0]
 
 
-def simclr_network(tower, **options):
-    return ts.Contrastive(tower, ts.simclr_head(tower.vision.width, 8, "batch"), **options)
+def network(encoder, kind=ts.SimCLRNet):
+    return kind(encoder, ts.simclr_head(encoder.vision.width, 8, "batch")).double().train()
 
 
 def test_sdclr_s_branches_against_two_networks():
     """Shared weights, masked in the second; BatchNorms, weights and statistics, of each alone."""
     torch.manual_seed(0)
-    model = simclr_network(resnet(), pruned=True).double().train()
-    for norm in (*model.dense_norms().values(), *model.norms):
+    model = network(resnet(), sdclr.SDCLRNet)
+    names = model.norm_names
+    for norm in (*map(model.get_submodule, names), *model.norms):
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    masks, pixels = ts.prune_masks(model.tower, 0.9), torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    masks, pixels = sdclr.PruneMasks(model.encoder), torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    masks.prune(model.encoder, 0.9)
 
     # the plain way: two networks
-    dense = simclr_network(copy.deepcopy(model.tower)).double().train()
+    dense = network(copy.deepcopy(model.encoder))
     dense.head.load_state_dict(model.head.state_dict())
-    sparse, names = copy.deepcopy(dense), list(model.dense_norms())
+    sparse = copy.deepcopy(dense)
     assert len(names) == len(model.norms) == 22  # 20 of the encoder, 2 of the head
     for name, norm in zip(names, model.norms):
         sparse.get_submodule(name).load_state_dict(norm.state_dict())
     with torch.no_grad():
-        for name, mask in masks.items():
-            sparse.tower.get_parameter(name).mul_(mask)
+        for name in masks.names:
+            sparse.encoder.get_parameter(name).mul_(masks[name])
     ts.nt_xent(dense(pixels[:4]), sparse(pixels[4:]), 0.2).backward()
 
-    ts.nt_xent(*ts.encode(model, {0: pixels[:4], 1: pixels[4:]}, masks), 0.2).backward()
+    ts.nt_xent(*sdclr.encode(model, masks, pixels[:4], pixels[4:]), 0.2).backward()
     norm_parameters = {f"{name}.{k}" for name in names for k in ("weight", "bias")}
     for name, p in dense.named_parameters():
         expected = p.grad
         if name not in norm_parameters:
-            mask = masks.get(name.removeprefix("tower."), 1)
+            weight = name.removeprefix("encoder.")
+            mask = masks[weight] if weight in masks.names else 1
             expected = p.grad + sparse.get_parameter(name).grad * mask
         assert torch.allclose(model.get_parameter(name).grad, expected, atol=1e-10), name
     for name, norm in zip(names, model.norms):
@@ -171,21 +190,21 @@ def test_sdclr_s_branches_against_two_networks():
 
 
 def test_sdclr_prunes_anew_in_each_epoch(tmp_path, monkeypatch):
-    calls = []
+    calls, prune, nt_xent = [], sdclr.PruneMasks.prune, sdclr.nt_xent
+    monkeypatch.setattr(
+        sdclr.PruneMasks, "prune", lambda *args: (calls.append("prune"), prune(*args))
+    )
+    monkeypatch.setattr(
+        sdclr, "nt_xent", lambda *z, **terms: (calls.append("step"), nt_xent(*z, **terms))[1]
+    )
+    few_steps(sdclr, tmp_path / "run", "--max-steps", 4, base=MOVING)
+    assert calls == ["prune", "step", "step"] * 2
 
-    def record(name):
-        function = getattr(ts, name)
 
-        def recorded(*args):
-            calls.append(name)
-            return function(*args)
-
-        monkeypatch.setattr(ts, name, recorded)
-
-    record("prune_masks")
-    record("nt_xent")
-    few_steps(ts, tmp_path / "run", "--loss", "sdclr", "--max-steps", 4, base=MOVING)
-    assert calls == ["prune_masks", "nt_xent", "nt_xent"] * 2
+def test_sdclr_has_the_fixed_temperature_of_its_scripts():
+    for dataset, expected in (("cifar100-lt", (0.2, 0.9)), ("imagenet100-lt", (0.3, 0.3))):
+        args = sdclr.parse_args(["--dataset", dataset])
+        assert (args.tau, args.prune) == expected
 
 
 # ---------------------------------------------------- MoCo ----------------------------------------
@@ -211,8 +230,8 @@ def test_queue_is_first_in_first_out():
 
 def test_keys_do_not_share_their_query_s_batch_statistics(monkeypatch):
     """Groups of 64 / 8 on any number of processes; two or more on a CPU."""
-    tower = resnet()
-    network = ts.Contrastive(tower, torch.nn.Linear(tower.vision.width, 8)).train()
+    encoder = resnet()
+    network = ts.SimCLRNet(encoder, torch.nn.Linear(encoder.vision.width, 8)).train()
     x, sizes = torch.randn(64, 3, 8, 8), []
     whole, split = network(x), ts.encode_keys(network, x, seed=1, splits=4)
     assert split.shape == whole.shape
@@ -254,9 +273,9 @@ def test_what_moco_s_step_does_to_the_queue(tmp_path, monkeypatch):
     """No anchor has its own key among its negatives; in the next step it is in the queue."""
     seen, loss = [], ts.moco_loss
 
-    def watch(q, k, queue, tau):
+    def watch(q, k, queue, tau, **terms):
         seen.append((F.normalize(k, dim=1), queue.clone()))
-        return loss(q, k, queue, tau)
+        return loss(q, k, queue, tau, **terms)
 
     monkeypatch.setattr(ts, "moco_loss", watch)
     few_steps(ts, tmp_path / "run", *MOCO, base=MOVING)
@@ -301,23 +320,24 @@ def test_a_replaced_image_has_the_temperature_of_its_own_class(tmp_path, monkeyp
 
 
 # ---------------------------------------------------- which weights are tested --------------------
-def test_the_epoch_is_chosen_among_every_twentieth_and_the_last(tmp_path):
-    flags = "--epochs 21 --batch-size 32 --eval-epoch auto".split()
+def test_the_epoch_is_chosen_among_every_twentieth_and_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(common.Run, "note_best_step", lambda run: None)  # few_steps measures none
+    flags = "--epochs 21 --batch-size 32 --eval-epoch best".split()
     few_steps(ts, tmp_path / "a", *flags, base=MOVING)
     assert [row["step"] for row in rows(tmp_path / "a") if "eval" in row] == [0, 20, 21]
 
 
-def last_step(words, per_epoch, total):
+def phase_step(words, per_epoch, total):
     steps = SimpleNamespace(per_epoch=per_epoch, total=total)
-    return ts.last_step(ts.parse_args(words.split()), steps)
+    return ts.phase_step(ts.parse_args(words.split()), steps)
 
 
 def test_the_last_step_of_stop_at_phase():
-    paper = "--dataset cifar10-lt --stop-at-phase 0.7"  # 1,880 of 2,000 epochs
-    assert last_step(paper, 21, 2000 * 21) == 1880 * 21
-    for total, last in ((40, 35), (29, 15), (9, 9)):  # 9 steps hold no period of 10
+    paper = "--dataset cifar10-lt --eval-epoch last --stop-at-phase 0.7"  # 1,880 of 2,000 epochs
+    assert phase_step(paper, 21, 2000 * 21) == 1880 * 21
+    for total, last in ((40, 35), (29, 15), (9, None)):  # 9 steps hold no period of 10
         words = f"--max-steps {total} --period 10 --epochs 10 --stop-at-phase 0.5"
-        assert last_step(words, 1, total) == last
+        assert phase_step(words, 1, total) == last
 
 
 def test_stop_at_phase_keeps_the_schedules(tmp_path):
@@ -329,11 +349,11 @@ def test_stop_at_phase_keeps_the_schedules(tmp_path):
         assert (cut_row["lr"], cut_row["loss"]) == (row["lr"], row["loss"])
 
 
-def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch, capsys):
+def test_eval_epoch_best_tests_the_weights_of_the_best_val(tmp_path, monkeypatch, capsys):
     """Val is replaced by a plan: its best after step 0, of equal ones the first, is tested."""
     evaluate, plan = Evaluator.__call__, [90.0, 20.0, 30.0, 30.0, 10.0]  # at steps 0, 2, 4, 6, 8
 
-    def planned(self, split, **options):
+    def planned(self, split):
         metrics, chance, pieces = evaluate(self, split)
         if split == "val" and plan:
             value = plan.pop(0)
@@ -344,59 +364,71 @@ def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch
 
     monkeypatch.setattr(Evaluator, "__call__", planned)
     base = [*MOVING, "--max-steps", 8, "--period", 4, "--eval-every", 2]
-    auto = run_script(ts, tmp_path / "auto", "--eval-epoch", "auto", "--save-every", 3, base=base)
-    assert (auto["eval_epoch"], auto["eval_epoch_val"], auto["steps"], plan) == (2, 30.0, 8, [])
-    assert "or --index-file, and with --eval-epoch 2\n" in capsys.readouterr().out
+    best = run_script(ts, tmp_path / "best", "--eval-epoch", "best", "--save-every", 3, base=base)
+    assert (best["tested_step"], best["steps"], plan) == (4, 8, [])
+    assert "or --index-file, and --eval-epoch 2\n" in capsys.readouterr().out
 
     # the way to the other splits: the same schedules, ended there
     number = run_script(ts, tmp_path / "number", "--eval-epoch", 2, base=base)
-    assert (number["steps"], number["eval_epoch"], number["test"]) == (4, 2, auto["test"])
-    weights = [tmp_path / name / "model.safetensors" for name in ("auto", "number")]
+    assert (number["steps"], number["tested_step"], number["test"]) == (4, 4, best["test"])
+    weights = [tmp_path / name / "model.safetensors" for name in ("best", "number")]
     assert helpers.equal_files(*weights)
-    with pytest.raises(UserError, match="the run ends after epoch 4"):
-        run_script(ts, tmp_path / "late", "--eval-epoch", 5, base=base)
     # the run went on after it
-    last, tested = tensors_of(tmp_path / "auto", 8), tensors_of(tmp_path / "number", 4)
+    last, tested = tensors_of(tmp_path / "best", 8), tensors_of(tmp_path / "number", 4)
     names = [name for name in last if name.startswith("model/")]
     assert any(not torch.equal(last[name], tested[name]) for name in names)
 
-    (tmp_path / "auto" / "checkpoints" / "step_8.pt").unlink()
-    resume = ["--resume", str(tmp_path / "auto")]
-    plan[:] = [10.0]  # resumed from step 6: the best lies in it
-    assert ts.main(ts.parse_args(resume))["test"] == auto["test"]
-    plan[:] = [40.0]  # a finished run evaluates its end again
-    assert ts.main(ts.parse_args(resume))["eval_epoch"] == 4
+
+# ---------------------------------------------------- flags ---------------------------------------
+def test_the_baseline_is_the_paper_s_fixed_temperature():
+    args = ts.parse_args(["--dataset", "cifar10-lt", "--baseline"])
+    method = vars(ts.parse_args(["--dataset", "cifar10-lt"]))
+    changed = {name for name, value in method.items() if getattr(args, name) != value}
+    assert (args.schedule, args.tau) == ("fixed", 0.2)
+    assert changed == {"baseline", "schedule", "changed", "command_line"}
+    assert ts.parse_args(["--baseline", "--tau", "0.5"]).tau == 0.5
+
+
+REFUSED = {  # flags: words of the refusal
+    "--baseline --schedule cos": "--baseline has a fixed temperature",
+    "--schedule fixed --tau-min 0.1": "--tau-min: only with a --schedule other than fixed",
+    "--tau 0.1": "--tau: only with --schedule fixed",
+    "--schedule fixed --period 3": "--period: only with --schedule cos",
+    "--schedule random --period 3": "--period: only with --schedule cos",
+    "--tau-head 1 --tau-tail .1 --schedule cos": "--schedule: only without --tau-head",
+    "--tau-head 1": "give both",
+    "--schedule fixed --learnable-tau --tau .001": "must start within --tau-clamp 0.01 10.0",
+    "--queue-size 9": "--queue-size: only with --loss moco",
+    "--loss moco --head-norm batch": "--head-norm: only with --loss simclr",
+    "--tau-min 2": "must be at least --tau-min 2",
+    "--eval-epoch best --eval-every 1 --stop-at-phase .5": "only with --eval-epoch last",
+    "--epochs 3 --stop-at-phase .5": "hold no full --period",
+    "--imbalance-ratio .5": "must be at least 1",
+    "--shot-limits 1 5": "TAIL must be from 1 to HEAD + 1"}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_flags_that_contradict_each_other_are_refused(words, capsys):
+    assert REFUSED[words] in refused(ts.parse_args, words.split(), capsys)
 
 
 # ---------------------------------------------------- pictures ------------------------------------
-def test_figures_have_a_fork_s_schedule_and_z(tmp_path, monkeypatch):
-    """The temperature that the loss has; Fig. 2 is of z, whose cosines may be negative."""
-    forked = fork(
-        ts,
-        tmp_path,
-        "    phase = (epoch % period) / period ",
-        "    return 0.3 + epoch / 100\n    phase = 0 ",
-    )
-    drawn, seen, draw_shares = [], [], figures.ts.draw_shares
-    monkeypatch.setattr(figures.ts, "save_figure", lambda *args: drawn.append(args))
-
-    def watch(axes, unit, args):
-        seen.append(unit)
-        draw_shares(axes, unit, args)
-
-    monkeypatch.setattr(figures.ts, "draw_shares", watch)
+def test_figures_have_the_temperature_and_the_cosines_of_the_log(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "save_figure", lambda *args: drawn.append(args))
     flags = "--eval-every 2 --max-steps 8 --period 3".split()
-    run_script(forked, tmp_path / "fork", *flags, base=MOVING, pictures=True)
-    assert seen[0].shape[1] == 128
-    assert seen[0].min() < 0
-    taus = [row["tau"] for row in steps(tmp_path / "fork")]
-    assert taus[::2] == pytest.approx([0.3, 0.31, 0.32, 0.33])
+    run_script(ts, tmp_path / "run", *flags, base=MOVING)
+    drawn.clear()
+    figures.draw(tmp_path / "run")
+    taus = [row["tau"] for row in steps(tmp_path / "run")]
     (logged,) = panel(drawn, "and coverage of the sphere").lines
     assert list(logged.get_ydata()) == taus
     (beside,) = (ax for ax in panel(drawn, "(Fig. 4)").figure.axes if ax.get_ylabel() == "tau")
     (line,) = beside.lines
-    assert list(line.get_ydata()) == taus[::2]
-    assert list(line.get_xdata()) == [0, 1 / 3, 2 / 3, 0]
+    assert list(line.get_ydata()) == taus
+    assert list(line.get_xdata())[::2] == [0, 1 / 3, 2 / 3, 0]
+    counts = [row["cosines"] for row in rows(tmp_path / "run") if "cosines" in row]
+    assert len(counts) == 5 and sum(counts[-1]) == 32 * 31 / 2 and sum(counts[-1][:50]) > 0
 
 
 def test_figure_4_is_the_mean_over_the_last_period_of_runs(tmp_path, capsys):
@@ -413,7 +445,7 @@ def test_figure_4_is_the_mean_over_the_last_period_of_runs(tmp_path, capsys):
         }
         write_files(tmp_path / name, files)
     picture = tmp_path / "p.png"
-    several.main(["phase", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(picture)])
+    figure_program.main(["phase", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(picture)])
     out = capsys.readouterr().out
     assert "best at phase 0.700" in out
     assert "0.700    55.00     5.00" in out

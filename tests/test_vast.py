@@ -1,10 +1,10 @@
 """VAST: each part against a computation by hand in float64, its released names, its pairs, and
-whole runs of mmts.py with it."""
+whole runs of variants/mmts_vast.py."""
 
-import functools
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import common
 from contrastive.core.processes import UserError
@@ -13,7 +13,7 @@ from contrastive.data.batches import Samples, collate
 from contrastive.data.sound import SLICE_LENGTH, filter_bank, read_sound, sound_slice
 from contrastive.encoders import vast
 from contrastive.encoders.build import input_spec
-from contrastive.encoders.models import build_model
+from contrastive.encoders.models import model_of_spec
 from contrastive.encoders.texts import Tokenizer, train_wordpiece
 from contrastive.evaluation import rerank
 from contrastive.evaluation.embed import encode_images
@@ -28,9 +28,10 @@ import torch.nn.functional as F
 import launch
 import mmts
 from helpers import (
-    CPU, drift, equal_files, evaluated, few_steps, frame, open_splits, run_script, steps,
+    CPU, drift, equal_files, evaluated, few_steps, frame, open_splits, refused, run_script, steps,
     tensors_in, tensors_of, unit, write_files, write_rows, write_tar, write_video)
 from tools.check import select
+from variants import mmts_vast
 
 D = 24  # width of the embeddings
 TEXTS = ["a red apple falls", "the blue bird flies", "one green car"]
@@ -41,14 +42,14 @@ def words():
     return Tokenizer(train_wordpiece(TEXTS), 12)
 
 
-def model_of(words, modalities="vas", matching=True, weights=""):
+def model_of(words, modalities="vas", weights=""):
     """A vast-small in float64, in eval mode, with its EvalTransform."""
     spec = {
         "image_encoder": "vast-small", "text_encoder": "small", "embed_dim": D, "image_size": 32,
         "text_length": 12, "text_pooling": "mean", "image_stats": "encoder", "eval_resize": "crop",
-        "modalities": modalities, "matching": matching}  # fmt: skip
+        "modalities": modalities}  # fmt: skip
     torch.manual_seed(0)
-    model, transform = build_model(spec, words, False, weights)
+    model, transform = model_of_spec(spec, words, False, weights)
     with torch.no_grad():
         for p in model.parameters():  # zeros and ones would hide a part that is not used
             if p.ndim == 1:
@@ -275,12 +276,12 @@ def test_a_stream_of_tars_has_frames_alone(tmp_path):
         samples = {f"{shard}{k}": {"mp4": content, "txt": b"a clip"} for k in range(4)}
         write_tar(tmp_path / f"{shard}.tar", samples)
     words = ["--dataset", str(tmp_path), "--streaming", "--image-encoder", "vast-small"]
-    args = mmts.parse_args(words)
+    args = mmts_vast.parse_args(words)
     train = common.load_data(str(tmp_path), "train", data_options(args))
     spec = input_spec(args, train)
     assert args.modalities == "vas" and spec["modalities"] == "v"
     with pytest.raises(UserError, match="has no more than v; give that"):
-        input_spec(mmts.parse_args([*words, "--modalities", "va"]), train)
+        input_spec(mmts_vast.parse_args([*words, "--modalities", "va"]), train)
 
 
 # ------------------------------------------------------- BEATs -----------------------------------
@@ -339,7 +340,7 @@ def test_the_head_reads_the_concatenated_modalities(words):
     """CLS of the frames, all tokens of the sound and CLS of the subtitle; a bias unless alone."""
     inputs = clips_of(words)
     for modalities in vast.MODALITIES:
-        model, _ = model_of(words, modalities, matching=False)
+        model, _ = model_of(words, modalities)
         parts = {}
         frames = [model.vision.body.forward_features(x) for x in inputs["frames"].unbind(1)]
         parts["v"] = (frames[0][:, 0] + frames[1][:, 0]) / 2
@@ -416,20 +417,20 @@ def test_negatives_are_drawn_by_their_probability():
     for row in range(4):
         weights = (sim[row] / 0.3).softmax(0) + 1e-4
         weights[row] = 0
-        rows = torch.stack([vast.hard_negatives(sim, 0.3, u.expand(4))[row] for u in draws[::20]])
+        rows = torch.stack([mmts_vast.hard_negatives(sim, 0.3, u.expand(4))[row] for u in draws[::20]])
         share = rows.bincount(minlength=4) / len(rows)
         assert share[row] == 0
         assert torch.allclose(share.double(), weights / weights.sum(), atol=2e-3)
-    ends = vast.hard_negatives(sim, 1e-3, torch.tensor([0.0, 0.5, 0.5, 1 - 2**-24]).double())
+    ends = mmts_vast.hard_negatives(sim, 1e-3, torch.tensor([0.0, 0.5, 0.5, 1 - 2**-24]).double())
     assert (ends != torch.arange(4)).all() and ends.max() < 4
-    assert vast.hard_negatives(sim * math.nan, 0.1, torch.zeros(4)).max() < 4
+    assert mmts_vast.hard_negatives(sim * math.nan, 0.1, torch.zeros(4)).max() < 4
 
 
 def test_pairs_by_hand(words):
     """Each clip with its caption and a wrong one, each caption with a wrong clip: 3 B, by clip."""
     image, text = unit(3, D).float(), unit(3, D, seed=1).float()
     tokens, draws = words(TEXTS), torch.tensor([[0.1, 0.9], [0.5, 0.4], [0.8, 0.2]]).double()
-    pairs = vast.hard_pairs(image, text, tokens, draws, tau=0.5, length=12)
+    pairs = mmts_vast.hard_pairs(image, text, tokens, draws, tau=0.5, length=12)
     sim = image @ text.T
     expected = {(k, k, 1) for k in range(3)}
     for k in range(3):
@@ -448,7 +449,7 @@ def test_pairs_by_hand(words):
     part = pairs.of_clips(1, 3)
     assert (part.clips == 0).sum() == (pairs.clips == 1).sum()
     logits = torch.tensor([[1.0, 2.0], [0.5, -1.0]])
-    loss = vast.matching_loss(logits, torch.tensor([1, 0]), num_clips=4)
+    loss = mmts_vast.matching_loss(logits, torch.tensor([1, 0]), num_clips=4)
     by_hand = math.log(1 + math.exp(-1)) + math.log(1 + math.exp(-1.5))
     assert loss.item() == pytest.approx(by_hand / 12)
 
@@ -527,16 +528,16 @@ def write_release(folder, file):
 def test_released_weights_load_by_their_names(words, tmp_path):
     file = released(words)
     folder = write_release(tmp_path / "pretrain_vast", file)
-    for modalities, matching in (("vas", True), ("va", True), ("v", False), ("s", False)):
-        model, _ = model_of(words, modalities, matching)
-        loaded, _ = model_of(words, modalities, matching, folder)
+    for modalities in ("vas", "va", "v", "s"):
+        model, _ = model_of(words, modalities)
+        loaded, _ = model_of(words, modalities, folder)
         assert loaded.from_file == model.state_dict().keys()
         assert loaded.released_tau == pytest.approx(0.05)
-    loaded, _ = build_model(
+    loaded, _ = model_of_spec(
         {
             "image_encoder": "vast-small", "text_encoder": "small", "embed_dim": D,
             "image_size": 32, "text_length": 12, "text_pooling": "cls",
-            "image_stats": "encoder", "eval_resize": "crop", "modalities": "vas", "matching": True,
+            "image_stats": "encoder", "eval_resize": "crop", "modalities": "vas",
         }, words, False, folder)  # fmt: skip
     for ours, theirs in (
         ("clip_head.weight", "contra_head_vas.weight"),
@@ -586,32 +587,65 @@ def test_the_second_pass_gives_the_gradient_of_both_losses(words):
     any size."""
     model, _ = model_of(words)
     inputs, tokens = clips_of(words), words(TEXTS)
-    batch = {"pixels": inputs, "tokens": tokens}
     draws = torch.tensor([[0.1, 0.9], [0.5, 0.4], [0.8, 0.2]]).double()
     clip, text, _ = model(inputs, tokens)
-    pairs = vast.hard_pairs(clip, text, tokens, draws, tau=0.2, length=12)
+    pairs = mmts_vast.hard_pairs(clip, text, tokens, draws, tau=0.2, length=12)
     logits = model(inputs, pairs=pairs)[2]
     expected = mmts.clip_loss(clip, text, 0.1) + 0.3 * F.cross_entropy(logits, pairs.target)
     parameters = dict(model.named_parameters())
     gradients = torch.autograd.grad(expected, parameters.values())
+    accelerator = accelerate.Accelerator(cpu=True)
     for chunk in (0, 1, 2):
-        matching = vast.MatchingLoss(model, 0.3)
-        chunks = common.Chunks(
-            functools.partial(mmts.encode, model), model, accelerate.Accelerator(cpu=True), chunk,
-            matching.second_pass)  # fmt: skip
-        clip, text = chunks.encode(batch)
+        grad_cache = mmts_vast.MatchingCache(model, accelerator, chunk, 0.3)
+        clip, text, _ = grad_cache.encode(pixels=inputs, tokens=tokens)
         loss = mmts.clip_loss(clip, text, 0.1)
-        matching.begin(vast.hard_pairs(clip, text, tokens, draws, tau=0.2, length=12), 3)
-        chunks.backward(loss)
-        assert (loss + 0.3 * matching.total).item() == pytest.approx(expected.item())
+        pairs = mmts_vast.hard_pairs(clip, text, tokens, draws, tau=0.2, length=12)
+        grad_cache.start_pairs(pairs, 3)
+        accelerator.backward(loss)
+        assert (loss + 0.3 * grad_cache.loss).item() == pytest.approx(expected.item())
         for (name, p), gradient in zip(parameters.items(), gradients):
             assert torch.allclose(p.grad, gradient, atol=1e-6), (chunk, name)
         model.zero_grad()
 
 
+def test_the_divisor_itself_is_learnt():
+    """4,350 equal pushes of the schedule of YouCook2 take the release's 0.07 to 0.0047; by its
+    logarithm it would be 0.0656."""
+    args = mmts_vast.parse_args(["--dataset", "youcook2", "--init-from", "x", "--max-steps", "4350"])
+    steps = common.count_steps(args, SimpleNamespace(examples=9283))
+    assert steps.warmup == 435
+    ends = []
+    for temperature in (
+        mmts_vast.LearntDivisor(args.tau, args.tau_clamp),
+        common.Temperature(args.tau, args.tau_clamp),
+    ):
+        optimizer = common.make_optimizer([torch.nn.Linear(2, 2), temperature], args)
+        (parameter,) = temperature.parameters()
+        for step in range(steps.total):
+            common.set_lr(optimizer, common.learning_rate(step, steps, args))
+            parameter.grad = torch.tensor(1.0)
+            optimizer.step()
+            temperature.clamp()
+        ends.append(temperature().item())
+    assert ends == pytest.approx([0.0047, 0.0656], abs=1e-4)
+
+
+def test_a_learnt_divisor_starts_at_that_of_the_release(words, tmp_path):
+    model, _ = model_of(words, weights=write_release(tmp_path / "release", released(words)))
+    args = mmts_vast.parse_args(["--baseline", "--learnable-tau"])
+    assert mmts_vast.first_tau(args, model) == pytest.approx(0.05)
+    args = mmts_vast.parse_args(["--baseline", "--learnable-tau", "--tau", "0.2"])
+    assert mmts_vast.first_tau(args, model) == 0.2
+    divisor = mmts_vast.LearntDivisor(0.2, (0.1, 0.5))
+    for value, clamped in ((0.7, 0.5), (-1.0, 0.1)):
+        divisor.tau.data.fill_(value)
+        divisor.clamp()
+        assert divisor().item() == pytest.approx(clamped)
+
+
 RUN = (
     "--cpu --workers 0 --image-encoder vast-small --embed-dim 24 --batch-size 8 --lr 1e-3 "
-    "--num-clusters 2 --frames 2 --eval-frames 3 --log-every 1"
+    "--frames 2 --eval-frames 3 --log-every 1"
 ).split()
 CLIPS = "--clips 60 20 20".split()
 
@@ -620,40 +654,30 @@ def test_chunks_processes_and_a_resume_give_the_same_steps(tmp_path):
     """With all modalities, the matching head and a learnt tau. The negatives are drawn over both
     processes; SGD, so that a step is as near as the gradients are. A run that was killed goes on
     bitwise."""
-    learnt = "--no-schedule --no-shifts --clusters none --learnable-tau".split()
+    learnt = "--baseline --clusters none --learnable-tau".split()
     sgd = [*RUN, *CLIPS, *learnt, "--matching-weight", 1, "--optimizer", "sgd", "--lr", 1e-2]
     for name, more in (("start", ["--lr", 0]), ("whole", []), ("chunks", ["--chunk-size", 3])):
-        few_steps(mmts, tmp_path / name, "--max-steps", 2, *sgd, *more)
+        few_steps(mmts_vast, tmp_path / name, "--max-steps", 2, *sgd, *more)
     ended = launch.ranks(
-        tmp_path, lambda _: few_steps(mmts, tmp_path / "two", "--max-steps", 2, *sgd))
+        tmp_path, lambda _: few_steps(mmts_vast, tmp_path / "two", "--max-steps", 2, *sgd))
     assert [code for code, _ in ended] == [0, 0], ended
     start, whole, chunks, two = (
-        select(tensors_of(tmp_path / name, 2), ("model/", "own/"))
+        select(tensors_of(tmp_path / name, 2), lambda path: path.startswith(("model/", "tau/")))
         for name in ("start", "whole", "chunks", "two")
     )
-    assert not torch.equal(whole["own/tau.log_tau"], start["own/tau.log_tau"])
+    assert not torch.equal(whole["tau/tau"], start["tau/tau"])
     assert drift(chunks, whole, start) < 0.02 and drift(two, whole, start) < 0.02
     for name in ("chunks", "two"):
         for row, other in zip(steps(tmp_path / "whole"), steps(tmp_path / name)):
             assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
             assert row["L_match"] == pytest.approx(other["L_match"], rel=1e-4)
 
-    adam = [*RUN, *CLIPS, "--matching-weight", 1, "--max-steps", 4, "--save-every", 2]
-    few_steps(mmts, tmp_path / "run", *adam)
+    adam = [*RUN, *CLIPS, "--num-clusters", 2, "--matching-weight", 1, "--max-steps", 4, "--save-every", 2]
+    few_steps(mmts_vast, tmp_path / "run", *adam)
     checkpoint = tmp_path / "run" / "checkpoints" / "step_4.pt"
     checkpoint.rename(tmp_path / "whole.pt")  # killed after step 2
-    mmts.main(mmts.parse_args(["--resume", str(tmp_path / "run")]))
+    mmts_vast.main(mmts_vast.parse_args(["--resume", str(tmp_path / "run")]))
     assert equal_files(checkpoint, tmp_path / "whole.pt")
-
-
-def test_a_resume_with_another_lr_keeps_the_image_lr(tmp_path):
-    flags = [*RUN, *CLIPS, "--image-encoder", "small", "--image-lr", 1e-4, "--save-every", 2]
-    few_steps(mmts, tmp_path / "run", "--max-steps", 2, *flags, "--lr-schedule", "constant")
-    more = ["--lr", "1e-2", "--max-steps", "3"]
-    mmts.main(mmts.parse_args(["--resume", str(tmp_path / "run"), *more]))
-    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "step_3.pt", weights_only=True)
-    rates = [group["lr"] for group in checkpoint["optimizer"]["param_groups"]]
-    assert rates == pytest.approx([1e-2, 1e-4] * 2)
 
 
 def test_reranking_by_hand():
@@ -694,8 +718,8 @@ def copy_of(run, folder, change):
 
 def test_eval_reranks_and_says_so(tmp_path, capsys):
     """The first candidates by P(match), alone; without the head it is refused."""
-    flags = [*RUN, *"--clips 24 8 24 --no-schedule --no-shifts --max-steps 1".split()]
-    summary = run_script(mmts, tmp_path / "vas", *flags, "--matching-weight", 0.5)
+    flags = [*RUN, *"--clips 24 8 24 --num-clusters 2 --baseline --max-steps 1".split()]
+    summary = run_script(mmts_vast, tmp_path / "vas", *flags, "--matching-weight", 0.5)
 
     def evaluate(run, *flags):
         found = evaluated(run, "--tasks", "retrieval", *flags)
@@ -712,7 +736,7 @@ def test_eval_reranks_and_says_so(tmp_path, capsys):
     plain = evaluate(noisy)
     capsys.readouterr()
     found = evaluate(noisy, "--rerank", 10)
-    words = "the first 10 candidates by cosine are ranked by the matching head; R@1"
+    words = "--rerank 10: the matching head ranks the first 10"
     assert words in capsys.readouterr().out
     assert found["rerank"]["cosine"]["text_to_image"] == plain["text_to_image"]
     assert found["text_to_image"] == found["rerank"]["10"]["text_to_image"]
@@ -726,16 +750,15 @@ def test_eval_reranks_and_says_so(tmp_path, capsys):
         lambda name, x: 1024 * x if name.startswith("matching.linear2") else x)  # fmt: skip
     assert evaluate(confident, "--rerank", 10) == found
 
-    run_script(mmts, tmp_path / "a", *flags, "--modalities", "a")
-    with pytest.raises(UserError, match="--rerank: .* has no matching head; mmts.py trains one"):
+    few = "--cpu --workers 0 --clips 24 8 24 --num-clusters 2 --batch-size 8 --max-steps 1"
+    run_script(mmts, tmp_path / "a", *few.split())
+    with pytest.raises(UserError, match="--rerank: .* has no matching head"):
         evaluate(tmp_path / "a", "--rerank", 10)
 
 
 @pytest.mark.parametrize(
     "flags, reason",
     [
-        (["--modalities", "vas", "--image-encoder", "small"], "small reads frames alone"),
-        (["--matching-weight", 0.1, "--image-encoder", "small"], "small has no matching head"),
         (["--freeze", "image"], "not with questions, SSB, VGT or VAST"),
         (["--dataset", "emoji", "--modalities", "a"], "emoji has none of them; give v"),
         (["--dataset", "emoji", "--modalities", "va"], "emoji has no more than v; give that"),
@@ -743,4 +766,23 @@ def test_eval_reranks_and_says_so(tmp_path, capsys):
 )
 def test_what_vast_refuses(flags, reason, tmp_path):
     with pytest.raises(UserError, match=re.escape(reason)):
-        few_steps(mmts, tmp_path / "r", *RUN, *(CLIPS if "--dataset" not in flags else []), *flags)
+        few_steps(
+            mmts_vast, tmp_path / "r", *RUN, *(CLIPS if "--dataset" not in flags else []), *flags)
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        ("--image-encoder small", "--image-encoder small: it has no matching head; give vast or"),
+        ("--dataset youcook2", "--init-from is needed: this recipe fine-tunes VAST's weights"),
+        ("--baseline --learnable-tau --negatives-tau 0.1", "--negatives-tau: only without"),
+        ("--loss max-margin --baseline --label-smoothing 0.1", "--label-smoothing: only with"),
+    ],
+)
+def test_flags_that_are_refused(words, reason, capsys):
+    assert reason in refused(mmts_vast.parse_args, words.split(), capsys)
+
+
+def test_other_scripts_do_not_train_vast(tmp_path):
+    with pytest.raises(UserError, match="use python -m variants.mmts_vast"):
+        few_steps(mmts, tmp_path / "r", *RUN[:10], *CLIPS)

@@ -1,6 +1,7 @@
 """Checks that a fork keeps the promises of the five scripts, by ten steps of SGD through its main.
 
     python -m tools.check mine.py [its flags]
+    python -m tools.check variants.temo_experts [its flags]
 
 Without flags it trains on its default data, with small pictures and batches of 16. One process in
 float32 on the CPU is the measure. Two processes, and chunks, must have its losses, weights and
@@ -248,6 +249,27 @@ def check(module, flags, place):
     return all(results)
 
 
+def path_of_script(word):
+    """The path of a script, mine.py, or of a module, variants.temo_experts. Raises: UserError."""
+    path = Path(word)
+    if path.suffix != ".py":
+        path = Path(*word.split(".")).with_suffix(".py")
+    if not path.is_file():
+        raise common.UserError(f"python -m tools.check {word}: no such script; give SCRIPT.py or "
+                               "variants.NAME, and its flags")
+    return path.resolve()
+
+
+def import_script(path):
+    """Imports a script, which may lie anywhere."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def main(argv):
     """Checks a script, which may lie anywhere, with its flags. Returns: the exit code."""
     if argv[:1] in (["--help"], ["-h"]):
@@ -259,15 +281,9 @@ def main(argv):
     import torchvision.transforms.v2  # noqa: F401
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
-    path = Path(" ".join(argv[:1])).resolve()
-    if not path.is_file():
-        raise common.UserError("python -m tools.check SCRIPT.py [its flags]: no such script")
     torch.set_num_threads(1)
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    path = path_of_script(" ".join(argv[:1]))
+    module = import_script(path)
     print(f"{path.name}: {NUM_STEPS} steps of SGD; differences from one process:", flush=True)
     with tempfile.TemporaryDirectory() as place:
         flags = [*SMALL, *argv[1:], *FIXED, "--output-dir", place]

@@ -176,13 +176,13 @@ YOUCOOK2 = dict(
     embed_dim=512, image_size=224, image_stats="clip", eval_resize="squash",
     frames=8, eval_frames=16, frame_sampling="random",  # in evaluation the middles of segments
     text_length=40, text_pooling="cls",
-    epochs=30.0, batch_size=64, chunk_size=4, lr=3e-5,
+    epochs=30.0, batch_size=64, chunk_size=4, lr=3e-5, lr_scale=[f"image={5e-7 / 3e-5}"],
     lr_end=0.0, lr_schedule="linear", warmup_epochs=0.0, warmup_fraction=0.1,
-    weight_decay=0.01, beta2=0.98, eps=1e-6, grad_clip=0.0,
+    weight_decay=0.01, beta2=0.98, eps=1e-6, grad_clip=0.0, drop_path=0.4,
     tau=0.07, alpha=0.06, shift_min=0.06, shift_max=0.09,
     crop_min=1.0, flip=0.0, mixed_precision="fp16", log_every=20)
 SSV2_LT = YOUCOOK2 | dict(
-    clusters="label", modalities="v", lr=2e-5,
+    clusters="label", modalities="v", lr=2e-5, lr_scale=[f"image={5e-7 / 2e-5}"],
     alpha=0.04, shift_min=0.07, shift_max=0.11)        # of a cell of Table 8
 RECIPES = {"moving-emoji": MOVING, "youcook2": YOUCOOK2, "ssv2-lt": SSV2_LT, "own": OWN}
 
@@ -251,18 +251,20 @@ def main(args):
     parameters = [*model.parameters(), *temperature.parameters()]
 
     # >>> shared: prepare
-    torch.manual_seed(args.seed + accelerator.process_index)               # of dropout
+    torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
     if args.compile:
         model = torch.compile(model)
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
-    run.resume(raw_model, optimizer, tau=temperature)                      # with --resume
+    run.resume(raw_model, optimizer, tau=temperature)                      # no-op without --resume
     grad_cache = MatchingCache(model, accelerator, args.chunk_size, args.matching_weight)
 
-    # ------------------------------------------- loop ---------------------------------------------
+    # ------------------------------------------- views --------------------------------------------
     batches = run.batches([common.training_view(args)], transform)
+
+    # ------------------------------------------- loop ---------------------------------------------
     quantity = "margin" if args.loss == "max-margin" else "tau"            # its name in the log
     shifts = mmts.shifts_of(clusters, args)                                # (K + 1,)
     period, alpha = mmts.swing_of_run(args, steps.total)
@@ -270,7 +272,7 @@ def main(args):
         raw_model, tokenizer, transform, evals, train, device=accelerator.device, args=args,
         method_metrics=functools.partial(common.head_mid_tail, clusters=clusters))
     run.start(evaluator, shown=("loss", "L_match", quantity), **mmts.banner_lines(args, clusters))
-    for batch in batches:
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts = common.pick(batch["captions"], batch["draws"])             # B captions
@@ -288,7 +290,7 @@ def main(args):
             tau_or_margin = temperature()                                  # ()
             negatives_tau = tau_or_margin.detach()
 
-        terms = {}
+        terms = {}                                                         # for the log
         if args.loss == "clip":
             loss = clip_loss(image, text, tau_or_margin, args.label_smoothing, terms=terms)
         elif args.loss == "max-margin":
@@ -309,9 +311,10 @@ def main(args):
         temperature.clamp()
 
         # the log has means over processes: times their number, it has the sum
-        columns = {quantity: tau_or_margin.mean(), **terms, "L_match": grad_cache.loss,
+        log_row = {quantity: tau_or_margin.mean(), **terms, "L_match": grad_cache.loss,
                    "not_in_clusters": common.world_size() * num_missing}
-        run.end_step(batch, loss, columns, [image, text])                  # count, log, save, stop
+        # counts the step, logs, saves, evaluates; stops at a NaN or a signal
+        run.end_step(batch, loss, log_row, [image, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
     if accelerator.is_main_process and clusters is not None and not args.learnable_tau:

@@ -284,7 +284,8 @@ def open_data(args):
     Raises: UserError if there is nothing that could be evaluated.
     """
     train = load_data(args.dataset, "train", data_options(args))
-    evaluation_sets = open_evaluation_sets(args, train)
+    words = args.eval_datasets or [args.dataset]
+    evaluation_sets = open_evaluation_sets(args, train, words)
     has_val = any("val" in splits for splits in evaluation_sets.values())
     if not has_val and tests_on_other_data(args):
         own_val = open_splits(args.dataset, ["val"], data_options(args))
@@ -301,21 +302,22 @@ def open_data(args):
     return train, evaluation_sets
 
 
-def open_evaluation_sets(args, train):
-    """Opens the sets of --eval-datasets, or the training set without this flag.
+def open_evaluation_sets(args, train, words):
+    """Opens data sets that are evaluated.
 
     Rows of the user's data that are trained on are left out and counted.
 
     Args:
         args: parsed flags.
         train: the training set; None if no set is the user's own.
+        words: the sets, NAME or NAME=DIR.
     Returns: {name: {"val": Data, "test": Data}}, with the splits that exist.
     """
     evaluation_sets = {}
-    for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
+    for word in dict.fromkeys(words):
         name, folder = partition_name(word, "=")
         if name in evaluation_sets:
-            raise UserError(f"--eval-datasets {name}: named with two folders")
+            raise UserError(f"{name}: named with two folders; give one")
         splits = open_splits(name, ["val", "test"], evaluation_options(args, name, folder))
         if train is not None and name != args.dataset and find_data_set(name) is None:
             for split, data in splits.items():

@@ -180,8 +180,8 @@ def feature_shape(data, encoder="ssb"):
         shape = list(data.read(0).shape)
     if len(shape) > 2:
         raise UserError(f"--image-encoder {encoder}: the data set has pixels; features come with "
-                        "--feature-dir of ncl.py, regions with --region-dir of mama.py and a set "
-                        "of questions")
+                        "--feature-dir of ncl.py, regions with --region-dir of "
+                        "variants/mama_qa.py and a set of questions")
     return shape
 
 

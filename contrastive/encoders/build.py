@@ -9,6 +9,7 @@ from contrastive.encoders.base import channels_last, clip_width, enable_grad_che
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.models import model_of_spec, spec_of
 from contrastive.encoders.texts import build_tokenizer
+from contrastive.encoders.towers import set_drop_path, set_encoder_dropout
 from contrastive.core.processes import UserError, print_main
 
 VAST_TEXT_ENCODER, VAST_WIDTH = "google-bert/bert-base-uncased", 512
@@ -73,6 +74,10 @@ def build_model(args, train, run, texts=None, questions=None):
     if is_frozen and not args.pretrained and not args.init_from:
         print_main(f"WARNING: --freeze {args.freeze}: the weights are random and will stay so; add "
                    "--pretrained or --init-from")
+    if args.drop_path:
+        set_drop_path(tower, args.drop_path)
+    if args.encoder_dropout >= 0:
+        set_encoder_dropout(tower, args.encoder_dropout)
     if args.grad_checkpointing:
         enable_grad_checkpointing(tower)
     tower.to(run.device)

@@ -9,7 +9,6 @@ from contrastive.encoders.base import (
     STATS, SmallText, Tower, TwoTower, hub_encoder, mask_of_body, masked_mean)
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.questions import QuestionAnswerer
-from contrastive.encoders.ssb import TextHead
 from contrastive.encoders.texts import Tokenizer
 from contrastive.encoders.towers import freeze_bodies, freeze_unused, image_tower
 from contrastive.encoders.vast import Vast, bert_tower, subtitle_tokens
@@ -273,6 +272,8 @@ class TextEncoder(Encoder):
         self.pooling = pooling
         self.head = None
         if pooling == "ssb":
+            from contrastive.encoders.ssb import TextHead
+
             self.head = TextHead(self.width, embed_dim)
         if self.head:
             self.projection = nn.Identity()

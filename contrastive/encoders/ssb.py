@@ -1,74 +1,20 @@
-"""SSB, the base of NCL's Table 4: its towers, its captioning loss and its recipe.
+"""SSB, the base of NCL's Table 4: its encoders and its captioner (variants/ncl_ssb.py).
 
-Support-set bottlenecks for video-text representation learning (Patrick et al., ICLR 2021): a text
-tower over T5, a video tower over precomputed features, and a loss that generates each caption from
-the other videos of the batch.
-
-There is no public code, so this is a reconstruction, which may not reach the printed numbers. A
-word beside each value says where it comes from: NCL = Sec. 4 and App. C of the NCL paper; memory =
-the SSB paper as remembered, not looked up; ours = our choice.
-
-Equations (c(x): x at unit length; S_i: the global batch without the rows of caption i's video)
-    w_ij  = exp(<c(t_i), c(v_j)> / T) / sum_{k in S_i} exp(<c(t_i), c(v_k)> / T)
-    z_i   = sum_{j in S_i} w_ij c(v_j)                                              support_summary
-    L_cap = mean_i mean_l -log p(t_il | t_i1 .. t_i,l-1; z_i), p by T5's decoder    captioning_loss
-
-Known differences from SSB: features of any length are resampled to --frames steps (nearest rows,
-folder by folder), while SSB cuts at a number of seconds and masks; the word embeddings of T5's
-encoder and decoder are not tied.
+Support-set bottlenecks for video-text representation learning (Patrick et al., ICLR 2021). There is
+no public code, so this is a reconstruction. A word says where a value comes from: memory = the SSB
+paper as remembered, not looked up; ours = our choice.
 """
 
-from contrastive.core.metrics import normalize
 from contrastive.core.processes import UserError, opening
 from contrastive.encoders.base import Transformer, masked_mean, published
+from contrastive.encoders.towers import change_dropout
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-# ===================================================== recipe =====================================
-# For every data set, in place of the script's own values.
-RECIPE = dict(
-    text_encoder="google-t5/t5-base", pretrained=True,                     # NCL
-    text_pooling="ssb", embed_dim=1024,                                    # memory
-    optimizer="adam", lr=5e-5, grad_clip=0.2, batch_size=64,               # memory
-    weight_decay=1e-5,                                                     # memory, weak
-    lr_schedule="constant", lr_end=5e-5,                                   # ours
-    warmup_epochs=0.0, warmup_fraction=0.0, mixed_precision="no",          # ours
-    beta1=0.9, beta2=0.999, eps=1e-8,                                      # Adam's own
-    tau=0.07, learnable_tau=False,                                         # NCL
-    # max-margin: the sum over the batch, as in VSE++'s code; it fits App. C's 15 (ours);
-    # infonce: as NCL (ours)
-    loss_scale={"ncl": 15.0, "infonce": 15.0, "max-margin": 64.0},
-    captioning_weight=10.0,                                                # memory, weak
-    support_tau=0.1,                                                       # ours: 1 is too even
-    # memory, of MSR-VTT; that an epoch counts captions, not clips, is from the set's own recipe
-    # (--unfold-captions): ours
-    epochs=20.0, frames=32, text_length=100,
-    # NCL; that T5 keeps its own 0.1 is ours
-    dropout=0.1, text_dropout=True)
-RECIPES = {
-    "msrvtt": RECIPE,
-    # ours: no value is remembered for MSVD
-    "msvd": RECIPE | dict(frames=64),
-    "activitynet": RECIPE | dict(
-        epochs=28.0, frames=512, text_length=256,                          # memory
-        # NCL; that this includes T5's is ours
-        dropout=0.0, text_dropout=False)}
 
-
-def ssb_recipe(chosen):
-    """The defaults of --image-encoder ssb; those of MSR-VTT for a set that SSB and NCL did not use.
-
-    Args: chosen: the flags recipe and loss.
-    Returns: {flag: default}.
-    """
-    recipe = dict(RECIPES.get(chosen.recipe, RECIPE))
-    recipe["loss_scale"] = recipe["loss_scale"].get(chosen.loss, 1.0)
-    return recipe
-
-
-# ===================================================== towers =====================================
+# ===================================================== encoders ===================================
 class _Pooling(nn.Module):
     """Transformer pooling: two layers of four heads, and the mean of their outputs.
 
@@ -129,19 +75,34 @@ class VideoTower(_Pooling):
         return self.pool(states, keep)
 
 
+def set_dropout(model, dropout, text=True):
+    """Sets the dropout in training of SSB's encoders.
+
+    Args:
+        model: TwoTower.
+        dropout: probability 0..1 in the video encoder and the text head.
+        text: False switches off the dropout of T5, which otherwise keeps its own.
+    """
+    if not text:
+        for module in model.text.body.modules():
+            change_dropout(module, 0.0)
+    model.vision.body.blocks.dropout = dropout
+    model.text.head.blocks.dropout = dropout
+
+
 # ===================================================== captioning =================================
 class Captioner(nn.Module):
     """T5's decoder, which reads a linear map of z_i as its one encoder state (one is ours).
 
-    Its word embeddings start as a copy of the text tower's. It belongs to the loss and is not saved
-    in a finished run's model.
+    Its word embeddings start as a copy of the text encoder's. It belongs to the loss and is not
+    saved in a finished run's model.
 
     Args:
-        text: the TextEncoder of the text tower, a T5.
+        text: the TextEncoder, a T5.
         dim: D, width of z.
         pretrained: start from published weights.
         dropout: keep T5's own dropout.
-    Raises: UserError if the text tower is no T5.
+    Raises: UserError if the text encoder is no T5.
     """
 
     def __init__(self, text, dim, pretrained=True, dropout=True):
@@ -181,43 +142,3 @@ class Captioner(nn.Module):
         state = self.bridge(z)[:, None]                                    # (B, 1, d_model)
         output = self.t5(encoder_outputs=(state,), decoder_input_ids=inputs, use_cache=False)
         return output.logits                                               # (B, L, V)
-
-
-def support_summary(text, videos, video_id, video_ids, tau=0.1):
-    """z_i, the summary of caption i by the other videos; gradients reach both towers.
-
-    Args:
-        text: (B, D) captions of this process.
-        videos: (N, D) of the global batch.
-        video_id: (B,) long, the video of each caption.
-        video_ids: (N,) long, of the global batch.
-        tau: temperature T > 0, divides the cosine.
-    Returns: (B, D); zeros for a caption if the batch holds no other video.
-    """
-    text, videos = normalize(text), normalize(videos)                      # (B, D), (N, D)
-    in_support = video_id[:, None] != video_ids                            # (B, N) S_i
-    logits = text @ videos.T / tau                                         # (B, N)
-    lowest = torch.finfo(logits.dtype).min
-    weights = logits.masked_fill(~in_support, lowest).softmax(1)           # (B, N)
-    # zeros where there is no support at all
-    weights = weights * in_support                                         # (B, N)
-    return weights @ videos                                                # (B, D)
-
-
-def captioning_loss(z, input_ids, attention_mask, decoder):
-    """L_cap: the loss of generating each caption from the summary of its support set.
-
-    The mean over a caption's tokens is ours (memory: the paper has their sum): with it, 10 times
-    this loss is about as large as the other loss.
-
-    Args:
-        z: (B, D) summaries.
-        input_ids, attention_mask: (B, L) tokens of the captions, padded at the end.
-        decoder: a Captioner, or any function (z, ids) -> logits (B, L, V) in which position l sees
-            only the ids before it.
-    Returns: () mean over the captions of this process. A random guess is ln V.
-    """
-    logits = decoder(z, input_ids).transpose(1, 2)                         # (B, V, L)
-    nll = F.cross_entropy(logits, input_ids, reduction="none")             # (B, L)
-    per_caption = (nll * attention_mask).sum(1) / attention_mask.sum(1)    # (B,)
-    return per_caption.mean()                                              # ()

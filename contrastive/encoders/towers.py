@@ -5,7 +5,6 @@ import functools
 from contrastive.data.hub import note_commit
 from contrastive.encoders.base import STATS, Tower, hub_encoder, small_cnn
 from contrastive.encoders.clip_vip import ClipViP
-from contrastive.encoders.ssb import VideoTower
 from contrastive.encoders.vast import vision_tower
 from contrastive.core.files import read_json
 from contrastive.core.processes import UserError, opening, print_main
@@ -32,6 +31,8 @@ def image_tower(name, kind, embed_dim, *, pretrained, image_size, config=None, n
     if kind.family == "small":
         return Tower(small_cnn().to(memory_format=torch.channels_last), 128)
     if kind.family == "ssb":
+        from contrastive.encoders.ssb import VideoTower
+
         return Tower(VideoTower(num_features, embed_dim), embed_dim)
     if kind.family == "regions":
         return Tower(nn.Identity(), num_features)
@@ -316,31 +317,53 @@ def freeze_as_clip4clip(model):
             parameter.requires_grad_(False)
 
 
-def set_dropout(model, dropout, text=True):
-    """Sets the dropout in training of a TwoTower.
+def set_encoder_dropout(model, dropout):
+    """Sets all dropout probabilities of both encoders in training, published or small.
 
-    Args:
-        dropout: probability 0..1 in SSB's tower and text head.
-        text: False switches off the dropout of a transformers text encoder, which otherwise keeps
-            its own.
+    Raises: UserError if neither has any.
     """
-    if not text:
-        for module in model.text.modules():
-            switch_off_dropout(module)
-    if isinstance(model.vision.body, VideoTower):
-        model.vision.body.blocks.dropout = dropout
-    if getattr(model.text, "head", None):
-        model.text.head.blocks.dropout = dropout
+    num_changed = 0
+    for module in model.modules():
+        num_changed += change_dropout(module, dropout)
+    if num_changed == 0:
+        raise UserError(f"--encoder-dropout {dropout}: neither encoder has dropout; leave out the "
+                        "flag")
 
 
-def switch_off_dropout(module):
-    """Sets every dropout probability of a module, without those of its children, to 0.
+def set_drop_path(model, probability):
+    """Drops residual branches of timm's encoders in training (stochastic depth).
+
+    The last branch is dropped with this probability, earlier ones in proportion to their depth.
+    Raises: UserError if no encoder has such branches.
+    """
+    from timm.layers import DropPath
+
+    branches = []
+    for module in model.modules():
+        for name in ("drop_path", "drop_path1", "drop_path2"):
+            if isinstance(getattr(module, name, None), nn.Module):
+                branches.append((module, name))
+    if not branches:
+        raise UserError(f"--drop-path {probability}: the image encoder has no residual branches "
+                        "that timm could drop; give a ViT of timm, or leave out the flag")
+    blocks = list(dict.fromkeys(module for module, _ in branches))
+    for module, name in branches:
+        depth = blocks.index(module) / max(1, len(blocks) - 1)             # 0..1
+        setattr(module, name, DropPath(probability * depth))
+
+
+def change_dropout(module, dropout):
+    """Sets every dropout probability of a module, without those of its children.
 
     T5's attention has a number under some name with `dropout` in it, others an nn.Dropout.
+    Returns: how many there are.
     """
+    num_changed = 0
     for name, value in vars(module).items():
         is_dropout = "dropout" in name
         if isinstance(module, nn.Dropout) and name == "p":
             is_dropout = True
         if is_dropout and isinstance(value, float):
-            setattr(module, name, 0.0)
+            setattr(module, name, dropout)
+            num_changed += 1
+    return num_changed

@@ -60,7 +60,7 @@ class BeatsSize(NamedTuple):
 
 
 SIZES = {
-    "vast": Size({"drop_path_rate": 0.4}, BeatsSize(), {}, frames=8),
+    "vast": Size({}, BeatsSize(), {}, frames=8),
     "vast-small": Size(
         {"embed_dim": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 4.0, "patch_size": 8},
         BeatsSize(width=64, patch_width=32, layers=2, heads=4, groups=4, windows=256),

@@ -96,6 +96,8 @@ def batch_line(run):
     line = f"{batch_size} = {world_size()} x {batch_size // world_size()}"
     if run.args.chunk_size:
         line += f" in chunks of {run.args.chunk_size}"
+    if not hasattr(run.args, "text_encoder"):  # a loss of images alone has other candidates
+        return line
     return f"{line}; InfoNCE of a random guess: ln {batch_size} = {math.log(batch_size):.3f}"
 
 

@@ -16,9 +16,10 @@ from contrastive.core.processes import (
 import numpy as np
 import torch
 
-# what a run writes at its end; no evaluation reads a run without model.safetensors
-FINAL_FILES = ("summary.json", "model.safetensors", "own.safetensors", "queues.safetensors",
-               "test_ranks.safetensors")
+# what a run writes at its end
+FINAL_FILES = (
+    "summary.json", "model.safetensors", "own.safetensors", "val.safetensors", "test.safetensors",
+    "test_ranks.safetensors")
 
 
 def checkpoints_of(folder):
@@ -42,7 +43,7 @@ def folder_of(resume):
 
 # ===================================================== save =======================================
 def save(run, keep=2):
-    """Writes a checkpoint and removes all but the newest `keep`. Collective.
+    """Writes a checkpoint and removes all but the newest `keep` and the best one. Collective.
 
     Every process adds its random states and what identifies its data.
     Raises: UserError on all processes if it cannot be written; earlier checkpoints stay.
@@ -67,7 +68,8 @@ def write(run, processes, keep):
         os.fsync(file.fileno())
     with opening(path):
         for old in checkpoints_of(run.folder)[keep:]:
-            old.unlink()
+            if step_of(old) != run.best_step:
+                old.unlink()
 
 
 def random_states(device):
@@ -82,85 +84,77 @@ def random_states(device):
 
 # ===================================================== load =======================================
 def load(run):
-    """Restores a Run from the checkpoint that --resume names, else from its newest, if it has one.
+    """Restores a Run from its newest checkpoint, if it has one.
 
-    set_newer_aside comes later, once nothing else can refuse the resume.
-
-    Raises: UserError if it cannot be read, or is beyond the last step of the run.
+    Raises: UserError if it cannot be read, is not the newest, or is beyond the run's last step.
     """
     path = checkpoint_to_load(run)
     if path is None:
         return
-    with opening(path):
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        # parts of --lr, which may be another one now
-        scales = [group.get("lr_scale") for group in run.optimizer.param_groups]
-        for name, part in run.parts.items():
-            if name == "scaler" and name not in state:
-                continue  # the run has changed to --mixed-precision fp16
-            part.load_state_dict(state[name])
-        for group, scale in zip(run.optimizer.param_groups, scales):
-            if scale is not None:
-                group["lr_scale"] = scale
+    state = load_parts(run, path, run.parts)
     run.step = state["step"]
     run.bad_samples = state["bad"]
     run.started -= state["wall_s"]
     if run.step > run.last:
         raise UserError(f"{path}: is beyond the {run.last} steps that --max-steps or --epochs ask "
-                        "for")
+                        "for; give more of them")
     # what identifies the data is the same on all processes, however many there are now
     run.positions = state["processes"][0]["positions"]
     if len(state["processes"]) == world_size():
         restore_random_states(state["processes"][rank()], run.device)
     else:
         print_main(f"--resume: {len(state['processes'])} processes before, {world_size()} now: "
-                   f"random states "
-                   "of dropout are not restored")
+                   "random states of dropout are not restored")
     print_main(f"resumed {path} at step {run.step} of {run.last}")
 
 
+def load_parts(run, path, parts):
+    """Restores {name: part} of a Run from a checkpoint. Returns: all that the checkpoint holds."""
+    with opening(path):
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        # factors of --lr, which may be another one now
+        scales = [group.get("lr_scale") for group in run.optimizer.param_groups]
+        for name, part in parts.items():
+            if name == "scaler" and name not in state:
+                continue  # the run has changed to --mixed-precision fp16
+            part.load_state_dict(state[name])
+        for group, scale in zip(run.optimizer.param_groups, scales):
+            if scale is not None:
+                group["lr_scale"] = scale
+    return state
+
+
 def checkpoint_to_load(run):
-    """The path of the checkpoint to go on from, or None."""
-    path = Path(run.args.resume)
-    if path.suffix == ".pt":
-        return path
+    """The path of the newest checkpoint, or None.
+
+    Raises: UserError if --resume names another one.
+    """
     paths = checkpoints_of(run.folder)
-    return paths[0] if paths else None
+    path = Path(run.args.resume)
+    if path.suffix != ".pt":
+        return paths[0] if paths else None
+    newer = [other.name for other in paths if step_of(other) > step_of(path)]
+    if newer:
+        raise UserError(f"--resume {path}: newer checkpoints lie beside it ({', '.join(newer)}); "
+                        f"resume {run.folder}, or delete them first")
+    return path
 
 
-def set_newer_aside(run):
-    """Renames the checkpoints that are newer than the step of a resumed run, and FINAL_FILES if the
-    run goes on beyond that step. Collective.
+def remove_final_files(run):
+    """Removes what a run wrote at its end, if it goes on: eval.py would read the earlier weights.
 
-    The run repeats the steps that led to them, maybe with another --lr, or more steps follow. If
-    they stayed, the next resume would load these checkpoints, the next save would keep them in
-    place of its own, and eval.py would read the earlier weights.
+    Their checkpoint stays.
     """
-    newer = []
-    for path in reversed(checkpoints_of(run.folder)):
-        if step_of(path) > run.step:
-            newer.append(path)
-    final_files = []
-    if run.step < run.last:
-        final_files = [run.folder / name for name in FINAL_FILES]
-    on_main(rename_abandoned, final_files + newer, run.step)
-
-
-def rename_abandoned(paths, step):
-    """Renames NAME to NAME.abandoned, of those paths that exist.
-
-    The newest checkpoint is the last: if the process is killed before that, the next resume loads
-    it and writes the final files again.
-    """
-    for path in paths:
-        if not path.exists():
-            continue
-        aside = free_path(path.with_name(path.name + ".abandoned"))
-        with opening(path):
-            os.replace(path, aside)
-        print_main(f"the run goes on from step {step}: {path.name} is now {aside.name}, which no "
-                   f"run "
-                   "reads and which you may delete")
+    removed = []
+    for name in FINAL_FILES:
+        path = run.folder / name
+        if path.exists():
+            with opening(path):
+                path.unlink()
+            removed.append(name)
+    if removed:
+        print_main(f"the run goes on from step {run.step}: {', '.join(removed)} of its earlier end "
+                   "are removed, and written anew at the end")
 
 
 def free_path(path):

@@ -15,7 +15,8 @@ from pathlib import Path
 from contrastive import CORES
 from contrastive.core.files import read_json
 from contrastive.core.number_types import (
-    below_one, between, int_ge1, nonnegative_float, fraction, positive_float, rate, int_ge0)
+    below_one, between, fraction, int_ge0, int_ge1, last_best_or_epoch, nonnegative_float,
+    part_and_factor, positive_float, rate)
 from contrastive.core.processes import print_main
 from contrastive.core.words import command_of, flag_of, name_of
 from contrastive.data.registry import flags_of, partition_name
@@ -23,18 +24,13 @@ from contrastive.encoders.weights import packaged_encoders
 from contrastive.engine.checkpoints import folder_of
 
 YES_OR_NO = argparse.BooleanOptionalAction
-# The flags that a resumed run may change. --max-steps and --epochs change the schedules,
-# --mixed-precision and --lr what a step computes, --frame-cache its frames (JPEGs), the others
-# nothing: --chunk-size without dropout, whose masks chunks draw in another order, and but for
-# rounding. (--feature-cache none draws the views in another way: check_resume refuses a change to
-# it or from it.)
-CHANGEABLE = {
-    "--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
-    "--data-dir", "--video-dir", "--frame-cache", "--feature-cache", "--max-bad-fraction",
-    "--workers", "--eval-datasets", "--max-steps", "--epochs", "--chunk-size",
-    "--grad-checkpointing", "--mixed-precision", "--lr"}
-# those of CHANGEABLE that change the steps to come
-CHANGE_STEPS = ("lr", "mixed_precision", "epochs", "max_steps", "frame_cache")
+# The flags that a resumed run may change: lengths and the learning rate, which change the steps to
+# come, and those of the machine.
+LENGTHS_AND_LR = ("epochs", "max_steps", "lr")
+OF_MACHINE = (
+    "resume", "cpu", "compile", "save_every", "eval_every", "log_every", "tracker", "data_dir",
+    "video_dir", "max_bad_fraction", "workers", "chunk_size", "grad_checkpointing",
+    "mixed_precision")
 WARMUP_FLAGS = {"--warmup-epochs", "--warmup-fraction"}  # one of them sets the other to 0
 # {flag of other code bases: ours; of several, that of the program}
 OTHER_NAMES = {
@@ -51,6 +47,7 @@ OTHER_NAMES = {
     "--wd": ["--weight-decay"],
     "--max-grad-norm": ["--grad-clip"]}
 FROZEN = ("image", "text", "both")  # choices of --freeze whose encoders have constant features
+NOTES = {"source", "baseline_rates"}  # entries of a recipe that are no flags
 # groups of flags that are no hyperparameters; the banner does not call them changed
 NOT_IN_RECIPES = ("data", "evaluation", "run")
 
@@ -65,6 +62,12 @@ def words_of(name, value):
         return ""
     values = value if isinstance(value, list) else [value]
     return shlex.join([flag_of(name), *map(str, values)])
+
+
+def dataset_words(flags):
+    """The data set of flags, {name: value}, as on the command line: NAME or NAME@REVISION."""
+    revision = flags.get("revision", "")
+    return f"{flags['dataset']}@{revision}" if revision else flags["dataset"]
 
 
 # ===================================================== argparse ===================================
@@ -176,7 +179,7 @@ class Parser(OneLineErrorParser):
             argv: words of the command line; None = those of this process.
             recipes: {data set: {flag: value}}, chosen by --dataset or --recipe. The first is the
                 default data set, 'own' is for data that have no recipe. The entry 'source' says
-                whose values they are.
+                whose values they are, 'baseline_rates' which other flags the paper's baseline has.
             presets: {flag: {value: {name: value}}} of flags that set others, which are named as in
                 args; the value of a store_true flag such as --baseline is True.
             check: function (parser, args) that refuses flags which contradict each other.
@@ -203,16 +206,15 @@ class Parser(OneLineErrorParser):
 
         args = self.parse_args(argv)
         args.dataset, args.recipe = chosen.dataset, chosen.recipe
-        args.recipe_source = recipes[chosen.recipe].get("source", "")
+        args.recipe_source = self.recipe_source(recipes[chosen.recipe], args)
         args.recipes = list(recipes)
         args.revision = revision or saved.get("revision", "")
         args.hub = saved.get("hub", {})  # commits of what a resumed run has read from the hub
         args.command_line = sorted(self.command_line_flags & self._option_string_actions.keys())
         args.method_flags = self.flags_of_group("method")
-        self.settle_lengths(args)
+        self.resolve_lengths(args)
         args.changed = list(dict.fromkeys(saved.get("changed", []) + self.changed_flags(args)))
-        self.check_resume(chosen.resume, saved, args)
-        self.say_changes(saved, args)
+        self.check_resume(saved, args)
         self.require_defaults(args)
         if self.texts and args.feature_cache and args.freeze not in FROZEN:
             self.error("--feature-cache: no encoder is frozen, whose features would be computed "
@@ -236,6 +238,13 @@ class Parser(OneLineErrorParser):
             self.error(f"--recipe {chosen.recipe}: no such recipe; give one of "
                        f"{', '.join(recipes)}")
         return revision
+
+    def recipe_source(self, recipe, args):
+        """Whose values the recipe has, and which flags the paper's baseline has, in words."""
+        source = recipe.get("source", "")
+        if getattr(args, "baseline", False) and "baseline_rates" in recipe:
+            source += f"; the paper's baseline has {recipe['baseline_rates']}"
+        return source
 
     def require_defaults(self, args):
         """Refuses a flag that has a value neither on the command line nor as a default."""
@@ -273,7 +282,7 @@ class Parser(OneLineErrorParser):
         script_flags = {action.dest for action in self._actions}
         # of the recipe's data set, which need not be that of the run
         dataset_flags = {name_of(flag) for flag in flags_of(chosen.recipe)}
-        unknown = sorted(recipe.keys() - script_flags - dataset_flags - {"source"})
+        unknown = sorted(recipe.keys() - script_flags - dataset_flags - NOTES)
         if unknown:
             self.error(f"recipe {chosen.recipe}: there is no flag {', '.join(unknown)}")
         defaults = {}
@@ -291,7 +300,7 @@ class Parser(OneLineErrorParser):
             defaults["eval_datasets"] = names
         return defaults
 
-    def settle_lengths(self, args):
+    def resolve_lengths(self, args):
         """Of two flags for the same length, the one on the command line counts."""
         flags = self.command_line_flags
         if flags >= WARMUP_FLAGS:
@@ -316,47 +325,33 @@ class Parser(OneLineErrorParser):
                     changed.append(action.option_strings[0])
         return changed
 
-    def check_resume(self, resume, saved, args):
-        """Refuses a flag that a resumed run may not change."""
-        if not resume:
+    def check_resume(self, saved, args):
+        """Refuses a flag that a resumed run may not change, and prints the changes to come."""
+        if not saved:
             return
-        flags = self.command_line_flags & self._option_string_actions.keys()
-        if flags & WARMUP_FLAGS:
-            flags |= WARMUP_FLAGS
-        for flag in sorted(flags - CHANGEABLE):
-            name = self._option_string_actions[flag].dest
-            is_same = name in saved and getattr(args, name) == saved[name]
-            if flag == "--dataset" and args.revision != saved.get("revision", ""):
-                is_same = False
-            if not is_same:
-                self.error(f"--resume {resume}: {flag} cannot change in a run")
-        if "--feature-cache" in flags:
-            keeps_features = args.feature_cache != "none"
-            kept_features = saved.get("feature_cache") != "none"
-            if keeps_features != kept_features:
-                self.error(f"--resume {resume}: --feature-cache cannot change to or from none in a "
-                           "run: kept views are drawn in another way")
-
-    def say_changes(self, saved, args):
-        """Prints what a resumed run changes of the steps to come."""
-        for name in CHANGE_STEPS:
-            flag = flag_of(name)
-            value = getattr(args, name, None)
-            if name in saved and flag in self.command_line_flags and value != saved[name]:
-                before = shlex.quote(str(saved[name]))
-                after = shlex.quote(str(value))
-                print_main(f"resumed with {flag} {before} -> {after}")
+        saved = saved | {"dataset": dataset_words(saved)}
+        values = vars(args) | {"dataset": dataset_words(vars(args))}
+        for action in self._actions:
+            name = action.dest
+            if name not in saved or values[name] == saved[name] or name in OF_MACHINE:
+                continue
+            if name not in LENGTHS_AND_LR:
+                self.error(f"--resume: {flag_of(name)} cannot change in a run, where it is "
+                           f"{saved[name]!r}; leave it out, or start a new run")
+            print_main(f"resumed with {words_of(name, saved[name])} -> {values[name]}")
 
     def flags_of(self, title):
         """The flags of a group, as on the command line."""
         return [flag_of(name) for name in self.flags_of_group(title)]
 
     def flags_of_group(self, title):
-        """The names of the flags of a group."""
+        """The names of the flags of a group that have a value."""
         names = []
         for group in self._action_groups:
             if group.title == title:
-                names += [action.dest for action in group._group_actions]
+                for action in group._group_actions:
+                    if not isinstance(action, argparse._StoreTrueAction):  # has no --no-FLAG
+                        names.append(action.dest)
         return list(dict.fromkeys(names))
 
     # ---------------------------------------- the flags of several scripts ------------------------
@@ -479,6 +474,9 @@ class Parser(OneLineErrorParser):
         add("--test-fraction", type=between(0.001, 0.9), default=0.05,
             help="share of own data that becomes the test split where there is none, as "
                  "--val-fraction")
+        add("--eval-epoch", type=last_best_or_epoch, default="last", metavar="last|best|N",
+            help="weights that are saved and tested: of the last step; of the evaluation with the "
+                 "best result on val; or of epoch N, after which the run ends")
         if self.texts:
             add("--watch-test", action=YES_OR_NO, default=False,
                 help="during training evaluate the test split of a set that has no val split, such "
@@ -496,9 +494,9 @@ class Parser(OneLineErrorParser):
         add = self.add_argument_group("texts").add_argument
         add("--text-encoder", default="small",
             help="text encoder: small, or a transformers id or folder (of a CLIP its text tower)")
-        add("--text-pooling", choices=["cls", "mean", "ssb"], default="mean",
+        add("--text-pooling", choices=["cls", "mean"], default="mean",
             help="embedding of a text from the tokens of a transformers encoder (a CLIP has its "
-                 "own): first token, mean, or SSB's head")
+                 "own): first token, or mean")
         add("--text-length", type=between(4, 4096, int), default=32,
             help="longest caption in tokens, 4..4096; longer ones are cut")
         add("--clean-captions", action=YES_OR_NO, default=False,
@@ -538,6 +536,11 @@ class Parser(OneLineErrorParser):
         if self.texts:
             add("--projection-bias", action=YES_OR_NO, default=False,
                 help="new layers from features to embeddings have a bias (CC3M trainer)")
+        add("--encoder-dropout", type=between(-1, 0.999), default=-1.0,
+            help="dropout probability of both encoders in training, 0..1; -1 = as published")
+        add("--drop-path", type=below_one, default=0.0,
+            help="probability with which the last residual branch of a timm encoder is dropped in "
+                 "training, 0..1, of earlier ones in proportion; AVION 0.1")
         add("--grad-checkpointing", action=YES_OR_NO, default=False,
             help="run the layers again in backward: less memory, more time")
 
@@ -573,6 +576,9 @@ class Parser(OneLineErrorParser):
         add("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
             help="optimiser; sgd takes --beta1 as its momentum")
         add("--lr", type=rate, default=2e-3, help="learning rate after the warm-up, its highest")
+        add("--lr-scale", type=part_and_factor, nargs="+", default=[], metavar="PART=FACTOR",
+            help="factors of --lr for the parts image and text, the encoders without their "
+                 "projections, and head, all else; CLIP4Clip image=1e-3 text=1e-3")
         add("--lr-end", type=rate, default=2e-5,
             help="learning rate at the end of the cosine or linear schedule")
         add("--lr-schedule", choices=["cosine", "linear", "constant"], default="cosine",

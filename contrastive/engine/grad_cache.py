@@ -3,23 +3,11 @@
 import contextlib
 import functools
 
-from contrastive.encoders.base import batchnorms, uses_grad_checkpointing, frozen_bn_stats
+from contrastive.encoders.base import batchnorms, frozen_bn_stats, uses_grad_checkpointing
+from contrastive.engine.precision import tf32
 
 import torch
-
-
-@contextlib.contextmanager
-def tf32(enabled=True):
-    """Context in which a CUDA GPU multiplies float32 matrices in TF32 (11 bits, not 24).
-
-    For encoders, never for a loss, which divides the cosines by 0.01.
-    """
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if enabled else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
+from accelerate.utils import find_batch_size, slice_tensors
 
 
 class GradCache:
@@ -58,7 +46,6 @@ class GradCache:
 
     def encode(self, **inputs):
         """Inputs of the model, (nested dicts of) (B, ...) tensors -> tuple of (B, D) embeddings."""
-        from accelerate.utils import find_batch_size
         num_examples = find_batch_size(inputs)
         if self.is_in_chunks(num_examples):
             if torch.is_grad_enabled():
@@ -76,7 +63,6 @@ class GradCache:
 
     def encode_in_chunks(self, inputs):
         """The first pass. Returns: embeddings (B, D) each; [(inputs of a chunk, random state)]."""
-        from accelerate.utils import find_batch_size, slice_tensors
         chunks, parts = [], []
         with tf32(self.uses_tf32):
             for start in range(0, find_batch_size(inputs), self.chunk_size):
@@ -120,7 +106,8 @@ class GradCache:
     def enter_encoders(self):
         """Called when a backward pass comes from the loss to the encoders.
 
-        Autograd runs later nodes first, so that no part of the loss comes after them.
+        Autograd runs later nodes first, so that no part of the loss comes after them. The callback
+        is the hook that DDP uses, too: it runs when this backward ends.
         """
         if self.in_encoders:
             return

@@ -54,6 +54,20 @@ def count_steps(args, train):
     return Steps(per_epoch, total, warmup)
 
 
+def last_step(args, steps):
+    """The step after which a run ends: that of --eval-epoch N, else the end of the schedules.
+
+    Raises: UserError if epoch N is after the end.
+    """
+    if args.eval_epoch in ("last", "best"):
+        return steps.total
+    step = max(1, round(args.eval_epoch * steps.per_epoch))
+    if step > steps.total:
+        raise UserError(f"--eval-epoch {args.eval_epoch:g}: the run ends after epoch "
+                        f"{steps.total / steps.per_epoch:g}; give an earlier one, or more --epochs")
+    return step
+
+
 def adjust_flags_to_data(args, train):
     """A copy of the flags in which the batch and the epochs fit a user's small data.
 
@@ -150,7 +164,7 @@ class Run:
         accelerator: as make_accelerator returns it.
         train, evals: training data; {name: {split: data}} to evaluate.
         steps: Steps, as count_steps returns them.
-        last: the last step, if the run ends before its schedules do; None = steps.total.
+        last: the last step, if the run ends before its schedules do; None = as --eval-epoch says.
     Attributes:
         step: optimiser steps so far.
         folder: of the run.
@@ -167,9 +181,12 @@ class Run:
         self.train = train
         self.evals = evals
         self.steps = steps
-        self.last = last or steps.total
+        self.last = last or last_step(args, steps)
+        self.best_step = 0  # of the evaluation with the best result on val; 0 = none yet
+        self.has_best = False  # whether its weights are restored
         self.step = 0
         self.require_gpu()
+        self.require_val()
         self.folder = on_main(self.open_folder)
         self.commit = commit()  # as it is now: files may change
         self.hub = args.hub  # {id: commit} of what was read from the hub
@@ -191,6 +208,17 @@ class Run:
         if gpu_is_missing and self.args.recipe_source.startswith(("paper", "the paper")):
             with opening(f"recipe {self.args.recipe} needs a GPU; without one add --cpu; torch"):
                 torch.cuda.init()  # raises torch's reason, such as an old driver
+
+    def require_val(self):
+        """Refuses --eval-epoch best without evaluations on val."""
+        if self.args.eval_epoch != "best":
+            return
+        if not any("val" in splits for splits in self.evals.values()):
+            raise UserError("--eval-epoch best: no set that is evaluated has a val split; see "
+                            "--hold-out-val and --eval-datasets")
+        if not self.args.eval_every:
+            raise UserError("--eval-epoch best: there is no evaluation during training; add "
+                            "--eval-every N")
 
     def open_folder(self):
         """Makes the folder of the run, or finds that of --resume."""
@@ -221,7 +249,9 @@ class Run:
             model: the model, without DDP; it is also what is evaluated and saved.
             optimizer: as accelerator.prepare returns it.
             others: by name, what else has a state: modules of the loss, queues, a second optimizer.
+                None is left out.
         """
+        others = {name: part for name, part in others.items() if part is not None}
         self.model = model
         self.optimizer = optimizer
         self.loss_modules = {}
@@ -263,8 +293,8 @@ class Run:
         self.data.bad = dict(self.bad_samples)
         return self.data
 
-    def start(self, evaluator, shown=("loss", "tau"), after_val=None, pair=("image", "text"),
-              **lines):
+    def start(self, evaluator, *, shown=("loss", "tau"), after_val=None, pair=("image", "text"),
+              score="R-Mean", **lines):
         """Prints the banner, evaluates before the first step, starts the progress bar. Collective.
 
         Args:
@@ -272,16 +302,21 @@ class Run:
             shown: columns of the log in the progress bar, if the log has them.
             after_val: function (row, pieces) that adds to each row of a val evaluation.
             pair: names of the first two embeddings of end_step in the log, std_image and std_text.
+            score: the number by which --eval-epoch best compares evaluations on val: an entry of
+                the row, which after_val has added, or of the metrics, a mean over the data sets.
             lines: title=text, more lines of the banner.
         """
         self.evaluator = evaluator
         self.shown = shown
         self.after_val = after_val
         self.pair = pair
+        self.score = score
         self.hub = self.hub | COMMITS  # a resumed run reads no published weights
         # from here on nothing refuses a resume: until then its folder stays as it was
-        checkpoints.set_newer_aside(self)
+        if self.step < self.last:
+            on_main(checkpoints.remove_final_files, self)
         self.log.open(self)
+        self.note_best_step()
         self.write_args()
         print_main(banner(self, lines))
         # a checkpoint is written before the evaluation of its step
@@ -478,6 +513,33 @@ class Run:
         if self.after_val and self.val_pieces:
             self.after_val(row, self.val_pieces)
         self.log.write(row)
+        self.note_best_step()
+
+    def note_best_step(self):
+        """Sets best_step by the rows of the log, with --eval-epoch best; of ties, the first."""
+        if self.args.eval_epoch != "best":
+            return
+        highest = -math.inf
+        for row in self.log.rows:
+            if "eval" in row:
+                score = val_score(row, self.score)
+                if row["step"] > 0 and score > highest:  # step 0 has no checkpoint
+                    highest = score
+                    self.best_step = row["step"]
+
+    def restore_best(self):
+        """With --eval-epoch best, restores the weights of best_step and evaluates val. Collective.
+
+        `finish` calls it; a script calls it before, to write what belongs to the same weights.
+        """
+        if self.args.eval_epoch != "best" or self.has_best:
+            return
+        self.has_best = True
+        print_main(f"--eval-epoch best: step {self.best_step}, by {self.score} on val")
+        if self.best_step != self.step:
+            path = self.folder / "checkpoints" / f"step_{self.best_step}.pt"
+            checkpoints.load_parts(self, path, {"model": self.model, **self.loss_modules})
+            self.val, self.chance, self.val_pieces = self.evaluator("val")
 
     def share_statistics(self):
         """Gives all processes the BatchNorm statistics of the first, which are saved. Collective.
@@ -501,6 +563,7 @@ class Run:
         """
         self.in_loop = False
         self.bar.close()
+        self.restore_best()
         on_main(self.save_model)
         test, chance, test_pieces = self.evaluator("test")
         summary = self.summary(test, chance, extra)
@@ -521,7 +584,8 @@ class Run:
         return {
             "script": self.script, "dataset": args.dataset,
             "method": getattr(args, "loss", self.script), "seed": args.seed, "steps": self.step,
-            "epochs": self.step / self.steps.per_epoch, "wall_s": seconds,
+            "epochs": self.step / self.steps.per_epoch,
+            "tested_step": self.best_step or self.step, "wall_s": seconds,
             "samples_per_s": self.step * args.batch_size / seconds, "processes": world_size(),
             "peak_memory_mib": max(gather_objects(peak_memory_mib())),
             "parameters": self.num_parameters,
@@ -555,6 +619,16 @@ class Run:
         # that of the small encoder is there since the start: a resume would not write it again
         if tokenizer and self.args.text_encoder != "small":
             tokenizer.tokenizer.save_pretrained(self.folder / "tokenizer")
+
+
+def val_score(row, name):
+    """The score of a val row of the log, as Run.start describes it."""
+    if name in row:
+        return row[name]
+    scores = [metrics[name] for metrics in row["eval"].values() if name in metrics]
+    if not scores:
+        raise UserError(f"--eval-epoch best: the evaluation on val has no {name}; give last")
+    return sum(scores) / len(scores)
 
 
 def detach(numbers):

@@ -1,20 +1,16 @@
-"""Questions about videos (only in MAMA): flags, rows, the input of a model, and its accuracy.
+"""Questions about videos (MAMA): their rows, the input of a model, and its accuracy.
 
 The models are QuestionAnswerer (encoders/questions.py) and VGT (encoders/vgt.py). An open question
 has a score for each answer of a vocabulary, a question with choices one for each of its choices.
 """
 
-import argparse
-import dataclasses
 import math
 from collections import Counter
 
-from contrastive.encoders.vgt import CLIP_FRAMES
-from contrastive.core.processes import UserError, mean_over_processes, print_main, to_device
-from contrastive.core.number_types import below_one, between, int_ge1
+from contrastive.core.metrics import answer_hits, answer_vocabulary, question_metrics
+from contrastive.core.processes import UserError, print_main, to_device
 from contrastive.evaluation.embed import check_outputs, outputs_of_images
 from contrastive.evaluation.pieces import EvaluationPieces
-from contrastive.core.metrics import answer_hits, answer_vocabulary, question_metrics
 
 import numpy as np
 import torch
@@ -22,74 +18,6 @@ import torch.nn.functional as F
 
 # sets for which VGT attends to words at single frames as well as at clips
 FRAME_LEVEL_SETS = ("tgif-qa-r-action", "tgif-qa-r-transition")
-
-
-# ===================================================== flags ======================================
-def add_flags(parser):
-    """Adds the flags of the models that answer questions."""
-    group = parser.add_argument_group("questions")
-    group.add_argument("--qa-model", choices=["fusion", "vgt"], default="fusion",
-                       help="model that answers questions: a transformer over frames and words, "
-                            "as VIOLET's; or VGT's graph")
-    group.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
-                       help="cosine of a video and a text: of their embeddings before the fusion; "
-                            "or after it, which then fuses all B x N pairs")
-    group.add_argument("--shuffle-video", action=argparse.BooleanOptionalAction, default=False,
-                       help="give each question the video of another one, as a control")
-    group.add_argument("--answers", type=between(2, 10**6, int), default=1500,
-                       help="size of the vocabulary of open questions: the most frequent answers "
-                            "of training; all others count as wrong; VIOLET 1500, MSVD-QA 1000, "
-                            "TGIF-Frame 1540")
-    group.add_argument("--fusion-layers", type=between(1, 64, int), default=2,
-                       help="layers of the transformer of --qa-model fusion")
-    group = parser.add_argument_group("VGT")
-    group.add_argument("--region-dir", default="", metavar="DIR",
-                       help="folder of region features in VGT's format (docs/data.md); empty = "
-                            "features of the set's own boxes (moving-emoji)")
-    group.add_argument("--regions", type=int_ge1, default=0,
-                       help="regions R of a frame; VGT's code 5 on NExT-QA, else 10")
-    group.add_argument("--dropout", type=below_one, default=0.3,
-                       help="dropout of VGT's layers, 0..1; the text encoder keeps its own; VGT's "
-                            "code 0.3")
-
-
-def check_flags(parser, args):
-    """Refuses flags of questions that contradict each other."""
-    if args.contrastive_weight == 0 and (args.task == "retrieval" or args.eta == 0):
-        parser.error("--contrastive-weight 0 leaves no loss: add questions, with --task qa-open or "
-                     "qa-choice and --eta above 0")
-    if args.qa_similarity == "fused":
-        check_fused(parser, args)
-    has_files = bool(args.region_dir)
-    if has_files != (args.image_encoder == "regions"):
-        parser.error("--region-dir DIR and --image-encoder regions go together, and both need "
-                     "--qa-model vgt")
-    if args.qa_model == "vgt":
-        check_vgt(parser, args)
-
-
-def check_fused(parser, args):
-    """Refuses flags that contradict --qa-similarity fused."""
-    if args.qa_model != "fusion":
-        parser.error("--qa-similarity fused: only with --qa-model fusion")
-    if args.contrastive_weight == 0:
-        parser.error("--qa-similarity fused: --contrastive-weight 0 leaves no loss of the cosines")
-    if args.chunk_size:
-        parser.error("--chunk-size: --qa-similarity fused needs all videos and texts at once")
-
-
-def check_vgt(parser, args):
-    """Refuses flags that contradict --qa-model vgt."""
-    if args.task == "retrieval":
-        parser.error("--qa-model vgt: only with --task qa-open or qa-choice")
-    if args.frames % CLIP_FRAMES:
-        parser.error(f"--frames {args.frames}: VGT has clips of {CLIP_FRAMES} frames; use a "
-                     f"multiple of {CLIP_FRAMES}")
-    if args.crop_min != 1 or args.flip != 0:
-        parser.error("--qa-model vgt: its boxes are those of the whole frame; use --crop-min 1 "
-                     "--flip 0")
-    if args.clean_captions:
-        parser.error("--qa-model vgt: --clean-captions would break up its [SEP]")
 
 
 # ===================================================== rows =======================================
@@ -118,6 +46,14 @@ def rows_with_questions(data):
     return data.select(rows)
 
 
+def has_questions_as_captions(data):
+    """Whether a row of the data has its question in place of a caption."""
+    questions = data.column("question")
+    if questions is None:
+        return False
+    return any(data.captions(i) == [question] for i, question in enumerate(questions))
+
+
 def choices_of_row(data, i):
     """The choices of row i; [] of an open question, and of a row without a question."""
     if "choices" not in data.annotations.column_names:
@@ -139,23 +75,31 @@ def texts_for_tokenizer(data, limit=None):
         yield from choices_of_row(data, i)
 
 
-def shuffle_videos(data, seed=0):
-    """The same questions, each with the video of another row, to show what videos add."""
-    order = np.random.default_rng([7, seed]).permutation(len(data))
-    # A single cycle: no row keeps its own row's video. That of the other row may be the same video.
-    rows = np.roll(order, 1)[np.argsort(order)]
-    boxes = data.column("boxes")
-    if boxes is not None:
-        moved_boxes = [boxes[i] for i in rows]
-        table = data.table.remove_columns("boxes").add_column("boxes", moved_boxes)
-        data = dataclasses.replace(data, table=table)
-    if data.pixels is not None:
-        return dataclasses.replace(data, pixels=data.pixels[torch.from_numpy(rows)])
-    import datasets
+# ===================================================== model ======================================
+def question_settings(train, args):
+    """The keywords of the model that answers questions, as model.json has them.
 
-    sources = data.sources.select(rows)
-    table = datasets.concatenate_datasets([data.annotations, sources], axis=1)
-    return dataclasses.replace(data, table=table)
+    Args: args: the flags of variants/mama_qa.py.
+    Raises: UserError if the rows do not have such questions.
+    """
+    with_choices = args.task == "qa-choice"
+    reason = reason_without_questions(train, with_choices)
+    if reason:
+        raise UserError(f"{reason}; give a set with questions")
+    vocabulary = []
+    if not with_choices:
+        answers = rows_with_questions(train).column("answer")
+        vocabulary = answer_vocabulary(answers, args.answers)
+    settings = {"answers": vocabulary, "model": args.qa_model,
+                "contrastive": args.contrastive_weight > 0}
+    if args.qa_model == "fusion":
+        return settings | {"layers": args.fusion_layers, "frames": args.frames}
+    if args.image_encoder != "regions" and train.column("boxes") is None:
+        raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own, as moving-emoji "
+                        "has; give features of regions with --region-dir DIR --image-encoder "
+                        "regions")
+    return settings | {"regions": args.regions, "dropout": args.vgt_dropout,
+                       "at_frames": args.dataset in FRAME_LEVEL_SETS}
 
 
 # ===================================================== input ======================================
@@ -170,7 +114,6 @@ def question_inputs(data, rows, tokenizer, vocabulary, device, *, model="fusion"
         model: 'fusion' or 'vgt'.
     Returns: a dict of
         question: tokens {name: (B, L)}, and boxes (B, T, R, 4) if the set has them for VGT
-        answers: (B,) the right answers, as right_answers returns them
         choices, without a vocabulary: tokens {name: (B, C, L)}, where C is the largest number of
             choices of these rows, and choice_mask (B, C), False for a missing choice
     """
@@ -181,9 +124,7 @@ def question_inputs(data, rows, tokenizer, vocabulary, device, *, model="fusion"
     tokens = dict(tokenizer(questions))                                    # (B, L) each
     if "boxes" in data.annotations.column_names:
         tokens["boxes"] = torch.tensor([data.cell("boxes", i) for i in rows])        # (B, T, R, 4)
-    inputs = {
-        "question": tensors_to_device(tokens, device),
-        "answers": to_device(right_answers(data, rows, vocabulary), device)}
+    inputs = {"question": tensors_to_device(tokens, device)}
     if vocabulary:
         return inputs
 
@@ -232,112 +173,6 @@ def right_answers(data, rows, vocabulary):
             choices = choices_of_row(data, i)
             numbers.append(choices.index(answer) if answer in choices else -1)
     return torch.tensor(numbers)
-
-
-# ===================================================== a run ======================================
-def question_settings(train, args):
-    """The keywords of the model that answers questions, as model.json has them; None for retrieval.
-
-    Raises: UserError if the rows do not have such questions.
-    """
-    if args.task == "retrieval":
-        if has_questions_as_captions(train):
-            raise UserError(f"--task retrieval: {train.name} has questions in place of captions; "
-                            "use --task qa-open or qa-choice, or msrvtt, msvd, ...")
-        return None
-    with_choices = args.task == "qa-choice"
-    reason = reason_without_questions(train, with_choices)
-    if reason:
-        raise UserError(reason)
-    vocabulary = []
-    if not with_choices:
-        answers = rows_with_questions(train).column("answer")
-        vocabulary = answer_vocabulary(answers, args.answers)
-
-    settings = {"answers": vocabulary, "model": args.qa_model, "similarity": "none"}
-    if args.contrastive_weight > 0:
-        settings["similarity"] = args.qa_similarity
-    if args.qa_model == "vgt":
-        if args.image_encoder != "regions" and train.column("boxes") is None:
-            raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own, as "
-                            "moving-emoji has; give features of regions with --region-dir DIR "
-                            "--image-encoder regions")
-        settings.update(regions=args.regions, dropout=args.dropout,
-                        at_frames=args.dataset in FRAME_LEVEL_SETS)
-    else:
-        settings.update(layers=args.fusion_layers, frames=args.frames)
-    return settings
-
-
-def has_questions_as_captions(data):
-    """Whether a row of the data has its question in place of a caption."""
-    questions = data.column("question")
-    if questions is None:
-        return False
-    return any(data.captions(i) == [question] for i, question in enumerate(questions))
-
-
-def random_guess(train, questions):
-    """Mean answer loss in nats if all scores are equal; 0 for retrieval.
-
-    It is the logarithm of the size of the vocabulary, or of the mean number of choices, times the
-    share of the rows that have such a loss.
-    """
-    if not questions:
-        return 0.0
-    question_rows = rows_with_questions(train)
-    vocabulary = set(questions["answers"])
-    if vocabulary:
-        num_candidates = len(vocabulary)
-        num_losses = sum(answer in vocabulary for answer in question_rows.column("answer"))
-    else:
-        num_candidates = sum(map(len, question_rows.column("choices"))) / len(question_rows)
-        num_losses = len(question_rows)
-    return math.log(num_candidates) * num_losses / len(train)
-
-
-def banner_lines(questions, train, args):
-    """Lines of the banner: the questions, and the texts that are paired with videos; {title: text}.
-    """
-    question_rows = rows_with_questions(train)
-    line = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}, "
-    line += f"contrastive weight {args.contrastive_weight:g}"
-    vocabulary = set(questions["answers"])
-    if vocabulary:
-        num_unknown = sum(answer not in vocabulary for answer in question_rows.column("answer"))
-        line += (f"; {len(vocabulary):,} answers; {num_unknown:,} training questions have another "
-                 "answer, which enters no loss")
-    if args.shuffle_video:
-        line += "; SHUFFLED VIDEOS, a control"
-
-    num_without_caption = 0  # their question takes its place
-    for i, question in enumerate(question_rows.column("question")):
-        if question_rows.captions(i) == [question]:
-            num_without_caption += 1
-    num_rows = len(train)
-    pairs = (f"of {num_rows:,} rows {num_rows - num_without_caption:,} have a caption, "
-             f"{num_without_caption:,} use the question in its place")
-    if len(question_rows) < num_rows:
-        pairs += f"; {num_rows - len(question_rows):,} have no question, and eta 0"
-    return {"questions": line, "paired text": pairs}
-
-
-def log_columns(scores, target, losses, rows, data):
-    """Columns of the log: CE, the mean answer loss, and answered, percent of questions. Collective.
-
-    Args:
-        scores, target, losses: (B, A), (B,) and (B,) of this process.
-        rows: (B,) rows of data; those without a question have a loss of 0.
-    """
-    has_question = torch.tensor([data.cell("question", i) is not None for i in rows])    # (B,)
-    means = mean_over_processes({
-        "CE": losses.mean(),
-        "answered": 100 * answer_hits(scores, target).float().mean(),
-        "share": has_question.float().mean()}, scores.device)
-    columns = {"CE": means["CE"]}
-    if means["share"] > 0:
-        columns["answered"] = means["answered"] / means["share"]
-    return columns
 
 
 # ===================================================== evaluation =================================

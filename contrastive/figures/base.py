@@ -234,14 +234,17 @@ POSITION = {"step", "epoch", "samples_seen", "tau"}
 
 
 def batch_panels(first="image", second="text"):
-    """The panels of all methods that train on pairs. first, second: names of the two of a pair."""
+    """The panels of all methods that train on pairs.
+
+    Args: first, second: names of the two embeddings of a pair, as Run.start has them.
+    """
     return [
         ("learning rate", "lr", {"lr": "lr"}),
         ("InfoNCE at temperature 0.07", "mean over the batch", {"info_nce": "info_nce"}),
         ("cosine", "mean over the batch",
          {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
         ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)",
-         {first: "std_image", second: "std_text"}),
+         {first: f"std_{first}", second: f"std_{second}"}),
         ("geometry of the embeddings", "of the batch",
          {"alignment": "alignment", "uniformity": "uniformity", "gap": "gap",
           "std of pairs": "pos_std"})]

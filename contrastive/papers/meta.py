@@ -23,7 +23,7 @@ def meta_data(train, evals, args, task="retrieval"):
 
     Args:
         train, evals: as open_data returns them.
-        args: dataset, meta_set, meta_size, meta_balance, meta_batch_size.
+        args: dataset, meta_set, meta_size, meta_batch_size.
         task: key of CLASS_COLUMNS.
     Returns: Data of the meta-data, with a note for the banner; and the evaluation sets without it.
     Raises: UserError if there are too few examples.
@@ -37,7 +37,9 @@ def meta_data(train, evals, args, task="retrieval"):
     # without the rows of --extra-pairs, which come last
     candidates = source.before_extra_pairs or source
     if args.meta_set in ("train", "val"):
-        rows, description = choose_rows(candidates, args, CLASS_COLUMNS[task])
+        columns = [name for name in CLASS_COLUMNS[task] if candidates.column(name) is not None]
+        column = columns[0] if columns else None
+        rows, description = balanced_rows(candidates, args.meta_size, column)
     else:
         rows, description = named_rows(candidates, args.meta_set, evals.get(args.dataset, {}))
     if len(rows) < args.meta_batch_size:
@@ -58,17 +60,6 @@ def meta_data(train, evals, args, task="retrieval"):
     meta = source.select(rows)
     meta.note = note
     return meta, evals
-
-
-def choose_rows(data, args, class_columns):
-    """Chooses rows by --meta-size and --meta-balance: rows, and words that describe them."""
-    column = None
-    if args.meta_balance in ("auto", "classes"):
-        column = next((name for name in class_columns if data.column(name) is not None), None)
-    if args.meta_balance == "classes" and column is None:
-        raise UserError(f"--meta-balance classes: {data.name} has no column "
-                        f"{' or '.join(class_columns)}; give --meta-balance none")
-    return balanced_rows(data, args.meta_size, column)
 
 
 def balanced_rows(data, size, column=None):

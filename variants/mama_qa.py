@@ -1,0 +1,350 @@
+"""MAMA for questions about videos (Tables 1 and 2), on a model in VIOLET's way or on VGT.
+
+Beside its contrastive loss each pair of a video and a text has the loss of its question's answer:
+a class of a vocabulary, or one of a few choices. Weights and look-ahead are those of ../mama.py,
+of which this is a copy with another loss: compare the two with diff.
+
+Equations
+    (2)     CE_i = -log softmax(scores of question i)[right answer]                  answer_loss
+    (3)     L_i = c (L_v2t,i + L_t2v,i) + eta CE_i,  paper c = eta = 1            question_loss
+
+Commands
+    accelerate launch -m variants.mama_qa                     # questions about moving emoji
+    accelerate launch -m variants.mama_qa --task qa-choice    # with five choices
+    accelerate launch -m variants.mama_qa --baseline          # the loss of answers alone
+    accelerate launch -m variants.mama_qa --dataset msrvtt-qa --data-dir DIR --video-dir VIDEOS
+
+docs/mama.md: commands of the tables, recipes, differences from the paper and from VGT's code.
+"""
+
+import copy
+import functools
+import warnings
+
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
+import common
+
+from common import (
+    Evaluator, GradCache, Parser, Run, Temperature, between, clean_exit, fp32, gather,
+    int_ge1, nonnegative_float, rank)
+from contrastive.core.metrics import answer_hits
+from contrastive.evaluation import answers
+from contrastive.encoders.vgt import CLIP_FRAMES
+from mama import LookAhead, WeightNet, angular_margin_loss, baseline_weight, margin_at
+
+import mama
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+# ======================================================= METHOD ===================================
+@fp32
+def answer_loss(scores, target):
+    """CE_i: cross-entropy of the right answer (Eq. 2).
+
+    Args:
+        scores: (B, A) of the answers of a vocabulary, or of the choices; -inf for a missing one.
+        target: (B,) long, the right answer; -1 = not in the vocabulary, or the row has no question.
+    Returns: (B,) float32, 0 where there is no right answer. A random guess is ln A.
+    """
+    return F.cross_entropy(scores, target, ignore_index=-1, reduction="none")
+
+
+def question_loss(  # noqa: PLR0917
+        video, text, scores, target, tau, mu, contrastive_weight=1.0, eta=1.0, *, terms=None):
+    """L_i of Eq. 3, one for each pair.
+
+    Args:
+        video, text, tau, mu: as in angular_margin_loss.
+        scores, target: as in answer_loss.
+        contrastive_weight: weight of L_v2t,i + L_t2v,i; paper 1.
+        eta: weight of CE_i; paper 1.
+        terms: dict that receives the mean of CE_i, for the log.
+    Returns: (B,), float32.
+    """
+    contrastive = angular_margin_loss(video, text, tau, mu)                # (B,)
+    answer = answer_loss(scores, target)                                   # (B,)
+    if terms is not None:
+        terms["CE"] = answer.mean()
+    return contrastive_weight * contrastive + eta * answer
+
+
+# ======================================================= flags ====================================
+SMALL = dict(
+    tau=0.1, frames=4, frame_sampling="random", image_size=32, text_length=24, epochs=10.0,
+    batch_size=64, warmup_epochs=1.0, meta_every=4, crop_min=0.8, jitter=0.2, save_every=120,
+    eval_every=100)
+QUESTIONS = dict(
+    source="paper; warm-up, schedule and clipping from the authors' code or ours",
+    image_encoder="swin3d_b", text_encoder="google-bert/bert-base-uncased", pretrained=True,
+    embed_dim=768, image_size=224, frames=5, frame_sampling="random",
+    text_length=30, text_pooling="cls",
+    epochs=10.0, batch_size=4, lr=2e-5, lr_end=0.0, warmup_epochs=0.1, weight_decay=1e-3,
+    meta_lr=2e-5, meta_batch_size=4, log_every=50, save_every=1000)
+MSVD_QA = QUESTIONS | dict(answers=1000)                                   # VIOLET's
+TGIF_FRAME = QUESTIONS | dict(answers=1540)                                # VIOLET's
+CHOICES = QUESTIONS | dict(task="qa-choice", text_length=60)               # of "question choice"
+# lengths of texts from VGT's code, of Causal-VidQA from CoVGT's
+GRAPH = dict(
+    source="the paper's batch, epochs, frames and rate; sizes and all else from VGT's code",
+    qa_model="vgt", image_encoder="regions", embed_dim=512, regions=10, frames=32, text_length=20,
+    epochs=30.0, optimizer="adam", lr=1e-5, meta_lr=1e-5, warmup_epochs=0.0, weight_decay=0.0,
+    beta2=0.999, grad_clip=12.0)
+CHOICE_GRAPH = CHOICES | GRAPH
+RECIPES = {
+    "moving-emoji": SMALL | dict(source="ours; small encoders from scratch", fusion_layers=1),
+    "msrvtt-qa": QUESTIONS,
+    "msvd-qa": MSVD_QA,
+    "tgif-qa-r-frame": TGIF_FRAME,
+    "tgif-qa-r-action": CHOICES,
+    "tgif-qa-r-transition": CHOICES,
+    "nextqa": CHOICES,
+    "causal-vidqa": CHOICES,
+    "moving-emoji-vgt": SMALL | dict(
+        source="ours; VGT on boxes that are known", qa_model="vgt", regions=5, vgt_dropout=0.1,
+        frames=8, crop_min=1.0, lr=5e-4),
+    "msrvtt-qa-vgt": QUESTIONS | GRAPH,
+    "msvd-qa-vgt": MSVD_QA | GRAPH,
+    "tgif-qa-r-frame-vgt": TGIF_FRAME | GRAPH,
+    "tgif-qa-r-action-vgt": CHOICE_GRAPH,
+    "tgif-qa-r-transition-vgt": CHOICE_GRAPH,
+    "nextqa-vgt": CHOICE_GRAPH | dict(regions=5, text_length=38),
+    "causal-vidqa-vgt": CHOICE_GRAPH | dict(text_length=38)}
+BASELINE = {True: dict(contrastive_weight=0.0, margin_schedule="none", weighting="none")}
+
+
+def parse_args(argv=None):
+    """The flags of a run. argv: words of the command line; None = those of this process."""
+    parser = Parser(__file__, "MAMA for questions about videos.")
+    method = parser.add_argument_group("method")
+    add = method.add_argument
+    add("--baseline", action="store_true",
+        help="train the paper's baseline, the base model alone, with everything else equal: sets "
+             "--contrastive-weight 0 --margin-schedule none --weighting none")
+    add("--contrastive-weight", type=nonnegative_float, default=1.0,
+        help="weight of the contrastive loss beside that of the answers; paper 1")
+    add("--eta", type=nonnegative_float, default=1.0, help="weight of the answers' loss; paper 1")
+    mama.add_method_flags(parser, method)
+
+    add = parser.add_argument_group("questions").add_argument
+    add("--task", choices=["qa-open", "qa-choice"], default="qa-open",
+        help="questions with a vocabulary of answers, or with choices")
+    add("--answers", type=between(2, 10**6, int), default=1500,
+        help="size of the vocabulary, the most frequent answers of training; all others count as "
+             "wrong; VIOLET 1500, MSVD-QA 1000, TGIF-Frame 1540")
+    add("--qa-model", choices=["fusion", "vgt"], default="fusion",
+        help="model that answers: a transformer over frames and words (VIOLET), or VGT's graph")
+    add("--fusion-layers", type=between(1, 64, int), default=2,
+        help="layers of the transformer of --qa-model fusion")
+    add("--region-dir", default="", metavar="DIR",
+        help="folder of region features in VGT's format (docs/data.md); empty = features of the "
+             "set's own boxes (moving-emoji)")
+    add("--regions", type=int_ge1, default=0,
+        help="regions R of a frame for --qa-model vgt; VGT's code 5 on NExT-QA, else 10")
+    add("--vgt-dropout", type=between(0, 0.9999999), default=0.3,
+        help="dropout of VGT's layers, 0..1; the text encoder keeps its own; VGT's code 0.3")
+    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0, jitter_p=1.0)
+    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
+
+
+def check_flags(parser, args):
+    """Refuses contradictory flags, and flags without effect."""
+    mama.check_method_flags(parser, args)
+    is_vgt = args.qa_model == "vgt"
+    is_plain = args.margin_schedule == "none" and args.weighting == "none"
+    has_contrastive = args.contrastive_weight > 0
+    parser.only(has_contrastive, "with --contrastive-weight above 0", "--tau", "--learnable-tau")
+    parser.require(has_contrastive or is_plain,
+                   "--contrastive-weight 0 leaves the loss of the answers, which has neither "
+                   "margin nor weights: give --baseline")
+    parser.require(not args.baseline or not has_contrastive,
+                   "--baseline is --contrastive-weight 0; leave out one of the two")
+    parser.require(has_contrastive or args.eta > 0,
+                   "--contrastive-weight 0 --eta 0 leaves no loss; raise one of them")
+    parser.only(args.task == "qa-open", "with --task qa-open", "--answers")
+    parser.only(not is_vgt, "with --qa-model fusion", "--fusion-layers")
+    parser.only(is_vgt, "with --qa-model vgt", "--region-dir", "--regions", "--vgt-dropout")
+    parser.require(bool(args.region_dir) == (args.image_encoder == "regions"),
+                   "--region-dir DIR and --image-encoder regions go together, with --qa-model vgt")
+    parser.require(not is_vgt or args.regions > 0 and args.frames % CLIP_FRAMES == 0,
+                   f"--qa-model vgt: give --regions, and a multiple of {CLIP_FRAMES} --frames; or "
+                   "a recipe of VGT, such as --recipe msrvtt-qa-vgt")
+    parser.require(not is_vgt or args.crop_min == 1 and args.flip == 0,
+                   "--qa-model vgt: its boxes are those of the whole frame; give --crop-min 1 "
+                   "--flip 0")
+    parser.require(not is_vgt or not args.clean_captions,
+                   "--clean-captions would break up the [SEP] of --qa-model vgt; leave it out")
+
+
+# ======================================================= main =====================================
+def main(args):
+    """One run: data, model, view, loop, evaluation. Returns the summary."""
+    # ------------------------------------------- data ---------------------------------------------
+    # before the processes join, so that a wrong path fails fast
+    train, evals = common.open_data(args)
+    questions = answers.question_settings(train, args)                     # of the model
+    meta = None
+    if mama.has_meta_data(args):
+        meta, evals = common.meta_data(train, evals, args, task=args.task)
+    args = common.adjust_flags_to_encoder(args)    # a CLIP is the text encoder as well
+    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
+    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+
+    # ------------------------------------------- model and optimizer ------------------------------
+    accelerator = common.make_accelerator(args)
+    common.set_seed(args.seed)
+    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    texts = functools.partial(answers.texts_for_tokenizer, train, 200_000)  # of a new tokenizer
+    model, tokenizer, transform = common.build_model(args, train, run, texts, questions)
+    limits = args.tau_clamp if args.learnable_tau else None
+    temperature = Temperature(args.tau, limits).to(accelerator.device)
+    # outside DDP: average_gradients does for these what DDP does for the model
+    loss_modules = nn.ModuleList([temperature])
+    weight_net, meta_optimizer = None, None
+    if args.weighting in ("meta", "joint"):
+        weight_net = WeightNet(args.weight_hidden).to(accelerator.device)
+    if args.weighting == "joint":
+        loss_modules.append(weight_net)
+    if args.weighting == "meta":                                           # learns by Eq. 10 alone
+        meta_optimizer = mama.make_meta_optimizer(weight_net, args)
+    optimizer = common.make_optimizer([model, loss_modules], args)
+    parameters = [*model.parameters(), *loss_modules.parameters()]
+    # shares the weights; `prepare` replaces `forward`, and the look-ahead needs the plain one
+    plain_model = copy.copy(model)
+
+    # >>> shared: prepare
+    torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
+    model = common.sync_batchnorm(model, args)
+    raw_model = model                                                      # evaluated and saved
+    if args.compile:
+        model = torch.compile(model)
+    model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
+    # <<< shared
+    run.resume(raw_model, optimizer, tau=temperature, weight_net=weight_net,
+               meta_optimizer=meta_optimizer)                              # no-op without --resume
+    grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
+
+    # ------------------------------------------- views --------------------------------------------
+    view = common.training_view(args)
+    batches = run.batches([view], transform)
+    meta_every = args.meta_every if args.weighting == "meta" else 1
+    if mama.looks_ahead(args):
+        meta_batches = mama.open_meta_batches(meta, view, transform, run, every=meta_every)
+
+    # ------------------------------------------- loop ---------------------------------------------
+    evaluator = Evaluator(raw_model, tokenizer, transform, evals, train, device=accelerator.device,
+                          args=args)
+    pictured_steps = {max(1, round(k * steps.total / 4)) for k in range(5)}
+    # PyTorch warns of a function that its own forward mode calls
+    warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
+    lines = mama.banner_lines(args, steps.total, meta) | banner_lines(questions, train, args)
+    run.start(evaluator, shown=("L", "CE", "answered"), **lines)
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
+        lr = common.learning_rate(run.step, steps, args)
+        common.set_lr(optimizer, lr)
+        inputs, target = inputs_of(batch, tokenizer, train, questions)
+        tau, mu = temperature(), margin_at(run.step, args)
+        # L_i of Eq. 3; the look-ahead calls it, too
+        loss_fn = functools.partial(question_loss, tau=tau, mu=mu, eta=args.eta,
+                                    contrastive_weight=args.contrastive_weight)
+
+        # look ahead, before the graph of the step itself takes memory
+        look_ahead = None
+        if mama.looks_ahead(args) and run.step % meta_every == 0:
+            meta_batch = next(meta_batches)
+            batch["bad"] += meta_batch["bad"]                              # are listed, too
+            losses = look_ahead_losses(plain_model, loss_fn, accelerator.device)
+            look_ahead = LookAhead(
+                losses, mama.trained_parameters(plain_model), (inputs, target),
+                inputs_of(meta_batch, tokenizer, meta, questions))
+        if args.weighting == "meta" and look_ahead:
+            mama.update_weight_net(weight_net, meta_optimizer, look_ahead, args.virtual_lr or lr)
+
+        video, text, scores = grad_cache.encode(**inputs)                  # (B, D), (B, A)
+        terms = {}                                                         # for the log
+        sample_loss = loss_fn(video, text, scores, target, terms=terms)    # (B,)
+        if args.weighting == "meta":
+            weight = weight_net(sample_loss.detach()).detach()             # (B,) of the new theta
+        elif args.weighting == "joint":
+            weight = weight_net(sample_loss.detach())                      # (B,) trained by L
+        else:
+            progress = run.step / steps.total
+            weight = baseline_weight(args, sample_loss.detach(), progress, look_ahead)   # (B,)
+        loss = (weight * sample_loss).mean()                               # () Eq. 8
+
+        accelerator.backward(loss)                                         # of the full batch
+        common.average_gradients(loss_modules.parameters())
+        if args.grad_clip:
+            accelerator.clip_grad_norm_(parameters, args.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        temperature.clamp()
+
+        log_row = {"tau": tau, "mu": mu, "L": sample_loss.mean(), "w": weight.mean(), **terms}
+        if run.logs_next():
+            log_row.update(answered_column(scores, target, train, batch["rows"]))
+        if run.step + 1 in pictured_steps:                                 # for weights.png
+            mama.save_pairs(run, sample_loss, weight, train, batch["rows"])
+        # counts the step, logs, saves, evaluates; stops at a NaN or a signal
+        run.end_step(batch, loss, log_row, [video, text])
+
+    # ------------------------------------------- save and evaluate --------------------------------
+    if args.meta_set == "val" and rank() == 0:                             # eval.py leaves them out
+        keys = {f"{args.dataset} val": meta.column("key")}
+        common.write_json(run.folder / "meta_data.json", keys)
+    return run.finish(figures="mama")
+
+
+# ------------------------------------------------------- questions --------------------------------
+def inputs_of(batch, tokenizer, data, questions):
+    """The inputs of the model, and the right answers (B,).
+
+    Args: data: of the batch, which has the questions.
+    """
+    inputs = mama.inputs_of(batch, tokenizer)
+    device, vocabulary = inputs["pixels"].device, questions["answers"]
+    inputs.update(answers.question_inputs(
+        data, batch["rows"], tokenizer, vocabulary, device, model=questions["model"]))
+    target = answers.right_answers(data, batch["rows"], vocabulary)        # (B,)
+    return inputs, common.to_device(target, device)
+
+
+def look_ahead_losses(model, loss_fn, device):
+    """Makes the function `losses` of weightnet_gradient, for (inputs, right answers)."""
+    encode = mama.functional_encoder(model, device)
+
+    def losses(parameters, batch):
+        inputs, target = batch
+        return loss_fn(*encode(parameters, inputs), target)                # (B,)
+    return losses
+
+
+@torch.no_grad()
+def answered_column(scores, target, data, rows):
+    """Column of the log: {'answered': percent of the questions of the global batch}; {} of none."""
+    has_question = torch.tensor([data.cell("question", i) is not None for i in rows])    # (B,)
+    hits = answer_hits(scores, target)                                     # (B,)
+    counts = torch.stack([hits, has_question.to(hits.device)], dim=1)      # (B, 2)
+    num_hits, num_questions = gather(counts.float()).sum(0).tolist()
+    if not num_questions:
+        return {}
+    return {"answered": 100 * num_hits / num_questions}
+
+
+def banner_lines(questions, train, args):
+    """Lines of the banner: {title: text}."""
+    question_rows = answers.rows_with_questions(train)
+    line = f"{args.task}, {args.qa_model}"
+    vocabulary = set(questions["answers"])
+    if vocabulary:
+        num_unknown = sum(answer not in vocabulary for answer in question_rows.column("answer"))
+        line += f"; {len(vocabulary):,} answers; {num_unknown:,} questions have another and no loss"
+    if len(question_rows) < len(train):
+        line += f"; {len(train) - len(question_rows):,} rows have no question, and eta 0"
+    return {"questions": line}
+
+
+if __name__ == "__main__":
+    with clean_exit():
+        main(parse_args())
