@@ -136,7 +136,8 @@ def open_unnamed(name, options):
 
 
 def state_of_files(path):
-    """A hash of the names, sizes and times of a file or of the files of a folder."""
+    """A hash of the names of a file, or of the files of a folder, and of when each was written or
+    put in its place."""
     paths = []
     if path.is_file():
         paths = [path]
@@ -144,8 +145,7 @@ def state_of_files(path):
         paths = sorted(files_below(path))
     states = []
     for file in filter(os.path.exists, paths):  # without links to nothing
-        status = os.stat(file)
-        states.append((str(file), status.st_size, status.st_mtime_ns))
+        states.append((str(file), os.stat(file).st_ctime_ns))
     return hash(tuple(states))
 
 

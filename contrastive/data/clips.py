@@ -123,8 +123,9 @@ class Clips:
             file.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(file, suffix) as temporary:
                 Path(temporary).write_bytes(content)
-        except OSError as error:
-            warn_once(f"WARNING: --frame-cache {self.cache}: {error.strerror}; clips that are not "
+        except (OSError, UserError) as error:
+            cause = error.__cause__ or error  # whole_file makes a UserError of an OSError
+            warn_once(f"WARNING: --frame-cache {self.cache}: {cause.strerror}; clips that are not "
                       "in it are decoded in each epoch")
 
 

@@ -2,12 +2,13 @@
 folders and files of metadata as tables."""
 
 import functools
+import itertools
 import os
 import re
 from pathlib import Path
 
 from contrastive.core.processes import UserError
-from contrastive.data.hub import TABLE_TYPES, read_table
+from contrastive.data.hub import TABLE_TYPES, join_tables, read_table
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
 
 SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
@@ -88,7 +89,19 @@ def sort_files(folder):
         raise UserError(f"{card} says which files are which split, which is not read: give a folder"
                         " with the files alone, or the hub id")
     refuse_mixtures(folder, files)
+    refuse_empty_splits(folder, files)
     return files
+
+
+def refuse_empty_splits(folder, files):
+    """Raises UserError for a folder that has the name of a split, but no file: a part of train would
+    take its place."""
+    paths = list(itertools.chain(*files.values()))
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        is_split = os.path.isdir(path) and name.lower() in SPLIT_WORDS
+        if is_split and not any(file.startswith(path + os.sep) for file in paths):
+            raise UserError(f"{path} has no file; remove it if a part of train may take its place")
 
 
 # ---- names of splits ----
@@ -151,13 +164,14 @@ def read_folder(folder, files):
     """({split: table}, files that are not read) of the files of a folder, without tars. The tables
     have one column image or video, whose paths begin at the folder."""
     media = files["image"] + files["video"]
+    if not files["metadata"]:
+        refuse_caption_files(folder, media, files["table"] + files["other"])
     if files["metadata"]:
         tables, named_files = read_metadata(folder, files["metadata"])
         return tables, sorted({*files["other"], *media} - named_files)
     if files["table"]:
         return read_tables(folder, files["table"]), files["other"]
     if media:
-        refuse_caption_files(folder, media, files["other"])
         return read_class_folders(folder, media), files["other"]
     raise UserError(f"{folder} has no file that can be read, but needs {FORMS}")
 
@@ -177,29 +191,27 @@ def refuse_mixtures(folder, files):
 
 def read_tables(folder, files):
     """{split: table} of tables that are named after splits."""
-    import datasets
-
     splits = sort_by_split(folder, files)
     if None in splits:
         raise UserError(f"{splits[None][0]} names no split: call it train, val or test, give it "
                         f"alone (--dataset {splits[None][0]}), or move it away")
     tables = {}
     for split, paths in splits.items():
-        tables[split] = datasets.concatenate_datasets([read_table(path) for path in paths])
+        tables[split] = join_tables([read_table(path) for path in paths])
     return tables
 
 
 def refuse_caption_files(folder, media, other_files):
-    """Raises UserError if texts lie beside images or videos, as their captions: NAME.jpg and
-    NAME.txt. The names of the folders would be the captions."""
+    """Raises UserError if captions seem to lie beside images or videos: NAME.jpg and NAME.txt. The
+    names of the folders would be the captions."""
     texts = {}  # {path without ending: path}
     for file in other_files:
-        if file.endswith((".txt", ".caption")):
+        if file.endswith((".txt", ".caption", ".json")):
             texts[os.path.splitext(file)[0]] = file
     for file in media:
         text = texts.get(os.path.splitext(file)[0])
         if text is not None:
-            raise UserError(f"{text} lies beside {file}, which is not read: write {folder}"
+            raise UserError(f"{text} beside {os.path.basename(file)} is not read: write {folder}"
                             "/metadata.csv with the columns file_name and caption, or tars")
 
 
@@ -254,8 +266,6 @@ def check_classes(folder, class_folders):
 def read_metadata(folder, files):
     """({split: table}, paths that they name) of files of metadata. The folders of an image or
     video say which split it is of."""
-    import datasets
-
     tables = []
     paths = []  # of each row, below the folder
     for file in files:
@@ -271,7 +281,7 @@ def read_metadata(folder, files):
             paths.append(path)
         tables.append(table.remove_columns("file_name"))
     kind = media_kind(next(filter(None, paths), "")) or "image"
-    table = datasets.concatenate_datasets(tables).add_column(kind, paths)
+    table = join_tables(tables).add_column(kind, paths)
 
     rows = {}  # {split: row numbers}
     for row, path in enumerate(paths):

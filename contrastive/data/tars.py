@@ -1,8 +1,8 @@
 """Tars as the library webdataset has them, read in place by an index of their samples.
 
 A sample is the adjacent files of a tar that share a name up to the first dot: 000017.jpg,
-000017.txt, 000017.cls. The index is a table in the cache of `datasets`; tars whose size or time
-changed are indexed again.
+000017.txt, 000017.cls. The index is a table in the cache of `datasets`; tars that changed are
+indexed again.
 """
 
 import itertools
@@ -12,6 +12,7 @@ import re
 import tarfile
 
 from contrastive.core.processes import UserError, first_line, opening
+from contrastive.core.words import shortened
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import check_name
 from contrastive.data.hub import TEXT_OF_CONTAINER, find_column, generating
@@ -22,7 +23,7 @@ from contrastive.data.table import Data, join_notes
 import numpy as np
 
 TEXT_TYPES = ("txt", "cls")  # files that are read while the index is built
-INDEX_VERSION = 8  # the cache compares arguments, not code: changed rows need a new number
+INDEX_VERSION = 9  # the cache compares arguments, not code: changed rows need a new number
 SAMPLE_NAME = re.compile("(.*/)?[^/.]*")  # the path of a file up to the first dot of its name
 
 
@@ -96,7 +97,7 @@ def parse_sample(parts, options):
         return extension, [class_caption(label)], label
     text = parts[caption_part].decode("utf-8-sig")
     if TEXT_OF_CONTAINER.match(text):
-        raise ValueError(f"{text[:60]!r} is the text of a list, but needs a caption a line")
+        raise ValueError(f"{shortened(text)!r} is the text of a list, but needs a caption a line")
     lines = text.split("\n")  # splitlines would also split at U+2028
     captions = [line.strip() for line in lines if line.strip()]
     if not captions:
@@ -151,7 +152,7 @@ def read_index(name, tars, options):
 
     files = []
     for tar in tars:
-        files.append([os.path.abspath(tar), os.path.getsize(tar), os.stat(tar).st_mtime_ns])
+        files.append([os.path.abspath(tar), os.stat(tar).st_ctime_ns])
     columns = [options.image_column, options.caption_column, options.label_column]
     text = datasets.Value("string")
     number = datasets.Value("int64")
@@ -169,7 +170,7 @@ def index_rows(files, columns, version):
     """Yields the rows of an index, tar by tar; `error` says why a sample is left out.
 
     Args:
-        files: JSON of [path, size, time] of each tar.
+        files: JSON of [path, time] of each tar.
         columns: JSON of the columns of image, caption and label that the user named, or "".
         version: of the index.
     """
@@ -177,7 +178,7 @@ def index_rows(files, columns, version):
     options = DataOptions(
         image_column=image_column, caption_column=caption_column, label_column=label_column)
     types = {*TEXT_TYPES, caption_column, label_column} - {image_column, ""}
-    for shard, (path, _, _) in enumerate(json.loads(files)):
+    for shard, (path, _) in enumerate(json.loads(files)):
         with opening(f"{path}: not a tar that can be read to its end"), open(path, "rb") as file:
             samples = list(read_samples(file, types))
         for name, parts in samples:

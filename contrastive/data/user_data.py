@@ -8,20 +8,20 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import math
 import os
 import re
 from pathlib import Path
 
 from contrastive.core.processes import opening
-from contrastive.core.words import counted
+from contrastive.core.words import counted, listed, shortened
 from contrastive.data.annotations import Videos, video_folder, window_key, with_sound
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
     SPLIT_WORDS, files_below, is_like_a_split, media_kind, read_folder, sort_by_split, sort_files,
     split_of_name, train_if_unnamed)
 from contrastive.data.hub import (
-    TEXT_OF_CONTAINER, find_column, generating, has_tars, hub_folder, open_repository, read_table)
+    TEXT_OF_CONTAINER, find_column, generating, has_tars, hub_folder, join_tables, open_repository,
+    read_table)
 from contrastive.data.registry import SPLITS
 from contrastive.data.table import Data, make_table, with_column, with_note
 from contrastive.data.tars import open_tars
@@ -32,6 +32,7 @@ import pyarrow.compute as pc
 
 NO_CLASS = ("", "-1")  # how tables write an unknown class
 NUMBER_OF_PANDAS = re.compile(r"-?\d+\.0|[Nn]a[Nn]")  # where an int column has empty cells
+SECONDS = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 MANY_SPLITS = 10  # a column with more words does not divide the rows into splits
 HASHED_AT_ONCE = 100  # images of a table that are in memory while they are hashed
 
@@ -134,9 +135,7 @@ def data_of_tables(name, tables, options, root, *, is_published=False):
         root: folder where relative paths begin; "" of a hub id, whose files `datasets` finds.
         is_published: of a set by name, whose rows are examples as they are.
     """
-    import datasets
-
-    table = datasets.concatenate_datasets(list(tables.values()))
+    table = join_tables(list(tables.values()))
     rows = read_rows(table, options)
     rows.splits = splits_of_rows(tables, table, rows.columns)
     for part in tables.values():
@@ -153,7 +152,8 @@ def data_of_tables(name, tables, options, root, *, is_published=False):
         starts, ends = windows_of_rows(table)
     examples = group_rows(rows, files, starts, ends)
     if not examples:
-        raise ValueError(f"no row has an image and a caption, or no file is found ({rows.notes})")
+        raise ValueError("no row has an image and a caption, or no file is found: "
+                         + "; ".join(rows.notes))
     if not is_published:
         examples = without_shared_examples(rows, examples)
     splits = np.array([split for split, *_ in examples])
@@ -261,8 +261,9 @@ def captions_of_rows(table, column):
     texts = texts_of(table, column)
     for text in texts:
         if TEXT_OF_CONTAINER.match(text):
-            raise ValueError(f"the column {column} holds the text of a list, {text[:60]!r}: a "
-                             "jsonl or parquet file has lists of captions, a csv one caption a row")
+            raise ValueError(f"the column {column} holds the text of a list, {shortened(text)!r}: "
+                             "a jsonl or parquet file has lists of captions, a csv one caption a "
+                             "row")
     return [[text] for text in texts]
 
 
@@ -272,8 +273,8 @@ def labels_of_rows(table, column):
     labels = []
     for word in texts_of(table, column):
         if NUMBER_OF_PANDAS.fullmatch(word):
-            raise ValueError(f"{word} in the column {column}, as pandas writes whole numbers "
-                             "beside empty cells: write names or whole numbers, or nothing")
+            raise ValueError(f"{listed([word])} in the column {column}, as pandas writes whole "
+                             "numbers beside empty cells: write names or whole numbers, or nothing")
         if word in NO_CLASS:
             labels.append(None)
         elif names is None:
@@ -301,7 +302,8 @@ def splits_of_rows(tables, table, columns):
         split_of_word = {word: split_of_name(word) for word in set(words)}
         if None in split_of_word.values():
             word = next(word for word in words if split_of_word[word] is None)
-            raise ValueError(f"{word!r} in the column split is none of {', '.join(SPLIT_WORDS)}")
+            raise ValueError(f"{listed([word])} in the column split is none of "
+                             + ", ".join(SPLIT_WORDS))
         cells = [split_of_word[word] for word in words]
         if len(tables) > 1 and cells != splits:
             raise ValueError("the column split names other splits than the files, or folders, that "
@@ -323,9 +325,8 @@ def refuse_split_words(table, column):
     num_split_words = sum(is_like_a_split(word) for word in words)
     divides = len(words) <= MANY_SPLITS and num_split_words > 1
     if divides or column.strip().lower() == "split":
-        shown = ", ".join(word[:30] for word in words[:5])
-        raise ValueError(f"the column {column} holds {shown}; call it split if it divides the "
-                         "rows, with the words train, val and test, else drop it")
+        raise ValueError(f"the column {column} holds {listed(words)}; call it split if it divides "
+                         "the rows, with the words train, val and test, else drop it")
 
 
 def refuse_empty_splits(splits_of_rows, splits_of_examples):
@@ -333,7 +334,7 @@ def refuse_empty_splits(splits_of_rows, splits_of_examples):
     place."""
     for split in sorted(set(splits_of_rows) - set(splits_of_examples)):
         raise ValueError(f"no row of the split {split} has an image and a caption, or no file is "
-                         "found")
+                         "found; a part of train would take its place: drop its rows if it may")
 
 
 def without_shared_examples(rows, examples):
@@ -359,7 +360,7 @@ def without_shared_examples(rows, examples):
             removed.append(rows.names[example.row] or f"row {rows.numbers[example.row]}")
     if removed:
         rows.notes.append(f"WARNING: {counted(len(removed), 'examples')} of train or val left out, "
-                          f"which are in val or test, too, the first: {removed[0]}")
+                          f"which are in val or test, too, the first: {shortened(removed[0])}")
     num_shared = sum(len(splits) > 1 for splits in splits_of_file.values())
     if rows.is_video and num_shared:
         rows.notes.append(f"WARNING: {counted(num_shared, 'videos')} with windows in several "
@@ -395,14 +396,14 @@ def windows_of_rows(table):
 
 
 def seconds_of(text, column):
-    """The number of a text, None of an empty one. Raises: ValueError for what is none."""
+    """The number of a text, None of an empty one. Raises: ValueError for what is none, also inf and
+    nan."""
     if not text:
         return None
-    seconds = float(text)
-    if not math.isfinite(seconds):
-        raise ValueError(f"{text} in the column {column}: an empty cell is the video's own "
-                         f"{column}")
-    return seconds
+    if not SECONDS.fullmatch(text):
+        raise ValueError(f"{listed([text])} in the column {column} is no number of seconds; an "
+                         f"empty cell is the video's own {column}")
+    return float(text)
 
 
 def group_rows(rows, files, starts, ends):
@@ -425,19 +426,20 @@ def group_rows(rows, files, starts, ends):
             continue
         name = names_of_files.setdefault(file, rows.names[row])
         if name != rows.names[row] and rows.pictures is None:
-            raise ValueError(f"{name} and {rows.names[row]} are one file: call it by one name")
+            raise ValueError(f"{listed([name, rows.names[row]])} are one file: call it by one name")
         key = (rows.splits[row], file, starts[row], ends[row])
         example = examples.setdefault(key, Example(row, []))
         example.captions += [text for text in captions if text not in example.captions]
         label = rows.labels[row]
         if example.label not in (None, label) and label is not None:
-            raise ValueError(f"{name} has the labels {example.label} and {label}, but may have one")
+            raise ValueError(f"{shortened(name)} has the labels {listed([example.label, label])}, "
+                             "but may have one")
         example.label = example.label or label
     if rows_left_out:
         row = rows_left_out[0]
         first = rows.names[row] or next(filter(None, rows.captions[row]), "an empty row")
         rows.notes.append(f"{counted(len(rows_left_out), 'rows')} without an image or a caption "
-                          f"left out, the first: {first}")
+                          f"left out, the first: {shortened(first)}")
     return examples
 
 
@@ -484,7 +486,8 @@ def find_files(rows, options, root):
         else:
             files[name] = os.path.normpath(files[name])
     if missing:
-        rows.notes.append(f"{len(missing):,} videos are not there, first {missing[0]}")
+        rows.notes.append(f"{counted(len(missing), 'videos')} not there, first "
+                          + shortened(missing[0]))
     return [files[name] for name in rows.names]
 
 
