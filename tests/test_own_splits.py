@@ -8,7 +8,7 @@ from contrastive.data import load_data, open_data, open_pairs, open_unnamed
 from contrastive.data.options import DataOptions
 from contrastive.data.splits import choose_rows, hash_fraction
 from contrastive.data.table import EmptySplit
-from contrastive.evaluation.meta import named_rows
+from contrastive.papers.meta import named_rows
 
 import datasets
 import numpy as np
