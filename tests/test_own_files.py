@@ -10,7 +10,7 @@ import tarfile
 from contrastive.core.processes import UserError
 from contrastive.data import folders, open_unnamed, user_data
 from contrastive.data.options import DataOptions
-from contrastive.data.folders import split_of_name, splits_of_paths
+from contrastive.data.folders import split_of_name
 
 import datasets
 import numpy as np

@@ -12,6 +12,7 @@ import traceback
 import warnings
 
 from contrastive import CORES
+from contrastive.core.words import shortened
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" i
 # The longest wait of a process for another one; to cluster the captions of CC3M, which the main
 # process does alone, takes long.
 TIMEOUT = datetime.timedelta(hours=3)
+MAX_MESSAGE = 400  # characters of a library's message, which may hold a whole cell of a table
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # also above a quota or a limit of files
 
 
@@ -40,7 +42,7 @@ def first_line(error):
     """
     message = re.sub(r" <_io\.BytesIO object at \w+>", "", str(error)).strip()
     message = message or type(error).__name__
-    return message.splitlines()[0].rstrip(":")
+    return shortened(message.splitlines()[0].rstrip(":"), MAX_MESSAGE)
 
 
 def full_disk(error):

@@ -13,6 +13,22 @@ def counted(number, name):
     return f"{number:,} {words}"
 
 
+def shortened(text, length=60):
+    """The text, of which a message shows so many characters."""
+    text = str(text)
+    if len(text) > length:
+        return text[:length] + "..."
+    return text
+
+
+def listed(words, count=10):
+    """Words in a message, 'a', 'b': the first of them, and each not longer than a message needs."""
+    shown = [repr(shortened(word)) for word in words[:count]]
+    if len(words) > count:
+        shown.append("...")
+    return ", ".join(shown)
+
+
 def name_of(flag):
     """'tau_min' of '--tau-min', 'base' of '--no-base'."""
     return flag.removeprefix("--").removeprefix("no-").replace("-", "_")

@@ -8,9 +8,9 @@ options.py      DataOptions: one field for each flag that concerns data
 registry.py     data sets by name: what is known of each, and which module opens it
 user_data.py    the user's own files and hub ids: their rows become examples
 folders.py      the files below a folder, and the splits that names say
-hub.py          tables that are read with the library `datasets` or from the hub
-tars.py         tars, by an index of their samples or as a stream
-table.py        Data, one split as a table; TrainingSet, what a run asks of its training data
+hub.py          tables that are read with pandas and `datasets`, also from the hub
+tars.py         tars, by an index of their samples
+table.py        Data, one split as a table
 splits.py       splits that the data lack; --extra-captions and --extra-pairs
 pixels.py       image files; frames.py: videos; clips.py: clips of frames, or features of them
 sound.py        sound of clips, for VAST
@@ -25,16 +25,17 @@ openclipart.py, and long_tail.py, which cuts a long tail from a set of labelled 
 import contextlib
 import dataclasses
 import functools
+import os
 from pathlib import Path
 
 from contrastive.core.processes import UserError
 from contrastive.core.words import name_of
-from contrastive.data.hub import TABLE_KINDS
+from contrastive.data.folders import files_below
+from contrastive.data.hub import FILE_TYPES
 from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOptions
 from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, partition_name
 from contrastive.data.splits import (
-    add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, with_note_of_uncompared,
-    with_note_of_val, without_trained)
+    add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, without_trained)
 from contrastive.data.table import EmptySplit, join_captions, with_note
 from contrastive.data.user_data import open_user_data
 
@@ -44,12 +45,11 @@ def load_data(name, split, options=None, **flags):
     """Opens one split of a data set.
 
     Args:
-        name: a name of SETS; a csv, json(l) or parquet file; a folder, as the library `datasets`
-            takes it; a .tar or a folder of tars; or a hub id such as org/name. What comes from
-            the hub may be NAME@REVISION, a commit.
+        name: a name of SETS; a csv, tsv, jsonl, parquet or tar; a folder; or a hub id such as
+            org/name. What comes from the hub may be NAME@REVISION, a commit.
         split: train, val or test.
         options: DataOptions, or its fields by keyword.
-    Returns: Data; a Stream for the train split of tars with streaming=True.
+    Returns: Data.
     Raises: EmptySplit if there is no such split, and UserError with the path or column that is
         wrong and what exists instead.
     """
@@ -60,31 +60,15 @@ def load_data(name, split, options=None, **flags):
         options = options.replace(revision=revision)
     if split != "train" and options.eval_frames:
         options = options.replace(frames=options.eval_frames)
-    check_revision(name, options)
     data = open_split(name, split, options)
     if options.feature_dir:
         data = check_feature_windows(name, data)
-    if split == "train" and options.streaming:
-        check_streaming(name, data, options)
     if options.join_captions:
         data = join_captions(data)
-    if options.modalities != "v" and not data.streamed:
-        data = dataclasses.replace(data, modalities=options.modalities)
-        data = with_note_of_modalities(data)
-    if counts_same_text_as_wrong(name, options) and not data.streamed:
-        data = dataclasses.replace(data, same_text="wrong")
+    data = with_modalities(data, options)
+    data = dataclasses.replace(data, same_text=same_text_of(name, options))
     if split == "train":
         data = prepare_for_training(data, options)
-    return data
-
-
-def with_note_of_modalities(data):
-    """The data with a note of what is to be read of its clips and none of them has: the model then
-    reads zeros or empty subtitles."""
-    available = data.available_modalities()
-    for letter, words in (("a", "no sound"), ("s", "no subtitles")):
-        if letter in data.modalities and letter not in available:
-            data = with_note(data, words)
     return data
 
 
@@ -97,7 +81,7 @@ def open_split(name, split, options):
     else:
         splits = data_set.splits
         data = open_named(name, split, options)
-    if data:
+    if data is not None and data.examples:
         return data
     message = f"{name} has no {split} split; it has: {', '.join(splits)}"
     if split == "val" and data_set is not None and data_set.lacks_only_val():
@@ -110,43 +94,64 @@ def open_named(name, split, options):
     """One split of a data set by name, None if it has no such split. With --hold-out-val a part of
     train becomes val where val alone is missing."""
     data_set = find_data_set(name)
+    from_hub = not options.data_dir and (data_set.repository or data_set.full_set)
+    if options.revision and not from_hub:
+        raise UserError(f"--dataset {name}@{options.revision}: only what is read from the hub has "
+                        "a revision")
     if split != "test" and options.hold_out_val and data_set.lacks_only_val():
-        train = check_count(data_set, data_set.load(name, "train", options))
+        train = with_count(data_set, data_set.load(name, "train", options))
         return hold_out({"train": train}, ["val"], options, least=0).get(split)
     if split not in data_set.splits:
         return None
     data = data_set.load(name, split, options)
-    if data:
-        data = check_count(data_set, data)
+    if data is not None:
+        data = with_count(data_set, data)
     return data
 
 
-def check_count(data_set, data):
-    """The data, with a warning in their note if their number is not the published one."""
-    if data.streamed or data_set.is_drawn:
+def with_count(data_set, data):
+    """The data, with a warning in their note if their number is not a published one."""
+    if data_set.is_drawn:
         return data
-    expected = data_set.splits.get(data.split)
     tolerance = data_set.tolerance.get(data.split, 0.0)
-    counts = [expected, data_set.other_counts.get(data.split)]
-    counts = [count for count in counts if count]
+    counts = [data_set.splits.get(data.split), data_set.other_counts.get(data.split)]
+    counts = list(filter(None, counts))
     for count in counts:
         if abs(len(data) - count) <= tolerance * count:
             return data
     if not counts:
         return data
-    return with_note(data, f"WARNING: {len(data):,} examples, {expected:,} expected: the numbers "
+    return with_note(data, f"WARNING: {len(data):,} examples, {counts[0]:,} expected: the numbers "
                            "are not comparable with the papers'")
 
 
-@functools.lru_cache(maxsize=8)
 def open_unnamed(name, options):
     """{split: Data} of the user's own data."""
     path = Path(name).expanduser()
-    if not path.exists() and (path.suffix in TABLE_KINDS or path.is_absolute()):
-        raise UserError(f"{name}: no such file or folder")
-    if not path.exists() and name.count("/") != 1:
+    is_path = len(path.parts) != 2 or path.is_absolute() or path.suffix in FILE_TYPES
+    if is_path and not path.exists():
         raise UserError(f"{name}: no such file or folder, no hub id (org/name), and no known set: "
                         f"{', '.join(SETS)}")
+    return open_unchanged(name, options, state_of_files(path))
+
+
+def state_of_files(path):
+    """A hash of the names of a file, or of the files of a folder, and of when each was written or
+    put in its place."""
+    paths = []
+    if path.is_file():
+        paths = [path]
+    elif path.is_dir():
+        paths = sorted(files_below(path))
+    states = []
+    for file in filter(os.path.exists, paths):  # without links to nothing
+        states.append((str(file), os.stat(file).st_ctime_ns))
+    return hash(tuple(states))
+
+
+@functools.lru_cache(maxsize=8)
+def open_unchanged(name, options, state):
+    """As open_unnamed; `state` is that of the files, for the cache."""
     splits = open_user_data(name, options)
     if options.test_as_whole and list(splits) == ["train"]:
         train = splits["train"]
@@ -158,56 +163,40 @@ def open_unnamed(name, options):
 
 
 # ---- what the options change ----
-def check_revision(name, options):
-    """Raises UserError if a revision is asked for of data that are not read from the hub."""
-    if not options.revision:
-        return
-    data_set = find_data_set(name)
-    if data_set is None:
-        from_hub = not Path(name).expanduser().exists()
-    elif options.data_dir:
-        from_hub = False
-    else:
-        from_hub = data_set.repository or data_set.full_set
-    if not from_hub:
-        raise UserError(f"--dataset {name}@{options.revision}: only what is read from the hub has "
-                        "a revision")
-
-
 def check_feature_windows(name, data):
     """The data, with a note if features of whole files stand for windows. Raises UserError if two
     windows would share a file."""
-    if data.sources is None:  # a stream, or pixels in memory
+    if data.sources is None:  # pixels in memory
         return data
     windows = set(clips_of_data(data))
-    files = {window.file for window in windows}
-    if len(files) < len(windows):
+    if len({window.file for window in windows}) < len(windows):
         raise UserError(f"{name}: several windows of one video, but --feature-dir has only one "
                         "file per video")
-    for window in windows:
-        if window.start is not None or window.end is not None:
-            return with_note(
-                data, "the features are those of whole files, not of the windows (start, end)")
+    if any(window.start is not None or window.end is not None for window in windows):
+        return with_note(
+            data, "the features are those of whole files, not of the windows (start, end)")
     return data
 
 
-def check_streaming(name, data, options):
-    """Raises UserError if the train split cannot be read as a stream."""
-    changes_captions = (
-        options.join_captions or options.unfold_captions or options.extra_captions
-        or options.caption_noise)
-    if not data.streamed or changes_captions:
-        raise UserError(f"--streaming: needs tars ({name}), without --unfold-captions, "
-                        "--join-captions, --extra-captions and --caption-noise")
+def with_modalities(data, options):
+    """The data with what is to be read of their clips, and a note of what none of them has: the
+    model then reads zeros or empty subtitles."""
+    data = dataclasses.replace(data, modalities=options.modalities)
+    for letter, words in (("a", "no sound"), ("s", "no subtitles")):
+        if letter in options.modalities and letter not in data.available_modalities():
+            data = with_note(data, words)
+    return data
 
 
-def counts_same_text_as_wrong(name, options):
-    """Whether retrieval takes another item's caption with the same words for a wrong one."""
-    if options.same_text != "auto":
-        return options.same_text == "wrong"
+def same_text_of(name, options):
+    """Whether retrieval takes another item's caption with the same words for "positive" or
+    "wrong"."""
     data_set = find_data_set(name)
-    # whether it is a published set
-    return data_set is not None and not data_set.is_drawn and data_set.function is None
+    if options.same_text != "auto":
+        return options.same_text
+    if data_set is None or data_set.is_drawn or data_set.function is not None:
+        return "positive"
+    return "wrong"  # in published sets
 
 
 def prepare_for_training(data, options):
@@ -238,10 +227,11 @@ def data_options(args, name=None, folder=""):
         name: the data set. None = the training set, args.dataset.
         folder: of all files of this data set, if it has a folder of its own.
     """
+    training_set = getattr(args, "dataset", "")
     if name is None:
-        name = getattr(args, "dataset", "")
+        name = training_set
     options = DataOptions.from_args(args, effective_options(args, name))
-    if name == getattr(args, "dataset", "") and tests_on_other_data(args):
+    if name == training_set and tests_on_other_data(args):
         options = options.replace(hold_out_test=False)
     if folder:
         options = options.replace(data_dir=folder, video_dir=folder, revision="")
@@ -250,11 +240,9 @@ def data_options(args, name=None, folder=""):
 
 def tests_on_other_data(args):
     """Whether the training set is the user's own and --eval-datasets names other data."""
-    words = getattr(args, "eval_datasets", None)
-    if not words:
-        return False
+    words = getattr(args, "eval_datasets", None) or ()
     names = [partition_name(word, "=")[0] for word in words]
-    return args.dataset not in names and find_data_set(args.dataset) is None
+    return len(names) > 0 and args.dataset not in names and find_data_set(args.dataset) is None
 
 
 def effective_options(args, name):
@@ -300,10 +288,10 @@ def open_data(args):
     evaluation_sets = open_evaluation_sets(args, train, words)
     has_val = any("val" in splits for splits in evaluation_sets.values())
     if not has_val and tests_on_other_data(args):
-        val = own_val_split(args)
-        if val is not None:
+        own_val = open_splits(args.dataset, ["val"], data_options(args))
+        if own_val:
             has_val = True
-            evaluation_sets[args.dataset] = {"val": val}
+            evaluation_sets[args.dataset] = own_val
     if args.eval_every and not has_val and not getattr(args, "watch_test", False):
         raise UserError(
             f"--eval-every {args.eval_every}: {', '.join(evaluation_sets)} without a val split, "
@@ -325,32 +313,19 @@ def open_evaluation_sets(args, train, words):
         words: the sets, NAME or NAME=DIR.
     Returns: {name: {"val": Data, "test": Data}}, with the splits that exist.
     """
-    own_val = None
-    if train is not None and words != [args.dataset]:
-        own_val = own_val_split(args)
     evaluation_sets = {}
     for word in dict.fromkeys(words):
         name, folder = partition_name(word, "=")
         if name in evaluation_sets:
             raise UserError(f"{name}: named with two folders; give one")
-        splits = open_evaluation_splits(name, evaluation_options(args, name, folder))
+        splits = open_splits(name, ["val", "test"], evaluation_options(args, name, folder))
         if train is not None and name != args.dataset and find_data_set(name) is None:
             for split, data in splits.items():
-                data = with_note_of_val(without_trained(data, train), own_val)
-                splits[split] = with_note_of_uncompared(data, train)
+                splits[split] = without_trained(data, train)
         if args.eval_datasets and not splits:
             raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
         evaluation_sets[name] = splits
     return evaluation_sets
-
-
-def own_val_split(args):
-    """The val split of the training set if this is the user's own, else None."""
-    if find_data_set(args.dataset) is not None:
-        return None
-    with contextlib.suppress(EmptySplit):
-        return load_data(args.dataset, "val", data_options(args))
-    return None
 
 
 def evaluation_options(args, name, folder=""):
@@ -362,13 +337,13 @@ def evaluation_options(args, name, folder=""):
     return options
 
 
-def open_evaluation_splits(name, options):
-    """{"val": Data, "test": Data} of a data set, with the splits that exist."""
-    splits = {}
-    for split in ("val", "test"):
+def open_splits(name, splits, options):
+    """{split: Data} of those splits of a data set that exist."""
+    result = {}
+    for split in splits:
         with contextlib.suppress(EmptySplit):
-            splits[split] = load_data(name, split, options)
-    return splits
+            result[split] = load_data(name, split, options)
+    return result
 
 
 def open_pairs(word, args):

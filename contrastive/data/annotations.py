@@ -5,20 +5,15 @@ A reader yields rows: dicts of video (a name), captions (a text or a list of tex
 and end (seconds) and key, and further columns.
 """
 
-import ast
-import contextlib
 import csv
 import functools
 import io
 import json
 import os
 import pickle
-import re
 from pathlib import Path
-from typing import NamedTuple
 
-from contrastive.core.processes import UserError, print_main
-from contrastive.core.words import counted
+from contrastive.core.processes import UserError
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import files_below
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
@@ -37,27 +32,19 @@ class Files:
     def __init__(self, root):
         self.root = Path(root).expanduser()
         self.paths = sorted(map(Path, files_below(self.root)))
-        self.warned = set()  # files of whose namesakes a warning was printed
         self.last = self.root
 
     def __str__(self):
         return str(self.last)
 
     def has(self, *patterns):
-        """The first file with one of these patterns, tried in order; None if there is none."""
+        """The file with the first of these patterns that some file has; None if there is none.
+        Raises: UserError if several files have it."""
         for pattern in patterns:
             files = [file for file in self.paths if file.match(pattern) and file.is_file()]
             if files:
-                self.warn_of_others(pattern, files)
-                return files[0]
+                return only_file(pattern, files)
         return None
-
-    def warn_of_others(self, pattern, files):
-        """Prints which of several files with a pattern is read."""
-        if len(files) > 1 and files[0] not in self.warned:
-            self.warned.add(files[0])
-            print_main(f"WARNING: {len(files)} files match {pattern}; {files[0]} is read, not "
-                       f"{files[1]}")
 
     def find(self, *patterns):
         """As `has`, but raises UserError if there is none. Without patterns the last file."""
@@ -144,84 +131,62 @@ def without_ending(name):
     return name
 
 
-class FileIndex(NamedTuple):
-    """Files by their names."""
-
-    files: dict  # {name: path}; of several files with one name the first
-    duplicates: dict  # {name: another path} of the names that several files have
-
-    def add(self, name, path):
-        """Adds a file under a name."""
-        if self.files.setdefault(name, path) != path:
-            self.duplicates.setdefault(name, path)
-
-    def note(self, names):
-        """Words on those of these names that several files have; "" if there are none."""
-        ambiguous = [name for name in names if name in self.duplicates]
-        if not ambiguous:
-            return ""
-        name = ambiguous[0]
-        return (f"WARNING: {counted(len(ambiguous), 'names')} of several files, of which the first "
-                f"is read: {name} is {self.files[name]}, not {self.duplicates[name]}")
-
-
 class Videos:
     """The videos, or files of features, below a folder: `videos[name]` is a path or None.
 
     A name is a path or the end of one, from any folder on, with or without suffix and `v_` before
-    it.
+    it. Raises: UserError for a name that several files have.
 
     Args:
-        index: FileIndex in place of that of the folder.
+        files: {name: paths} in place of those below the folder.
     """
 
-    def __init__(self, folder, index=None):
+    def __init__(self, folder, files=None):
         self.folder = Path(folder).expanduser()
-        if index is None:
-            index = video_index(str(self.folder))
-        self.index = index
-        self.used_aliases = {}  # names of the index under which videos were found
+        self.files = files or video_index(str(self.folder))
 
     def __getitem__(self, name):
         if os.path.isfile(self.folder / name):
             return str(self.folder / name)
         stem = without_ending(name)
         for alias in (name, stem, stem.removeprefix("v_"), f"v_{stem}"):
-            if self.index.files.get(alias):
-                self.used_aliases[alias] = True
-                return self.index.files[alias]
+            if alias in self.files:
+                return only_file(alias, self.files[alias])
         return None
 
-    def note(self):
-        """Words on files that were found by a name which several have."""
-        return self.index.note(self.used_aliases)
+
+def only_file(name, files):
+    """The only one of the files with a name. Raises: UserError if there are several."""
+    if len(files) > 1:
+        raise UserError(f"{name} may be {files[0]} or {files[1]}: remove one of them, or move it "
+                        "away")
+    return files[0]
 
 
 @functools.lru_cache(maxsize=16)
 def video_index(folder):
-    """The FileIndex of the videos, or files of features, below a folder. Names of a path are its
+    """{name: paths} of the videos, or files of features, below a folder. Names of a path are its
     ends, from any folder on, with and without suffix."""
     if not os.path.isdir(folder):
         raise UserError(f"--video-dir {folder}: no such folder")
-    index = FileIndex({}, {})
+    index = {}
     for path in sorted(map(Path, files_below(folder))):
-        is_video = path.suffix.lower()[1:] in (*VIDEO_TYPES, "gif", "npy")
-        if not is_video or not path.is_file():  # EPIC-KITCHENS has folders called P01_01.MP4
+        if path.suffix.lower()[1:] not in (*VIDEO_TYPES, "gif", "npy"):
             continue
         folders = path.relative_to(folder).parts[:-1]
         for k in range(len(folders) + 1):
-            for name in (path.name, path.stem):
-                index.add("/".join((*folders[k:], name)), str(path))
+            for name in {path.name, path.stem}:
+                index.setdefault("/".join((*folders[k:], name)), []).append(str(path))
     return index
 
 
 @functools.lru_cache(maxsize=16)
 def sound_index(folder):
-    """The FileIndex of the files of sound below a folder, by their stems."""
-    index = FileIndex({}, {})
+    """{stem: paths} of the files of sound below a folder."""
+    index = {}
     for path in sorted(map(Path, files_below(folder))):
         if path.suffix.lower()[1:] in SOUND_TYPES:
-            index.add(path.stem, str(path))
+            index.setdefault(path.stem, []).append(str(path))
     return index
 
 
@@ -307,8 +272,6 @@ def clips_of(name, split, rows, options, *, classes=None, clip=None, videos=None
         clip = clip_options(options)
     data = Data(name, split, table, clip=clip, **attributes)
     data = with_note(data, *left_out_notes(joined, folder, data.labels))
-    if isinstance(videos, Videos):
-        data = with_note(data, videos.note())
     if "a" in options.modalities:
         data = with_sounds_by_name(data, [video for video, *_ in joined.examples], options)
     return with_subtitle_note(data, options)
@@ -320,11 +283,14 @@ def with_sounds_by_name(data, videos, options):
     stems = [without_ending(Path(video).name) for video in videos]
     sounds = {}
     for root in filter(None, (options.video_dir, options.data_dir)):
-        index = sound_index(str(Path(root).expanduser()))
-        new_stems = [stem for stem in dict.fromkeys(stems) if stem not in sounds]
-        data = with_note(data, index.note(new_stems))
-        sounds = index.files | sounds
-    return with_sound(data, [sounds.get(stem) for stem in stems])
+        sounds = sound_index(str(Path(root).expanduser())) | sounds
+    files = []
+    for stem in stems:
+        file = None
+        if stem in sounds:
+            file = only_file(stem, sounds[stem])
+        files.append(file)
+    return with_sound(data, files)
 
 
 class JoinedRows:
@@ -369,34 +335,6 @@ def caption_list(captions):
         captions = [captions]
     captions = [caption.strip() for caption in captions if caption]
     return [caption for caption in captions if caption]
-
-
-# the text of a list of texts, as a table is written to a csv; "[music]" is none
-TEXT_OF_LIST = r"""(?s)^\s*\[\s*['"].*['"]\s*\]\s*$"""
-
-
-def parse_list(text):
-    """The texts of a list that stands in a cell as JSON or as Python writes it; an empty cell has
-    none. Raises: ValueError if it is no list of texts."""
-    if not text or not text.strip():
-        return []
-    try:
-        texts = json.loads(text)
-    except ValueError:
-        texts = parse_python_list(text)
-    if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
-        raise ValueError(f"{text[:60]!r} is not the text of a list of captions")
-    return texts
-
-
-def parse_python_list(text):
-    """The list that Python, but not JSON, reads from a text; None if it is none, or one of numpy,
-    which has no commas between its texts."""
-    has_commas = not re.search(r"""['"]\s+['"]""", text)
-    if has_commas:
-        with contextlib.suppress(ValueError, SyntaxError):
-            return ast.literal_eval(text.strip())
-    return None
 
 
 def table_of_rows(joined, classes):

@@ -210,13 +210,12 @@ def read_batch(data, transform, rows, modalities="v"):
 
 
 # ---- the loader ----
-def loader(dataset, workers, seed=0, *, has_time_limit=True, **options):
+def loader(dataset, workers, seed=0, **options):
     """A DataLoader with a generator of its own. Its workers are forked, leave signals to the main
-    process, and have a time limit unless has_time_limit is False."""
+    process, and have a time limit."""
     if workers:
         options["worker_init_fn"] = set_up_worker
-        if has_time_limit:
-            options["timeout"] = LOADER_SECONDS
+        options["timeout"] = LOADER_SECONDS
         if sys.platform == "linux":  # a signal to the group would end a forkserver
             options["multiprocessing_context"] = "fork"
     generator = torch.Generator().manual_seed(seed)
@@ -251,7 +250,7 @@ class Batches:
     Sets in memory are cropped on the device in batch, files one by one by DataLoader workers.
 
     Args:
-        data: Data, or a Stream.
+        data: Data.
         augments: an Augment for each view.
         transform: normalises the views (EvalTransform).
         batch_size: of all processes together.
@@ -304,24 +303,15 @@ class Batches:
     def check_positions(self, saved):
         """What identifies the data of this run. Raises UserError if a checkpoint has other ones."""
         positions = self.data.identity()
-        same = "the same data"
-        if self.data.streamed:
-            positions["processes"] = world_size()
-            positions["workers"] = self.workers
-            same = "the same data, number of processes and --workers"
         if saved and saved != positions:
-            raise UserError(f"--resume: the run had {saved}, now {positions}: give it {same}")
+            raise UserError(f"--resume: the run had {saved}, now {positions}: give it the same "
+                            "data")
         return positions
 
     # ---- from files or memory to raw batches ----
     def raw(self):
         """Iterator of raw batches of this process, as `collate` makes them. Their views have no
         colours and no normalisation yet: uint8, or of pixels in memory float, on the device."""
-        if self.data.streamed:
-            items = self.data.items(self.augments, self.seed, self.first, self.local)
-            # a resumed stream first passes over all samples before
-            return self.load(items, batch_size=self.local, drop_last=True,
-                             has_time_limit=self.first == 0)
         if self.cached_views is not None:
             return self.choose_features()
         if self.data.pixels is not None:
@@ -505,7 +495,4 @@ def num_workers(data, workers):
     """Loader processes that are started of those that are asked for."""
     if data.pixels is not None:
         return 0
-    workers = min(workers, CORES)
-    if data.streamed:  # each worker has a shard
-        workers = min(workers, len(data.urls) // world_size())
-    return workers
+    return min(workers, CORES)

@@ -8,8 +8,10 @@ in evaluation.
 
 import functools
 import hashlib
+import io
 import os
 import secrets
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,28 +34,18 @@ REGION_CLIP = 4  # F of VGT: frames of a clip, in which region r is the same thi
 REGION_PICTURE = (320.0, 240.0)  # width and height of a picture of unknown size
 
 
-def clip_options(options, eval_sampling="uniform", read=read_frames):
+def clip_options(options, eval_sampling="uniform"):
     """The reader of clips that DataOptions ask for: Features with feature_dir, else Clips.
 
     Args:
-        eval_sampling, read: as of Clips.
+        eval_sampling: as of Clips.
     """
     frames = options.frames or DEFAULT_FRAMES
     if options.feature_dir:
         return Features(options.feature_dir, frames)
     short = round((options.image_size or DEFAULT_SIDE) * 8 / 7)
     sampling = options.frame_sampling or "uniform"
-    return Clips(
-        frames, sampling, short, options.frame_cache, eval_sampling=eval_sampling, read=read)
-
-
-@functools.lru_cache(maxsize=10_000)
-def state_of_folder(folder):
-    """(bytes, newest time) of the files of a folder, such as the chunks of a video."""
-    states = [file.stat() for file in Path(folder).iterdir()]
-    size = sum(state.st_size for state in states)
-    newest = max((state.st_mtime_ns for state in states), default=0)
-    return size, newest
+    return Clips(frames, sampling, short, options.frame_cache, eval_sampling=eval_sampling)
 
 
 # ---- frames ----
@@ -70,17 +62,15 @@ class Clips:
         short: larger clips are scaled to this short side, in pixels.
         cache: folder of the cache; "" = none.
         eval_sampling: the sampling of an evaluation if that of training is random.
-        read: a function like read_frames.
     """
 
     def __init__(self, frames=DEFAULT_FRAMES, sampling="uniform", short=256, cache="", *,
-                 eval_sampling="uniform", read=read_frames):
+                 eval_sampling="uniform"):
         self.frames = frames
         self.sampling = sampling
         self.short = short
         self.cache = cache
         self.eval_sampling = eval_sampling
-        self.read = read
 
     def __call__(self, source, start=None, end=None, draws=None):
         sampling = self.sampling
@@ -88,7 +78,7 @@ class Clips:
             sampling = self.eval_sampling
         if self.cache:
             return self.read_cached(source, start, end, sampling, draws)
-        frames = self.read(
+        frames = read_frames(
             source, self.frames, start, end, sampling, draws=draws, short=self.short)
         return torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2)
 
@@ -101,9 +91,12 @@ class Clips:
             cached_sampling = "middle"
         file = self.cache_file(source, f"{start} {end} {count} {cached_sampling} {self.short}")
         if not file.exists():
-            frames = self.read(source, count, start, end, cached_sampling, short=self.short)
-            self.write_cache(file, frames)
-        tall = decode(file)                                                     # (3, count * H, W)
+            frames = read_frames(source, count, start, end, cached_sampling, short=self.short)
+            content = jpeg_of_frames(frames)
+            self.write_cache(file, content)
+        else:
+            content = file.read_bytes()
+        tall = decode(content)                                                  # (3, count * H, W)
         clip = tall.unflatten(1, (count, -1)).transpose(0, 1)                   # (count, 3, H, W)
         if sampling != "random":
             return clip
@@ -113,25 +106,41 @@ class Clips:
         return clip[torch.from_numpy(rows)]                                     # (T, 3, H, W)
 
     def cache_file(self, source, settings):
-        """The file of a clip, named by a hash of the settings and of the path of the video and its
-        time, or of its bytes."""
+        """The file of a clip, named by a hash of the settings and of the path of the video, its
+        size and time, or of its bytes."""
         if not isinstance(source, bytes):
-            state = str(os.stat(source).st_mtime_ns)
-            if os.path.isdir(source):
-                state = str(state_of_folder(source))
+            status = os.stat(source)
+            state = f"{status.st_size} {status.st_mtime_ns}"
             source = f"{Path(source).resolve()} {state}".encode()
         digest = hashlib.sha1(source + settings.encode()).hexdigest()
         return Path(self.cache) / digest[:2] / f"{digest}.jpg"
 
-    def write_cache(self, file, frames):
-        """Writes (count, H, W, 3) frames to the cache."""
+    def write_cache(self, file, content):
+        """Writes a file of the cache; without space for it the run goes on, with a warning."""
         # The name is one that no other process has, on any machine.
         suffix = f".{secrets.token_hex(8)}.tmp"
-        tall = Image.fromarray(frames.reshape(-1, *frames.shape[2:]))           # (count * H, W, 3)
-        with opening(f"--frame-cache {self.cache}"):
+        try:
             file.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(file, suffix) as temporary:
-            tall.save(temporary, "jpeg", quality=JPEG_QUALITY, subsampling=0)
+            with whole_file(file, suffix) as temporary:
+                Path(temporary).write_bytes(content)
+        except (OSError, UserError) as error:
+            cause = error.__cause__ or error  # whole_file makes a UserError of an OSError
+            warn_once(f"WARNING: --frame-cache {self.cache}: {cause.strerror}; clips that are not "
+                      "in it are decoded in each epoch")
+
+
+def jpeg_of_frames(frames):
+    """(count, H, W, 3) frames, one below the other, as the bytes of a JPEG."""
+    content = io.BytesIO()
+    tall = Image.fromarray(frames.reshape(-1, *frames.shape[2:]))               # (count * H, W, 3)
+    tall.save(content, "jpeg", quality=JPEG_QUALITY, subsampling=0)
+    return content.getvalue()
+
+
+@functools.lru_cache
+def warn_once(text):
+    """Prints a warning once in each process."""
+    print(text, file=sys.stderr, flush=True)
 
 
 # ---- features in place of frames ----

@@ -1,9 +1,8 @@
 """EPIC-KITCHENS-100, multi-instance retrieval: clips of cooking, narrated in a few words, with
 classes of verbs and nouns.
 
-A clip is a window of a video, P01_01.MP4, a file or a folder of chunks, each named by its first
-second: 0.MP4, 15.MP4, ... (AVION's). Like AVION it shows the middle frames of T equal segments of
-the window, in training with --frame-sampling random a random one of each.
+A clip is a window of a video, P01_01.MP4. Like AVION it shows the middle frames of T equal segments
+of the window, in training with --frame-sampling random a random one of each.
 
 The relevancy of a sentence to a clip is 1/2 [same verb + |N ^ N'| / |N u N'|] with N the set of all
 noun classes. For the test clips it is that of relevancy/caption_relevancy_*.pkl if that file
@@ -11,13 +10,10 @@ exists.
 """
 
 import ast
-import os
-from pathlib import Path
 
 from contrastive.core.processes import opening
-from contrastive.data.annotations import Videos, clips_of, files_of, video_folder
+from contrastive.data.annotations import clips_of, files_of
 from contrastive.data.clips import clip_options
-from contrastive.data.frames import read_frames, segment_times
 from contrastive.data.table import with_note
 
 import numpy as np
@@ -25,7 +21,6 @@ import torch
 
 NUM_VERBS = 97
 NUM_NOUNS = 300
-CHUNK_SECONDS = 15  # of a chunk of a video; the last may be longer
 
 
 def load(name, split, options):
@@ -40,13 +35,11 @@ def load(name, split, options):
         sentences = Sentences(files, split, rows)
         classes = {"verb": read_class_names(files, "verb", NUM_VERBS),
                    "noun": read_class_names(files, "noun", NUM_NOUNS)}
-        clip = clip_options(options, eval_sampling="middle", read=read_chunks)
-        video_files = Videos(video_folder(options))
+        clip = clip_options(options, eval_sampling="middle")
         data = clips_of(
-            name, split, rows, options, classes=classes, clip=clip,
-            videos=find_videos(rows, video_files), sentences=sentences)
+            name, split, rows, options, classes=classes, clip=clip, sentences=sentences)
         sentences.set_clips(rows, data)
-    return with_note(data, video_files.note(), sentences.note)
+    return with_note(data, sentences.note)
 
 
 # ---- annotation files ----
@@ -184,55 +177,3 @@ def multi_hot(lists, num_classes):
         result[row, list(numbers)] = 1
     return result
 
-
-# ---- videos, whole or in chunks ----
-def find_videos(rows, video_files):
-    """{video: its file, or its folder of chunks, or None}, of Videos."""
-    videos = {}
-    for row in rows:
-        video = row["video"]
-        if video in videos:
-            continue
-        first_chunk = video_files[f"{video}.MP4/0.MP4"]
-        if first_chunk:
-            videos[video] = os.path.dirname(first_chunk)
-        else:
-            videos[video] = video_files[video]
-    return videos
-
-
-def read_chunks(source, n, start, end, sampling, *, draws=None, short=0):
-    """As read_frames, also from a folder of chunks; a window past the last chunk ends there. Raises
-    ValueError if one of the chunks is missing."""
-    if not os.path.isdir(source):
-        return read_frames(source, n, start, end, sampling, draws=draws, short=short)
-    chunks = {int(file.stem): file for file in Path(source).glob("*.MP4")}
-    first_seconds = np.array(sorted(chunks))
-    last = first_seconds[-1]
-    if end > last:
-        end = max(start, min(end, last + duration_of(chunks[last])))
-    if sampling == "uniform":
-        moments = np.linspace(start, end, n)                    # (n,) seconds of the whole video
-    else:
-        moments = segment_times(start, end, n, sampling, draws)                 # (n,)
-    numbers = np.searchsorted(first_seconds, moments, side="right") - 1
-    chunk_of_frame = first_seconds[numbers]                                     # (n,)
-    frames = []
-    for first in np.unique(chunk_of_frame):
-        inside = moments[chunk_of_frame == first] - first  # seconds of the chunk
-        if inside[-1] > CHUNK_SECONDS + 0.5 and first != last:
-            raise ValueError(f"no chunk of {source} has second {first + inside[-1]:g}")
-        # A second early, since the frame that is shown at a time began before it.
-        start_in_chunk = max(0.0, inside[0] - 1)
-        frames.append(read_frames(
-            chunks[first], len(inside), start_in_chunk, None, "at", draws=inside, short=short))
-    return np.concatenate(frames)
-
-
-def duration_of(file):
-    """Seconds that a video announces."""
-    import av
-
-    with av.open(file) as container:
-        stream = container.streams.video[0]
-        return float(stream.duration * stream.time_base)

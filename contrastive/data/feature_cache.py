@@ -25,7 +25,6 @@ from contrastive.core.files import whole_file
 from contrastive.core.processes import (
     UserError, barrier, opening, print_main, rank, to_device, world_size)
 from contrastive.data.batches import UNREADABLE, Batches, loader, num_workers, read_batch
-from contrastive.data.clips import state_of_folder
 from contrastive.data.table import ROWS_AT_ONCE, frames_of
 from contrastive.data.views import uniforms
 
@@ -84,11 +83,9 @@ def hash_of_pixels(data):
 
 
 def state_of_file(path):
-    """Size and time of a file, of a folder those of its files; None if it is not there."""
+    """Size and time of a file; None if it is not there."""
     if not os.path.exists(path):
         return None
-    if os.path.isdir(path):
-        return list(state_of_folder(path))
     state = os.stat(path)
     return [state.st_size, state.st_mtime_ns]
 

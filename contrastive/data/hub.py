@@ -1,23 +1,38 @@
-"""What is read with the library `datasets`: the tables of files and hub ids, their columns by the
-names that flags give, and whole folders of the Hugging Face hub."""
+"""Tables of the user and of the Hugging Face hub, their columns by usual names or by flags, and
+whole folders of the hub."""
 
 import contextlib
 import csv
 import glob
-import hashlib
-import itertools
 import os
 import re
 from pathlib import Path
 
-from contrastive.core.processes import UserError
+from contrastive.core.processes import UserError, opening
+from contrastive.core.words import counted, listed, shortened
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 COMMITS = {}  # {repository: commit} of all that this process has read, for summary.json
-WINDOW = ("start", "end")  # columns of a window in a video, in seconds
-FIELDS_OF_CSV = "commas separate fields, and a field with a comma stands in quotation marks"
+TABLE_TYPES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+FILE_TYPES = (*TABLE_TYPES, ".tar")
+# {flag: usual names of its column}
+USUAL_COLUMNS = {
+    "--image-column": ("image", "video", "file_name", "filepath", "img", "jpg"),
+    "--caption-column": ("caption", "captions", "text", "txt", "title"),
+    "--label-column": ("label", "class", "cls")}
+# The text of a list, dict, tuple or array of texts, or of an empty one, as tables are written to a
+# csv. "[music]" and ("so he said") are none.
+TEXT_OF_CONTAINER = re.compile(r"""
+    (?s)                        # captions may have several lines
+    \s*(\w+\()?                # array( or another type
+    (
+        (\[([\[({\s] | \w+\( | (None|nan|null),)* | {\s* | \((?=.*['"],))   # opens: a tuple has a
+        u?['"].*                                                         # comma behind a text
+    |
+        [\[({]\s*(None|nan|null)?\s*
+    )
+    [\])}]\s*$""", re.VERBOSE)
 
 
 # ---- the hub ----
@@ -42,236 +57,165 @@ def note_commit(model):
         COMMITS[model] = latest.read_text()
 
 
-# ---- tables ----
-# {ending: builder of `datasets`}
-TABLE_KINDS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json",
-               ".parquet": "parquet", ".arrow": "arrow"}
-
-
-def table_kind(file):
-    """The builder of `datasets` that reads a file, csv for instance; None if it is no table."""
-    return TABLE_KINDS.get(Path(str(file).removesuffix(".gz")).suffix.lower())
-
-
-def read_files(files):
-    """{split: table} of {split: paths}, files of one kind."""
-    import datasets
-
-    paths = list(itertools.chain(*files.values()))
-    kind = table_kind(paths[0])
-    if kind is None:
-        raise UserError(f"{paths[0]}: a {Path(paths[0]).suffix} file is not one of csv, json, "
-                        "jsonl, parquet, tar")
-    options = {}
-    if kind == "csv":
-        options = csv_options(paths)
-    check_class_names(kind, paths)
-    patterns = {}
-    for split in files:
-        patterns[split] = [glob.escape(path) for path in files[split]]
-    # `datasets` knows a cached table by the times of its files, which an unpacked file may share
-    # with the one before; a name with their sizes makes it another table.
-    sizes = "-".join(str(os.path.getsize(path)) for path in paths)
-    name = f"{kind}-{hashlib.sha256(sizes.encode()).hexdigest()[:16]}"
-    with without_progress_bars():
-        return prepare(datasets.load_dataset_builder(kind, name, data_files=patterns, **options))
-
-
-def check_class_names(kind, files):
-    """Raises UserError if two parquet or arrow files number the classes of a column in other ways:
-    `datasets` gives the numbers of all files the names of one."""
-    import datasets
-
-    first = {}  # {column: (class names, file)}
-    for file in files:
-        features = datasets.Features()
-        if kind in ("parquet", "arrow"):
-            features = datasets.Features.from_arrow_schema(read_schema(kind, file))
-        for column, feature in features.items():
-            names = getattr(feature, "names", None)
-            if names is None:
-                continue
-            first_names, first_file = first.setdefault(column, (names, file))
-            if names != first_names:
-                raise UserError(f"{first_file} and {file} number the classes of the column {column}"
-                                f" in other ways, {', '.join(first_names)} and {', '.join(names)}: "
-                                "write both with one ClassLabel")
-
-
-def read_schema(kind, file):
-    """The arrow schema of a parquet or arrow file."""
-    if kind == "parquet":
-        return pq.read_schema(file)
-    with pa.memory_map(str(file)) as content:
-        try:
-            return pa.ipc.open_stream(content).schema
-        except pa.ArrowInvalid:  # the other of the two formats
-            return pa.ipc.open_file(content).schema
-
-
-def read_repository(source, revision=None):
-    """{split: table} of a hub id (str) or a folder (Path), as `datasets` finds its files, by its
-    names of splits.
+def open_repository(repository, revision=None):
+    """The builder of `datasets` for a hub id.
 
     Args:
-        revision: commit, branch or tag of a hub id.
+        revision: commit, branch or tag.
     """
     import datasets
 
-    builder = datasets.load_dataset_builder(str(source), revision=revision)
-    if isinstance(source, str):
-        COMMITS[source] = builder.hash
-        is_cached = type(builder).__name__ == "Cache"  # it takes the latest commit in the cache
-        if revision and is_cached and builder.hash != revision:
-            raise UserError(f"without the hub, the cache of {source} has the commit "
-                            f"{builder.hash} alone")
-    if is_plain_csv(builder):
-        options = csv_options(list(itertools.chain(*builder.config.data_files.values())))
-        builder = datasets.load_dataset_builder(str(source), revision=revision, **options)
-    elif isinstance(source, Path) and builder.info.features is None:
-        files = list(itertools.chain(*builder.config.data_files.values()))
-        check_class_names(table_kind(files[0]), files)
-    return prepare(builder)
+    builder = datasets.load_dataset_builder(repository, revision=revision)
+    COMMITS[repository] = builder.hash
+    is_cached = type(builder).__name__ == "Cache"  # it takes the latest commit in the cache
+    if revision and is_cached and builder.hash != revision:
+        raise UserError(f"without the hub, the cache of {repository} has the commit {builder.hash} "
+                        "alone")
+    return builder
 
 
-def is_plain_csv(builder):
-    """Whether a builder reads csv files of whose columns a data card says nothing."""
-    from datasets.packaged_modules.csv.csv import Csv
+def has_tars(builder):
+    """Whether the files that a builder of `datasets` reads are tars of webdataset."""
+    from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
-    if not isinstance(builder, Csv):
-        return False
-    if builder.info.features is not None:  # the card names the types, such as classes
-        return False
-    return builder.config.sep == "," and builder.config.names is None
-
-
-def prepare(builder):
-    """{split: table} of a builder of `datasets`, from its cache if they are in it."""
-    with generating():
-        builder.download_and_prepare()
-    return builder.as_dataset()
-
-
-@contextlib.contextmanager
-def without_progress_bars():
-    """Inside, `datasets` shows no progress bars: those of a table on the disk say "0 examples"."""
-    import datasets
-
-    were_disabled = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were_disabled:
-            datasets.enable_progress_bars()
-
-
-def csv_options(files):
-    """Options of a builder that reads the cells of csv files as text: 000 and NA stay as they are.
-    """
-    import datasets
-
-    separator = separator_of(files[0])
-    headers = [read_header(file, separator) for file in files]
-    check_headers(files, headers)
-    features = datasets.Features()
-    for number, column in enumerate(headers[0]):
-        features[column or f"Unnamed: {number}"] = datasets.Value("string")
-    return {"features": features, "sep": separator, "encoding": "utf-8-sig",
-            "keep_default_na": False}
-
-
-def check_headers(files, headers):
-    """Raises UserError unless all csv files have the same columns, each of them once: `datasets`
-    drops the columns that the first file lacks."""
-    for file, header in zip(files, headers):
-        for column in header:
-            if column and header.count(column) > 1:
-                raise UserError(f"{file}: two columns are called {column}; its header is "
-                                + ", ".join(header))
-        if set(header) != set(headers[0]):
-            raise UserError(f"{files[0]} has the columns {', '.join(headers[0])}, but {file} has "
-                            f"{', '.join(header)}: give both the same columns, empty ones too, or "
-                            "move one of the files away")
-
-
-def separator_of(file):
-    """The separator of a csv: a tab if its first line has one and no comma."""
-    with open_csv(file) as text:
-        first_line = text.readline()
-    if "\t" in first_line and "," not in first_line:
-        return "\t"
-    return ","
-
-
-def open_csv(file):
-    """A csv, opened as text."""
-    import fsspec
-
-    return fsspec.open(file, "rt", encoding="utf-8-sig", newline="", compression="infer")
-
-
-def read_header(file, separator):
-    """The fields of the first line of a csv.
-
-    Raises: UserError if the first row has more fields than the header: pandas would take the first
-        of them for an index. Later rows that are longer it refuses itself (`generating`).
-    """
-    with open_csv(file) as text:
-        lines = csv.reader(text, delimiter=separator)
-        header = next(lines)
-        for row in lines:
-            if len(row) > len(header):
-                raise UserError(
-                    f"{file}: line {lines.line_num} has {len(row)} fields, the header "
-                    f"{len(header)}; {FIELDS_OF_CSV}")
-            if row:
-                break
-    return header
+    return isinstance(builder, WebDataset)
 
 
 @contextlib.contextmanager
 def generating():
-    """Inside, what `datasets` cannot generate is an error with its cause's own words."""
+    """Inside, what `datasets` cannot generate is the error that was the cause."""
     import datasets
 
     try:
         yield
     except datasets.exceptions.DatasetGenerationError as error:
-        cause = error.__cause__ or error.__context__ or error
-        if isinstance(cause, datasets.table.CastError):
-            raise ValueError(
-                f"one file has the columns {', '.join(cause.table_column_names)}, another "
-                f"{', '.join(cause.requested_column_names)}, or columns of other types") from None
-        longer = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(cause))
-        if longer:
-            expected, line, number = longer.groups()
-            raise ValueError(f"line {line} has {number} fields, the header {expected}; "
-                             + FIELDS_OF_CSV) from None
-        raise cause from None
+        raise (error.__cause__ or error.__context__ or error) from None
+
+
+# ---- tables ----
+def read_table(path):
+    """The table (datasets.Dataset) of a csv, tsv, json, jsonl or parquet file."""
+    import datasets
+
+    path = str(path)
+    kind = Path(path).suffix
+    if kind not in TABLE_TYPES:
+        raise UserError(f"{path} is none of {', '.join(FILE_TYPES)}")
+    with opening(path), generating():
+        if kind in (".csv", ".tsv"):
+            return read_csv(path, {".csv": ",", ".tsv": "\t"}[kind])
+        # `datasets` knows a cached table by the time of its file, which an unpacked file may share
+        # with the one before; no two have this other time.
+        builder = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}[kind]
+        name = f"{builder}-{os.stat(path).st_ctime_ns}"
+        return datasets.load_dataset(
+            builder, name, data_files={"train": glob.escape(path)}, split="train")
+
+
+def join_tables(tables):
+    """One table with the rows of several; a column that one of them lacks is empty there.
+
+    Raises: ValueError if a column is of two kinds, or numbers its classes in two ways.
+    """
+    import datasets
+
+    kinds = {}
+    for table in tables:
+        for column, kind in table.features.items():
+            if kind == datasets.Value("null"):
+                continue
+            other = kinds.setdefault(column, kind)
+            if other != kind:
+                raise ValueError(f"the column {column} is {shortened(other, 100)} in one file or "
+                                 f"split and {shortened(kind, 100)} in another; write both alike")
+    return datasets.concatenate_datasets(tables)
+
+
+def read_csv(path, separator):
+    """The table of a csv file, whose cells are texts: 000 and NA stay as they are.
+
+    Raises: UserError with the line of what could be read in two ways.
+    """
+    import datasets
+
+    rows = []
+    line = 1  # where the next row begins
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        # strict: text behind the end of a quoted field is an error
+        lines = csv.reader(file, delimiter=separator, strict=True)
+        try:
+            header = next(lines, [])
+            check_header(path, header, separator)
+            line = lines.line_num + 1
+            for fields in lines:
+                if fields:  # no blank line
+                    check_fields(f"{path}, line {line}", fields, header, separator)
+                    rows.append(fields)
+                line = lines.line_num + 1
+        except csv.Error as error:
+            raise UserError(f"{path}, line {line}: {error}; a quoted field ends with a quotation "
+                            "mark, and inside it one is written twice") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{path} is not in UTF-8: save it again with this encoding") from None
+    if not rows:
+        raise UserError(f"{path} has a header, but no rows: write some, or move it away")
+    columns = {}
+    for name, texts in zip(header, zip(*rows)):
+        columns[name] = pa.array(texts, pa.string())
+    return datasets.Dataset(pa.table(columns))
+
+
+def check_header(path, header, separator):
+    """Raises UserError unless the header of a csv file has two columns or more, each once."""
+    if not header:
+        raise UserError(f"{path} is empty, but needs a header such as image,caption")
+    for name in header:
+        if header.count(name) > 1:
+            raise UserError(f"{path}: two columns are called {listed([name])}: rename one")
+    if len(header) == 1:
+        sign = {",": "a comma", "\t": "a tab, as its ending .tsv says"}[separator]
+        raise UserError(f"{path}: its header is one field, {listed(header)}; fields are separated "
+                        f"by {sign}")
+
+
+def check_fields(place, fields, header, separator):
+    """Raises UserError unless a row of a csv file has as many fields as the header, and no field
+    that holds another row, as where a stray quotation mark swallows rows."""
+    if len(fields) != len(header):
+        raise UserError(f"{place} has {counted(len(fields), 'fields')}, the header {len(header)}; "
+                        "a field with a comma or a line break stands in quotation marks")
+    for text in fields:
+        lines = text.splitlines()
+        if len(lines) > 1 and holds_row(lines, len(header), separator):
+            raise UserError(f"{place}: a field holds whole rows, {shortened(text)!r}; remove the "
+                            "stray quotation mark, or write a jsonl file")
+
+
+def holds_row(lines, num_fields, separator):
+    """Whether one of these lines alone has as many fields as a row."""
+    return any(len(fields) == num_fields for fields in csv.reader(lines, delimiter=separator))
 
 
 # ---- columns ----
-def pick_column(flag, named_column, columns, candidates):
-    """The column that a flag names; without one, the first of the candidates that exists, or None.
+def find_column(flag, name, columns, *, usual_names=None, required=True):
+    """The column that a flag names; without one, the only one with a usual name.
 
-    Raises: UserError if the named column does not exist.
+    Args:
+        flag: a key of USUAL_COLUMNS, or another flag with `usual_names`.
+        name: that the user gave, or "".
+        columns: that exist.
+    Returns: None if there is none and none is required.
+    Raises: ValueError if there is none, or several.
     """
-    if named_column:
-        if named_column not in columns:
-            raise UserError(f"{flag} {named_column}: there is no such column; there are: "
-                            + ", ".join(columns))
-        return named_column
-    for name in candidates:
-        if name in columns:
-            return name
+    names = usual_names or USUAL_COLUMNS[flag]
+    if name:
+        names = [name]
+    existing = [column for column in names if column in columns]
+    if len(existing) > 1:
+        raise ValueError(f"it has the columns {' and '.join(existing)}; {flag} says which it is")
+    if existing:
+        return existing[0]
+    if name or required:
+        raise ValueError(f"{flag}: there is no column {' or '.join(names)}; there are: "
+                         + listed(list(columns)))
     return None
-
-
-def require_column(flag, named_column, columns, candidates):
-    """As pick_column, but raises UserError if there is none."""
-    column = pick_column(flag, named_column, columns, candidates)
-    if column is None:
-        raise UserError(f"{flag}: none of {', '.join(candidates)} is there; there are: "
-                        + ", ".join(columns))
-    return column

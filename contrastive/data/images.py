@@ -9,17 +9,17 @@ from pathlib import Path
 
 from contrastive.core.files import read_json
 from contrastive.core.processes import UserError, opening, print_main
-from contrastive.data.folders import read_tables
-from contrastive.data.hub import COMMITS, hub_folder
+from contrastive.data.hub import hub_folder
 from contrastive.data.registry import SETS
 from contrastive.data.table import with_column
-from contrastive.data.tars import Stream, index_tars
-from contrastive.data.user_data import data_of_tables
+from contrastive.data.tars import index_tars
+from contrastive.data.user_data import data_of_tables, read_source
 
 # the columns of TeMo's Table 7, in order
 TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft",
            "imagenet-sketch", "imagenet-a", "imagenet-r", "imagenet-o", "flowers", "pets", "pcam",
            "mnist", "food101", "imagenet1k")
+COLUMN_NAMES = {"img": "image", "fine_label": "label"}  # of CIFAR on the hub
 # mean and std with which the CC3M trainer evaluates; CIFAR-10's own std is .2470 .2435 .2616
 CIFAR_STATS = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
@@ -53,7 +53,7 @@ def prompts_of(name, options, file=None):
 
 # ---- opening a split ----
 def load(name, split, options):
-    """One split of a set as Data; with options.streaming the train split of tars is a Stream."""
+    """One split of a set as Data."""
     folder = None
     if options.data_dir:
         folder = Path(options.data_dir).expanduser()
@@ -70,8 +70,12 @@ def from_table(name, split, source, options):
     Args:
         source: a folder (Path), or a repository on the hub.
     """
-    tables = read_tables(source, options.revision or None)
-    splits = data_of_tables(name, tables, options, source, joins_rows=False)
+    tables, _, _ = read_source(str(source), options.revision or None)
+    names = {}
+    for column in set(COLUMN_NAMES) & set(next(iter(tables.values())).column_names):
+        names[column] = COLUMN_NAMES[column]
+    tables = {word: table.rename_columns(names) for word, table in tables.items()}
+    splits = data_of_tables(name, tables, options, options.data_dir, is_published=True)
     prompts = prompts_of(name, options)
     if name != "imagenet":
         return dataclasses.replace(splits[split], split=split, prompts=prompts)
@@ -90,10 +94,6 @@ def from_tars(name, split, folder, options):
     Args:
         folder: a local copy; None = from the hub.
     """
-    if options.streaming and split == "train":
-        refuse_class_names(name, folder, options)
-        return Stream(name, find_streamed_tars(name, folder, options), options,
-                      SETS[name].splits["train"])
     if folder is None:
         folder = download_tars(name, split, options)
     tars = tars_of_split(name, split, folder.glob(SETS[name].tars[split]), folder)
@@ -106,38 +106,11 @@ def from_tars(name, split, folder, options):
     return with_class_names(data, names)
 
 
-def refuse_class_names(name, folder, options):
-    """Raises UserError if names of classes would be the captions: a stream has numbers alone."""
-    if folder is None:
-        folder = hub_folder(SETS[name].repository, ["*.txt"], options.revision or None)
-    if published_class_names(name, folder, options) is not None:
-        raise UserError(f"--streaming: the captions of {name} are the names of its classes, which "
-                        "a stream does not read; train without --streaming")
-
-
-def find_streamed_tars(name, folder, options):
-    """Paths of the tars of train, or their addresses on the hub."""
-    pattern = SETS[name].tars["train"]
-    if folder is not None:
-        return tars_of_split(name, "train", folder.glob(pattern), folder)
-    from huggingface_hub import HfApi, HfFileSystem
-
-    repository = SETS[name].repository
-    revision = options.revision or None
-    commit = HfApi().dataset_info(repository, revision=revision).sha
-    COMMITS[repository] = commit
-    paths = HfFileSystem().glob(f"datasets/{repository}@{commit}/{pattern}")
-    addresses = [f"hf://{path}" for path in paths]
-    return tars_of_split(name, "train", addresses, repository)
-
-
 def download_tars(name, split, options):
     """The folder of the hub's cache with the tars of a split, after a download if they are not in
     it."""
     repository = SETS[name].repository
-    print_main(f"{name}: {repository} from the hub or its cache; training may have --streaming, "
-               f"without "
-               "a download")
+    print_main(f"{name}: {repository} from the hub or its cache")
     patterns = [SETS[name].tars[split], "*.txt"]
     return hub_folder(repository, patterns, options.revision or None)
 

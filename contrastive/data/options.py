@@ -5,7 +5,7 @@ import dataclasses
 HELD_OUT_FRACTION = 0.05  # part of train that is held out for a split which the data lack
 
 TRAINING_SET_ONLY = (
-    "data_dir", "feature_dir", "region_dir", "revision", "streaming", "unfold_captions",
+    "data_dir", "feature_dir", "region_dir", "revision", "unfold_captions",
     "extra_captions", "caption_noise", "caption_relevancy", "imbalance_ratio", "split_seed",
     "index_file", "val_file", "test_file", "few_shot_file")
 COLUMN_NAMES = ("image_column", "caption_column", "label_column", "join_captions")
@@ -62,8 +62,6 @@ class DataOptions:
     region_dir: str = ""
     # Commit, branch or tag of a repository on the hub.
     revision: str = ""
-    # Whether the tars of the train split are read in order, without an index or a download.
-    streaming: bool = False
     # Whether each (image, caption) is a training example of its own.
     unfold_captions: bool = False
     # File with further captions of the training examples.

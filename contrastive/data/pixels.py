@@ -1,4 +1,7 @@
-"""Image files as pixels. A damaged image is an error and never yields grey pixels."""
+"""Image files as pixels.
+
+A damaged image is an error, not grey pixels. One damage is not seen: a JPEG that lacks pixels but
+has an end marker, for which libjpeg only prints a warning."""
 
 import functools
 import io
@@ -13,11 +16,14 @@ from PIL import Image, ImageOps
 
 Image.MAX_IMAGE_PIXELS = 89_478_485  # Pillow warns above this number and refuses twice as many
 warnings.filterwarnings("ignore", module="PIL")
+Image.init()  # registers all formats, by whose names Image.open is told which to read
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jfif", "jp2", "ppm",
                "pgm")
 VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "m2ts", "wmv", "flv",
                "ogv", "3gp")
+# what Pillow may open: of its other formats, EPS starts a program
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM")
 OPEN_TARS = 32  # those whose samples are mixed (batches.SHARDS_AT_ONCE), and those read next
 
 JPEG_START = b"\xff\xd8"
@@ -38,7 +44,8 @@ def decode(source):
     content = source
     if not isinstance(source, (bytes, bytearray)):
         content = Path(source).read_bytes()
-    image = Image.open(io.BytesIO(content))  # reads the header; no pixel is decoded yet
+    # reads the header; no pixel is decoded yet
+    image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
     if content[:2] == JPEG_START:
         check_jpeg_is_whole(content)
         if image.mode != "CMYK":

@@ -11,7 +11,7 @@ import hashlib
 from typing import NamedTuple
 
 from contrastive.data.annotations import (
-    FileIndex, Files, Videos, clips_of, files_of, video_folder)
+    Files, Videos, clips_of, files_of, video_folder)
 from contrastive.data.clips import Regions, clip_options
 from contrastive.data.table import with_note
 from contrastive.core.processes import UserError, opening, print_main
@@ -169,7 +169,7 @@ def load(name, split, options):
         notes.insert(0, warning)
     if len(rows) < num_rows:
         notes.append(f"{num_rows - len(rows):,} questions without an answer left out")
-    return with_note(data, *notes, video_files.note())
+    return with_note(data, *notes)
 
 
 def answered_row(row):
@@ -205,7 +205,7 @@ def open_videos(rows, split, options):
     if not options.region_dir:
         return clip_options(options), Videos(video_folder(options))
     clip = Regions(options.region_dir, split, options.regions, options.frames)
-    videos = Videos(options.region_dir, FileIndex(clip.index(), {}))
+    videos = Videos(options.region_dir, {name: [video] for name, video in clip.index().items()})
     clip.sizes = {videos[row["video"]]: row["size"] for row in rows if "size" in row}
     return clip, videos
 

@@ -35,7 +35,7 @@ class DataSet:
     function: object = None  # a user's function(split, options) -> Data, in place of a module
 
     def load(self, name, split, options):
-        """Opens one split: Data, or a Stream."""
+        """Opens one split: Data."""
         if self.function:
             return self.function(split, options)
         module = importlib.import_module(f"contrastive.data.{self.module}")

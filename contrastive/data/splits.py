@@ -39,16 +39,13 @@ def hold_out(splits, missing, options, least=FEW_ROWS):
     the same split whatever the other rows are. Test is the same for any val_fraction. At most
     MAX_HELD_OUT rows of a split are evaluated.
 
-    test_fraction 0 stands for runs from before that flag: HELD_OUT_FRACTION of train, no least
-    number.
-
     Args:
         splits: {split: Data}.
         missing: val, test, both or none.
         least: pictures or videos in each missing split.
     """
     train = splits.get("train")
-    if train is None or train.streamed or not missing:
+    if train is None or not missing:
         return splits
     # "video" of sets with several rows, or several names, of a video
     names = train.column("video") or train.keys()
@@ -72,11 +69,6 @@ def choose_rows(fractions, missing, options, least=FEW_ROWS):
     """{"val": (M,) bool, "test": (M,) bool} of the rows that are held out."""
     units = np.unique(fractions)                    # (U,) ascending, one of each picture or video
     least = min(least, len(units) // 6)
-    test_fraction = options.test_fraction
-    if not test_fraction:
-        test_fraction = HELD_OUT_FRACTION
-        least = 0
-
     # Test begins behind the usual part of val, so that it is the same for any val_fraction.
     test = units[:0]
     if "test" in missing:
@@ -84,7 +76,7 @@ def choose_rows(fractions, missing, options, least=FEW_ROWS):
         if "val" in missing:
             start = HELD_OUT_FRACTION
         candidates = units[units >= start]
-        num_test = np.sum(candidates < start + test_fraction)
+        num_test = np.sum(candidates < start + options.test_fraction)
         test = candidates[:max(least, num_test)]
     # Val begins at 0, and goes on behind test.
     val = units[:0]
@@ -92,7 +84,7 @@ def choose_rows(fractions, missing, options, least=FEW_ROWS):
         candidates = np.setdiff1d(units, test)
         end_of_val = options.val_fraction
         if "test" in missing and end_of_val > HELD_OUT_FRACTION:
-            end_of_val += test_fraction  # test lies inside this range
+            end_of_val += options.test_fraction  # test lies inside this range
         val = candidates[:max(least, np.sum(candidates < end_of_val))]
     return {"val": np.isin(fractions, val), "test": np.isin(fractions, test)}
 
@@ -111,78 +103,49 @@ def held_out_split(train, split, mask, fractions):
 
 # ---- sets that are evaluated alone ----
 def without_trained(data, *training_sets):
-    """A split without the rows whose image or video file was trained on.
+    """A split without the rows whose image or video file is in the training sets, which are counted
+    in its note. Files inside tables and tars are not compared, of which the note warns.
 
-    They are counted in its note. Files inside tables and tars are not compared.
     Args:
         data: the split.
         training_sets: Data.
     Raises: EmptySplit if no row is left.
     """
-    files = image_files_of(data)
-    if not files:
+    if not training_sets or data.pixels is not None:
         return data
+    if any(map(holds_files_inside, (data, *training_sets))):
+        data = with_note(data, "WARNING: files inside tables and tars are not compared with those "
+                               "trained on")
     trained = set()
     for train in training_sets:
-        trained |= image_files_of(train)
-    if not trained.intersection(files):
-        return data
-    rows = [row for row, file in enumerate(file_of_rows(data)) if file not in trained]
+        trained.update(file_of_rows(train))
+    rows = []
+    for row, file in enumerate(file_of_rows(data)):
+        if file is None or file not in trained:
+            rows.append(row)
     num_trained = len(data) - len(rows)
+    if not num_trained:
+        return data
     if not rows:
-        raise EmptySplit(f"{data.full_name}: all of its {len(data):,} rows were trained "
-                         "on")
+        raise EmptySplit(f"{data.full_name}: all of its {len(data):,} rows were trained on")
     return with_note(
         data.select(rows), f"{num_trained:,} rows left out, whose files were trained on")
 
 
-def with_note_of_val(data, val):
-    """A split of the user's data with a warning of its rows that are val of the training set.
-
-    Args:
-        val: the val split of the training set, or None.
-    """
-    if val is None:
-        return data
-    files_of_val = image_files_of(val)
-    num_val = sum(file in files_of_val for file in file_of_rows(data))
-    if not num_val:
-        return data
-    return with_note(data, f"WARNING: {num_val:,} of its rows are in the val split of the "
-                           "training set, by which runs may be chosen")
-
-
-def with_note_of_uncompared(data, *training_sets):
-    """A split with a warning if without_trained cannot compare its files."""
-    if data.sources is None and not data.streamed:
-        return data  # pixels in memory
-    if any(map(holds_files_inside, (data, *training_sets))):
-        return with_note(data, "WARNING: files inside tables and tars are not compared with those "
-                               "trained on")
-    return data
-
-
 def holds_files_inside(data):
     """Whether the first file of a set is inside a table or a tar."""
-    if data.streamed:
-        return True
     return data.sources is not None and own_path(data.sources[0]["source"]) is None
 
 
-def image_files_of(data):
-    """The files on the disk that the rows of a set read."""
-    return set(file_of_rows(data)) - {None}
-
-
 def file_of_rows(data):
-    """Yields the file of each row; None if it is inside a table or a tar."""
-    if data.sources is None:  # a stream, or pixels in memory
-        return
+    """The real path of the file of each row; None if it is inside a table or a tar."""
+    if data.sources is None:  # pixels in memory
+        return []
+    files = []
     for source in data.values_of_column("source"):
         path = own_path(source)
-        if path:
-            path = os.path.realpath(path)
-        yield path
+        files.append(path and os.path.realpath(path))
+    return files
 
 
 def own_path(source):
@@ -210,7 +173,7 @@ def clips_of_data(data):
 
 # ---- further captions ----
 def add_captions(data, file):
-    """The data with further captions from a file with the columns video (or image), caption and,
+    """The data with further captions from a table with the columns video (or image), caption and,
     of windows, start and end.
 
     A clip is found by its window and its file name without folders and suffix. A question that
@@ -222,27 +185,32 @@ def add_captions(data, file):
         raise UserError(f"{flag}: {data.name} has no files of its own to which captions could "
                         "belong")
     with opening(flag):
-        additions = read_captions(file)
-    clips = list(clips_of_data(data))
-    rows_of_clip = {}  # {(stem, start, end): rows}
-    for row, clip in enumerate(clips):
-        stem = without_ending(clip.file.name)
-        rows_of_clip.setdefault((stem, clip.start, clip.end), []).append(row)
+        additions = read_captions(file)  # {(name, start, end): captions}
+    new_captions = {}  # {(stem, start, end): captions}
+    names = {}  # {(stem, start, end): name in the file}
+    for (name, start, end), texts in additions.items():
+        window = (without_ending(Path(name).name), start, end)
+        new_captions.setdefault(window, []).extend(texts)
+        names.setdefault(window, name)
 
     captions = list(data.column("captions"))
     questions = data.column("question") or [None] * len(data)
+    files = {}  # {(stem, start, end): file}
     num_added = 0
-    unmatched = []
-    for name, start, end, texts in additions:
-        rows = rows_of_clip.get((without_ending(Path(name).name), start, end), [])
-        check_one_file(flag, name, {str(clips[row].file) for row in rows})
-        if not rows:
-            unmatched.append(name)
-        for row in rows:
-            new = [text for text in texts if text not in captions[row]]
-            captions[row] = merge_captions(captions[row], new, questions[row])
-            num_added += len(new)
-    if len(unmatched) == len(additions):
+    for row, clip in enumerate(clips_of_data(data)):
+        window = (without_ending(clip.file.name), clip.start, clip.end)
+        if window not in new_captions:
+            continue
+        first_file = files.setdefault(window, clip.file)
+        if first_file != clip.file:
+            raise UserError(f"{flag}: {names[window]} may be any of {first_file}, {clip.file}")
+        new = [text for text in new_captions[window] if text not in captions[row]]
+        num_added += len(new)
+        if not new or captions[row] != [questions[row]]:
+            new = captions[row] + new
+        captions[row] = new
+    unmatched = [names[window] for window in names if window not in files]
+    if not files:
         raise UserError(f"{flag}: none of its {len(additions):,} rows matches a clip of "
                         f"{data.full_name}, first {unmatched[0]}; names and windows "
                         "(start, end) must agree")
@@ -252,19 +220,6 @@ def add_captions(data, file):
         data = with_note(data, f"{len(unmatched):,} of its rows match no training clip, "
                                f"first {unmatched[0]}")
     return data
-
-
-def check_one_file(flag, name, files):
-    """Raises UserError if several files of the data have the name of one clip."""
-    if len(files) > 1:
-        raise UserError(f"{flag}: {name} may be any of {', '.join(sorted(files))}")
-
-
-def merge_captions(captions, new, question):
-    """The captions of an example with new ones, which replace a question that served as caption."""
-    if new and captions == [question]:
-        return new
-    return captions + new
 
 
 # ---- exchanged captions ----

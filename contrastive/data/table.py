@@ -1,5 +1,4 @@
-"""What a run trains and evaluates on: Data, one split of a data set as a table, and TrainingSet,
-what the engine asks of it and of a stream alike."""
+"""What a run trains and evaluates on: Data, one split of a data set as a table."""
 
 import dataclasses
 import hashlib
@@ -24,51 +23,8 @@ class EmptySplit(UserError):
     """A split that the data do not have, or for which no row was held out."""
 
 
-class TrainingSet:
-    """What a run asks of its training data, with the answers of a set that knows nothing more.
-
-    Data overrides all of these; a Stream, which has neither rows nor columns, leaves most of them.
-    Both have besides: name, split and note (str), and examples, the number of them in an epoch.
-    """
-
-    streamed = False  # whether samples come in the order of files, by no row number
-    has_captions = True  # False if class names take the place of captions
-    templates = ()  # formats around a caption that serve as paraphrases: "a drawing of {}"
-    pixels = None  # (M, [T,] 3, H, W) uint8 if the whole split is in memory
-    clip = None  # reads frames (clips.py); None of images
-    sources = None  # the column of files, if the pixels are in files
-    labels = None  # (M,) class of each row, -1 = unknown
-    label_names = None  # names of these classes
-    sentences = None  # what multi-instance retrieval ranks (epic.py)
-    caption_numbers = None  # (M,) number of the one caption of each row, after unfold()
-    held_out = ()  # names of the rows of train that became val or test
-    before_extra_pairs = None  # the set without the rows that --extra-pairs added
-    modalities = "v"  # what is read of a clip, letters of v, a and s
-
-    @property
-    def full_name(self):
-        """Name and split, for messages: 'coco (test)'."""
-        return f"{self.name} ({self.split})"
-
-    def column(self, name):
-        """A whole column: an array (M,) of numbers, else a list; None if it does not exist."""
-        return None
-
-    def identity(self):
-        """A dict by which a resumed run recognises its data."""
-        raise NotImplementedError
-
-    def first_captions(self, limit=None):
-        """Yields the captions of the first `limit` examples, for a tokenizer or paraphrases."""
-        raise NotImplementedError
-
-    def available_modalities(self):
-        """What some example has beside its captions, letters of v, a and s."""
-        return "v"
-
-
 @dataclasses.dataclass
-class Data(TrainingSet):
+class Data:
     """One split of a data set: a table with a row per example, and how its pixels are read.
 
     Columns of the table:
@@ -83,21 +39,21 @@ class Data(TrainingSet):
     split: str
     table: object  # datasets.Dataset
     # ---- pixels, if they are not in the files of the column source ----
-    pixels: torch.Tensor = None
-    clip: object = None
+    pixels: torch.Tensor = None  # (M, [T,] 3, H, W) uint8 if the whole split is in memory
+    clip: object = None  # reads frames (clips.py); None of images
     # ---- beside the pixels ----
-    modalities: str = "v"
+    modalities: str = "v"  # what is read of a clip, letters of v, a and s
     draw_sound: object = None  # function of a row of the first table -> samples; of drawn sets
     # ---- rows ----
     shards: np.ndarray = None  # (M,) number of the tar of each row
     rows: np.ndarray = None  # (M,) row numbers in the table that was opened first
-    caption_numbers: np.ndarray = None
-    before_extra_pairs: object = None
-    held_out: tuple = ()
+    caption_numbers: np.ndarray = None  # (M,) of the one caption of each row, after unfold()
+    before_extra_pairs: object = None  # the set without the rows that --extra-pairs added
+    held_out: tuple = ()  # names of the rows of train that became val or test
     # ---- captions ----
-    has_captions: bool = True
-    templates: tuple = ()
-    sentences: object = None
+    has_captions: bool = True  # False if class names take the place of captions
+    templates: tuple = ()  # formats around a caption that serve as paraphrases: "a drawing of {}"
+    sentences: object = None  # what multi-instance retrieval ranks (epic.py)
     caption_relevancy: float = 0.0  # train on sentences above this relevancy; 0 = own captions
     # ---- how it is evaluated ----
     same_text: str = "positive"  # another item's caption with the same words: positive or wrong
@@ -106,6 +62,7 @@ class Data(TrainingSet):
     prompts: list = None  # templates of zero-shot classification, with {c}
     # ---- for the banner ----
     note: str = ""  # what was left out or held out
+
 
     def __post_init__(self):
         # without the column of files, so that a caption reads no pixels
@@ -128,8 +85,14 @@ class Data(TrainingSet):
         """Number of examples in an epoch."""
         return len(self)
 
+    @property
+    def full_name(self):
+        """Name and split, for messages: 'coco (test)'."""
+        return f"{self.name} ({self.split})"
+
     # ---- columns ----
     def column(self, name):
+        """A whole column: an array (M,) of numbers, else a list; None if it does not exist."""
         if name not in self.annotations.column_names:
             return None
         if name not in self.columns:
@@ -146,6 +109,7 @@ class Data(TrainingSet):
 
     @property
     def labels(self):
+        """(M,) class of each row, -1 = unknown; None without classes."""
         return self.column("label")
 
     @property
@@ -241,22 +205,12 @@ class Data(TrainingSet):
     def available_modalities(self):
         """Those of `modalities` that some row has; of frames nothing is asked."""
         letters = self.modalities
-        if not self.has_sounds():
+        sounds = self.column("sound") or []  # "" is the clip's own, None = there is none
+        if self.draw_sound is None and all(sound is None for sound in sounds):
             letters = letters.replace("a", "")
-        if not self.has_subtitles():
+        if not any(self.column("subtitle") or []):
             letters = letters.replace("s", "")
         return letters
-
-    def has_sounds(self):
-        """Whether some row has a sound."""
-        if self.draw_sound is not None:
-            return True
-        files = self.column("sound") or []  # "" is the clip's own
-        return any(file is not None for file in files)
-
-    def has_subtitles(self):
-        """Whether some row has a subtitle that is not empty."""
-        return any(self.column("subtitle") or [])
 
     def __getitem__(self, i):
         item = {"pixels": self.read(i), "captions": self.captions(i), "key": self.key(i)}
@@ -276,13 +230,15 @@ class Data(TrainingSet):
         return self.values_of_column("key")
 
     def identity(self):
-        """Number of the examples and a hash of their names."""
+        """Number of the examples and a hash of their names, by which a resumed run recognises its
+        data."""
         digest = hashlib.sha256()
         for key in self.keys():
             digest.update(f"{key}\n".encode())
         return {"examples": len(self), "names": digest.hexdigest()[:16]}
 
     def first_captions(self, limit=None):
+        """Yields the captions of the first `limit` examples, for a tokenizer or paraphrases."""
         for i in range(min(len(self), limit or len(self))):
             yield from self.captions(i)
 
@@ -334,8 +290,6 @@ class Data(TrainingSet):
 def identity_of_files(train):
     """The identity of a training set without what --extra-pairs and --unfold-captions have added:
     that of its files."""
-    if train.streamed:
-        return train.identity()
     train = train.before_extra_pairs or train
     return train.folded().identity()
 
@@ -356,8 +310,13 @@ def make_table(captions, keys, sources=None, classes=None, **columns):
     content = {"captions": list(captions), "key": list(keys)}
     features = {"captions": [datasets.Value("string")], "key": datasets.Value("string")}
     if sources is not None:
-        content["source"] = [as_source(source) for source in sources]
-        features["source"] = source_features(content["source"])
+        content["source"] = []
+        for source in sources:
+            if isinstance(source, str):
+                source = {"path": source}
+            content["source"].append(source)
+        features["source"] = {
+            field: datasets.Value(dtype) for field, dtype in SOURCE_FIELDS.items()}
     for name, names in (classes or {}).items():
         if name in columns:
             features[name] = datasets.ClassLabel(names=list(names))
@@ -370,24 +329,6 @@ def make_table(captions, keys, sources=None, classes=None, **columns):
     for name, values in content.items():  # in arrow's own types, else cells are checked one by one
         content[name] = pa.array(values, features.arrow_schema.field(name).type)
     return datasets.Dataset.from_dict({**content, **columns}, features=features)
-
-
-def as_source(source):
-    """A cell of the column source, of a path or of itself."""
-    if isinstance(source, str):
-        return {"path": source}
-    return source
-
-
-def source_features(sources):
-    """{field: type} of a column source, by the fields of its first cell."""
-    import datasets
-
-    features = {}
-    for field, dtype in SOURCE_FIELDS.items():
-        if sources and field in sources[0]:
-            features[field] = datasets.Value(dtype)
-    return features
 
 
 def with_column(data, name, values, feature=None):

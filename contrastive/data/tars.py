@@ -1,110 +1,36 @@
-"""Tars as the library webdataset has them, by an index of their samples or, with --streaming, in
-order.
+"""Tars as the library webdataset has them, read in place by an index of their samples.
 
 A sample is the adjacent files of a tar that share a name up to the first dot: 000017.jpg,
-000017.txt, 000017.cls. The index is a table in the cache of `datasets`; tars whose size or time
-changed are indexed again.
+000017.txt, 000017.cls. The index is a table in the cache of `datasets`; tars that changed are
+indexed again.
 """
 
-import dataclasses
-import hashlib
 import itertools
 import json
 import os
 import re
 import tarfile
-from pathlib import Path
-from typing import NamedTuple
 
-from contrastive.core.processes import UserError, first_line, opening, rank, world_size
-from contrastive.data.annotations import TEXT_OF_LIST, parse_list
-from contrastive.data.batches import TRIES, crop_views, frame_draws
+from contrastive.core.processes import UserError, first_line, opening
+from contrastive.core.words import shortened
 from contrastive.data.clips import clip_options
-from contrastive.data.folders import (
-    notes_on_others, notes_on_tables, refuse_without_split, sort_files, split_of_name,
-    splits_of_card, splits_of_paths)
-from contrastive.data.hub import generating, pick_column, require_column
+from contrastive.data.folders import check_name
+from contrastive.data.hub import TEXT_OF_CONTAINER, find_column, generating
 from contrastive.data.options import DataOptions
-from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES, decode
-from contrastive.data.table import Data, TrainingSet, join_notes, with_note
-from contrastive.data.views import key_hash
+from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
+from contrastive.data.table import Data, join_notes
 
 import numpy as np
-import torch
 
-TEXT_TYPES = ("txt", "caption", "text", "cls")  # files that are read while the index is built
-INDEX_VERSION = 7  # the cache compares arguments, not code: changed rows need a new number
+TEXT_TYPES = ("txt", "cls")  # files that are read while the index is built
+INDEX_VERSION = 9  # the cache compares arguments, not code: changed rows need a new number
 SAMPLE_NAME = re.compile("(.*/)?[^/.]*")  # the path of a file up to the first dot of its name
-SAMPLES_PER_SHARD = 5000  # a guess, if the number of samples is not known
-MAX_CAPTIONS = 20_000  # that are read from the beginning of a stream
 
 
-# ---- a folder of tars ----
-def open_tars(name, path, options):
-    """{split: Data} of a tar or of a folder of tars; with --streaming train is a Stream, and
-    without val and test the last shard is both."""
-    note = ""
-    if path.is_dir():
-        files = sort_files(path)
-        tars = tars_by_split(path, sorted(map(Path, files.tars)))
-        refuse_splits_of_card(path, files.tars)
-        if files.media["Image"] or files.media["Video"]:
-            note = "images and videos beside the tars are not read"
-        note = join_notes(note, *files.notes(), *notes_on_tables(files.tables),
-                          *notes_on_others(files.others))
-    else:
-        tars = tars_by_split(path.parent, [path])
-    if options.streaming:
-        return open_streaming(name, tars, options, note)
-    splits = {}
-    for split, files in tars.items():
-        splits[split] = with_note(index_tars(name, split, files, options), note)
-    return splits
-
-
-def tars_by_split(folder, files):
-    """{split: paths} of the tars of a folder, by the words in their names; those without a word
-    are train, unless others are named so."""
-    names = [str(file.relative_to(folder).with_suffix("")) for file in files]
-    splits = splits_of_paths(names)
-    if "train" in splits.values():
-        refuse_without_split(folder, splits)
-    tars = {}
-    for file, name in zip(files, names):
-        tars.setdefault(splits[name] or "train", []).append(str(file))
-    return tars
-
-
-def refuse_splits_of_card(folder, files):
-    """Raises UserError if README.md names other splits than train, but the tars below a folder have
-    no words for splits: all would be trained on."""
-    other_splits = splits_of_card(folder) - {"train"}
-    names = [str(Path(file).relative_to(folder)) for file in files]
-    if other_splits and not any(split_of_name(name) for name in names):
-        raise UserError(f"{folder}: README.md names {' and '.join(sorted(other_splits))}, but no "
-                        f"tar, nor its folder, is called so, such as {names[0]}: rename them, or "
-                        "move README.md away")
-
-
-def open_streaming(name, tars, options, note):
-    """A Stream for training, and indexed tars for val and test."""
-    train = tars.get("train", [])
-    val = tars.get("val") or tars.get("test")
-    test = tars.get("test") or tars.get("val")
-    if "val" in tars and "test" not in tars:
-        note = join_notes(note, "WARNING: no tar is named test: those of val are test, too")
-    if "test" in tars and "val" not in tars:
-        note = join_notes(note, "WARNING: no tar is named val: those of test are val, too")
-    if not val:
-        val = test = train[-1:]
-        train = train[:-1]
-        note = join_notes(note, "the last shard is held out as val and test")
-    if not train:
-        raise UserError(f"--streaming: {name} has no shard to train on")
-    return {
-        "train": Stream(name, train, options, note=note),
-        "val": index_tars(name, "val", val, options),
-        "test": index_tars(name, "test", test, options)}
+# ---- the splits of tars ----
+def open_tars(name, tars, options):
+    """{split: Data} of {split: paths}."""
+    return {split: index_tars(name, split, tars[split], options) for split in tars}
 
 
 # ---- samples ----
@@ -127,52 +53,40 @@ def sample_name(member):
 
 
 def is_sample_file(member):
-    """Whether a member of a tar is a file, and none that macOS adds (._NAME)."""
-    name = os.path.basename(member.name)
-    return member.isreg() and not name.startswith("._")
+    """Whether a member of a tar is a file whose name does not begin with a dot."""
+    return member.isreg() and not os.path.basename(member.name).startswith(".")
 
 
-def read_samples(file, mode, types=None):
+def read_samples(file, types):
     """Yields (name, {extension: content}) of the samples of a tar.
 
     Args:
         file: an open file.
-        mode: of tarfile, "r:" or, of a file that cannot seek, "r|".
-        types: extensions whose content is read; None = all. Content of others: (offset, size).
+        types: extensions whose content is read. Content of others: (offset, size).
     """
-    with tarfile.open(fileobj=file, mode=mode, tarinfo=StrictTarInfo) as tar:
+    with tarfile.open(fileobj=file, mode="r:", tarinfo=StrictTarInfo) as tar:
         files = filter(is_sample_file, tar)
         for name, members in itertools.groupby(files, sample_name):
             parts = {}
             for member in members:
                 extension = member.name[len(name) + 1:].lower()
-                if types is None or extension in types:
+                if extension in types:
                     parts[extension] = tar.extractfile(member).read()
                 else:
                     parts[extension] = (member.offset_data, member.size)
             yield name.lstrip("/"), parts
 
 
-class Sample(NamedTuple):
-    """What the parts of a sample are."""
-
-    extension: str  # of the image or video
-    captions: list
-    label: int  # -1 = none
-
-
 def parse_sample(parts, options):
-    """The Sample of {extension: content}. Raises ValueError or UserError without an image or a
-    caption."""
-    extension = require_column(
-        "--image-column", options.image_column, parts, (*IMAGE_TYPES, *VIDEO_TYPES))
-    label_part = pick_column("--label-column", options.label_column, parts, ("cls",))
-    caption_types = ("txt", "caption", "text")
-    if label_part is None:
-        caption_part = require_column(
-            "--caption-column", options.caption_column, parts, caption_types)
-    else:
-        caption_part = pick_column("--caption-column", options.caption_column, parts, caption_types)
+    """(extension of the image or video, captions, class) of {extension: content}; the class is -1
+    if there is none. Raises: ValueError or UserError without an image or a caption."""
+    extension = find_column(
+        "--image-column", options.image_column, parts, usual_names=(*IMAGE_TYPES, *VIDEO_TYPES))
+    label_part = find_column(
+        "--label-column", options.label_column, parts, usual_names=("cls",), required=False)
+    caption_part = find_column(
+        "--caption-column", options.caption_column, parts, usual_names=("txt",),
+        required=label_part is None)
 
     label = -1
     if label_part is not None:
@@ -180,38 +94,20 @@ def parse_sample(parts, options):
     if caption_part is None and label < 0:
         raise ValueError(f"the class is {label}, which is none, and there is no caption")
     if caption_part is None:
-        return Sample(extension, [class_caption(label)], label)
+        return extension, [class_caption(label)], label
     text = parts[caption_part].decode("utf-8-sig")
-    if caption_part == "json" or re.match(TEXT_OF_LIST, text):
-        lines = parse_list(text)
-    else:
-        lines = text.split("\n")  # a caption a line; splitlines would also split at U+2028
+    if TEXT_OF_CONTAINER.match(text):
+        raise ValueError(f"{shortened(text)!r} is the text of a list, but needs a caption a line")
+    lines = text.split("\n")  # splitlines would also split at U+2028
     captions = [line.strip() for line in lines if line.strip()]
     if not captions:
         raise ValueError("an empty caption")
-    return Sample(extension, captions, label)
+    return extension, captions, label
 
 
 def class_caption(label):
     """The caption of a sample that has a class alone."""
     return f"class {label}"
-
-
-def read_tar(url):
-    """Yields (name, {extension: bytes}) in the order of a tar. If it cannot be read to its end, or
-    has no samples, the last one is (url, error)."""
-    import fsspec
-
-    num_samples = 0
-    try:
-        with fsspec.open(url, "rb") as file:
-            for sample in read_samples(file, "r|"):
-                num_samples += 1
-                yield sample
-        if num_samples == 0:
-            raise ValueError("no samples")
-    except Exception as error:  # not a tar, or a network error of any kind
-        yield url, error
 
 
 # ---- the index ----
@@ -235,7 +131,9 @@ def index_tars(name, split, tars, options):
     keys = columns["key"][readable]
     table = table.select(readable).remove_columns(["shard", "video", "error"])
     if len(set(keys)) < len(keys):  # every tar counts from 0
-        table = table.remove_columns("key").add_column("key", keys_with_tars(keys, shards, tars))
+        names = [path.removesuffix(".tar") for path in paths_below_one_folder(tars)]
+        keys = [f"{names[shard]}/{key}" for shard, key in zip(shards, keys)]
+        table = table.remove_columns("key").add_column("key", keys)
     has_captions = not are_class_numbers(table[:100])
     if columns["label"][readable].max() < 0:
         table = table.remove_columns("label")
@@ -254,7 +152,7 @@ def read_index(name, tars, options):
 
     files = []
     for tar in tars:
-        files.append([os.path.abspath(tar), os.path.getsize(tar), os.stat(tar).st_mtime_ns])
+        files.append([os.path.abspath(tar), os.stat(tar).st_ctime_ns])
     columns = [options.image_column, options.caption_column, options.label_column]
     text = datasets.Value("string")
     number = datasets.Value("int64")
@@ -272,7 +170,7 @@ def index_rows(files, columns, version):
     """Yields the rows of an index, tar by tar; `error` says why a sample is left out.
 
     Args:
-        files: JSON of [path, size, time] of each tar.
+        files: JSON of [path, time] of each tar.
         columns: JSON of the columns of image, caption and label that the user named, or "".
         version: of the index.
     """
@@ -280,10 +178,11 @@ def index_rows(files, columns, version):
     options = DataOptions(
         image_column=image_column, caption_column=caption_column, label_column=label_column)
     types = {*TEXT_TYPES, caption_column, label_column} - {image_column, ""}
-    for shard, (path, _, _) in enumerate(json.loads(files)):
+    for shard, (path, _) in enumerate(json.loads(files)):
         with opening(f"{path}: not a tar that can be read to its end"), open(path, "rb") as file:
-            samples = list(read_samples(file, "r:", types))
+            samples = list(read_samples(file, types))
         for name, parts in samples:
+            check_name(f"{path}/{name}")
             row = {"key": name, "shard": shard, "captions": [], "label": -1, "video": False,
                    "error": ""}
             try:
@@ -296,12 +195,11 @@ def index_rows(files, columns, version):
             yield row
 
 
-def keys_with_tars(keys, shards, tars):
-    """Names TAR/NAME of samples whose own names are not unique."""
+def paths_below_one_folder(tars):
+    """The paths of tars below the deepest folder that holds them all."""
     paths = [os.path.abspath(tar) for tar in tars]
     folder = os.path.commonpath([os.path.dirname(path) for path in paths])
-    names = [os.path.relpath(path, folder).removesuffix(".tar") for path in paths]
-    return [f"{names[shard]}/{key}" for shard, key in zip(shards, keys)]
+    return [os.path.relpath(path, folder) for path in paths]
 
 
 def are_class_numbers(rows):
@@ -311,140 +209,3 @@ def are_class_numbers(rows):
         if captions != [class_caption(label)]:
             return False
     return True
-
-
-# ---- streams ----
-@dataclasses.dataclass
-class Stream(TrainingSet):
-    """Tars that are read in order.
-
-    Shards are shuffled in each epoch and dealt to the readers, which are the workers of all
-    processes. A reader mixes the samples of a buffer, not yet decoded. A resumed stream passes
-    over the samples before, without decoding them.
-    """
-
-    name: str
-    urls: list  # paths or fsspec addresses (hf://...)
-    options: object  # DataOptions
-    length: int | None = None  # samples of the published set, None = not known
-    buffer: int = 1000
-    note: str = ""
-
-    split = "train"
-    streamed = True
-
-    def __post_init__(self):
-        note = "streaming: batches depend on the number of processes and workers"
-        if not self.length:
-            note += f"; an epoch is taken to be {SAMPLES_PER_SHARD:,} samples per shard"
-        self.note = join_notes(self.note, note)
-        self.examples = self.length or SAMPLES_PER_SHARD * len(self.urls)
-
-    def identity(self):
-        """Number of the shards and a hash of their names."""
-        names = "\n".join(os.path.basename(url) for url in self.urls)
-        digest = hashlib.sha256(names.encode()).hexdigest()
-        return {"shards": len(self.urls), "names": digest[:16]}
-
-    def first_captions(self, limit=None):
-        limit = min(limit or MAX_CAPTIONS, MAX_CAPTIONS)
-        for _, parts in itertools.islice(self.samples(0, 0), limit):
-            try:
-                captions = parse_sample(parts, self.options).captions
-            except Exception:  # a bad sample, which is counted when it is drawn
-                continue
-            yield from captions
-
-    def samples(self, seed, epoch, reader=0, num_readers=1):
-        """Yields (name, {extension: bytes}) of an epoch for one reader; (url, error) of a tar that
-        cannot be read to its end."""
-        order = np.random.default_rng([seed, epoch]).permutation(len(self.urls))
-        for shard in order[reader::num_readers]:
-            yield from read_tar(self.urls[shard])
-
-    def mixed_samples(self, seed, reader, num_readers):
-        """Yields (epoch, name, parts) without end, each drawn at random from a buffer."""
-        rng = np.random.default_rng([seed, reader])
-        buffer = []
-        for epoch in itertools.count():
-            for name, parts in self.samples(seed, epoch, reader, num_readers):
-                buffer.append((epoch, name, parts))
-                if len(buffer) >= self.buffer:
-                    k = int(rng.integers(len(buffer)))
-                    buffer[k], buffer[-1] = buffer[-1], buffer[k]
-                    yield buffer.pop()
-
-    def items(self, augments, seed, first, local):
-        """The items of this process from step `first` on, `local` of them a step."""
-        if len(self.urls) < world_size():
-            raise UserError(f"--streaming: {len(self.urls)} shards are too few for {world_size()} "
-                            "processes")
-        return StreamItems(
-            self, augments, seed, first=first, local=local, process=rank(),
-            num_processes=world_size())
-
-
-class StreamItems(torch.utils.data.IterableDataset):
-    """Items of this process, as batches.Samples has them, from step `first` on.
-
-    A sample that cannot be read has the next readable one in its place, which has its own, too:
-    so a resumed reader only has to count. The loader takes batches of `local` items from its
-    workers in turn, so worker w goes on as reader first + w.
-    """
-
-    def __init__(self, stream, augments, seed, *, first, local, process, num_processes):
-        self.stream = stream
-        self.augments = augments
-        self.seed = seed
-        self.first = first
-        self.local = local
-        self.clip = clip_options(stream.options)
-        self.process = process
-        self.num_processes = num_processes
-
-    def samples(self):
-        """(epoch, name, parts) of this worker from step `first` on."""
-        worker = 0
-        num_workers = 1
-        info = torch.utils.data.get_worker_info()
-        if info is not None:
-            worker = info.id
-            num_workers = info.num_workers
-        turn = (self.first + worker) % num_workers
-        steps = len(range(turn, self.first, num_workers))  # that this reader has done before
-        reader = self.process * num_workers + turn
-        samples = self.stream.mixed_samples(self.seed, reader, self.num_processes * num_workers)
-        return itertools.islice(samples, steps * self.local, None)
-
-    def read(self, epoch, number, parts):
-        """(image or clip, captions) of one sample. Raises whatever its readers raise."""
-        if isinstance(parts, Exception):
-            raise parts
-        sample = parse_sample(parts, self.stream.options)
-        content = parts[sample.extension]
-        if sample.extension in VIDEO_TYPES:
-            draws = frame_draws(self.clip, self.seed, epoch, number)
-            return self.clip(content, draws=draws), sample.captions
-        return decode(content), sample.captions
-
-    def __iter__(self):
-        bad = []
-        for epoch, name, parts in self.samples():
-            number = key_hash(name)
-            item = {"views": None, "captions": None, "keys": name, "index": number, "rows": number,
-                    "epochs": epoch}
-            try:
-                image, captions = self.read(epoch, number, parts)
-            except Exception as error:
-                bad.append((name, first_line(error)))
-                if len(bad) < TRIES:
-                    continue
-                places = len(bad) - 1  # this item, without views, is in the place of one of them
-            else:
-                item["views"] = crop_views(image, self.augments, self.seed, epoch, number)
-                item["captions"] = captions
-                places = len(bad)
-            yield {**item, "bad": bad}
-            for _ in range(places):
-                yield {**item, "bad": []}
-            bad = []

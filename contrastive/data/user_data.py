@@ -1,28 +1,28 @@
-"""The user's own data: what the library `datasets` reads (csv, json(l), parquet, imagefolder,
-videofolder, a hub id), or tars.
+"""The user's own data: a table, a folder or a hub id. Its rows become the examples of Data: those
+of one image, or of one window of a video, are one example with all their captions.
 
-A column `split` divides the rows of one split. Several rows of an image, or of one window of a
-video, become one example with all their captions.
+docs/data.md has the forms that are read. What looks like another form is refused.
 """
 
-import collections
 import dataclasses
+import functools
 import hashlib
-import math
+import itertools
 import os
 import re
 from pathlib import Path
 
-from contrastive.core.processes import UserError, opening
-from contrastive.core.words import counted
-from contrastive.data.annotations import (
-    TEXT_OF_LIST, Videos, parse_list, video_folder, window_key, with_sound, with_subtitle_note)
+from contrastive.core.processes import opening
+from contrastive.core.words import counted, listed, shortened
+from contrastive.data.annotations import Videos, video_folder, window_key, with_sound
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
-    SPLIT_WORDS, find_split_column, holds_tars, media_kind, read_tables, refuse_trainval,
-    settle_eval, split_of_name)
-from contrastive.data.hub import WINDOW, generating, pick_column, require_column
-from contrastive.data.registry import SPLITS, find_data_set
+    SPLIT_WORDS, files_below, is_like_a_split, media_kind, read_folder, sort_by_split, sort_files,
+    split_of_name, train_if_unnamed)
+from contrastive.data.hub import (
+    TEXT_OF_CONTAINER, find_column, generating, has_tars, hub_folder, join_tables, open_repository,
+    read_table)
+from contrastive.data.registry import SPLITS
 from contrastive.data.table import Data, make_table, with_column, with_note
 from contrastive.data.tars import open_tars
 
@@ -30,397 +30,252 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "image_path", "path")
-FILE_COLUMNS = ("filepath", "filename", "file", "url")  # of images, if there is no other column
-VIDEO_COLUMNS = ("video", "video_path", "video_id", "clip_id")  # a path, a file name or its stem
-CAPTION_COLUMNS = ("caption", "captions", "text", "txt", "sentence", "sentences", "title",
-                   "description")
-LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
-NO_CLASS = ("", "-1", "nan")  # how tables write an unknown class, in lower case
-WHOLE_NUMBER = re.compile(r"(-?\d+)\.0")  # 3.0, as pandas writes class 3 beside an unknown class
-OPEN_SIDES = {"start": -math.inf, "end": math.inf}  # seconds that cut nothing off a video
-SAMPLE_KEY = "__key__"  # column of the names of samples, where `datasets` reads tars of the hub
+NO_CLASS = ("", "-1")  # how tables write an unknown class
+NUMBER_OF_PANDAS = re.compile(r"-?\d+\.0|[Nn]a[Nn]")  # where an int column has empty cells
+SECONDS = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+MANY_SPLITS = 10  # a column with more words does not divide the rows into splits
 HASHED_AT_ONCE = 100  # images of a table that are in memory while they are hashed
 
 
 def open_user_data(name, options):
-    """{split: Data} of a file, a folder or a hub id, with the splits that it has."""
-    path = Path(name).expanduser()
-    if holds_tars(path):
-        return open_tars(name, path, options)
-    root = path.parent
-    if options.data_dir:
-        root = options.data_dir
-    elif path.is_dir():
-        root = path
-    source = name
-    if path.exists():
-        source = path
+    """{split: Data} of a table, tars, a folder or a hub id, with the splits that it has."""
     with opening(f"--dataset {name}"):
-        tables = read_tables(source, options.revision or None)
-        return data_of_tables(name, tables, options, Path(root).expanduser())
+        tables, tars, not_read = read_source(name, options.revision or None)
+        if tars:
+            splits = open_tars(name, tars, options)
+        else:
+            splits = data_of_tables(name, tables, options, options.data_dir or folder_of(name))
+    if not_read:
+        note = f"{counted(len(not_read), 'files')} not read, first {not_read[0]}"
+        splits = {split: with_note(data, note) for split, data in splits.items()}
+    return splits
 
 
-# ---- from tables to Data ----
+def folder_of(name):
+    """The folder where the paths of a table or folder begin; "" of a hub id."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path.parent
+    if path.is_dir():
+        return path
+    return ""
+
+
+def read_source(name, revision=None):
+    """({split: table}, {split: tars}, what is not read) of a path or a hub id: tables or tars."""
+    path = Path(name).expanduser()
+    if path.suffix == ".tar":
+        return {}, {"train": [str(path)]}, []
+    if path.is_file():
+        return {"train": read_table(path)}, {}, []
+    if not path.is_dir():
+        return read_hub(name, revision)
+    folder = os.path.abspath(path)
+    files = sort_files(folder)
+    if files["tar"]:
+        tars = train_if_unnamed(sort_by_split(folder, files["tar"]))
+        return {}, tars, files["metadata"] + files["table"] + files["other"]
+    tables, not_read = read_folder(folder, files)
+    return tables, {}, not_read
+
+
+def read_hub(name, revision):
+    """As read_source, of a hub id; its splits with other names are not read."""
+    builder = open_repository(name, revision)
+    if has_tars(builder):
+        folder = hub_folder(name, ["*.tar"], revision)
+        tars = [file for file in files_below(folder) if file.endswith(".tar")]
+        return {}, train_if_unnamed(sort_by_split(folder, sorted(tars))), []
+    with generating():
+        builder.download_and_prepare()
+    tables = {}
+    not_read = []
+    for word, table in builder.as_dataset().items():
+        split = SPLIT_WORDS.get(word.lower())
+        if split is None:
+            not_read.append(f"the split {word}")
+        else:
+            tables[split] = table
+    if not tables:
+        raise ValueError(f"it has no split train, validation or test, but {', '.join(not_read)}")
+    return tables, {}, not_read
+
+
+# ---- the rows of a table ----
 @dataclasses.dataclass
-class UserTable:
-    """All rows of the user's data in one table, and what its columns are."""
+class Rows:
+    """What the rows of the user's tables say, a list each; and the column of files inside them."""
 
-    name: str
-    table: object  # datasets.Dataset, all splits one after the other
-    splits: list  # of each row: train, val, test or a word of the user's own
-    row_numbers: list  # of each row in the table of its split
-    image: str  # column of the image or video
-    caption: str | None  # column; None = class names take the place of captions
-    label: str | None  # column
-    media: str = ""  # "Image" or "Video" if the column is typed so, else ""
-    path: list = ()  # of each row: path or name of the file, "" = none
-    in_table: bool = False  # whether the table holds the bytes of the files
-    from_hub: bool = False  # whether files that `datasets` has found lie in the cache of the hub
-    notes: list = dataclasses.field(default_factory=list)  # what the banner says was left out
-
-    def texts(self, column):
-        """The cells of a column as texts without white space around them, "" = none."""
-        return texts_of(self.cells(column))
-
-    def cells(self, column):
-        """A column of texts, lists of texts or numbers, in arrow. Raises: UserError if it holds
-        something else."""
-        cells = self.table.with_format("arrow")[column][:]
-        kind = cells.type
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        if is_list and is_text(kind.value_type):
-            return cells
-        if pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType):
-            raise UserError(f"--dataset {self.name}: the column {column} holds {kind}, but needs "
-                            "texts or lists of texts; a number among texts is written as a text, "
-                            "\"3\"")
-        return cells
+    names: list  # of the images or videos, "" = none
+    captions: list  # of lists of texts
+    labels: list  # names of classes, None = unknown
+    splits: list = ()
+    numbers: list = dataclasses.field(default_factory=list)  # of each row in the table of its split
+    pictures: object = None  # table of the column source if the files are inside, else None
+    label_names: list = None  # in their order if the table has it
+    has_captions: bool = True  # False if class names take the place of captions
+    is_video: bool = False
+    columns: set = frozenset()  # of images, captions and classes
+    notes: list = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
-class UserExample:
-    """The rows of one split, file and window."""
+class Example:
+    """Rows of one split, file and window."""
 
-    split: str
-    file: str
-    start: float | None
-    end: float | None
     row: int  # the first one
-    captions: list = dataclasses.field(default_factory=list)
-    labels: set = dataclasses.field(default_factory=set)  # names of classes
-
-    @property
-    def label(self):
-        """The name of the class; None if there is none, or several."""
-        if len(self.labels) == 1:
-            return next(iter(self.labels))
-        return None
+    captions: list
+    label: str | None = None
 
 
-def data_of_tables(name, tables, options, root, *, joins_rows=True):
-    """{split: Data} of Tables. If all rows are in one split, the column `split` may divide them.
+def data_of_tables(name, tables, options, root, *, is_published=False):
+    """{split: Data} of {split: table}. The column `split` divides a single table.
 
     Args:
-        root: folder where relative paths begin.
-        joins_rows: whether rows of one picture inside the tables are one example.
+        root: folder where relative paths begin; "" of a hub id, whose files `datasets` finds.
+        is_published: of a set by name, whose rows are examples as they are.
     """
-    user = describe_tables(name, tables, options)
-    is_video = shows_videos(user, options)
-    if not user.in_table:
-        files = find_files(user, options, root, is_video)
-    elif joins_rows:
-        files = identify_pictures(user)
+    table = join_tables(list(tables.values()))
+    rows = read_rows(table, options)
+    rows.splits = splits_of_rows(tables, table, rows.columns)
+    for part in tables.values():
+        rows.numbers += range(len(part))
+    if rows.pictures is None:
+        root = str(root) or shared_folder(rows)
+        files = find_files(rows, options, Path(root).expanduser())
+    elif is_published:
+        files = [str(row) for row in range(len(table))]
     else:
-        files = [str(row) for row in range(len(user.table))]
-    examples = group_examples(user, files, has_windows=is_video)
+        files = identify_pictures(rows)
+    starts = ends = [None] * len(table)
+    if rows.is_video:
+        starts, ends = windows_of_rows(table)
+    examples = group_rows(rows, files, starts, ends)
     if not examples:
-        reasons = "; ".join(user.notes)
-        raise UserError(f"--dataset {name}: no row has an image and a caption, or no file is found"
-                        f" ({reasons})")
-    note_lost_splits(user, examples)
-    note_shared_files(user, examples)
-    note_gifs(user, examples, is_video)
-    if user.in_table:
-        check_no_windows(user, examples)
-        table = table_of_pictures(user, examples)
-    else:
-        table = table_of_files(user, examples, root, is_video)
+        raise ValueError("no row has an image and a caption, or no file is found: "
+                         + "; ".join(rows.notes))
+    if not is_published:
+        examples = without_shared_examples(rows, examples)
+    splits = np.array([split for split, *_ in examples])
+    if not is_published:
+        refuse_empty_splits(rows.splits, splits)
 
     clip = None
-    if is_video:
+    if rows.is_video:
         clip = clip_options(options)
-    data = Data(name, "", table, has_captions=user.caption is not None, clip=clip)
-    if user.caption is None:
-        user.notes.append("no captions: the class names serve as captions")
-    if user.label is not None:
-        data = add_labels(data, user, examples)
-        num_unknown = int((data.labels < 0).sum())
-        if num_unknown:
-            user.notes.append(f"{num_unknown:,} without a class")
-    data = with_note(data, *user.notes)
-    if is_video and options.modalities != "v":
-        data = add_sound_and_subtitles(data, user, examples, options, root)
-
-    splits = np.array([example.split for example in examples])
+    data = Data(name, "", table_of_examples(rows, examples), clip=clip,
+                has_captions=rows.has_captions)
+    if not rows.has_captions:
+        rows.notes.append("no captions: the class names serve as captions")
+    data = with_labels(data, rows, examples)
+    data = with_note(data, *rows.notes)
+    if rows.is_video:
+        first_rows = table.select([example.row for example in examples.values()])
+        data = with_sound_and_subtitles(data, first_rows, options, root)
     result = {}
     for split in np.unique(splits).tolist():
         result[split] = data.select(np.flatnonzero(splits == split), split)
     return result
 
 
-def describe_tables(name, tables, options):
-    """The UserTable of Tables: finds its columns. Raises: UserError naming a column that does not
-    exist."""
+def read_rows(table, options):
+    """The Rows of a table, without their splits."""
     import datasets
 
-    words = settle_eval({word: split_of_name(word) for word in tables.splits})
-    refuse_trainval(words)
-    notes = list(tables.notes)
-    splits = []
-    row_numbers = []
-    for word, part in tables.splits.items():
-        if words[word] is None:
-            notes.append(f"{len(part):,} rows of the split {word} are not read")
-        splits += [words[word] or word] * len(part)
-        row_numbers += range(len(part))
-    table = datasets.concatenate_datasets(list(tables.splits.values()))
     names = table.column_names
-    split_column = find_split_column(names)
-    if len(set(splits)) > 1:
-        if split_column:
-            notes.append(f"the column {split_column} is not read, since files or folders name the "
-                         "splits")
-    elif split_column:
-        splits = read_split_column(name, table, split_column)
+    image = find_column("--image-column", options.image_column, names)
+    label = find_column("--label-column", options.label_column, names,
+                        required=options.by_class)
+    class_names = None
+    if label is not None:
+        class_names = getattr(table.features[label], "names", None)
+    caption = find_column("--caption-column", options.caption_column, names,
+                          required=not options.by_class and class_names is None)
+
+    kind = kind_of_cells(table.features[image])
+    rows = Rows([], [], [], label_names=class_names, has_captions=caption is not None,
+                columns={image, caption, label})
+    if kind is None:
+        rows.names = texts_of(table, image)
     else:
-        refuse_split_words(name, table)
-
-    media = find_media_columns(table, options)
-    image = require_column("--image-column", options.image_column, names,
-                           (*media, *IMAGE_COLUMNS, *VIDEO_COLUMNS, *FILE_COLUMNS))
-    label = pick_column("--label-column", options.label_column, names, LABEL_COLUMNS)
-    if options.by_class and label is None:
-        raise UserError(f"--dataset {name}: needs classes: a folder per class, or a column label; "
-                        f"there are: {', '.join(names)}")
-    has_class_names = label is not None and hasattr(table.features[label], "names")
-    if options.by_class or has_class_names:
-        caption = pick_column("--caption-column", options.caption_column, names, CAPTION_COLUMNS)
+        pictures = table.select_columns(image).rename_column(image, "source")
+        pictures = pictures.cast_column("source", getattr(datasets, kind)(decode=False))
+        cells = pictures.with_format("arrow")["source"][:]
+        rows.names = trimmed_texts(pc.struct_field(cells, "path"))
+        if pc.struct_field(cells, "bytes").null_count < len(table):
+            rows.pictures = pictures
+    first = next(filter(None, rows.names), "")
+    rows.is_video = (image == "video" or kind == "Video" or media_kind(first) == "video"
+                     or bool(options.feature_dir))
+    if rows.is_video and rows.pictures is not None:
+        raise ValueError(f"the column {image} holds videos: write them to files, and their paths "
+                         "into the column")
+    rows.labels = [None] * len(table)
+    if label is not None:
+        rows.labels = labels_of_rows(table, label)
+    if caption is None:
+        rows.captions = [[(name or "").replace("_", " ")] for name in rows.labels]
     else:
-        caption = require_column("--caption-column", options.caption_column, names, CAPTION_COLUMNS)
-
-    user = UserTable(name, table, splits, row_numbers, image, caption, label, notes=notes,
-                     from_hub=tables.from_hub)
-    if image in media:
-        user.media = media[image]
-        undecoded = getattr(datasets, user.media)(decode=False)  # bytes, or paths of a folder
-        user.table = table.cast_column(image, undecoded)
-        cells = user.table.with_format("arrow")[image][:]
-        user.path = texts_of(pc.struct_field(cells, "path"))
-        user.in_table = pc.struct_field(cells, "bytes").null_count < len(table)
-        first = next(filter(None, user.path), "")
-        if "::" in first and not user.in_table:  # as the library datasets writes it
-            raise UserError(f"--dataset {name}: {first} is inside an archive; unpack it")
-    else:
-        user.path = user.texts(image)
-    return user
+        rows.captions = captions_of_rows(table, caption)
+    return rows
 
 
-def find_media_columns(table, options):
-    """{column: Image or Video} of the columns that `datasets` marks so, and of the one in use if
-    it has bytes, or bytes and path, without this mark."""
-    media = {}
-    for column, feature in table.features.items():
-        if type(feature).__name__ in ("Image", "Video"):
-            media[column] = type(feature).__name__
-    column = options.image_column
-    if not column and not media:
-        column = pick_column("--image-column", "", table.column_names,
-                             (*IMAGE_COLUMNS, *VIDEO_COLUMNS))
-    if column not in table.column_names or column in media:
-        return media
-    feature = table.features[column]
+def kind_of_cells(feature):
+    """Image or Video if the cells of a column are files, as `datasets` or others write them, None
+    if they are texts."""
+    kind = type(feature).__name__
+    if kind in ("Image", "Video"):
+        return kind
     holds_bytes = getattr(feature, "dtype", "") in ("binary", "large_binary")
-    if holds_bytes or (isinstance(feature, dict) and {"bytes", "path"} & set(feature)):
-        media[column] = "Image"
-        if column in VIDEO_COLUMNS:
-            media[column] = "Video"
-    return media
+    if holds_bytes or (isinstance(feature, dict) and "bytes" in feature):
+        return "Image"
+    return None
 
 
-def refuse_split_words(name, table):
-    """Raises UserError if a column that is not called split holds words for several splits, and
-    nothing else: rows of test would be trained on."""
-    for column, feature in table.features.items():
-        if getattr(feature, "dtype", "") not in ("string", "large_string"):
-            continue
-        cells = table.select_columns(column)
-        first_words = lower_words(cells[:100][column])
-        if not first_words <= set(SPLIT_WORDS):
-            continue
-        words = lower_words(cells[column][:])
-        if words <= set(SPLIT_WORDS) and len({SPLIT_WORDS[word] for word in words}) > 1:
-            raise UserError(f"--dataset {name}: the column {column} holds "
-                            f"{', '.join(sorted(words))}; call it split if it divides the rows, "
-                            "else drop it")
+def texts_of(table, column):
+    """The cells of a column of texts or numbers as texts, "" = none."""
+    cells = table.with_format("arrow")[column][:]
+    if pa.types.is_nested(cells.type) or isinstance(cells.type, pa.BaseExtensionType):
+        raise ValueError(f"the column {column} holds {cells.type}, but needs texts or numbers")
+    return trimmed_texts(cells)
 
 
-def lower_words(cells):
-    """The different texts of cells that are not empty, in lower case."""
-    return {cell.lower() for cell in cells if cell}
+def trimmed_texts(cells):
+    """The cells of an arrow column as texts without white space around them, "" = none."""
+    return pc.utf8_trim_whitespace(cells.cast(pa.string())).fill_null("").to_pylist()
 
 
-def read_split_column(name, table, column):
-    """The split of each row by a column. Raises: UserError naming an unknown word, or trainval
-    beside val."""
-    words = [str(word) for word in table[column][:]]
-    splits = settle_eval({word: split_of_name(word) for word in set(words)})
-    refuse_trainval(splits)
-    unknown = sorted(word for word, split in splits.items() if split is None)
-    if unknown:
-        raise UserError(f"--dataset {name}: '{unknown[0]}' in the column {column} is none of "
-                        + ", ".join(SPLIT_WORDS))
-    return [splits[word] for word in words]
+def captions_of_rows(table, column):
+    """The captions of each row, a list of texts. Raises: ValueError for numbers, and for the text
+    of a list."""
+    kind = table.features[column]
+    is_list = type(kind).__name__ in ("List", "LargeList")
+    if is_list:
+        kind = kind.feature
+    if getattr(kind, "dtype", "") not in ("string", "large_string", "null"):
+        raise ValueError(f"the column {column} holds {kind}, but captions are texts or lists of "
+                         "texts")
+    if is_list:
+        lists = table[column][:]
+        return [[(text or "").strip() for text in texts or ()] for texts in lists]
+    texts = texts_of(table, column)
+    for text in texts:
+        if TEXT_OF_CONTAINER.match(text):
+            raise ValueError(f"the column {column} holds the text of a list, {shortened(text)!r}: "
+                             "a jsonl or parquet file has lists of captions, a csv one caption a "
+                             "row")
+    return [[text] for text in texts]
 
 
-def add_labels(data, user, examples):
-    """The data with a column label of class numbers, -1 = unknown."""
-    import datasets
-
-    names = getattr(user.table.features[user.label], "names", None)
-    if names is None:
-        names = sorted({example.label for example in examples} - {None})
-    numbers = {name: number for number, name in enumerate(names)}
-    labels = [numbers.get(example.label, -1) for example in examples]
-    return with_column(data, "label", labels, datasets.ClassLabel(names=names))
-
-
-# ---- rows to examples ----
-def group_examples(user, files, *, has_windows=True):
-    """Joins the rows of one split, file and window to one example with all their captions, and
-    notes how many rows are left out.
-
-    Args:
-        files: of each row, a text that rows of one image or video share; "" = the row names none,
-            None = it is not there.
-        has_windows: whether the columns start and end are windows, which images have not.
-    Returns: UserExamples, in the order of their first rows.
-    """
-    labels = labels_of_rows(user)
-    captions = captions_of_rows(user, labels)
-    starts = ends = [None] * len(user.table)
-    if has_windows:
-        starts, ends = [seconds_of_rows(user, column) for column in WINDOW]
-    examples = {}  # {(split, file, start, end): UserExample}
-    rows_left_out = []
-    rows_with_breaks = []  # a row for each caption with a line break
-    for row, file in enumerate(files):
-        if file is None:
-            continue
-        texts = list(filter(None, captions[row]))
-        if not file or not texts:
-            rows_left_out.append(row)
-            continue
-        example_key = (user.splits[row], file, starts[row], ends[row])
-        if example_key not in examples:
-            examples[example_key] = UserExample(*example_key, row)
-        example = examples[example_key]
-        if labels[row] is not None:
-            example.labels.add(labels[row])
-        for text in texts:
-            if text not in example.captions:
-                example.captions.append(text)
-            if "\n" in text or "\r" in text:
-                rows_with_breaks.append(row)
-    if rows_left_out:
-        rows = counted(len(rows_left_out), "rows")
-        row = rows_left_out[0]
-        first = user.path[row] or next(filter(None, captions[row]), "an empty row")
-        user.notes.append(f"{rows} without an image or a caption left out, the first: {first}")
-    if rows_with_breaks:
-        first = user.path[rows_with_breaks[0]]
-        user.notes.append(f"{len(rows_with_breaks):,} captions have line breaks, first of {first} "
-                          "(in a csv, a stray quotation mark swallows the rows behind it)")
-    return list(examples.values())
-
-
-def note_lost_splits(user, examples):
-    """Notes which of the splits train, val and test have rows, but no example. A part of train
-    would take their place; of a data set by name none does."""
-    if find_data_set(user.name) is not None:
-        return
-    remaining = {example.split for example in examples}
-    for split in SPLITS:
-        if split in user.splits and split not in remaining:
-            user.notes.append(f"WARNING: all {user.splits.count(split):,} rows of the split {split}"
-                              " are left out")
-
-
-def note_shared_files(user, examples):
-    """Notes how many files have examples in several of the splits train, val and test."""
-    splits_of_file = {}  # {file: splits}
-    rows_of_files = {}  # {file: its first row}
-    for example in examples:
-        if example.split in SPLITS:
-            splits_of_file.setdefault(example.file, set()).add(example.split)
-            rows_of_files.setdefault(example.file, example.row)
-    shared = [file for file, splits in splits_of_file.items() if len(splits) > 1]
-    if shared:
-        row = rows_of_files[shared[0]]
-        first = user.path[row] or f"row {user.row_numbers[row]}"
-        user.notes.append(f"WARNING: {counted(len(shared), 'files')} with rows in several splits, "
-                          f"first {first}")
-
-
-def note_gifs(user, examples, is_video):
-    """Notes how many gif files are read as images, their first picture alone."""
-    if is_video:
-        return
-    names = [user.path[example.row] for example in examples]
-    num_gifs = sum(name.lower().endswith(".gif") for name in names)
-    if num_gifs:
-        user.notes.append(f"{counted(num_gifs, 'gif files')} read as still images; a column video "
-                          "reads their frames")
-
-
-def seconds_of_rows(user, column):
-    """The start or end of each row; None is an open side, as are an infinite end and nan, which is
-    noted. Raises: ValueError naming a text that is no number."""
-    if column not in user.table.column_names:
-        return [None] * len(user.table)
-    seconds = []
-    num_nan = 0
-    for text in user.texts(column):
-        second = None
-        if text:
-            second = float(text)
-            if math.isnan(second):
-                num_nan += 1
-            if math.isnan(second) or second == OPEN_SIDES[column]:
-                second = None
-        seconds.append(second)
-    if num_nan:
-        user.notes.append(f"{num_nan:,} rows have nan in the column {column}, which counts as "
-                          f"empty: the video's own {column}")
-    return seconds
-
-
-def labels_of_rows(user):
+def labels_of_rows(table, column):
     """The name of the class of each row, None where there is none."""
-    if user.label is None:
-        return [None] * len(user.table)
-    return class_names_of_rows(user, user.label)
-
-
-def class_names_of_rows(user, column):
-    """The cells of a column of classes as names, None where there is none."""
-    names = getattr(user.table.features[column], "names", None)
+    names = getattr(table.features[column], "names", None)
     labels = []
-    for word in user.texts(column):
-        number = WHOLE_NUMBER.fullmatch(word)
-        if number:
-            word = number[1]
-        if word.lower() in NO_CLASS:
+    for word in texts_of(table, column):
+        if NUMBER_OF_PANDAS.fullmatch(word):
+            raise ValueError(f"{listed([word])} in the column {column}, as pandas writes whole "
+                             "numbers beside empty cells: write names or whole numbers, or nothing")
+        if word in NO_CLASS:
             labels.append(None)
         elif names is None:
             labels.append(word)
@@ -429,67 +284,231 @@ def class_names_of_rows(user, column):
     return labels
 
 
-def captions_of_rows(user, labels):
-    """The captions of each row, a list of texts; without captions the name of the class. Raises:
-    UserError if some cells are the text of a list, and others are not."""
-    if user.caption is None:
-        return [[caption_of_class(label)] for label in labels]
-    if hasattr(user.table.features[user.caption], "names"):
-        return [[caption_of_class(name)] for name in class_names_of_rows(user, user.caption)]
-    column = user.cells(user.caption)
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        lists = column.to_pylist()
-        return [[str(text or "").strip() for text in texts or ()] for texts in lists]
-    texts = texts_of(column)
-    if not any(re.match(TEXT_OF_LIST, text) for text in texts):
-        if SAMPLE_KEY in user.table.column_names:  # of tars, a caption a line
-            return [[line.strip() for line in text.split("\n")] for text in texts]
-        return [[text] for text in texts]
-    with opening(f"--dataset {user.name}: some cells of {user.caption} are the text of a list"):
-        return [[text.strip() for text in parse_list(cell)] for cell in texts]
+# ---- splits ----
+def splits_of_rows(tables, table, columns):
+    """The split of each row of {split: table}, one after the other: that of its table or, of a
+    single table, that of the column `split`.
 
-
-def caption_of_class(name):
-    """A caption from the name of a class, "" from None."""
-    return (name or "").replace("_", " ")
-
-
-def is_text(kind):
-    """Whether an arrow type is that of texts, or of cells that are all empty."""
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)
-
-
-def texts_of(column):
-    """The cells of an arrow column as texts without white space around them, "" = none."""
-    return pc.utf8_trim_whitespace(column.cast(pa.string())).fill_null("").to_pylist()
-
-
-# ---- files inside the table ----
-def identify_pictures(user):
-    """What the rows of one image or video in the table share: its path if no other row has this
-    path, else a hash of its bytes; "" where there are no bytes.
-
-    The hashes stay in the cache of `datasets`.
+    Args:
+        columns: of images, captions and classes, which may hold any word.
+    Raises: ValueError if the column names no split, or another one than the tables; and if another
+        column of a single table holds words for splits alone.
     """
-    names = [name and os.path.normpath(name) for name in user.path]
-    count = collections.Counter(names)
-    rows = [row for row, name in enumerate(names) if not name or count[name] > 1]
-    if not rows:
-        return names
-    cells = user.table.select_columns(user.image).select(rows).with_format("arrow")
+    splits = []
+    for split, part in tables.items():
+        splits += itertools.repeat(split, len(part))
+    if "split" in table.column_names:
+        words = texts_of(table, "split")
+        split_of_word = {word: split_of_name(word) for word in set(words)}
+        if None in split_of_word.values():
+            word = next(word for word in words if split_of_word[word] is None)
+            raise ValueError(f"{listed([word])} in the column split is none of "
+                             + ", ".join(SPLIT_WORDS))
+        cells = [split_of_word[word] for word in words]
+        if len(tables) > 1 and cells != splits:
+            raise ValueError("the column split names other splits than the files, or folders, that "
+                             "are called train, val or test: drop the column or rename these")
+        return cells
+    if len(tables) == 1:
+        for column in set(table.column_names) - columns:
+            refuse_split_words(table, column)
+    return splits
+
+
+def refuse_split_words(table, column):
+    """Raises ValueError if a column of another name seems to divide the rows into splits: rows of
+    test would be trained on."""
+    if getattr(table.features[column], "dtype", "") not in ("string", "large_string"):
+        return
+    words = pc.unique(table.with_format("arrow")[column][:]).to_pylist()
+    words = sorted({word.strip() for word in words if word and word.strip()})
+    num_split_words = sum(is_like_a_split(word) for word in words)
+    divides = len(words) <= MANY_SPLITS and num_split_words > 1
+    if divides or column.strip().lower() == "split":
+        raise ValueError(f"the column {column} holds {listed(words)}; call it split if it divides "
+                         "the rows, with the words train, val and test, else drop it")
+
+
+def refuse_empty_splits(splits_of_rows, splits_of_examples):
+    """Raises ValueError if a split has rows, but no example: a part of train would take its
+    place."""
+    for split in sorted(set(splits_of_rows) - set(splits_of_examples)):
+        raise ValueError(f"no row of the split {split} has an image and a caption, or no file is "
+                         "found; a part of train would take its place: drop its rows if it may")
+
+
+def without_shared_examples(rows, examples):
+    """The examples without those that are in another split, too, and come later there: of train,
+    those of val and test, and of val those of test. Notes how many these are, and how many videos
+    have other windows in several splits."""
+    splits_of_file = {}  # {file: names of splits}
+    last_split = {}  # {(file, start, end): the split in which the example stays}
+    files = {}  # {file as it is written: file behind links}
+    for split, file, start, end in examples:
+        files[file] = file
+        if rows.pictures is None:
+            files[file] = real_path(file)
+        splits_of_file.setdefault(files[file], set()).add(split)
+        place = (files[file], start, end)
+        last_split[place] = max(last_split.get(place, split), split, key=SPLITS.index)
+    result = {}
+    removed = []
+    for (split, file, start, end), example in examples.items():
+        if last_split[files[file], start, end] == split:
+            result[split, file, start, end] = example
+        else:
+            removed.append(rows.names[example.row] or f"row {rows.numbers[example.row]}")
+    if removed:
+        rows.notes.append(f"WARNING: {counted(len(removed), 'examples')} of train or val left out, "
+                          f"which are in val or test, too, the first: {shortened(removed[0])}")
+    num_shared = sum(len(splits) > 1 for splits in splits_of_file.values())
+    if rows.is_video and num_shared:
+        rows.notes.append(f"WARNING: {counted(num_shared, 'videos')} with windows in several "
+                          "splits")
+    return result
+
+
+def real_path(file):
+    """The path of a file behind links."""
+    folder, name = os.path.split(file)
+    path = os.path.join(real_folder(folder), name)
+    if os.path.islink(path):
+        return os.path.realpath(path)
+    return path
+
+
+@functools.lru_cache(maxsize=10_000)
+def real_folder(folder):
+    """The path of a folder behind links."""
+    return os.path.realpath(folder)
+
+
+# ---- rows to examples ----
+def windows_of_rows(table):
+    """(starts, ends) of the rows in seconds, None = the video's own."""
+    windows = []
+    for column in ("start", "end"):
+        seconds = [None] * len(table)
+        if column in table.column_names:
+            seconds = [seconds_of(text, column) for text in texts_of(table, column)]
+        windows.append(seconds)
+    return windows
+
+
+def seconds_of(text, column):
+    """The number of a text, None of an empty one. Raises: ValueError for what is none, also inf and
+    nan."""
+    if not text:
+        return None
+    if not SECONDS.fullmatch(text):
+        raise ValueError(f"{listed([text])} in the column {column} is no number of seconds; an "
+                         f"empty cell is the video's own {column}")
+    return float(text)
+
+
+def group_rows(rows, files, starts, ends):
+    """Joins the rows of one split, file and window, and notes how many are left out.
+
+    Args:
+        files: of each row, a text that rows of one image or video share; "" = the row names none,
+            None = it is not there.
+    Returns: {(split, file, start, end): Example}, in the order of their first rows.
+    """
+    examples = {}
+    rows_left_out = []
+    names_of_files = {}
+    for row, file in enumerate(files):
+        captions = list(filter(None, rows.captions[row]))
+        if file is None:
+            continue
+        if not file or not captions:
+            rows_left_out.append(row)
+            continue
+        name = names_of_files.setdefault(file, rows.names[row])
+        if name != rows.names[row] and rows.pictures is None:
+            raise ValueError(f"{listed([name, rows.names[row]])} are one file: call it by one name")
+        key = (rows.splits[row], file, starts[row], ends[row])
+        example = examples.setdefault(key, Example(row, []))
+        example.captions += [text for text in captions if text not in example.captions]
+        label = rows.labels[row]
+        if example.label not in (None, label) and label is not None:
+            raise ValueError(f"{shortened(name)} has the labels {listed([example.label, label])}, "
+                             "but may have one")
+        example.label = example.label or label
+    if rows_left_out:
+        row = rows_left_out[0]
+        first = rows.names[row] or next(filter(None, rows.captions[row]), "an empty row")
+        rows.notes.append(f"{counted(len(rows_left_out), 'rows')} without an image or a caption "
+                          f"left out, the first: {shortened(first)}")
+    return examples
+
+
+def with_labels(data, rows, examples):
+    """The data with a column label of class numbers, -1 = unknown, if any row has a class."""
+    import datasets
+
+    labels = [example.label for example in examples.values()]
+    names = rows.label_names or sorted(set(labels) - {None})
+    if not names:
+        return data
+    numbers = {name: number for number, name in enumerate(names)}
+    data = with_column(data, "label", [numbers.get(label, -1) for label in labels],
+                       datasets.ClassLabel(names=names))
+    if None in labels:
+        data = with_note(data, f"{labels.count(None):,} without a class")
+    return data
+
+
+# ---- files ----
+def shared_folder(rows):
+    """The folder below which all files are that `datasets` has found in the cache of the hub, from
+    which on the rows then name them: paths in the cache depend on HF_HOME and on the commit."""
+    folders = {os.path.dirname(name) for name in rows.names if name}
+    if not all(map(os.path.isabs, folders)):
+        raise ValueError("its table only names files; --data-dir is the folder where these are")
+    folder = os.path.commonpath(folders)
+    rows.names = [name and os.path.relpath(name, folder) for name in rows.names]
+    return folder
+
+
+def find_files(rows, options, root):
+    """The path of the file of each row; "" where there is none, None where a video is not there,
+    which is noted."""
+    if not rows.is_video:
+        return [name and os.path.normpath(os.path.join(root, name)) for name in rows.names]
+    videos = Videos(video_folder(options, root))
+    files = {"": ""}
+    missing = []
+    for name in dict.fromkeys(filter(None, rows.names)):
+        files[name] = videos[name]
+        if files[name] is None:
+            missing.append(name)
+        else:
+            files[name] = os.path.normpath(files[name])
+    if missing:
+        rows.notes.append(f"{counted(len(missing), 'videos')} not there, first "
+                          + shortened(missing[0]))
+    return [files[name] for name in rows.names]
+
+
+def identify_pictures(rows):
+    """What the rows of one image or video in the table share: its path if each row has another one,
+    else a hash of its bytes; "" where there are no bytes. The hashes stay in the cache of
+    `datasets`."""
+    paths = {os.path.normpath(name) for name in rows.names if name}
+    if len(paths) == len(rows.names):
+        return rows.names
     with generating():
-        hashes = cells.map(
-            hash_cells, batched=True, batch_size=HASHED_AT_ONCE, remove_columns=user.image,
-            fn_kwargs={"column": user.image}, desc="hashing images")
-    for row, digest in zip(rows, hashes.with_format(None)["hash"][:]):
-        names[row] = digest
-    return names
+        hashes = rows.pictures.with_format("arrow").map(
+            hash_cells, batched=True, batch_size=HASHED_AT_ONCE, remove_columns="source",
+            desc="hashing images")
+    return hashes.with_format(None)["hash"][:]
 
 
-def hash_cells(cells, column):
+def hash_cells(cells):
     """An arrow table of hash, that of the bytes of each image; "" without bytes."""
     hashes = []
-    for cell in cells[column].to_pylist():
+    for cell in cells["source"].to_pylist():
         digest = ""
         if cell is not None and cell["bytes"]:
             digest = hashlib.sha256(cell["bytes"]).hexdigest()
@@ -497,153 +516,54 @@ def hash_cells(cells, column):
     return pa.table({"hash": pa.array(hashes, pa.string())})
 
 
-def check_no_windows(user, examples):
-    """Raises UserError if files inside the table have windows, which would not be cut."""
-    for column in WINDOW:
-        if any(getattr(example, column) is not None for example in examples):
-            raise UserError(f"--dataset {user.name}: the column {column} cuts files on the disk, "
-                            "not videos inside a table; write them to files, or drop the column")
-
-
-def table_of_pictures(user, examples):
-    """The table of examples whose files are in the user's table. A key is the name of the file, or
-    its row number if the names are not unique."""
+def table_of_examples(rows, examples):
+    """The table of Data. A key is the name of the file as the user wrote it, with the window of a
+    video; of files in a table the row number in its split, if the names are not unique."""
     import datasets
 
-    rows = [example.row for example in examples]
-    all_names = user.path
-    if SAMPLE_KEY in user.table.column_names:
-        all_names = user.table[SAMPLE_KEY][:]
-    names = [all_names[row] for row in rows]
-    num_unique = len({(example.split, name) for example, name in zip(examples, names)})
-    if "" in names or num_unique < len(names):  # "image.png" in every row is no name
-        names = [str(user.row_numbers[row]) for row in rows]
-    sources = user.table.select(rows).select_columns(user.image)
-    captions = [example.captions for example in examples]
-    others = datasets.Dataset.from_dict({"captions": captions, "key": names})
-    sources = sources.rename_column(user.image, "source")
-    return datasets.concatenate_datasets([sources, others], axis=1)
-
-
-# ---- files on the disk ----
-def shows_videos(user, options):
-    """Whether the files of the user's table are videos, or features of videos."""
-    is_named_so = user.media == "Video" or user.image in VIDEO_COLUMNS
-    if is_named_so or options.feature_dir:
-        return True
-    first = next(filter(None, user.path), "")
-    return media_kind(first) == "Video"
-
-
-def find_files(user, options, root, is_video):
-    """The path of the file of each row; "" where there is none, None where it is not there, which
-    is noted."""
-    videos = None
-    if is_video and not user.media:  # these may be names without a folder or a suffix
-        videos = Videos(video_folder(options, root))
-    files = {"": ""}  # {path or name in the table: file}
-    for path in user.path:
-        if path in files:
-            continue
-        if videos is None:
-            file = os.path.join(root, path)
-        else:
-            file = videos[path]
-        if file is not None:
-            file = os.path.normpath(file)  # a.jpg and ./a.jpg are one
-        files[path] = file
-    missing = [path for path, file in files.items() if file is None]
-    if missing:
-        user.notes.append(f"{len(missing):,} videos are not there, first {missing[0]}")
-    if videos is not None and videos.note():
-        user.notes.append(videos.note())
-    return [files[path] for path in user.path]
-
-
-def shared_folder(examples):
-    """The folder below which the files of all examples are. Keys of files of the hub begin there,
-    since their paths in the cache depend on HF_HOME and on the commit."""
-    return os.path.commonpath([os.path.dirname(example.file) for example in examples])
-
-
-def table_of_files(user, examples, root, is_video):
-    """The table of examples with files of their own. A key is the path as the user wrote it, with
-    the window of a video.
-
-    Where examples of one file have it by several names (a.mp4, ./a.mp4, a), the column `video` has
-    one name for each file, by which splits are held out.
-    """
+    first_rows = [example.row for example in examples.values()]
+    captions = [example.captions for example in examples.values()]
     sources = []
     keys = []
-    names = []
-    names_of_file = {}  # {file: names}
-    if user.media and user.from_hub:
-        root = shared_folder(examples)
-    for example in examples:
-        source = {"path": example.file}
-        name = user.path[example.row]
-        if user.media:  # `datasets` has made it absolute
-            name = os.path.relpath(example.file, root)
-        names.append(name)
-        names_of_file.setdefault(example.file, set()).add(name)
-        key = name
-        if is_video:
-            source.update(start=example.start, end=example.end)
-            key = window_key(name, example.start, example.end)
-        sources.append(source)
-        keys.append(key)
-    columns = {}
-    if len(names_of_file) < len(set(names)):
-        columns["video"] = [longest_name(names_of_file[example.file]) for example in examples]
-    return make_table([example.captions for example in examples], keys, sources, **columns)
+    for row, (_, file, start, end) in zip(first_rows, examples):
+        sources.append({"path": file, "start": start, "end": end})
+        keys.append(window_key(rows.names[row], start, end))
+    if rows.pictures is None:
+        return make_table(captions, keys, sources)
+    splits = [split for split, *_ in examples]
+    if "" in keys or len(set(zip(splits, keys))) < len(keys):
+        keys = [str(rows.numbers[row]) for row in first_rows]
+    others = datasets.Dataset.from_dict({"captions": captions, "key": keys})
+    return datasets.concatenate_datasets([rows.pictures.select(first_rows), others], axis=1)
 
 
-def longest_name(names):
-    """The longest of a file's names, without ./ and the like: the one with its ending.
-
-    It depends neither on the order of the rows nor on the folder in which the files are.
-    """
-    normalized = sorted({os.path.normpath(name) for name in names})
-    return max(normalized, key=len)
-
-
-def add_sound_and_subtitles(data, user, examples, options, root):
-    """The data with the columns sound and subtitle, by the columns `audio` (a file; empty = the
-    video's own sound) and `subtitle` of the first row of each example."""
+def with_sound_and_subtitles(data, table, options, root):
+    """The data of videos with the columns sound and subtitle, by the columns `audio` (a file; empty
+    = the video's own sound) and `subtitle` of a table with a row for each example."""
     import datasets
 
-    rows = [example.row for example in examples]
-    table = user.table.select(rows)
     if "s" in options.modalities and "subtitle" in table.column_names:
-        subtitles = [(text or "").strip() for text in table["subtitle"][:]]
+        subtitles = texts_of(table, "subtitle")
         data = with_column(data, "subtitle", subtitles, datasets.Value("string"))
-        data = with_subtitle_note(data, options)
-    if "a" not in options.modalities or user.in_table:
+    if "a" not in options.modalities:
         return data
-    files = [None] * len(rows)
+    files = [None] * len(table)
     if "audio" in table.column_names:
-        missing = []
-        for k, name in enumerate(table["audio"][:]):
-            path = os.path.join(root, name or "")
-            if name and os.path.isfile(path):
-                files[k] = path
-            elif name:
-                missing.append(name)
-        if missing:
-            data = with_note(data, f"{len(missing):,} files of sound are not there, first "
-                                   f"{missing[0]}")
+        for row, name in enumerate(texts_of(table, "audio")):
+            if name:
+                files[row] = os.path.join(root, name)
     return with_sound(data, files)
 
 
 # ---- further captions ----
 def read_captions(file):
-    """[(path or name, start, end, captions)] of a file of further captions."""
-    table = read_tables(Path(file).expanduser()).splits["train"]
-    names = table.column_names
-    image = require_column("--image-column", "", names, (*VIDEO_COLUMNS, *IMAGE_COLUMNS))
-    caption = require_column("--caption-column", "", names, CAPTION_COLUMNS)
-    num_rows = len(table)
-    user = UserTable(str(file), table, [""] * num_rows, list(range(num_rows)), image, caption, None)
-    user.path = user.texts(image)
-    examples = group_examples(user, user.path)
-    return [(example.file, example.start, example.end, example.captions) for example in examples]
+    """{(name, start, end): captions} of a table of further captions."""
+    table = read_table(Path(file).expanduser())
+    image = find_column("--image-column", "", table.column_names)
+    caption = find_column("--caption-column", "", table.column_names)
+    names = texts_of(table, image)
+    captions = captions_of_rows(table, caption)
+    additions = {}
+    for *window, texts in zip(names, *windows_of_rows(table), captions):
+        additions.setdefault(tuple(window), []).extend(filter(None, texts))
+    return additions

@@ -39,15 +39,13 @@ def open_feature_cache(args, run, tower, tokenizer, transform, draw_texts=None):
         tower, tokenizer, transform: as build_towers returns them.
         draw_texts: function (captions, draws) -> two lists of texts, T and T~ of some examples;
             None = T is a caption, and there is no T~.
-    Raises: UserError for a stream, and for an encoder of whole clips.
+    Raises: UserError for an encoder of whole clips.
     """
     cache = FeatureCache(tokenizer)
     is_frozen = tower.vision.frozen or getattr(tower.text, "frozen", False)
     if not is_frozen or args.feature_cache == "none":
         return cache
     advice = "give --feature-cache none, which computes them in each step"
-    if run.train.streamed:
-        raise UserError(f"--freeze {args.freeze}: the features of a stream are not kept; {advice}")
     root = cache_folder(args.feature_cache)
     if tower.vision.frozen:
         if tower.vision.kind.whole_clips:

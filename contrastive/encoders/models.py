@@ -21,6 +21,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+MAX_ASPECT_RATIO = 20  # of an image that is scaled; of a longer one the centre is cut out first
+
 
 # ============================================ view of evaluation ==================================
 @functools.lru_cache
@@ -69,6 +71,13 @@ class EvalTransform:
         side = [self.short]
         if self.resize == "squash":
             side = [self.size, self.size]
+        else:
+            # scaled first, an image of 30,000 x 1 pixels would take gigabytes
+            longest = MAX_ASPECT_RATIO * min(image.shape[-2:])
+            if max(image.shape[-2:]) > longest:
+                height, width = image.shape[-2:]
+                image = v2.functional.center_crop(
+                    image, [min(height, longest), min(width, longest)])
         resized = v2.functional.resize(image, side, interpolation=interpolation, antialias=True)
         return v2.functional.center_crop(resized, [self.size, self.size])
 

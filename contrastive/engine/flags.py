@@ -468,8 +468,6 @@ class Parser(OneLineErrorParser):
                 help="share of the training examples that get another one's captions, 0..1")
             add("--extra-pairs", nargs="+", default=[], metavar="SET",
                 help="sets whose pairs join training, NAME[=DIR]: howto100m=DIR, mine.csv=DIR")
-            add("--streaming", action=YES_OR_NO, default=False,
-                help="read tars from start to end, without an index of their members")
 
     def add_evaluation_flags(self):
         add = self.add_argument_group("evaluation").add_argument

@@ -27,7 +27,7 @@ def reason_without_questions(data, with_choices):
     Args:
         with_choices: whether the model scores choices.
     """
-    if data.streamed or data.column("question") is None or data.column("answer") is None:
+    if data.column("question") is None or data.column("answer") is None:
         return f"{data.full_name} has no questions"
     if with_choices:
         choices = rows_with_questions(data).column("choices") or [()]

@@ -118,7 +118,7 @@ def reason_against_classes(task, data, train):
     if data.labels is None or not (data.labels >= 0).any():
         return "the set has no classes"
     if task in WITH_TRAINING:
-        if train is None or train.streamed or not have_same_classes(train, data):
+        if train is None or not have_same_classes(train, data):
             return "there are no other training images of the same classes"
     elif not data.label_names:
         return "the classes have no names"
@@ -280,7 +280,7 @@ class Evaluator:
 
     def __init__(self, model, tokenizer, transform, sets, train, *, device, args,
                  method_metrics=None, few_shot=None, tasks=()):
-        if train is not None and not train.streamed:
+        if train is not None:
             # neighbours are clips, not their captions, and those of the set itself
             train = (train.before_extra_pairs or train).folded()
         self.towers = Towers(model, tokenizer, transform)

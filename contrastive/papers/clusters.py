@@ -10,7 +10,7 @@ import functools
 
 from contrastive.core.files import read_json, write_json, write_tensors
 from contrastive.core.metrics import normalize, retrieval_ranks
-from contrastive.core.processes import UserError, on_main, opening, print_main
+from contrastive.core.processes import UserError, on_main, opening
 from contrastive.data.batches import read_batch
 from contrastive.data.views import key_hash
 from contrastive.encoders.base import TwoTower
@@ -25,7 +25,6 @@ import torch
 from safetensors.torch import load_file
 
 CLASSES = ("label", "verb", "noun", "verb-noun")  # columns of the data, or two of them together
-NUM_STREAMED = 20_000  # captions of a stream that are clustered; others get the nearest cluster
 NUM_IN_PICTURE = 1000  # embeddings that are kept for a picture
 
 
@@ -121,8 +120,6 @@ def check_source(train, source):
 
     Raises: UserError.
     """
-    if train.streamed and source not in ("captions", "none"):
-        raise UserError(f"--clusters {source}: a stream has only captions; leave out --streaming")
     if source in CLASSES:
         for column in source.split("-"):
             if train.column(column) is None:
@@ -249,10 +246,8 @@ def example_pictures(examples, train, image_size):
 
     Args: examples: as example_captions returns them; those clusters get 'pictured', the numbers of
         their captions that have a picture.
-    Returns: {jpeg, jpeg_ends} as pack_pictures returns them; {} of a stream, which has no rows.
+    Returns: {jpeg, jpeg_ends} as pack_pictures returns them.
     """
-    if train.streamed:
-        return {}
     transform = EvalTransform(image_size, (0.0,) * 3, (1.0,) * 3)
     rows = []
     for number in sorted({0, len(examples) // 2, len(examples) - 1}):
@@ -277,22 +272,12 @@ def caption_items(args, train, device):
 
 def distinct_captions(train):
     """The distinct captions, the first row of each, and how often each occurs: three lists."""
-    if train.streamed:
-        captions = list(train.first_captions(NUM_STREAMED))
-        print_main(f"clusters: of the first {len(captions):,} captions of the stream; other "
-                   f"captions get "
-                   "the cluster with the nearest centroid")
-        pairs = [(caption, -1) for caption in captions]
-    else:
-        pairs = []
-        for row in range(len(train)):
-            for caption in train.captions(row):
-                pairs.append((caption, row))
     first_row = {}
     count = collections.Counter()
-    for caption, row in pairs:
-        first_row.setdefault(caption, row)
-        count[caption] += 1
+    for row in range(len(train)):
+        for caption in train.captions(row):
+            first_row.setdefault(caption, row)
+            count[caption] += 1
     return list(count), list(first_row.values()), list(count.values())
 
 

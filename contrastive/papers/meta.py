@@ -26,12 +26,12 @@ def meta_data(train, evals, args, task="retrieval"):
         args: dataset, meta_set, meta_size, meta_batch_size.
         task: key of CLASS_COLUMNS.
     Returns: Data of the meta-data, with a note for the banner; and the evaluation sets without it.
-    Raises: UserError if there are too few examples, or the data are a stream.
+    Raises: UserError if there are too few examples.
     """
     source = train
     if args.meta_set == "val":
         source = evals.get(args.dataset, {}).get("val")
-    if source is None or source.streamed:
+    if source is None:
         raise UserError(f"--meta-set {args.meta_set}: {args.dataset} has no such split to take "
                         "rows from")
     # without the rows of --extra-pairs, which come last

@@ -142,17 +142,14 @@ def text_words(train, paraphrases, paraphrase_anchor, recipe):
                      f"--paraphrases FILE); {words}")
         return words
 
-    first_captions = []
-    if not train.streamed:
-        first_captions = list(train.first_captions(BANNER_CAPTIONS))
+    first_captions = list(train.first_captions(BANNER_CAPTIONS))
     num_missing = paraphrases.get(first_captions).count([])
     words = "T is the caption"
     if paraphrase_anchor:
         words += " or a paraphrase"
     words += f", T~ a paraphrase, of {len(paraphrases.hashes):,} captions"
-    if num_missing or train.streamed:
-        words += f", for one without {fallback}"
     if num_missing:
+        words += f", for one without {fallback}"
         words = (f"WARNING: {words}; {num_missing:,} of the first {len(first_captions):,} have "
                  "none")
     return words
