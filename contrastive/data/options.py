@@ -116,15 +116,6 @@ class DataOptions:
                 values[name] = value
         return cls(**values)
 
-    def overridden_by(self, args):
-        """These options, but with every flag of `args` that has a value other than 0 or ""."""
-        changes = {}
-        for field in dataclasses.fields(self):
-            value = getattr(args, field.name, None)
-            if value:
-                changes[field.name] = value
-        return self.replace(**changes)
-
     def replace(self, **changes):
         """These options with other values of some fields."""
         return dataclasses.replace(self, **changes)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contrastive.core.files import flatten, logged_rows, read_json, slug
-from contrastive.core.metrics import normalize, retrieval_ranks
+from contrastive.core.metrics import retrieval_ranks
 from contrastive.core.processes import UserError, opening
 from contrastive.evaluation.saved_pieces import read_pieces
 
@@ -347,17 +347,6 @@ class QueryHits(NamedTuple):
     below: list  # words below each item
 
 
-def cosines(pieces):
-    """The cosines (C, M) of all captions and images of SavedPieces."""
-    return normalize(pieces.text) @ normalize(pieces.image).T
-
-
-def cosines_of_pairs(pieces):
-    """The cosine (C,) of each caption and its own image."""
-    image = normalize(pieces.image[pieces.owner])                          # (C, D)
-    return (normalize(pieces.text) * image).sum(1)
-
-
 def draw_examples(table, path, title, width, words):
     """Draws rows of pictures with words above and below.
 
@@ -430,7 +419,7 @@ def draw_retrieval(pieces, path, mode=""):
     number, bias = "cosine", None
     if mode:
         number, (bias, _) = "adjusted similarity", pieces.biases[mode]
-    sim = cosines(pieces)                                                  # (C, M)
+    sim = pieces.cosines()                                                 # (C, M)
     if bias is not None:
         sim = sim + bias
     title = f"{number} below. Queries from best to worst, at even quantiles of the rank"
