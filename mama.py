@@ -422,13 +422,13 @@ def has_meta_data(args):
 def main(args):
     """One run: data, model, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes join, so that a wrong path fails fast
+    # before the processes start, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     meta = None
     if has_meta_data(args):
         meta, eval_sets = common.meta_data(train, eval_sets, args)
-    args = common.adjust_flags_to_encoder(args)      # a CLIP is the text encoder as well
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
+    args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------
@@ -436,6 +436,7 @@ def main(args):
     common.set_seed(args.seed)
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
+    # None: the temperature is fixed
     limits = args.tau_clamp if args.learnable_tau else None
     temperature = Temperature(args.tau, limits).to(accelerator.device)
     # outside DDP: average_gradients does for these what DDP does for the model

@@ -448,11 +448,11 @@ def check_image_flags(parser, args):
 def main(args):  # noqa: C901, PLR0912
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes join, so that a wrong path fails fast
+    # before the processes start, so that a wrong path fails fast
     splits = common.labelled_splits(args)                                  # {train, val, test, ...}
     train = splits["train"]
     eval_sets = {args.dataset: val_and_test(splits)}
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
     labels = torch.from_numpy(np.asarray(train.labels))                    # (M,)
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
@@ -471,6 +471,7 @@ def main(args):  # noqa: C901, PLR0912
     else:
         head = simclr_head(encoder.vision.width, args.embed_dim, args.head_norm)
     model = SimCLRNet(encoder, head).to(accelerator.device)
+    # None: the temperature is fixed
     limits = args.tau_clamp if args.learnable_tau else None
     # outside DDP: average_gradients does for it what DDP does for the model
     tau_parameter = Temperature(args.tau, limits).to(accelerator.device)   # fixed or learnt

@@ -180,14 +180,14 @@ def check_flags(parser, args):
 def main(args):
     """One run: data, model, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes join, so that a wrong path fails fast
+    # before the processes start, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     questions = answers.question_settings(train, args)                     # of the model
     meta = None
     if mama.has_meta_data(args):
         meta, eval_sets = common.meta_data(train, eval_sets, args, task=args.task)
-    args = common.adjust_flags_to_encoder(args)      # a CLIP is the text encoder as well
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
+    args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------
@@ -196,6 +196,7 @@ def main(args):
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     texts = functools.partial(answers.texts_for_tokenizer, train, 200_000)  # of a new tokenizer
     model, tokenizer, transform = common.build_model(args, train, run, texts, questions)
+    # None: the temperature is fixed
     limits = args.tau_clamp if args.learnable_tau else None
     temperature = Temperature(args.tau, limits).to(accelerator.device)
     # outside DDP: average_gradients does for these what DDP does for the model

@@ -177,9 +177,9 @@ def check_flags(parser, args):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes join, so that a wrong path fails fast
+    # before the processes start, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------

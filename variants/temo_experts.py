@@ -133,10 +133,10 @@ def check_flags(parser, args):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes join, so that a wrong path fails fast
+    # before the processes start, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
-    args = common.adjust_flags_to_encoder(args)      # a CLIP is the text encoder as well
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
+    args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model, experts, optimizer ------------------------
@@ -144,6 +144,7 @@ def main(args):
     common.set_seed(args.seed)
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
+    # None: the temperature is fixed
     limits = args.tau_clamp if args.learnable_tau else None
     # outside DDP: average_gradients does for it what DDP does for the model
     temperature = Temperature(args.tau, limits).to(accelerator.device)
