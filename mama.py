@@ -37,6 +37,7 @@ docs/mama.md: commands for every table, recipes, differences from the paper, res
 import copy
 import functools
 import math
+import random
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -531,6 +532,7 @@ def main(args):
     # ------------------------------------------- save and evaluate --------------------------------
     if args.meta_set == "val":
         save_meta_names(run, meta)                                         # eval.py leaves them out
+    save_training_texts(run, train, "captions")                            # for Figs. 2 and 5
     return run.finish(figures="mama")
 
 
@@ -656,6 +658,23 @@ def save_meta_names(run, meta):
     if rank() == 0:
         keys = {f"{run.args.dataset} val": meta.column("key")}
         common.write_json(run.folder / "meta_data.json", keys)
+
+
+def save_training_texts(run, train, column):
+    """Writes texts of the training set to training_texts.json, from which the frequencies of
+    concepts are read; of more than 200,000 rows so many, drawn by a fixed seed.
+
+    Args: column: 'captions', of which those of a clip are joined; 'question' or 'answer'.
+    """
+    if rank() > 0:
+        return
+    clips = (train.before_extra_pairs or train).folded()
+    texts = list(clips.values_of_column(column))
+    if column == "captions":
+        texts = [" ".join(captions) for captions in texts]
+    if len(texts) > 200_000:
+        texts = random.Random(0).sample(texts, 200_000)
+    common.write_json(run.folder / "training_texts.json", {"texts": texts})
 
 
 # ------------------------------------------------------- banner and log ---------------------------

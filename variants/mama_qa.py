@@ -292,6 +292,8 @@ def main(args):
     # ------------------------------------------- save and evaluate --------------------------------
     if args.meta_set == "val":
         mama.save_meta_names(run, meta)                                    # eval.py leaves them out
+    column = "answer" if args.task == "qa-open" else "question"
+    mama.save_training_texts(run, answers.rows_with_questions(train), column)  # for Figs. 2 and 5
     return run.finish(figures="mama")
 
 
