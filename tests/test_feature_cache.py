@@ -96,7 +96,7 @@ def test_a_frozen_body_does_not_change_and_its_projection_learns(tmp_path, capti
     moments = [name for name in end if name.endswith("/exp_avg")]
     assert len(moments) == 2  # of the two projections
     spec = read_json(tmp_path / "run" / "model.json")
-    assert spec["freeze"] == "both" and spec["projection"] == "linear"
+    assert spec["freeze"] == "both"
 
 
 def test_a_frozen_encoder_stays_in_eval_mode():
@@ -109,26 +109,6 @@ def test_a_frozen_encoder_stays_in_eval_mode():
     before = {name: x.clone() for name, x in model.state_dict().items()}
     model(torch.rand(4, 3, SIDE, SIDE))
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-
-
-def test_a_model_without_these_flags_is_as_before():
-    """model.json of older runs has neither `freeze` nor `projection`."""
-    model, _ = build_model(dict(SPEC), None, False)
-    assert not model.vision.frozen and isinstance(model.vision.projection, torch.nn.Linear)
-    assert all(p.requires_grad for p in model.parameters())
-
-
-def test_projection_mlp(tmp_path, captions_csv):
-    """Two layers with a GELU, in training, in model.json and after loading."""
-    run_script(ncl, tmp_path / "run",
-               *flags_of("ncl", captions_csv, tmp_path / "cache", "--projection", "mlp"))
-    model, _, _ = load_model(tmp_path / "run")
-    first, gelu, second = model.text.projection
-    assert isinstance(gelu, torch.nn.GELU) and first.out_features == 32 and second.bias is None
-    x = torch.randn(3, 128)
-    hidden = x @ first.weight.T + first.bias
-    expected = torch.nn.functional.gelu(hidden) @ second.weight.T
-    torch.testing.assert_close(model.text(features=x), expected)
 
 
 # ----------------------------------------------- cached = not cached ------------------------------

@@ -106,7 +106,6 @@ UNREAD = {
     "hold_out_val": "of named sets without a val split",
     "val_fraction": "of data without splits",
     "test_fraction": "of data without splits",
-    "watch_test": "of sets without a val split",
     "cached_views": "with --freeze",
     "feature_cache": "with --freeze",
 }

@@ -36,7 +36,7 @@ from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOption
 from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, partition_name
 from contrastive.data.splits import (
     add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, without_trained)
-from contrastive.data.table import EmptySplit, join_captions, with_note
+from contrastive.data.table import EmptySplit, with_note
 from contrastive.data.user_data import open_user_data
 
 
@@ -63,10 +63,8 @@ def load_data(name, split, options=None, **flags):
     data = open_split(name, split, options)
     if options.feature_dir:
         data = check_feature_windows(name, data)
-    if options.join_captions:
-        data = join_captions(data)
     data = with_modalities(data, options)
-    data = dataclasses.replace(data, same_text=same_text_of(name, options))
+    data = dataclasses.replace(data, same_text=same_text_of(name))
     if split == "train":
         data = prepare_for_training(data, options)
     return data
@@ -188,12 +186,10 @@ def with_modalities(data, options):
     return data
 
 
-def same_text_of(name, options):
+def same_text_of(name):
     """Whether retrieval takes another item's caption with the same words for "positive" or
     "wrong"."""
     data_set = find_data_set(name)
-    if options.same_text != "auto":
-        return options.same_text
     if data_set is None or data_set.is_drawn or data_set.function is not None:
         return "positive"
     return "wrong"  # in published sets
@@ -292,11 +288,11 @@ def open_data(args):
         if own_val:
             has_val = True
             evaluation_sets[args.dataset] = own_val
-    if args.eval_every and not has_val and not getattr(args, "watch_test", False):
+    if args.eval_every and not has_val:
         raise UserError(
             f"--eval-every {args.eval_every}: {', '.join(evaluation_sets)} without a val split, "
-            "which it would evaluate; --hold-out-val takes one out of train, --watch-test "
-            "evaluates test in its place, --eval-every 0 evaluates only at the end")
+            "which it would evaluate; --hold-out-val takes one out of train, --eval-every 0 "
+            "evaluates only at the end")
     for word in args.extra_pairs:
         train = add_pairs(train, open_pairs(word, args), evaluation_sets, f"--extra-pairs {word}")
     return train, evaluation_sets

@@ -8,7 +8,7 @@ TRAINING_SET_ONLY = (
     "data_dir", "feature_dir", "region_dir", "revision", "unfold_captions",
     "extra_captions", "caption_noise", "caption_relevancy", "imbalance_ratio", "split_seed",
     "index_file", "val_file", "test_file", "few_shot_file")
-COLUMN_NAMES = ("image_column", "caption_column", "label_column", "join_captions")
+COLUMN_NAMES = ("image_column", "caption_column", "label_column")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +41,12 @@ class DataOptions:
     # Parts of train that become val and test where they are missing.
     val_fraction: float = HELD_OUT_FRACTION
     test_fraction: float = HELD_OUT_FRACTION
-    # In evaluation, whether another item's caption with the same words is "positive" or "wrong".
-    # "auto" = as in the papers: wrong in published data sets, positive in all others.
-    same_text: str = "auto"
 
     # ---- of the training set, and of any file of the user ----
     # Columns of a table, or extensions in a tar. "" = the first usual name.
     image_column: str = ""
     caption_column: str = ""
     label_column: str = ""
-    # Whether the captions of an example are joined to one paragraph.
-    join_captions: bool = False
 
     # ---- of the training set alone ----
     # Folder of the annotation files, and where relative paths begin.

@@ -483,14 +483,6 @@ class Parser(OneLineErrorParser):
             help="weights that are saved and tested: of the last step; of the evaluation with the "
                  "best result on val; or of epoch N, after which the run ends")
         if self.texts:
-            add("--watch-test", action=YES_OR_NO, default=False,
-                help="during training evaluate the test split of a set that has no val split, such "
-                     "as ImageNet, for curves; nothing may be chosen by it")
-            add("--knn-features", choices=["projected", "backbone"], default="projected",
-                help="features of kNN: after the projection (TeMo's code), or before it")
-            add("--same-text", choices=["auto", "positive", "wrong"], default="auto",
-                help="whether a caption that repeats a positive's word for word counts as one in "
-                     "retrieval; auto: as the set's protocol has it")
             add("--eval-datasets", nargs="*", default=[], metavar="SET",
                 help="sets to test on, in place of --dataset: NAME[=DIR] or a file; if none of "
                      "them has a val split, your own --dataset gives one")
@@ -506,8 +498,6 @@ class Parser(OneLineErrorParser):
             help="longest caption in tokens, 4..4096; longer ones are cut")
         add("--clean-captions", action=YES_OR_NO, default=False,
             help="captions in lower case, without punctuation, at most 30 words (CC3M trainer)")
-        add("--join-captions", action=YES_OR_NO, default=False,
-            help="join all captions of a video to one paragraph")
         add("--unfold-captions", action=YES_OR_NO, default=False,
             help="an example is a pair of an image or video and one caption, not all its captions")
 
@@ -555,9 +545,6 @@ class Parser(OneLineErrorParser):
             help="encoders that do not learn, only their projections do: none, image, text or "
                  "both; clip4clip (ncl.py): a CLIP's embeddings and first norms, as in CLIP4Clip's "
                  "scripts")
-        add("--projection", choices=["linear", "mlp"], default="linear",
-            help="layer from the features of each encoder to its embedding: linear, or two layers "
-                 "with a GELU and 2 D hidden units")
         add("--feature-cache", default="", metavar="DIR",
             help="folder in which the features of frozen encoders are kept, computed once; empty = "
                  "contrastive-temperature in the user's cache folder; none = compute them in each "
