@@ -35,7 +35,7 @@ from contrastive.core.loss_inputs import fp32, one_number, per_anchor
 from contrastive.core.row_blocks import by_rows, row_blocks
 from contrastive.core.metrics import (
     embedding_health, knn_accuracy, linear_probe, mir_metrics, modality_gap, normalization_error,
-    normalize, pair_cosines, retrieval_metrics, zero_shot_accuracy)
+    normalize, retrieval_metrics, zero_shot_accuracy)
 
 # ---- contrastive/data: from files to batches ----
 from contrastive.data import load_data, open_data  # one split; all splits that the flags name

@@ -103,7 +103,7 @@ def parse_args(argv=None):
                             "fair; dsl: dual softmax over the test queries, which is not fair "
                             "either, in both directions (CLIP-ViP: text -> video alone); empty = "
                             "as the run, else none")
-    tasks.add_argument("--gamma", type=nonnegative_float, default=0.0,
+    tasks.add_argument("--tau", type=nonnegative_float, default=0.0,
                        help="temperature of --normalize, which divides the cosine; 0 = that of a "
                             "run of ncl.py, for dsl 0.01")
     tasks.add_argument("--rerank", type=int_ge0, default=0, metavar="K",
@@ -130,7 +130,7 @@ def check_flags(parser, args):
     if args.rerank and args.normalize not in ("", "none"):
         parser.error(f"--rerank: not beside --normalize {args.normalize}, whose scores it replaces")
     parser.only(args.normalize in ("queue", "oracle", "dsl"),
-                "with --normalize queue, oracle or dsl", "--gamma")
+                "with --normalize queue, oracle or dsl", "--tau")
 
 
 def flags_of_run(args):
@@ -320,7 +320,7 @@ def open_method_metrics(args, flags, towers, device):
         return functools.partial(
             reranked_metrics, towers=towers, top=args.rerank, workers=args.workers)
     if mode == "dsl":
-        return functools.partial(dual_softmax_metrics, tau=args.gamma or DSL_TAU)
+        return functools.partial(dual_softmax_metrics, tau=args.tau or DSL_TAU)
     if mode != "none" or (queues and "gamma" in queues and not args.normalize):
         return functools.partial(normalized_metrics, args=args, flags=flags, mode=mode,
                                  queues=queues)
@@ -364,11 +364,11 @@ def normalized_metrics(pieces, args, flags, mode, queues):
         normalized_by: the mode, 'none' if the set has no queue.
     """
     name = pieces.data.name
-    gamma = args.gamma
+    gamma = args.tau
     if not gamma and "gamma" in queues:
         gamma = queues["gamma"].item()
     if not gamma:
-        raise UserError(f"--normalize {mode}: give --gamma, the temperature that divides the "
+        raise UserError(f"--normalize {mode}: give --tau, the temperature that divides the "
                         "cosine; only a run of ncl.py has saved one")
     texts = videos = None
     if queues and name == flags.dataset:

@@ -399,9 +399,8 @@ def check_method_flags(parser, args):
     parser.only(args.weighting == "meta", "with --weighting meta", "--meta-lr",
                 "--meta-weight-decay", "--meta-beta1", "--meta-beta2", "--meta-eps",
                 "--virtual-lr", "--meta-every")
-    parser.only(looks_ahead(args), "with --weighting meta or l2rw", "--meta-batch-size")
     parser.only(has_meta_data(args), "with --weighting meta or l2rw, or --meta-set val",
-                "--meta-set", "--meta-size")
+                "--meta-set", "--meta-size", "--meta-batch-size")
     parser.only(args.meta_set in ("train", "val"), "with --meta-set train or val", "--meta-size")
     parser.require(not looks_ahead(args) or not args.chunk_size,
                    f"--chunk-size: --weighting {args.weighting} encodes the whole batch at once; "
@@ -529,9 +528,8 @@ def main(args):
         run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    if args.meta_set == "val" and rank() == 0:                             # eval.py leaves them out
-        keys = {f"{args.dataset} val": meta.column("key")}
-        common.write_json(run.folder / "meta_data.json", keys)
+    if args.meta_set == "val":
+        save_meta_names(run, meta)                                         # eval.py leaves them out
     return run.finish(figures="mama")
 
 
@@ -650,6 +648,13 @@ def open_meta_batches(meta, view, transform, run, *, every, cache=None):
         meta, [view], transform, args.meta_batch_size, args.seed,
         first=math.ceil(run.step / every), last=math.ceil(run.last / every), device=run.device,
         workers=min(2, args.workers), cache=cache))
+
+
+def save_meta_names(run, meta):
+    """Writes the names of meta-data that are taken from val to meta_data.json."""
+    if rank() == 0:
+        keys = {f"{run.args.dataset} val": meta.column("key")}
+        common.write_json(run.folder / "meta_data.json", keys)
 
 
 # ------------------------------------------------------- banner and log ---------------------------

@@ -205,7 +205,7 @@ CC3M = dict(
     randaugment_ops=2, randaugment_magnitude=21, randaugment_strengths="cc3m",
     mixed_precision="bf16", eval_datasets=["coco", "flickr30k"], log_every=50, save_every=1000)
 EPIC = dict(
-    source="paper; towers, views and optimiser from AVION",
+    source="paper; encoders, views and optimiser from AVION",
     # AVION's text encoder has GELU, as this one; --init-from loads AVION's LaViLa weights into both
     image_encoder="video_vit_base_patch16_clip_224.openai",
     text_encoder="laion/CLIP-ViT-B-16-laion2B-s34B-b88K",
@@ -290,8 +290,8 @@ def check_flags(parser, args):
     parser.only(args.clusters in ("captions", "vision"), "with --clusters captions or vision",
                 "--num-clusters", "--cluster-encoder")
     parser.require(not args.learnable_tau or is_fixed and not has_margins,
-                   "--learnable-tau: a learnt temperature has no schedule and no shifts; add --loss "
-                   "clip --baseline")
+                   "--learnable-tau: a learnt temperature has no schedule and no shifts; add "
+                   "--loss clip --baseline")
     parser.check_tau_flags(args)
     parser.require(args.shift_min <= args.shift_max,
                    f"--shift-min {args.shift_min:g}: larger than --shift-max {args.shift_max:g}")
@@ -309,19 +309,18 @@ def check_flags(parser, args):
 
 
 def check_range(parser, args):
-    """Refuses temperatures of 0 or less, margins below 0, and margins in place of temperatures (or
-    the other way round) whose range is still that of the recipe."""
+    """Refuses temperatures of 0 or less and margins below 0; and, with the loss that the recipe
+    does not have, a range that is still the recipe's."""
+    has_margins = args.loss == "max-margin"
     low, high = range_of_run(args)
-    if args.loss != "max-margin":
-        parser.require(low > 0, f"the temperatures of the run, {low:g} .. {high:g}, must be above "
-                                "0; lower --alpha, or raise --shift-min or --tau")
-    else:
-        parser.require(low >= 0 and high < 2,
-                       f"the margins of the run, {low:g} .. {high:g}, must be from 0 to below 2, "
-                       "as differences of cosines; change --alpha, --shift-min, --shift-max or "
-                       "--margin")
-    has_range_of_recipe = "max-margin" in (args.loss, parser.get_default("loss"))
-    if args.loss == parser.get_default("loss") or not has_range_of_recipe:
+    parser.require(has_margins or low > 0,
+                   f"the temperatures of the run, {low:g} .. {high:g}, must be above 0; lower "
+                   "--alpha, or raise --shift-min or --tau")
+    parser.require(not has_margins or low >= 0 and high < 2,
+                   f"the margins of the run, {low:g} .. {high:g}, must be from 0 to below 2, as "
+                   "differences of cosines; change --alpha, --shift-min, --shift-max or --margin")
+    recipe_has_margins = parser.get_default("loss") == "max-margin"
+    if has_margins == recipe_has_margins:
         return
     needed = []
     if args.schedule:
@@ -330,9 +329,9 @@ def check_range(parser, args):
         needed += ["--shift-min", "--shift-max"]
     missing = [flag for flag in needed if flag not in args.command_line]
     parser.require(not missing,
-                   f"--loss {args.loss}: add {' '.join(missing)}, since this recipe's values are "
-                   "for the other loss; paper: --alpha 0.2 --shift-min 0.17 --shift-max 0.3 for "
-                   "margins, 0.04 0.05 0.1 for temperatures")
+                   f"--loss {args.loss}: add {' '.join(missing)}, since the recipe's values are for "
+                   "its own loss; paper: --alpha 0.2 --shift-min 0.17 --shift-max 0.3 for margins, "
+                   "0.04, 0.05 and 0.1 for temperatures")
 
 
 # ------------------------------------------------------- schedule and shifts of a run -------------

@@ -35,15 +35,17 @@ variants/ncl_ssb.py: NCL on SSB (Table 4). To try an idea of your own, copy this
 import functools
 import math
 
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
+
 from common import (
     Evaluator, GradCache, Parser, Run, Temperature, clean_exit, fp32, gather, int_ge1, normalize,
     one_number, positive_index, retrieval_both_ways, row_blocks)
 from common import hardest_negative_loss  # noqa: F401  of SSB (variants/ncl_ssb.py)
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 
 # ======================================================= METHOD ===================================
@@ -341,7 +343,7 @@ def main(args):
     parameters = [*model.parameters(), *temperature.parameters()]
 
     # >>> shared: prepare
-    torch.manual_seed(args.seed + accelerator.process_index)               # of dropout
+    torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
     if args.compile:

@@ -39,7 +39,7 @@ import functools
 import common
 
 from common import (
-    Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, clean_exit,
+    Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, between, clean_exit,
     cwcl_loss, dystress_temperature, fp32, gather, int_ge1, nonnegative_float, normalize,
     one_number, per_anchor, positive_float, positive_index, row_blocks, ts_temperature)
 
@@ -265,7 +265,7 @@ def parse_args(argv=None):
                              "the progress of training, 0..1; or 0.5 and 0.5")
     method.add_argument("--ts-periods", type=int_ge1, default=5,
                         help="periods of the temperature of --loss ts in a run; paper 5")
-    method.add_argument("--dystress-phase", type=float, nargs=2, default=[0.4, 0.7],
+    method.add_argument("--dystress-phase", type=between(1e-3, 2), nargs=2, default=[0.4, 0.7],
                         metavar=("COSINE", "WIDTH"),
                         help="--loss dystress-shifted: the temperature is highest from this cosine "
                              "on and lowest at this distance below it; DySTReSS 0.4 0.7")

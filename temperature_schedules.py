@@ -40,7 +40,7 @@ import math
 import common
 
 from common import (
-    Augment, Evaluator, GradCache, Parser, Run, Temperature, batchnorms, between,
+    Augment, Evaluator, GradCache, Parser, Run, Temperature, UserError, batchnorms, between,
     clean_exit, fp32, fraction, gather, int_ge0, int_ge1, nonnegative_float, normalize, per_anchor,
     positive_float, positive_index, print_main, row_blocks, to_device, world_size)
 
@@ -295,7 +295,7 @@ FASHION = CIFAR | dict(
 SMALL = dict(
     source="ours; small encoder from scratch",
     epochs=30.0, weight_decay=0.05, beta2=0.999, grad_clip=0.0,
-    period=12.0, queue_size=1024, head_norm="none", decay_all=False, zero_init=True, crop_min=0.3)
+    period=12.0, queue_size=1024, head_norm="none", decay_all=False, crop_min=0.3)
 EMOJI = SMALL | dict(
     source="ours", image_size=32,
     hue=0.02,                                                              # hue tells classes apart
@@ -364,7 +364,6 @@ def parse_args(argv=None):
 
 def add_image_flags(parser):
     """Adds the flags of views, weights, long tail and evaluation, which SDCLR has, too."""
-    yes_or_no = argparse.BooleanOptionalAction
     add = parser.add_argument_group("views").add_argument
     add("--crop-min", type=fraction, default=0.1,
         help="smallest crop as a fraction of the area, 0..1; authors' code: CIFAR 0.1, "
@@ -381,11 +380,8 @@ def add_image_flags(parser):
         help="blur probability, 0..1; authors' code: ImageNet100 0.5")
 
     add = parser.add_argument_group("weights").add_argument
-    add("--decay-all", action=yes_or_no, default=True,
+    add("--decay-all", action=argparse.BooleanOptionalAction, default=True,
         help="apply --weight-decay to biases and norms, too, as the authors' code does")
-    add("--zero-init", action=yes_or_no, default=False,
-        help="start the last BatchNorm of each block of a timm ResNet at 0, as timm does; "
-             "authors' code: at 1")
 
     add = parser.add_argument_group("long tail").add_argument
     add("--imbalance-ratio", type=nonnegative_float, default=0.0,
@@ -438,12 +434,7 @@ def check_flags(parser, args):
                    f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or "
                    "neither")
     check_image_flags(parser, args)
-    # adjust_flags_to_data may raise the epochs of a user's data
-    has_epochs = not args.max_steps and args.recipe != "own"
     parser.only(args.eval_epoch == "last", "with --eval-epoch last", "--stop-at-phase")
-    parser.require(not args.stop_at_phase or not has_epochs or args.epochs >= args.period,
-                   f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full "
-                   f"--period {args.period:g}; give more epochs or a shorter period")
 
 
 def check_image_flags(parser, args):
@@ -463,7 +454,7 @@ def main(args):  # noqa: C901, PLR0912
     # before the processes join, so that a wrong path fails fast
     splits = common.labelled_splits(args)                                  # {train, val, test, ...}
     train = splits["train"]
-    evals = {args.dataset: without_training_images(splits)}
+    eval_sets = {args.dataset: val_and_test(splits)}
     args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
     labels = torch.from_numpy(np.asarray(train.labels))                    # (M,)
@@ -474,11 +465,10 @@ def main(args):  # noqa: C901, PLR0912
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, evals, steps,            # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps,        # its book-keeping
               last=phase_step(args, steps))
     encoder, _, transform = common.build_model(args, train, run)           # evaluated and saved
-    if not args.zero_init:
-        start_norms_at_one(encoder)
+    start_norms_at_one(encoder)  # as the authors' code; timm's start at 0
     if args.loss == "moco":
         head = nn.Linear(encoder.vision.width, args.embed_dim)
     else:
@@ -486,12 +476,12 @@ def main(args):  # noqa: C901, PLR0912
     model = SimCLRNet(encoder, head).to(accelerator.device)
     limits = args.tau_clamp if args.learnable_tau else None
     # outside DDP: average_gradients does for it what DDP does for the model
-    tau_parameter = Temperature(args.tau, limits).to(accelerator.device)       # or learnt
-    others = {"head": head, "tau": tau_parameter}                              # in checkpoints
+    tau_parameter = Temperature(args.tau, limits).to(accelerator.device)   # fixed or learnt
+    checkpoint_parts = {"head": head, "tau": tau_parameter}
     if args.loss == "moco":
         key_model = copy.deepcopy(model).requires_grad_(False)
         queue = Queue(args.queue_size, args.embed_dim, args.seed).to(accelerator.device)
-        others |= {"key_model": key_model, "queue": queue}
+        checkpoint_parts |= {"key_model": key_model, "queue": queue}
     optimizer = common.make_optimizer([model, tau_parameter], args)
     if args.decay_all:
         decay_vectors(optimizer, args.weight_decay)
@@ -505,7 +495,7 @@ def main(args):  # noqa: C901, PLR0912
         model = torch.compile(model)
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
-    run.resume(encoder, optimizer, **others)                               # no-op without --resume
+    run.resume(encoder, optimizer, **checkpoint_parts)                     # no-op without --resume
     grad_cache = GradCache(model, accelerator, args.chunk_size,            # with --chunk-size
                            encode=functools.partial(encode, model))
 
@@ -514,7 +504,7 @@ def main(args):  # noqa: C901, PLR0912
     batches = run.batches([view, view], transform)                         # u and v
 
     # ------------------------------------------- loop ---------------------------------------------
-    evaluator = Evaluator(encoder, None, transform, evals, training_images(train, args),
+    evaluator = Evaluator(encoder, None, transform, eval_sets, training_images(train, args),
                           device=accelerator.device, args=args, few_shot=splits.get("few-shot"))
     head_classes = most_frequent_half(sizes)
     run.start(evaluator, pair=("view1", "view2"),
@@ -529,7 +519,7 @@ def main(args):  # noqa: C901, PLR0912
                                      args.tau_tail)
             tau = to_device(tau, accelerator.device)                       # (B,)
         elif args.schedule == "fixed":
-            tau = tau_parameter()                                              # a number, or ()
+            tau = tau_parameter()                                          # a number, or ()
         else:
             tau = temperature(epoch, args.schedule, args.tau_min, args.tau_max, args.period,
                               args.seed)                                   # a number
@@ -570,13 +560,9 @@ def main(args):  # noqa: C901, PLR0912
 
 
 # ------------------------------------------------------- data and views --------------------------
-def without_training_images(splits):
-    """{val, test} of {train, val, test, ...}, as far as they exist."""
-    evaluated = {}
-    for name in ("val", "test"):
-        if name in splits:
-            evaluated[name] = splits[name]
-    return evaluated
+def val_and_test(splits):
+    """{val: Data, test: Data} of all splits, as far as they exist."""
+    return {name: splits[name] for name in ("val", "test") if name in splits}
 
 
 def training_images(train, args):
@@ -619,15 +605,16 @@ def phase_step(args, steps):
     """The optimizer step at which --stop-at-phase ends a run; None = as --eval-epoch says.
 
     The schedules still span all steps (Sec. 4.3).
+    Raises: UserError if the run has no full period.
     """
     if not args.stop_at_phase:
         return None
     num_epochs = steps.total / steps.per_epoch
     num_periods = math.floor(num_epochs / args.period + 1e-9)
     if num_periods == 0:
-        print_main(f"WARNING: --stop-at-phase {args.stop_at_phase}: the run holds no full --period "
-                   "and goes to its end")
-        return None
+        raise UserError(f"--stop-at-phase {args.stop_at_phase}: a run of {num_epochs:g} epochs "
+                        f"holds no full --period {args.period:g}; give more epochs or a shorter "
+                        "period")
     epoch = (num_periods - 1 + args.stop_at_phase) * args.period
     return min(steps.total, round(epoch * steps.per_epoch))
 

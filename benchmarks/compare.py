@@ -1,164 +1,149 @@
 """Compares commands of any scripts and forks on any data, by paired differences to the first.
 
     python -m benchmarks.compare "temo.py --loss infonce" temo.py mine.py --dataset captions.csv
-    python -m benchmarks.compare "ncl.py --loss infonce" ncl.py --tune tau=0.05,0.1,0.2 \
-        --dataset moving-emoji --seeds 5
+    python -m benchmarks.compare "ncl.py --loss infonce {--tau 0.05|--tau 0.1|--tau 0.2}" \
+        "ncl.py {--tau 0.05|--tau 0.1|--tau 0.2}" --dataset moving-emoji --tuning-seeds 3 --seeds 5
     python -m benchmarks.compare "temperature_schedules.py --schedule fixed" \
         temperature_schedules.py --vary split-seed --metric few-shot/mean_per_class \
         --also knn@1 knn@10 few-shot all                                      # TS, Table 7
+    python -m benchmarks.compare --claims benchmarks/claims.txt               # the stored table
+    python -m benchmarks.compare --claims benchmarks/claims.txt temo --seeds 20
 
-Each positional argument is one quoted command; every flag that is not listed here is appended to
-each. All run with the seeds 0, 1, ... (--vary: with these values of another flag), so differences
-are taken pair by pair. With --tune each command first runs with each of the values, on a seed that
-no pair has; val chooses, test is compared. An interval is Student's t over all pairs; where several
-commands are compared, Holm's correction decides. Pairs whose differences are all alike show no
-spread and decide nothing. "Could show": the smallest effect that these pairs show 80 % of the time.
---also: a second table, of further metrics or whole groups of them, mean ± standard deviation over
-a command's runs.
+Each command is quoted; every flag that is not listed here is appended to each. A command may have
+alternatives in one pair of braces: each runs with the tuning seeds 1000, 1001, ..., and the best
+mean on val is chosen. Then all commands run with the seeds 0, 1, ..., are measured on test, and
+differences are taken seed by seed. Before the first run, each script's parser reads its commands.
 
-A finished run is one small file below OUT/runs, so that the same words go on where they stopped. It
+Verdicts: better or worse, if p of Student's t over the pairs is below 0.05 after Holm's correction
+over the comparisons of this call, or over --family of them; else open, and the interval says how
+open. One pair, or pairs that are all alike, decide nothing.
+
+A finished run is a line of OUT/runs.jsonl, so that the same call goes on where it stopped. It
 counts until the script, common.py, the package or a file that the command names is edited. Edits
-inside folders are not seen: give another --out. A run's warnings of flags without an effect are
-printed. Writes OUT/comparison.json, .md and .png.
+inside folders are not seen: give another --out. A table and a picture, named by the commands, are
+written to OUT.
+
+--claims compares what a file says (benchmarks/claims.txt explains itself). Its runs are those of
+benchmarks/results/runs.parquet, and of OUT/runs.jsonl what is missing there. A claim whose runs are
+all stored keeps its stored verdict, any other has that of this program.
 """
 
 import argparse
-import concurrent.futures
 import datetime
+import functools
 import hashlib
 import itertools
+import json
 import math
 import os
 import platform
+import re
+import runpy
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import textwrap
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from contrastive.engine.log import versions
-from contrastive.core.files import flatten, read_json, write_json
+from contrastive.core.files import flatten, read_json, slug
 from contrastive.core.number_types import int_ge1
+from contrastive.core.processes import UserError, clean_exit
 from contrastive.figures.base import figure, save_figure
 
+import pandas
 import torch
-from safetensors.torch import load_file
 from scipy import stats
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# what is kept of a run's summary
-SUMMARY_KEYS = (
-    "commit", "steps", "wall_s", "samples_per_s", "peak_memory_mib", "val", "test", "chance")
-# {data set: number of its recipe}, 1 of all others; it grows when the code changes its numbers.
-# emoji: 2 = accents stay in the vocabulary, which seven captions have.
-RECIPE_VERSIONS = {"emoji": 2}
 TUNING_SEED = 1000  # the first seed that tunes; no pair has it
-MAX_HITS = 5000  # queries of a direction whose hits are kept with a record
-NARROW = 1.5  # points: an interval around 0 of at most this half width is "no difference"
-ROUNDING = 1e-9  # points: differences that are alike differ by less
+MAX_PAIRS = 100  # of a claim: all that have run are compared
+ROUNDING = 1e-9  # differences that are alike differ by less
 LESS_IS_BETTER = {
     "MdR", "MnR", "modality_gap", "gap", "error", "info_nce", "alignment", "uniformity", "neg_cos"}
-NOT_IN_POINTS = {"embeddings"}  # groups of metrics that are no percentages
+EPILOG = """\
+metrics: text_to_image/R@1, image_to_text/R@10, R@1-Mean, knn@1/mean_per_class, knn@1/tail,
+few-shot/mean_per_class, zero-shot/top1, modality_gap and all others of `test` in a run's
+summary.json, with a slash between the names. Of MdR, MnR, error, modality_gap and losses less is
+better.
+
+verdicts: better, worse: p < 0.05 of Student's t over the pairs, after Holm's correction;
+open: neither, and the interval says how open."""
 
 
 # ----------------------------------------------------- statistics ---------------------------------
 @dataclass
 class Comparison:
-    """The paired differences of two arms, and what follows from them.
+    """The paired differences of a method to another one.
 
     Attributes:
-        seeds: that both arms have.
+        claim: the Claim that is compared.
+        labels: of the settings of both.
+        means: of both, over the pairs.
         differences: of the two values of each seed.
-        mean, half: their mean, and half the width of its 95 % interval.
-        sign: -1 if less is better, else 1.
-        smallest_effect: seen with 80 % power at a two-sided 5 %, given the spread of the pairs; the
-            sum of two quantiles, whose power is 73 % at 2 pairs, 77 at 3, 79 at 5.
-        p: two-sided.
-        p_holm, verdict: by `correct` and `verdict_of`.
-        further: {title of a further metric: (mean, half)}.
+        mean, half: their mean, and half the width of its 95 % interval; inf without a spread.
+        p: two-sided, of Student's t.
+        is_stored: all its runs are those of runs.parquet.
+        verdict: in one word.
     """
 
-    seeds: list
+    claim: object
+    labels: tuple
+    means: tuple
     differences: list
     mean: float
     half: float
-    sign: int
-    smallest_effect: float
     p: float
-    p_holm: float | None = None
+    is_stored: bool = False
     verdict: str = ""
-    further: dict = field(default_factory=dict)
 
 
-def standard_error(values):
-    """Standard error of the mean of values.
+def student(differences):
+    """(mean, half width of its 95 % interval, two-sided p) by Student's t.
 
-    It is infinite where no spread is seen, which is no evidence: one value, or all alike (a metric
-    of few examples has few steps).
+    One difference, or differences that are all alike, show no spread, which is no evidence: their
+    interval is infinite and p is 1.
     """
-    if len(values) < 2:
-        return math.inf
-    deviation = statistics.stdev(values)
-    if deviation < ROUNDING:
-        return math.inf
-    return deviation / math.sqrt(len(values))
+    mean = statistics.mean(differences)
+    if len(differences) < 2 or statistics.stdev(differences) < ROUNDING:
+        return mean, math.inf, 1.0
+    test = stats.ttest_1samp(differences, 0)
+    interval = test.confidence_interval(0.95)
+    return mean, float(interval.high - interval.low) / 2, float(test.pvalue)
 
 
-def interval(values):
-    """(mean, half width of its 95 % interval by Student's t)."""
-    degrees = max(1, len(values) - 1)
-    return statistics.mean(values), stats.t.ppf(0.975, degrees) * standard_error(values)
-
-
-def compare_pairs(first, second, sign=1):
-    """The Comparison of two {seed: value}, first - second, over the seeds that both have.
+def holm(p_values, family=0):
+    """The p values after Holm's correction (1979), in their order.
 
     Args:
-        sign: -1 if less is better.
+        family: how many are read together, if that is more; the others count with p = 1.
     """
-    seeds = sorted(first.keys() & second.keys())
-    differences = [first[seed] - second[seed] for seed in seeds]
-    degrees = max(1, len(seeds) - 1)
-    error = standard_error(differences)
-    mean, half = interval(differences)
-    smallest_effect = half + stats.t.ppf(0.8, degrees) * error
-    p = 2 * stats.t.sf(abs(mean / error), degrees)
-    return Comparison(seeds, differences, mean, half, sign, smallest_effect, p)
+    family = max(family, len(p_values))
+    corrected = [0.0] * len(p_values)
+    highest = 0.0
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    for k, place in enumerate(order):
+        highest = max(highest, min(1.0, (family - k) * p_values[place]))
+        corrected[place] = highest
+    return corrected
 
 
-def correct(comparisons, number=0):
-    """Sets p_holm of comparisons that are read together, from their p (Holm 1979).
-
-    Args:
-        number: of all that are read together, if it is larger; those that are not there, such as
-            runs that are not done, count with p = 1.
-    """
-    number = max(number, len(comparisons))
-    p_holm = 0.0
-    for k, comparison in enumerate(sorted(comparisons, key=lambda comparison: comparison.p)):
-        p_holm = max(p_holm, min(1.0, (number - k) * comparison.p))
-        comparison.p_holm = p_holm
-
-
-def verdict_of(comparison, narrow=NARROW):
-    """The verdict of a Comparison, in words.
-
-    Args:
-        narrow: largest half width of an interval that counts as "no difference".
-    """
-    size = abs(comparison.mean)
-    if comparison.p_holm < 0.05 and comparison.sign * comparison.mean > 0:
-        return "better"
-    if comparison.p_holm < 0.05:
-        return "worse"
-    if comparison.half <= narrow and size <= comparison.half:
-        return f"no difference above {size + comparison.half:.1f}"
-    return "not decidable"
+def judge(comparisons, family=0):
+    """Sets the verdicts of comparisons that are read together."""
+    p_values = [comparison.p for comparison in comparisons]
+    for comparison, p in zip(comparisons, holm(p_values, family)):
+        is_higher = comparison.mean > 0
+        if p >= 0.05:
+            comparison.verdict = "open"
+        elif is_higher == (sign_of(comparison.claim.test_metric) > 0):
+            comparison.verdict = "better"
+        else:
+            comparison.verdict = "worse"
 
 
 def sign_of(metric):
@@ -168,313 +153,262 @@ def sign_of(metric):
     return -1
 
 
-def narrow_of(metric):
-    """`narrow` of verdict_of for a metric; 0, so that nothing is "no difference", if its unit is
-    not points."""
-    if sign_of(metric) < 0 or not NOT_IN_POINTS.isdisjoint(metric.split("/")):
-        return 0
-    return NARROW
+# ----------------------------------------------------- commands and claims ------------------------
+@dataclass
+class Method:
+    """A command, with what val chooses among.
+
+    Attributes:
+        name: in tables: a name, or the command itself.
+        metric: on val it chooses the setting.
+        settings: {alternative in the braces: [script, *flags]}; {"": ...} of a command without
+            braces.
+    """
+
+    name: str
+    metric: str
+    settings: dict
+
+    def label(self, alternative):
+        """The name with the words of an alternative."""
+        if "{" in self.name:
+            return re.sub(r"\{.*\}", lambda _: alternative, self.name)
+        if alternative:
+            return f"{self.name} `{alternative}`"
+        return self.name
+
+
+@dataclass
+class Claim:
+    """A comparison of two methods.
+
+    Attributes:
+        name, paper, words: in the table; empty where the command line compares.
+        metric: on test; empty: that of each method.
+        method, against: Methods; differences are method - against.
+        verdict: that is stored, of the runs that are stored.
+    """
+
+    method: Method
+    against: Method
+    metric: str = ""
+    name: str = ""
+    paper: str = ""
+    words: str = ""
+    verdict: str = ""
+
+    @property
+    def test_metric(self):
+        """The metric on test, as the table names it."""
+        return self.metric or self.method.metric
+
+
+def settings_of(command, shared):
+    """The settings of a Method with a command, to which the words `shared` are appended."""
+    if not re.fullmatch(r"[^{}]*(\{[^{}]*\}[^{}]*)?", command):
+        raise UserError(f"{command}: has more than one pair of braces, or half of one; write all "
+                         "alternatives into one pair, as in {--tau 0.05|--tau 0.1}")
+    before, _, rest = command.partition("{")
+    alternatives, _, after = rest.partition("}")
+    settings = {}
+    for alternative in alternatives.split("|"):
+        words = shlex.split(f"{before} {alternative} {after}")
+        settings[alternative.strip()] = [*words, *shared]
+    return settings
+
+
+def read_claims(path, shared):
+    """The Claims of a file, one for each method that a claim is against.
+
+    Args:
+        shared: words that are appended to each command.
+    """
+    claims = []
+    methods = {}
+    flags = []
+    for line in Path(path).read_text(encoding="utf8").splitlines():
+        kind, *cells = line.split(" | ")
+        if kind == "flags" and len(cells) == 1:
+            flags = cells[0].split()
+        elif kind == "method" and len(cells) == 3:
+            name, metric, command = cells
+            methods[name] = Method(name, metric, settings_of(command, [*flags, *shared]))
+        elif kind == "claim" and len(cells) == 6:
+            name, paper, words, metric, method, others = cells
+            if metric == "-":
+                metric = ""
+            for other in others.split("; "):
+                against, verdict = other.split(": ")
+                claims.append(Claim(
+                    method=methods[method], against=methods[against], metric=metric, name=name,
+                    paper=paper, words=words, verdict=verdict))
+        elif line and not line.startswith("#"):
+            raise UserError(f"{path}: a line is one of flags, method, claim or #, with 1, 3 or 6 "
+                             f"cells after it, but this one is not: {line}")
+    return claims
 
 
 # ----------------------------------------------------- runs ---------------------------------------
 @dataclass
-class Arm:
-    """What is compared: trials, of which one is chosen on val and then measured on test.
-
-    Attributes:
-        metric: on val it chooses the trial.
-        trials: list of [script, *flags].
-        test_metric: what is compared on test.
-        scale: factor of `test_metric`.
-        further: {title: metric, or a group, which stands for all below it}, reported beside.
-        tuning: seeds that choose the trial: the mean over those with which all trials have run.
-    """
-
-    metric: str
-    trials: list
-    test_metric: str
-    scale: float = 1
-    further: dict = field(default_factory=dict)
-    tuning: int = 1
-
-    def tuning_seeds(self):
-        """The seeds that choose the trial; none where there is one trial."""
-        if len(self.trials) == 1:
-            return range(0)
-        return range(TUNING_SEED, TUNING_SEED + self.tuning)
-
-
-@dataclass
-class Measured:
-    """What the finished runs of an arm's chosen trial say.
-
-    Attributes:
-        flags: the trial, as words.
-        tuning: {trial: its mean metric on val}.
-        metric: that `test` has.
-        test: {seed: value}.
-        further: {title: {seed: value}} of further metrics.
-        trivial: {what needs no training: its value of the metric that tunes}.
-        steps, wall_s, commits, machines: of the runs.
-    """
-
-    flags: str
-    tuning: dict
-    metric: str
-    test: dict
-    further: dict
-    trivial: dict
-    steps: int
-    wall_s: list
-    commits: list
-    machines: list
-
-
-def recipe_version(record):
-    """The version of the recipe of the data set of a record, as the code has it now."""
-    return RECIPE_VERSIONS.get(next(iter(record["test"]), ""), 1)
-
-
-def metrics_of(record, split):
-    """{metric: value} of the first data set of a record."""
-    return flatten(next(iter(record[split].values()), {}))
-
-
-def metric_of(record, split, metric):
-    """One metric of the first data set of a record; ends the program if it is not there."""
-    metrics = metrics_of(record, split)
-    if metric not in metrics:
-        raise SystemExit(f"{metric}: not in the {split} results of `{record['command']}`: "
-                         + ", ".join(metrics))
-    return metrics[metric]
-
-
-def further_metrics(groups, tests):
-    """{title: {seed: value}} of further metrics that all runs have.
-
-    Args:
-        groups: {title: metric or group}, as in Arm.
-        tests: {seed: {metric: value}} on test.
-    """
-    values = {}
-    for title, group in groups.items():
-        for name in next(iter(tests.values())):
-            in_group = f"{name}/".startswith(f"{group}/")
-            if in_group and all(name in metrics for metrics in tests.values()):
-                of_seeds = {seed: metrics[name] for seed, metrics in tests.items()}
-                values[title + name.removeprefix(group)] = of_seeds
-    return values
-
-
-def trivial_values(record, metric):
-    """{pixels, colours, the untrained tower: value} of a metric, where a record has them."""
-    trivial = next(iter(record["chance"].values()), {}).get("trivial", {})
-    values = {}
-    for kind, metrics in trivial.items():
-        metrics = flatten(metrics)
-        if metric in metrics:
-            values[kind] = metrics[metric]
-    return values
-
-
-@dataclass
 class Runs:
-    """Finished runs, one small file each in `folder`.
+    """Finished runs, by their command.
 
     Attributes:
+        file: runs.jsonl, to which finished runs are appended.
         vary: the flag whose values are the pairs.
-        jobs: runs side by side, each with one thread; 0: one run with all threads.
-        by_source: a run does not count if the code or a file that its command names was edited
-            since.
+        rows: {command: row of `file` or of runs.parquet}. Those of runs.parquet have no state of
+            the code, and count whatever has been edited since.
+        failed: commands that did not end well.
     """
 
-    folder: Path
-    vary: str = "seed"
-    jobs: int = 0
-    by_source: bool = False
+    file: Path
+    vary: str
+    rows: dict
+    failed: set
 
-    def words(self, trial, seed):
-        """The command of a trial with a seed."""
-        return [trial[0], f"--{self.vary}", str(seed), *trial[1:]]
+    def words(self, setting, seed):
+        """The words of a setting's command with a seed."""
+        return [setting[0], f"--{self.vary}", str(seed), *setting[1:]]
 
-    def file(self, words):
-        """SCRIPT-HASH.json of a command."""
-        # the names of files are of the time when OMP_NUM_THREADS=1 was a flag
-        key = " ".join([*words[:3], "--threads", "1", *words[3:]])
-        if self.by_source:
-            key += Path(words[0]).read_text(encoding="utf8") + hash_of_package()
-            for word in words[1:]:  # PATH, or --FLAG=PATH
-                key += state_of_file(word.partition("=")[2] or word)
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        return self.folder / f"{Path(words[0]).stem}-{digest[:12]}.json"
+    def row(self, setting, seed):
+        """The row of a run; None before it has ended well with the code as it is."""
+        words = self.words(setting, seed)
+        row = self.rows.get(shlex.join(words))
+        if row and "state" in row and row["state"] != state_of_code(words):
+            return None
+        return row
 
-    def record(self, trial, seed):
-        """What a run has measured; None before it has ended well. Ends the program if it was
-        another version of the recipe."""
-        file = self.file(self.words(trial, seed))
-        record = read_json(file, {})
-        if record and record.get("version", 1) != recipe_version(record):
-            raise SystemExit(f"{file}: measured with version {record.get('version', 1)} of the "
-                             f"recipe, now {recipe_version(record)}; remove it, to run it again")
-        return record or None
+    def pairs(self, setting, seeds):
+        """{seed: row} of the finished runs of a setting."""
+        rows = {seed: self.row(setting, seed) for seed in seeds}
+        return {seed: row for seed, row in rows.items() if row}
 
-    def tuning_values(self, arm):
-        """{flags of a trial: its mean metric on val over the tuning seeds}.
-
-        Seeds with which not all trials have run do not count; empty if there are none.
-        """
-        finished_seeds = []
-        for seed in arm.tuning_seeds():
-            if all(self.record(trial, seed) for trial in arm.trials):
-                finished_seeds.append(seed)
+    def values_on_val(self, method, tuning_seeds):
+        """{alternative: mean metric on val} over the tuning seeds that all settings have run with;
+        {} if there are none."""
+        rows = {}
+        seeds = set(tuning_seeds)
+        for alternative, setting in method.settings.items():
+            rows[alternative] = self.pairs(setting, tuning_seeds)
+            seeds &= rows[alternative].keys()
+        if not seeds:
+            return {}
         values = {}
-        if finished_seeds:
-            for trial in arm.trials:
-                records = [self.record(trial, seed) for seed in finished_seeds]
-                on_val = [metric_of(record, "val", arm.metric) for record in records]
-                values[" ".join(trial)] = statistics.mean(on_val)
+        for alternative, of_setting in rows.items():
+            on_val = [metric_of(of_setting[seed], "val", method.metric) for seed in seeds]
+            values[alternative] = statistics.mean(on_val)
         return values
 
-    def best_trial(self, arm):
-        """The trial with the best metric on val, or the only one; None before all have run."""
-        if len(arm.trials) == 1:
-            return arm.trials[0]
-        values = list(self.tuning_values(arm).values())
-        if not values:
-            return None
-        best = max(values)
-        if sign_of(arm.metric) < 0:
-            best = min(values)
-        return arm.trials[values.index(best)]
+    def chosen(self, method, tuning_seeds):
+        """The alternatives that are compared; [] before the method is tuned.
 
-    def planned_runs(self, arms, pairs):
-        """{file: command} of the runs that are known: more follow once an arm is tuned."""
-        commands = []
-        for arm in arms:
-            for seed in arm.tuning_seeds():
-                commands += [self.words(trial, seed) for trial in arm.trials]
-        best_trials = [self.best_trial(arm) for arm in arms]
-        for seed in pairs:
-            commands += [self.words(trial, seed) for trial in best_trials if trial]
-        return {self.file(words): words for words in commands}  # arms may share trials
+        They are those whose pairs are stored for this method; else the best one on val.
+        """
+        alternatives = []
+        for alternative, setting in method.settings.items():
+            row = self.row(setting, 0)
+            if row and method.name in row.get("methods", "").split("; "):
+                alternatives.append(alternative)
+        if alternatives or len(method.settings) == 1:
+            return alternatives or list(method.settings)
+        values = self.values_on_val(method, tuning_seeds)
+        sign = sign_of(method.metric)
+        return sorted(values, key=lambda alternative: -sign * values[alternative])[:1]
 
-    def missing_runs(self, arms, pairs):
-        """Commands of the planned runs that have no file."""
-        return self.unfinished(self.planned_runs(arms, pairs).values())
+    def missing(self, methods, tuning_seeds, pairs):
+        """{command: words} of the runs that are missing and have not failed.
 
-    def unfinished(self, commands):
-        """The commands that have no file, each once."""
-        files = {self.file(words): words for words in commands}
-        return [words for file, words in files.items() if not file.exists()]
-
-    def measure(self, arm, pairs):
-        """The Measured of an arm over the seeds `pairs`; None before it is tuned and has run."""
-        trial = self.best_trial(arm)
-        if trial is None:
-            return None
-        records = {seed: self.record(trial, seed) for seed in pairs}
-        records = {seed: record for seed, record in records.items() if record}
-        if not records:
-            return None
-        test = {}
-        for seed, record in records.items():
-            test[seed] = arm.scale * metric_of(record, "test", arm.test_metric)
-        tests = {seed: metrics_of(record, "test") for seed, record in records.items()}
-        first = next(iter(records.values()))
-        return Measured(
-            flags=" ".join(trial),
-            tuning=self.tuning_values(arm),
-            metric=arm.test_metric,
-            test=test,
-            further=further_metrics(arm.further, tests),
-            trivial=trivial_values(first, arm.metric),
-            steps=first["steps"],
-            wall_s=[record["wall_s"] for record in records.values()],
-            commits=sorted({record["commit"] for record in records.values()}),
-            machines=sorted({record["machine"] for record in records.values()}))
+        Of a method that is not tuned these are the runs that tune it; its pairs follow.
+        """
+        planned = []
+        for method in methods:
+            if len(method.settings) > 1:
+                planned += itertools.product(method.settings.values(), tuning_seeds)
+            for alternative in self.chosen(method, tuning_seeds):
+                planned += itertools.product([method.settings[alternative]], pairs)
+        commands = {}
+        for setting, seed in planned:
+            words = self.words(setting, seed)
+            command = shlex.join(words)
+            if command not in self.failed and self.row(setting, seed) is None:
+                commands[command] = words
+        return commands
 
     def run(self, words):
-        """Runs a command and writes what it measured. Returns: whether it ended well."""
-        environment = os.environ.copy()
-        path = environment.get("PYTHONPATH", "")
-        environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}"  # for forks elsewhere
-        file = self.file(words)  # that of the code with which the run starts
-        command = f"python {' '.join(words)}"
-        if self.jobs:
-            environment["OMP_NUM_THREADS"] = "1"
-            command = f"OMP_NUM_THREADS=1 {command}"
+        """Runs a command and appends what it measured to the file, or adds it to `failed`."""
+        command = shlex.join(words)
+        state = state_of_code(words)  # that of the code with which the run starts
+        path = os.environ.get("PYTHONPATH", "")
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{path}"}  # for forks
         with tempfile.TemporaryDirectory() as folder:
             process = subprocess.run(
                 [sys.executable, *words, "--output-dir", folder, "--run-name", "r"],
                 capture_output=True, text=True, env=environment)
             summary = read_json(Path(folder) / "r" / "summary.json", {})
-            hits = read_hits(Path(folder) / "r" / "test_ranks.safetensors")
         if process.returncode or not summary:
             last_line = process.stderr.strip().splitlines()[-1:]
-            print(f"failed ({process.returncode}): {' '.join(words)}", *last_line, flush=True)
-            return False
+            print(f"failed ({process.returncode}): {command}", *last_line, sep="\n", flush=True)
+            self.failed.add(command)
+            return
         for line in process.stdout.splitlines():
             if line.startswith("WARNING") and "no effect" in line:
-                print(f"{words[0]}: {line}", flush=True)
-        record = {"command": command, "date": str(datetime.date.today()), "machine": machine(),
-                  "versions": versions()[:9]}
-        for key in SUMMARY_KEYS:
-            record[key] = summary[key]
-        if hits:
-            record["hits"] = hits
-        record["version"] = recipe_version(record)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(file, record)
-        return True
-
-    def run_all(self, missing_runs):
-        """Runs what missing_runs() returns, until only failed commands are missing.
-
-        Returns: the failed commands, a set of strings.
-        """
-        failed = set()
-        with concurrent.futures.ThreadPoolExecutor(self.jobs or 1) as pool:
-            while True:
-                commands = [words for words in missing_runs() if str(words) not in failed]
-                if not commands:
-                    return failed
-                outcomes = tqdm(pool.map(self.run, commands), "runs", len(commands), unit="run")
-                # outcomes first: zip asks them for one more at the end, and so the bar ends
-                for ended_well, words in zip(outcomes, commands):
-                    if not ended_well:
-                        failed.add(str(words))
+                print(f"{command}: {line}", flush=True)
+        row = {
+            "command": command,
+            "state": state,
+            "commit": summary["commit"],
+            "date": str(datetime.date.today()),
+            "machine": machine(),
+            "versions": ", ".join(versions(sha=summary["commit"])[:9]),
+            "steps": summary["steps"],
+            "wall_s": round(summary["wall_s"], 1),
+            "val": json.dumps(summary["val"]),
+            "test": json.dumps(summary["test"]),
+        }
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a", encoding="utf8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.rows[command] = row
 
 
-def hash_of_package():
-    """Digest of common.py and of all modules of the package, as they are now."""
-    digest = hashlib.sha256()
+def read_rows(file):
+    """{command: row} of runs.jsonl or runs.parquet; {} without the file."""
+    if not file.exists():
+        return {}
+    if file.suffix == ".parquet":
+        rows = pandas.read_parquet(file).to_dict("records")
+    else:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()]
+    return {row["command"]: row for row in rows}
+
+
+def metrics_of(row, split):
+    """{metric: value} of a run on the first data set; {} without one."""
+    first = next(iter(json.loads(row[split]).values()), {})
+    return flatten(first)
+
+
+def metric_of(row, split, metric):
+    """One metric of a run; ends the program if it is not there."""
+    metrics = metrics_of(row, split)
+    if metric not in metrics:
+        raise UserError(f"{metric}: not in the {split} results of `{row['command']}`, which have "
+                         + ", ".join(metrics))
+    return metrics[metric]
+
+
+def state_of_code(words):
+    """Digest of a command's script, of common.py and the package, and of the size and time of the
+    files that its words name."""
+    digest = hashlib.sha256(Path(words[0]).read_bytes())
     for path in (ROOT / "common.py", *sorted((ROOT / "contrastive").rglob("*.py"))):
         digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def state_of_file(word):
-    """Size and time of the file that a word of a command names; empty if it names none."""
-    path = os.path.expanduser(word)
-    if not os.path.isfile(path):  # False for a word that is too long for a path, too
-        return ""
-    state = os.stat(path)
-    return f"{state.st_size} {state.st_mtime_ns}"
-
-
-def read_hits(path):
-    """{direction: "0110..."} of the first data set of a run: whether each test query found a right
-    item first. {} without the file, and for more than MAX_HITS queries."""
-    if not path.exists():
-        return {}
-    hits = {}
-    ranks = load_file(path)
-    data_set = next(iter(ranks)).rpartition("/")[0]
-    for name, values in ranks.items():
-        if name.rpartition("/")[0] == data_set and len(values) <= MAX_HITS:
-            digits = [str(int(rank == 1)) for rank in values.tolist()]
-            hits[name.rpartition("/")[2]] = "".join(digits)
-    return hits
+    for word in words[1:]:  # PATH, or --FLAG=PATH
+        path = os.path.expanduser(word.partition("=")[2] or word)
+        if os.path.isfile(path):  # False for a word that is too long for a path, too
+            state = os.stat(path)
+            digest.update(f"{state.st_size} {state.st_mtime_ns}".encode())
+    return digest.hexdigest()[:12]
 
 
 def machine():
@@ -491,17 +425,47 @@ def machine():
     return f"{name}, {os.cpu_count()} cores, {gpu}"
 
 
-# ----------------------------------------------------- tables -------------------------------------
-COULD_SHOW = "could show: the smallest difference that such pairs detect 80 % of the time"
-COLUMNS = ["pairs", "difference, 95 % interval", "could show", "verdict"]
+# ----------------------------------------------------- comparisons --------------------------------
+def compare(runs, claim, tuning_seeds, pairs):
+    """The Comparisons of a claim, without verdicts, one for each pair of chosen settings that has
+    run."""
+    comparisons = []
+    metric = claim.metric or claim.method.metric
+    other_metric = claim.metric or claim.against.metric
+    for first, second in itertools.product(
+            runs.chosen(claim.method, tuning_seeds), runs.chosen(claim.against, tuning_seeds)):
+        rows = runs.pairs(claim.method.settings[first], pairs)
+        other_rows = runs.pairs(claim.against.settings[second], pairs)
+        seeds = sorted(rows.keys() & other_rows.keys())
+        if not seeds:
+            continue
+        values = [metric_of(rows[seed], "test", metric) for seed in seeds]
+        other_values = [metric_of(other_rows[seed], "test", other_metric) for seed in seeds]
+        differences = [a - b for a, b in zip(values, other_values)]
+        means = statistics.mean(values), statistics.mean(other_values)
+        used_rows = [rows[seed] for seed in seeds] + [other_rows[seed] for seed in seeds]
+        comparisons.append(Comparison(
+            claim, (claim.method.label(first), claim.against.label(second)), means, differences,
+            *student(differences), is_stored=not any("state" in row for row in used_rows)))
+    return comparisons
 
 
-def cells(comparison, digits=1):
-    """The COLUMNS of a Comparison."""
-    return [str(len(comparison.seeds)),
-            f"{comparison.mean:+.{digits}f} ± {comparison.half:.{digits}f}",
-            f"{comparison.smallest_effect:.{digits}f}",
-            comparison.verdict]
+def digits_of(comparison):
+    """Decimals of a Comparison: two, or four where the metric is below 1."""
+    if max(map(abs, comparison.means)) < 1:
+        return 4
+    return 2
+
+
+def difference_text(comparison):
+    """The mean difference with its interval, or why it has none."""
+    digits = digits_of(comparison)
+    mean = f"{comparison.mean:+.{digits}f}"
+    if len(comparison.differences) == 1:
+        return f"{mean}, one pair"
+    if math.isinf(comparison.half):
+        return f"{mean}, all pairs alike"
+    return f"{mean} ± {comparison.half:.{digits}f}"
 
 
 def markdown(titles, rows):
@@ -510,188 +474,293 @@ def markdown(titles, rows):
     return [head, "|---" * len(titles) + "|", *body]
 
 
-def draw(comparisons, title, unit, path):
-    """Draws the pairs' differences as points, their mean and its 95 % interval.
+def difference_table(comparisons):
+    """The lines of the table of Comparisons; what is claimed stands in the first line of a
+    claim."""
+    rows = []
+    last_name = None
+    for comparison in comparisons:
+        digits = digits_of(comparison)
+        cells = []
+        for label, mean in zip(comparison.labels, comparison.means):
+            cells.append(f"{label} {mean:.{digits}f}")
+        text = ""
+        if comparison.claim.name != last_name:
+            text = claim_text(comparison.claim)
+        last_name = comparison.claim.name
+        rows.append([
+            text, *cells, str(len(comparison.differences)), difference_text(comparison),
+            comparison.verdict])
+    return markdown(
+        ["claim", "method", "against", "pairs", "difference, 95 % over seeds", "verdict"], rows)
 
-    Args:
-        comparisons: {command: Comparison}.
-    """
-    fig, (ax,) = figure(1, width=8, height=1.6 + 0.55 * len(comparisons))
-    names = []
-    for y, (command, comparison) in enumerate(comparisons.items()):
-        half = None  # no bar, where the interval has no end
-        if math.isfinite(comparison.half):
-            half = comparison.half
-        ax.errorbar(comparison.mean, y, xerr=half, fmt="s", color="black", capsize=4)
-        ax.plot(comparison.differences, [y + 0.2] * len(comparison.differences), "o", alpha=0.6)
-        names.append(f"{textwrap.fill(command, 44)}\n{comparison.verdict}")
-    ax.axvline(0, color="grey", linewidth=1)
-    ax.set(ylim=(-0.5, len(comparisons) - 0.3),
-           xlabel=f"difference in {unit}; dots: pairs; square and bar: mean, 95 %")
-    ax.set_yticks(range(len(comparisons)), names)
-    fig.suptitle(title)
-    save_figure(fig, path)
+
+def claim_text(claim):
+    """The first cell of a claim: its words and paper, if it has some, and its metric."""
+    metric = claim.test_metric
+    if sign_of(metric) < 0:
+        metric += ", less is better"
+    if claim.words:
+        return f"{claim.words} ({claim.paper}): {metric}"
+    return metric
 
 
 def mean_and_deviation(values):
     """'mean ± standard deviation' (of a sample; of one value there is none)."""
-    values = list(values)
     mean = f"{statistics.mean(values):.2f}"
     if len(values) == 1:
         return mean
     return f"{mean} ± {statistics.stdev(values):.2f}"
 
 
-def to_json(result):
-    """A Comparison or a Measured as results files have it."""
-    values = asdict(result)
-    values["also"] = values.pop("further")
-    return values
+def metric_table(rows_of_label, metrics):
+    """The lines of a table of metrics on test, mean ± standard deviation over a command's runs.
+
+    Args:
+        rows_of_label: {label of a command: its rows}.
+        metrics: names of metrics, or of groups of them, which stand for all below.
+    """
+    values = {}  # {metric: {label: text}}
+    for label, rows in rows_of_label.items():
+        tests = [metrics_of(row, "test") for row in rows]
+        for group, name in itertools.product(metrics, tests[0]):
+            in_group = f"{name}/".startswith(f"{group}/")
+            if in_group and all(name in test for test in tests):
+                of_runs = [test[name] for test in tests]
+                values.setdefault(name, {})[label] = mean_and_deviation(of_runs)
+    table = []
+    for name, of_labels in values.items():
+        table.append([name, *(of_labels.get(label, "-") for label in rows_of_label)])
+    return markdown(["metric on test, ± standard deviation", *rows_of_label], table)
 
 
-def write(stem, results, arms, lines):
-    """STEM.json, and STEM.md of these lines and the commits and machines of the measured arms."""
+def tuning_lines(runs, methods, tuning_seeds):
+    """What was chosen on val, and from what: a line for each method that has a choice."""
+    lines = []
+    for method in methods:
+        if len(method.settings) == 1:
+            continue
+        chosen = [f"`{words}`" for words in runs.chosen(method, tuning_seeds)]
+        values = []
+        for words, value in runs.values_on_val(method, tuning_seeds).items():
+            values.append(f"`{words}` {value:.2f}")
+        lines.append(f"- {method.name}: {' and '.join(chosen)}; {method.metric} on val: "
+                     + ", ".join(values))
+    if lines:
+        lines = ["", "Chosen:", "", *lines]
+    return lines
+
+
+def source_lines(rows):
+    """How many queries the test split has, and the commits and machines of runs."""
+    sizes = {}
     commits = set()
     machines = set()
-    for arm in arms:
-        commits.update(arm.commits)
-        machines.update(arm.machines)
-    write_json(stem.with_suffix(".json"), results)
-    source = f"Commits {', '.join(sorted(commits))}; {'; '.join(sorted(machines))}."
-    stem.with_suffix(".md").write_text("\n".join([*lines, "", source, ""]), encoding="utf8")
+    for row in rows:
+        for name, metrics in json.loads(row["test"]).items():
+            if "images" in metrics:
+                sizes[name] = metrics["images"]
+        commits.add(row["commit"])
+        machines.add(row["machine"])
+    lines = [""]
+    for name, size in sizes.items():
+        lines.append(f"Test split of {name}: {size} images or clips, so that one of them is "
+                     f"{100 / size:.2f} points.")
+    lines.append(f"Commits {', '.join(sorted(commits))}; {'; '.join(sorted(machines))}.")
+    return lines
+
+
+def draw(comparisons, path):
+    """Draws the differences of the pairs as points, their mean and its 95 % interval."""
+    fig, (ax,) = figure(1, width=8, height=1.6 + 0.55 * len(comparisons))
+    names = []
+    for y, comparison in enumerate(comparisons):
+        half = None  # no bar, where the interval has no end
+        if math.isfinite(comparison.half):
+            half = comparison.half
+        ax.errorbar(comparison.mean, y, xerr=half, fmt="s", color="black", capsize=4)
+        heights = [y + 0.2] * len(comparison.differences)
+        ax.plot(comparison.differences, heights, "o", alpha=0.6)
+        label = comparison.labels[0].strip("`")
+        names.append(f"{textwrap.fill(label, 44)}\n{comparison.verdict}")
+    ax.axvline(0, color="grey", linewidth=1)
+    ax.set(ylim=(-0.5, len(comparisons) - 0.3),
+           xlabel=f"{comparisons[0].claim.test_metric}; dots: pairs; square and bar: mean, 95 %")
+    ax.set_yticks(range(len(comparisons)), names)
+    against = comparisons[0].labels[1].strip("`")
+    fig.suptitle(f"difference to {against}")
+    save_figure(fig, path)
 
 
 # ----------------------------------------------------- command line -------------------------------
-def claims_parser(description, claims, num_seeds):
-    """The flags that benchmarks.claims and benchmarks.frozen share.
-
-    Args:
-        description: docstring of the program, whose first line --help shows.
-        claims: {name: Claim}.
-        num_seeds: default of --seeds.
-    """
-    p = argparse.ArgumentParser(description=description.splitlines()[0], allow_abbrev=False)
-    p.add_argument("--claims", nargs="+", choices=claims, default=list(claims),
-                   help="claims whose missing runs are run")
-    p.add_argument("--seeds", type=int_ge1, default=num_seeds,
-                   help="pairs of runs of each method, at its best trials")
-    p.add_argument("--jobs", type=int_ge1, default=os.cpu_count(),
-                   help="runs side by side, one thread each")
-    p.add_argument("--report", action="store_true", help="run nothing, write the tables")
-    return p
-
-
 def parse_args(argv=None):
     """The flags of this program, and in `shared` those of every command."""
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    p.add_argument("commands", nargs="+",
-                   help="each quoted: 'temo.py --loss infonce'; differences are to the first")
-    p.add_argument("--seeds", type=int_ge1, default=3, help="pairs of runs")
-    p.add_argument("--tune", action="append", default=[], metavar="FLAG=A,B",
-                   help="values of a flag that are tried on val, for all commands alike")
+    p = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog=EPILOG, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("commands", nargs="*", default=[],
+                   help="each quoted, before all flags: 'temo.py --loss infonce'; differences are "
+                        "to the first. {A|B}: alternatives, of which val chooses one")
+    p.add_argument("--claims", nargs="+", default=[], metavar=("FILE", "NAME"),
+                   help="a file of claims in place of commands, and the names of some of its "
+                        "claims, else all")
+    p.add_argument("--seeds", type=int_ge1, default=3,
+                   help="pairs of runs; of a claim more, if more are stored (default: %(default)s)")
+    p.add_argument("--tuning-seeds", type=int_ge1, default=3,
+                   help="seeds that choose among alternatives; no pair has them (default: "
+                        "%(default)s)")
     p.add_argument("--vary", default="seed", metavar="FLAG",
-                   help="pairs have the values 0, 1, ... of this flag")
+                   help="pairs have the values 0, 1, ... of this flag (default: %(default)s)")
     p.add_argument("--metric", default="text_to_image/R@1",
-                   help="metric of the first data set that chooses trials and decides")
+                   help="metric of the first data set that chooses alternatives and decides "
+                        "(default: %(default)s)")
     p.add_argument("--also", nargs="+", default=[], metavar="NAME",
                    help="metrics, or groups of them, that are reported beside")
+    p.add_argument("--family", type=int_ge1, default=1,
+                   help="comparisons that Holm's correction counts, if they are more than those of "
+                        "this call")
     p.add_argument("--out", type=Path, default=Path("runs/compare"),
-                   help="folder of the results and of the records of runs")
+                   help="folder of the tables, the pictures and the finished runs (default: "
+                        "%(default)s)")
     args, args.shared = p.parse_known_args(argv)
-    grid = {}
-    for tune in args.tune:
-        flag, _, values = tune.partition("=")
-        words = [f"--{flag}={value}" for value in values.split(",")]
-        grid.setdefault(flag, {}).update(dict.fromkeys(words))             # each once
-    args.grid = list(itertools.product(*grid.values()))
-    check_commands(p, args, [f"--{flag}" for flag in (args.vary, *grid)])
+    if bool(args.commands) == bool(args.claims):
+        p.error("give commands, before all flags and each quoted, or --claims FILE")
+    if args.claims and (args.also or args.metric != p.get_default("metric")):
+        p.error("--metric and --also have no effect beside --claims: the file has the metrics")
+    for word in args.shared:
+        if re.search("[{}]", word):
+            p.error(f"{word}: braces stand inside a quoted command")
     return args
 
 
-def check_commands(parser, args, reserved):
-    """Refuses a command without a script, or with a flag of `reserved`."""
+@functools.cache
+def parser_of(script):
+    """The parse_args of a script."""
+    names = runpy.run_path(script)
+    if "parse_args" not in names:
+        raise UserError(f"{script}: has no function parse_args, as our scripts and their forks do")
+    return names["parse_args"]
+
+
+def check_command(words):
+    """Ends the program, and names the command, unless its script reads it."""
+    command = shlex.join(words)
+    script, vary, seed, *flags = words
+    if not Path(script).is_file():
+        raise UserError(f"{command}: there is no script {script} in this folder")
+    for word in flags:
+        if word.partition("=")[0] == vary:
+            raise UserError(f"{command}: leave {vary} out, since the pairs have its values")
+    parse = parser_of(script)
+    try:
+        parse([vary, seed, *flags])
+    except SystemExit as error:  # argparse has said why, but not of which command
+        raise UserError(f"in the command: {command}") from error
+
+
+def claims_of(args):
+    """The Methods and Claims of the command line or of its file."""
+    if args.claims:
+        file, *names = args.claims
+        claims = read_claims(file, args.shared)
+        unknown = set(names) - {claim.name for claim in claims}
+        if unknown:
+            raise UserError(f"{file}: has no claim {', '.join(sorted(unknown))}")
+        if names:
+            claims = [claim for claim in claims if claim.name in names]
+        methods = {}
+        for claim in claims:
+            methods[claim.method.name] = claim.method
+            methods[claim.against.name] = claim.against
+        return list(methods.values()), claims
+    methods = []
     for command in args.commands:
-        script, *flags = shlex.split(command) + args.shared
-        for flag in flags:
-            name = flag.partition("=")[0]
-            if name in reserved:
-                parser.error(f"{command}: {name} is set by --vary or --tune; leave it out of the "
-                             "commands")
-        if not Path(script).is_file():
-            parser.error(f"{script}: no such script; commands come first, each quoted")
+        settings = settings_of(command, args.shared)
+        methods.append(Method(f"`{command}`", args.metric, settings))
+    return methods, [Claim(method, methods[0]) for method in methods[1:]]
 
 
-def arm_of(command, args):
-    """The Arm of a command: one trial for each value of --tune."""
-    trials = [[*shlex.split(command), *args.shared, *values] for values in args.grid]
-    return Arm(args.metric, trials, args.metric, further=dict(zip(args.also, args.also)))
+def name_of_call(args):
+    """The name of the files of a call: its commands, and a digest of these, of the flags that they
+    share and of the metrics."""
+    words = [*args.commands, *args.shared, args.metric, *args.also, args.vary]
+    digest = hashlib.sha256(" ".join(words).encode()).hexdigest()
+    commands = re.sub("-+", "-", slug(" ".join(args.commands)))
+    return f"{commands[:80]}-{digest[:6]}"
 
 
-def table_of(args, measured, comparisons):
-    """The lines of comparison.md: {command: Measured}, {command: Comparison to the first}."""
-    rows = []
-    for command, arm in measured.items():
-        row = [f"`{arm.flags}`", mean_and_deviation(arm.test.values())]
-        if command in comparisons:
-            row += cells(comparisons[command], 2)
+def run_all(runs, methods, tuning_seeds, pairs):
+    """Checks the commands, then runs what tunes, then the pairs, until only failed ones are
+    missing."""
+    commands = runs.missing(methods, tuning_seeds, pairs)
+    for words in commands.values():
+        check_command(words)
+    while commands:
+        for words in tqdm(commands.values(), "runs", unit="run"):
+            runs.run(words)
+        commands = runs.missing(methods, tuning_seeds, pairs)
+
+
+def compare_all(runs, claims, tuning_seeds, pairs, family):
+    """The Comparisons of claims, with verdicts: the stored one if all runs are stored."""
+    comparisons = []
+    for claim in claims:
+        comparisons += compare(runs, claim, tuning_seeds, pairs)
+    new_comparisons = []
+    for comparison in comparisons:
+        if comparison.is_stored:
+            comparison.verdict = comparison.claim.verdict
         else:
-            row += [""] * len(COLUMNS)
-        rows.append(row)
-    table = markdown(["command", f"{args.metric} on test", *COLUMNS], rows)
-    if args.also:
-        metrics = {}  # of any command, in order
-        for arm in measured.values():
-            metrics.update(dict.fromkeys(arm.further))
-        rows = []
-        for metric in metrics:
-            row = [metric]
-            for arm in measured.values():
-                values = arm.further.get(metric)
-                row.append(mean_and_deviation(values.values()) if values else "-")
-            rows.append(row)
-        titles = [f"`{command}`" for command in measured]
-        table += ["", *markdown(["metric on test", *titles], rows)]
-    return table
+            new_comparisons.append(comparison)
+    judge(new_comparisons, family)
+    return comparisons
 
 
 def main(argv=None):
     """Tunes, runs what is missing, compares each command with the first, prints and writes."""
     args = parse_args(argv)
-    runs = Runs(args.out / "runs", args.vary, by_source=True)
+    methods, claims = claims_of(args)
+    file = args.out / "runs.jsonl"
+    rows = read_rows(file)
+    if args.claims:
+        rows |= read_rows(RESULTS / "runs.parquet")
+    runs = Runs(file, args.vary, rows, failed=set())
+    tuning_seeds = range(TUNING_SEED, TUNING_SEED + args.tuning_seeds)
     pairs = range(args.seeds)
-    arms = {command: arm_of(command, args) for command in args.commands}
-    planned = runs.planned_runs(arms.values(), pairs)
-    num_stored = sum(file.exists() for file in planned)
-    if num_stored:
-        print(f"{num_stored} of {len(planned)} runs are stored in {runs.folder}", flush=True)
-    failed = runs.run_all(lambda: runs.missing_runs(arms.values(), pairs))
-    measured = {command: runs.measure(arm, pairs) for command, arm in arms.items()}
-    if None in measured.values():
-        raise SystemExit("runs failed, so there is nothing to compare; see above")
+    run_all(runs, methods, tuning_seeds, pairs)
 
-    first, *other_commands = args.commands
-    sign = sign_of(args.metric)
-    comparisons = {}
-    for command in other_commands:
-        if measured[command].test.keys().isdisjoint(measured[first].test):
-            raise SystemExit(f"{command}: has no pair with {first}, since runs failed; see above")
-        comparisons[command] = compare_pairs(measured[command].test, measured[first].test, sign)
-    correct(comparisons.values())
-    for comparison in comparisons.values():
-        comparison.verdict = verdict_of(comparison, narrow_of(args.metric))
+    if args.claims:
+        pairs = range(MAX_PAIRS)
+    rows_of_label = {}  # {label of a setting: rows of its pairs}
+    for method in methods:
+        for alternative in runs.chosen(method, tuning_seeds):
+            rows = runs.pairs(method.settings[alternative], pairs)
+            if rows:
+                rows_of_label[method.label(alternative)] = list(rows.values())
+    if not rows_of_label:
+        raise UserError("all runs failed, so there is nothing to compare; see above")
+    comparisons = compare_all(runs, claims, tuning_seeds, pairs, args.family)
 
-    table = table_of(args, measured, comparisons)
-    stem = args.out / "comparison"
-    results = {
-        "metric": args.metric,
-        "arms": {command: to_json(arm) for command, arm in measured.items()},
-        "against": {first: {command: to_json(line) for command, line in comparisons.items()}}}
-    write(stem, results, measured.values(), table)
-    draw(comparisons, f"difference to {first}", args.metric, stem.with_suffix(".png"))
-    print("", *table, "", COULD_SHOW, f"{stem}.md, .json, .png", sep="\n")
-    if failed:
-        raise SystemExit(f"{len(failed)} runs failed; see above")
+    lines = []
+    if comparisons:
+        lines += difference_table(comparisons)
+    if not args.claims:
+        lines += ["", *metric_table(rows_of_label, [args.metric, *args.also])]
+    lines += tuning_lines(runs, methods, tuning_seeds)
+    lines += source_lines(itertools.chain.from_iterable(rows_of_label.values()))
+    print("", *lines, sep="\n")
+    if not args.claims:
+        table = args.out / f"{name_of_call(args)}.md"
+        table.write_text("\n".join([*lines, ""]), encoding="utf8")
+        print("", table, sep="\n")
+        if comparisons:
+            picture = table.with_name(f"{table.stem}.png")
+            draw(comparisons, picture)
+            print(picture)
+    if runs.failed:
+        raise UserError(f"{len(runs.failed)} runs failed; see above")
 
 
 if __name__ == "__main__":
-    main()
+    with clean_exit():
+        main()

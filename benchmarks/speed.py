@@ -1,12 +1,14 @@
-"""Measures the speed and memory that docs/ quotes, as ratios to a plain computation or a peer.
+"""Measures the speed and memory that docs/ quotes, most of it as ratios to a plain computation.
 
-    python -m benchmarks.speed [--only ranks jpeg views cc3m_views steps ...]
-    python -m benchmarks.speed memory "temo.py --dataset cc3m" ...          # estimates: recipes.py
+    python -m benchmarks.speed                                   # every row
+    python -m benchmarks.speed --only ranks steps memory         # these
 
-Updates results/speed.json. Timings are CPU seconds of one thread. Variants take turns, in a
-different order each round, since each changes caches and free memory for the next; ratios are
-medians of each round's ratio. Peak memory is the growth of the process's high-water mark during the
-call, in a process of its own (Linux). What only a GPU shows is in gpu.py.
+Updates results/speed.json after each row. Without a GPU, timings are CPU seconds of one thread on
+small towers, peak memory is the growth of the process's high-water mark, in a process of its own
+(Linux), and `bf16` and `waits` are not run. With a GPU, the rows of towers, losses and views run
+on it, in larger sizes, and peak memory is what torch has allocated there. Functions that are
+compared take turns, in a different order each round, since each changes caches and free memory for
+the next; ratios are medians of each round's ratio. Nothing is downloaded: towers have no weights.
 """
 
 import argparse
@@ -18,12 +20,12 @@ import itertools
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
+import warnings
 from collections import deque
-from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import common
 from contrastive.data.clips import Clips
@@ -31,7 +33,8 @@ from contrastive.data.pixels import decode
 from contrastive.data.table import MAX_ROWS_AS_LISTS
 from contrastive.data.views import crop_batch
 from contrastive.encoders.base import STATS
-from contrastive.engine.log import commit
+from contrastive.engine.log import commit, logged_rows
+from contrastive.engine.run import Run
 from contrastive.core import row_blocks
 from contrastive.core.files import read_json, write_json
 
@@ -44,20 +47,52 @@ import mmts
 import ncl
 import temo
 import temperature_schedules as ts
-from benchmarks import recipes
 from benchmarks.compare import RESULTS, machine
+
+HAS_GPU = torch.cuda.is_available()
+SCRIPTS = (temo, ts, ncl, mmts, mama)
+
+
+class Sizes(NamedTuple):
+    """How large the towers and batches of the rows are."""
+
+    tower: str
+    pixels: int  # the side of an image
+    batch: int  # of a step
+    view_pixels: int  # the side of an image whose views are drawn
+    views: int  # how many of them
+    loss_pairs: int  # of a loss alone
+
+
+DEVICE = torch.device("cpu")
+SIZES = Sizes(tower="vit_tiny_patch16_224", pixels=96, batch=32, view_pixels=32, views=256,
+              loss_pairs=8192)
+if HAS_GPU:
+    DEVICE = torch.device("cuda")
+    SIZES = Sizes(tower="vit_base_patch16_224", pixels=224, batch=128, view_pixels=224, views=512,
+                  loss_pairs=32768)
+# steps of a run that is watched: speed is measured from FIRST to MIDDLE, waits from MIDDLE to LAST
+FIRST, MIDDLE, LAST = 10, 30, 40
 
 
 # ----------------------------------------------------- tools --------------------------------------
-def time_functions(functions, rounds, clock=time.process_time):
+def now():
+    """CPU seconds of this process; on a GPU the time when it has done all its work."""
+    if HAS_GPU:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def time_functions(functions, rounds):
     """{name: seconds of each round (rounds,)} of functions that take turns."""
     seconds = {name: np.zeros(rounds) for name in functions}
     order = np.random.default_rng(0)
     for k in range(rounds):
         for name in order.permutation(list(functions)):
-            start = clock()
+            start = now()
             functions[name]()
-            seconds[name][k] = clock() - start
+            seconds[name][k] = now() - start
     return seconds
 
 
@@ -71,7 +106,9 @@ def ratio(seconds, name, base):
 
 
 def peak_mib(name, build, *args):
-    """Growth of the peak memory during `name` of build(*args), in MiB, in a new process."""
+    """Growth of the peak memory during `name` of build(*args), in MiB."""
+    if HAS_GPU:
+        return measure_growth_on_gpu(build(*args)[name])
     # the allocator returns what is freed at once
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
@@ -80,8 +117,18 @@ def peak_mib(name, build, *args):
         return process.submit(measure_growth, name, build, args).result()
 
 
+def measure_growth_on_gpu(function):
+    """Growth of what torch has allocated on the GPU during the second call of a function, in MiB.
+    """
+    function()
+    torch.cuda.reset_peak_memory_stats()
+    start_bytes = torch.cuda.memory_allocated()
+    function()
+    return (torch.cuda.max_memory_allocated() - start_bytes) / 2**20
+
+
 def measure_growth(name, build, args):
-    """As peak_mib, in this process."""
+    """As peak_mib, in this process, on the CPU."""
     torch.set_num_threads(1)
     function = build(*args)[name]
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
@@ -98,7 +145,7 @@ def process_status(key):
 
 def random_unit_rows(n, width=512):
     """(n, width) random unit vectors."""
-    return F.normalize(torch.randn(n, width), dim=1)
+    return F.normalize(torch.randn(n, width, device=DEVICE), dim=1)
 
 
 # ----------------------------------------------------- evaluation and data ------------------------
@@ -108,7 +155,8 @@ def ranks(rounds):
     25,010 captions against 5,000 images, D = 512, as on COCO test.
     """
     text, image = random_unit_rows(25_010), random_unit_rows(5_000)
-    positives = (torch.arange(25_010) // 5).clamp(max=4_999)[:, None]      # (25010, 1)
+    image_of_text = (torch.arange(25_010) // 5).clamp(max=4_999)           # (25010,)
+    positives = image_of_text[:, None].to(DEVICE)                          # (25010, 1)
     seconds = time_functions({
         "product": lambda: text @ image.T,
         "ranks": lambda: common.retrieval_metrics(text, image, positives),
@@ -158,54 +206,45 @@ def jpeg(rounds, n=192):
     return {"ratio": ratio(seconds, "pil", "ours")}
 
 
-def views(rounds, n=256):
-    """SimCLR views of CIFAR-size images in batches, against PIL per sample and kornia in batches.
+def views(rounds):
+    """SimCLR views in batches, plain and compiled, against PIL image by image.
 
-    Ours plain and compiled, from memory. Crop .1-1, flip, jitter .4/.4/.4/.1, grey.
+    Ours from uint8 in memory, on the GPU if there is one. Crop .1-1, flip, jitter .4/.4/.4/.1,
+    grey.
     """
     from PIL import Image
     from torchvision import transforms as T
 
-    images = torch.randint(0, 255, (n, 3, 32, 32), dtype=torch.uint8)
+    n, side = SIZES.views, SIZES.view_pixels
+    images = torch.randint(0, 255, (n, 3, side, side), dtype=torch.uint8)
     pictures = [Image.fromarray(x.permute(1, 2, 0).numpy()) for x in images]
+    images = images.to(DEVICE)
     mean, std = STATS["imagenet"]
     pil = T.Compose([
-        T.RandomResizedCrop(32, (0.1, 1), interpolation=T.InterpolationMode.BICUBIC),
+        T.RandomResizedCrop(side, (0.1, 1), interpolation=T.InterpolationMode.BICUBIC),
         T.RandomHorizontalFlip(), T.RandomApply([T.ColorJitter(0.4, 0.4, 0.4, 0.1)], 0.8),
         T.RandomGrayscale(0.2), T.ToTensor(), T.Normalize(mean, std)])
-    eager = common.Augment(32, 0.1, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2)
-    fused = common.Augment(32, 0.1, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2)
-    fused.photometric = torch.compile(fused.photometric, dynamic=False)
-    transform = common.EvalTransform(32, mean, std)
+    view = common.Augment(side, 0.1, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2)
+    compiled = torch.compile(view.photometric, dynamic=False)
+    transform = common.EvalTransform(side, mean, std)
 
-    def ours(augment):
-        draws = common.uniforms(0, 0, range(n), augment.DRAWS)             # (n, DRAWS)
+    def ours(photometric):
+        draws = common.uniforms(0, 0, range(n), view.DRAWS)                # (n, DRAWS)
         columns = torch.from_numpy(draws)[:, :, None, None, None]          # (n, DRAWS, 1, 1, 1)
-        crops = crop_batch(augment, images, draws)                         # (n, 3, 32, 32)
-        return transform.normalise(augment.photometric(crops, columns))
+        crops = crop_batch(view, images, draws)                            # (n, 3, side, side)
+        return transform.normalise(photometric(crops, columns.to(DEVICE)))
 
-    ours(fused)  # compiles
-    variants = {
+    ours(compiled)  # compiles
+    seconds = time_functions({
         "pil": lambda: torch.stack([pil(picture) for picture in pictures]),
-        "eager": lambda: ours(eager),
-        "compiled": lambda: ours(fused),
-    }
-    if find_spec("kornia"):
-        from kornia import augmentation as K
-        batched = torch.nn.Sequential(
-            K.RandomResizedCrop((32, 32), scale=(0.1, 1)), K.RandomHorizontalFlip(),
-            K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8), K.RandomGrayscale(p=0.2),
-            K.Normalize(mean, std))
-        variants["kornia"] = lambda: batched(images.float() / 255)
-    seconds = time_functions(variants, rounds)
-    results = {
+        "eager": lambda: ours(view.photometric),
+        "compiled": lambda: ours(compiled),
+    }, rounds)
+    return {
         "ratio": ratio(seconds, "pil", "eager"),
         "ratio_compiled": ratio(seconds, "pil", "compiled"),
-        "ratio_kornia": "not run",
-    }
-    if "kornia" in seconds:
-        results["ratio_kornia"] = ratio(seconds, "pil", "kornia")
-    return results
+        "eager_ms": 1000 * float(np.median(seconds["eager"])),
+        "compiled_ms": 1000 * float(np.median(seconds["compiled"]))}
 
 
 def cc3m_views(rounds, n=512, batch=64):
@@ -274,18 +313,18 @@ def decode_clips(rounds, n=8):
 
 
 # ----------------------------------------------------- steps --------------------------------------
-def make_towers(tower="vit_tiny_patch16_224", size=96, device="cpu"):
+def make_towers(tower, size):
     """Two towers without published weights."""
     torch.manual_seed(0)
     text = common.TextEncoder("small", 128, False, 32, 1000, pooling="mean")
     image = common.VisionEncoder(tower, 128, False, size)
-    return common.TwoTower(image, text).to(device)
+    return common.TwoTower(image, text).to(DEVICE)
 
 
-def make_inputs(n, size=96, device="cpu"):
+def make_inputs(n, size):
     """Random pixels and tokens of a batch of n."""
-    ids = torch.randint(1, 1000, (n, 32)).to(device)
-    pixels = torch.randn(n, 3, size, size).to(device)
+    ids = torch.randint(1, 1000, (n, 32)).to(DEVICE)
+    pixels = torch.randn(n, 3, size, size).to(DEVICE)
     tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return {"pixels": pixels, "tokens": tokens}
 
@@ -299,19 +338,18 @@ def plain_infonce(image, text):
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
-def make_steps(batch=32, tower="vit_tiny_patch16_224", size=96, device="cpu"):
+def make_steps(batch, tower, size):
     """{name: a step} (encode, loss, backward; bf16 on a GPU) of each method on the same towers."""
     from accelerate import Accelerator
     from accelerate.utils import slice_tensors
 
-    model = make_towers(tower, size, device)
-    inputs = make_inputs(2 * batch, size, device)
+    model = make_towers(tower, size)
+    inputs = make_inputs(2 * batch, size)
     first = slice_tensors(inputs, slice(0, batch))
     second = slice_tensors(inputs, slice(batch, 2 * batch))
-    device = inputs["pixels"].device
 
     def encode(part):
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=HAS_GPU):
             return model(**part)[:2]                                       # (b, D), (b, D)
 
     def step(loss, backward=torch.Tensor.backward):
@@ -321,7 +359,7 @@ def make_steps(batch=32, tower="vit_tiny_patch16_224", size=96, device="cpu"):
     losses = make_step_losses(encode, inputs, first, second)
     step(losses["infonce"])  # sets up gradients
     functions = {name: functools.partial(step, loss) for name, loss in losses.items()}
-    chunks = common.Chunks(encode, model, Accelerator(cpu=device.type == "cpu"), batch // 4)
+    chunks = common.Chunks(encode, model, Accelerator(cpu=not HAS_GPU), batch // 4)
     functions["infonce, chunks"] = functools.partial(
         step, lambda: temo.multimodal_loss(*chunks.encode(first), 0.1), chunks.backward)
     return functions
@@ -339,7 +377,7 @@ def make_step_losses(encode, inputs, first, second):
     """
     batch = len(first["pixels"])
     sizes = torch.randint(1, 100, (batch,))  # of the cluster of each pair
-    shifts = mmts.cluster_shift(sizes, 0.08, 0.12).to(first["pixels"].device)        # (B,)
+    shifts = mmts.cluster_shift(sizes, 0.08, 0.12).to(DEVICE)              # (B,)
 
     def encode_both():
         image, text = encode(inputs)                                       # (2B, D) each
@@ -370,7 +408,7 @@ def make_step_losses(encode, inputs, first, second):
             augmented = encode(second)
         return temo.temo_loss(*encode(first), *augmented, 0.5, 0.1, 0.05, 0.1)
 
-    losses = {
+    return {
         "infonce": infonce,
         "plain": lambda: plain_infonce(*encode(first)),
         "ncl": ncl_loss,
@@ -380,35 +418,22 @@ def make_step_losses(encode, inputs, first, second):
         "temo of four": temo_of_four,
         "temo": temo_loss,
     }
-    if find_spec("open_clip"):
-        losses["open_clip"] = lambda: open_clip_loss(*encode(first))
-    return losses
-
-
-def open_clip_loss(image, text):
-    """InfoNCE at 0.1 by open_clip."""
-    from open_clip.loss import ClipLoss
-
-    image = F.normalize(image.float(), dim=1)                              # (B, D)
-    text = F.normalize(text.float(), dim=1)                                # (B, D)
-    return ClipLoss()(image, text, 1 / 0.1)
 
 
 def steps(rounds):
-    """A step of each method against InfoNCE's, a tiny ViT at 96 px, B = 32.
+    """A step of each method against InfoNCE's on the same towers; chunks of a quarter of the batch.
 
-    TeMo's also with a gradient through I~ and T~, and its peak memory without weights and
-    gradients.
+    A ViT-Ti at 96 px, B = 32; on a GPU a ViT-B/16 at 224 px in bf16, B = 128. TeMo's also with a
+    gradient through I~ and T~.
     """
-    seconds = time_functions(make_steps(), 2 * rounds)
+    functions = make_steps(SIZES.batch, SIZES.tower, SIZES.pixels)
+    seconds = time_functions(functions, 2 * rounds)
     results = {}
-    for name in ("ncl", "mmts", "mama", "temo"):
+    for name in ("ncl", "mmts", "mama", "temo", "infonce, chunks"):
         results[f"{name}/infonce"] = ratio(seconds, name, "infonce")
-    for name, base in (("temo", "temo of four"), ("temo of four", "infonce of four")):
+    for name, base in (
+            ("infonce", "plain"), ("temo", "temo of four"), ("temo of four", "infonce of four")):
         results[f"{name}/{base}"] = ratio(seconds, name, base)
-    peak = peak_mib("temo", make_steps)
-    for base in ("infonce", "temo of four"):
-        results[f"memory temo/{base}"] = peak / peak_mib(base, make_steps)
     return results
 
 
@@ -426,14 +451,14 @@ def sinkhorn(rounds):
     return {"ratio_4096x4096": ratio(seconds, "biases", "product")}
 
 
-def make_mama_steps(batch, meta, size=96, device="cpu"):
-    """A plain step of a tiny ViT on `batch` clips, and steps with a look-ahead on `meta` others."""
-    model = make_towers(size=size, device=device)
-    inputs = make_inputs(batch, size, device)
-    meta_inputs = make_inputs(meta, size, device)
-    weight_net = mama.WeightNet().to(device)
+def make_mama_steps(batch, meta, tower, size):
+    """A plain step in float32 on `batch` clips, and steps with a look-ahead on `meta` others."""
+    model = make_towers(tower, size)
+    inputs = make_inputs(batch, size)
+    meta_inputs = make_inputs(meta, size)
+    weight_net = mama.WeightNet().to(DEVICE)
     loss_fn = functools.partial(mama.angular_margin_loss, tau=0.1, mu=0.2)
-    losses = mama.look_ahead_losses(model, loss_fn, torch.device(device))
+    losses = mama.look_ahead_losses(model, loss_fn, DEVICE)
     parameters = dict(model.named_parameters())
 
     def plain():
@@ -451,30 +476,26 @@ def make_mama_steps(batch, meta, size=96, device="cpu"):
             "second_order": lambda: look_ahead("second-order")}
 
 
-def mama_step(rounds, batch=32):
-    """A step of MAMA with the look-ahead of Algorithm 1 against the plain step.
+def mama_step(rounds):
+    """A step of MAMA with the look-ahead of Algorithm 1 against the plain step, in float32.
 
-    A tiny ViT at 96 px, B = 32: M = B and B / 4; forward mode and second order; time, and at M = B
-    peak memory without weights and gradients.
+    A ViT-Ti, B = 32, at 96 px, on a GPU 224: M = B and B / 4; forward mode and second order.
     """
     results = {}
-    for meta in (batch, batch // 4):
-        functions = make_mama_steps(batch, meta)
+    for meta in (32, 8):
+        functions = make_mama_steps(32, meta, "vit_tiny_patch16_224", SIZES.pixels)
         functions["forward"]()  # the first call sets up forward mode
         seconds = time_functions(functions, rounds)
         for name in ("forward", "second_order"):
             results[f"ratio_{name}_M{meta}"] = ratio(seconds, name, "plain")
-    plain = peak_mib("plain", make_mama_steps, batch, batch)
-    for name in ("forward", "second_order"):
-        results[f"memory_{name}"] = peak_mib(name, make_mama_steps, batch, batch) / plain
     return results
 
 
-def make_losses(n, device="cpu"):
+def make_losses(n):
     """TeMo's loss, InfoNCE and NT-Xent with their gradients over n pairs, D = 256, in blocks."""
     embeddings = []                                                        # (n, 256) each
     for _ in range(4):
-        embeddings.append(torch.randn(n, 256, device=device, requires_grad=True))
+        embeddings.append(torch.randn(n, 256, device=DEVICE, requires_grad=True))
     losses = {
         "temo": lambda: temo.temo_loss(*embeddings, 0.3),
         "infonce": lambda: temo.multimodal_loss(*embeddings[:2], 0.1),
@@ -491,48 +512,130 @@ def make_losses(n, device="cpu"):
     return {name: functools.partial(with_gradient, loss) for name, loss in losses.items()}
 
 
-def loss_memory(rounds):
-    """Peak MiB of the losses with gradients over 8,192 pairs, D = 256, in blocks as in a run."""
-    return {"temo_mib_8192": peak_mib("temo", make_losses, 8192),
-            "nt_xent_mib_8192": peak_mib("nt_xent", make_losses, 8192)}
+def memory(rounds):
+    """Peak MiB of the steps of `steps` and `mama_step` without weights, gradients and states, and
+    of losses with gradients alone, D = 256, in blocks of rows as in a run."""
+    results = {}
+    for name in ("infonce", "infonce, chunks", "temo", "temo of four"):
+        results[name] = peak_mib(name, make_steps, SIZES.batch, SIZES.tower, SIZES.pixels)
+    for name in ("plain", "forward", "second_order"):
+        results[f"mama, {name}"] = peak_mib(
+            name, make_mama_steps, 32, 32, "vit_tiny_patch16_224", SIZES.pixels)
+    for name in ("temo", "infonce", "nt_xent"):
+        results[f"{name} loss, N = {SIZES.loss_pairs}"] = peak_mib(
+            name, make_losses, SIZES.loss_pairs)
+    return results
+
+
+# ----------------------------------------------------- runs on a GPU ------------------------------
+def train(module, *flags):
+    """A run of a script in this process, without pictures, in a temporary folder.
+
+    Returns: its summary, and the losses of its log.
+    """
+    module.draw = lambda *_, **__: None
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--log-every", "1", "--eval-every", "0", "--save-every", "0", *map(str, flags),
+                 "--output-dir", folder, "--run-name", "run"]
+        summary = module.main(module.parse_args(words))
+        rows = list(logged_rows(Path(folder) / "run" / "metrics.jsonl"))
+    return summary, np.array([row["loss"] for row in rows if "loss" in row])
+
+
+def bf16_difference(module, *flags):
+    """Largest relative difference of a script's first 20 losses in bf16 from float32's.
+
+    Another float32 run shows the noise.
+    """
+    losses = []                                                            # (steps,) each
+    for precision in ("no", "bf16", "no"):
+        _, run_losses = train(module, "--max-steps", 20, "--mixed-precision", precision, *flags)
+        losses.append(run_losses)
+    float32, bfloat16, again = losses
+    return {"bf16": float(abs(bfloat16 / float32 - 1).max()),
+            "fp32 again": float(abs(again / float32 - 1).max())}
+
+
+def bf16(rounds):
+    """bf16_difference of the five scripts with their defaults."""
+    return {module.__name__: bf16_difference(module) for module in SCRIPTS}
+
+
+def watch_run(module, *flags):
+    """A run with the script's defaults: samples/s, peak memory, and how often the host waits for
+    the GPU in a step."""
+    times = {}
+    done = Run.done
+
+    def done_and_noted(run, *args, **options):
+        done(run, *args, **options)
+        if run.step in (FIRST, MIDDLE):
+            times[run.step] = now()
+        if HAS_GPU and run.step == MIDDLE:
+            torch.cuda.set_sync_debug_mode("warn")
+        if HAS_GPU and run.step == LAST - 1:
+            torch.cuda.set_sync_debug_mode("default")
+
+    Run.done = done_and_noted
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        summary, _ = train(module, *flags, "--max-steps", LAST, "--log-every", 1000)
+    Run.done = done
+    num_waits = 0
+    for warning in caught:
+        if "called a synchronizing" in str(warning.message):
+            num_waits += 1
+    seconds = times[MIDDLE] - times[FIRST]
+    return {"samples_per_s": (MIDDLE - FIRST) * summary["batch"] / seconds,
+            "peak_mib": summary["peak_memory_mib"],
+            "waits_a_step": num_waits / (LAST - 1 - MIDDLE)}
+
+
+def waits(rounds):
+    """watch_run of the five scripts; no step should wait."""
+    return {module.__name__: watch_run(module) for module in SCRIPTS}
 
 
 # ----------------------------------------------------- command line -------------------------------
-BENCHMARKS = {
+ROWS = {
     "ranks": ranks,
     "jpeg": jpeg,
     "views": views,
     "cc3m_views": cc3m_views,
+    "decode_clips": decode_clips,
     "steps": steps,
     "sinkhorn": sinkhorn,
     "mama_step": mama_step,
-    "loss_memory": loss_memory,
-    "decode_clips": decode_clips,
+    "memory": memory,
+    "bf16": bf16,
+    "waits": waits,
 }
+ROWS_OF_GPU = ("bf16", "waits")
 
 
 def main():
-    """Runs the chosen benchmarks and updates speed.json."""
-    if sys.argv[1:2] == ["memory"]:
-        recipes.main(sys.argv[2:])
-        return
+    """Runs the chosen rows and updates speed.json."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    p.add_argument("--only", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS),
-                   help="benchmarks to run")
+    p.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW",
+                   help=f"rows to run, of {', '.join(ROWS)}")
     p.add_argument("--rounds", type=int, default=5,
-                   help="rounds in which the variants take turns; the median counts")
+                   help="rounds in which functions take turns; the median counts")
     args = p.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     path = RESULTS / "speed.json"
-    results = read_json(path, {})
+    all_results = read_json(path, {})
+    results = all_results.setdefault(DEVICE.type, {})
     for name in args.only:
-        command = f"python -m benchmarks.speed --only {name} --rounds {args.rounds}"
-        results[name] = BENCHMARKS[name](args.rounds) | {
-            "command": command, "commit": commit(), "date": str(datetime.date.today()),
+        if name in ROWS_OF_GPU and not HAS_GPU:
+            print(f"{name}: not run, no GPU", flush=True)
+            continue
+        torch.manual_seed(0)
+        results[name] = ROWS[name](args.rounds) | {
+            "command": f"python -m benchmarks.speed --only {name} --rounds {args.rounds}",
+            "commit": commit(), "date": str(datetime.date.today()),
             "machine": machine(), "torch": torch.__version__}
         print(name, json.dumps(results[name]), flush=True)
-        write_json(path, results)
+        write_json(path, all_results)
 
 
 if __name__ == "__main__":

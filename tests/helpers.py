@@ -332,7 +332,7 @@ def of_set(base, flags):
 
     unused = [] if asked("--dataset", "moving-emoji") == "moving-emoji" else [("--clips", 4)]
     look, source = asked("--weighting", "meta") in ("meta", "l2rw"), asked("--meta-set", "train")
-    look = look and asked("--loss", "mama") == "mama" and asked("--contrastive-weight", "1") != "0"
+    look = look and "--baseline" not in flags
     unused += [] if look or source == "val" else [("--meta-batch-size", 2)]
     unused += [] if source == "val" or look and source == "train" else [("--meta-size", 2)]
     usual = {"epic-kitchens-100": "noun", "ssv2-lt": "label"}.get(

@@ -1,13 +1,13 @@
 """Questions and answers by hand: the loss, the model, its gradient and the accuracies; runs of both
-tasks, eval.py, chunks and processes, flags that are refused, tools.score."""
+tasks, eval.py, chunks and processes, flags that are refused."""
 
 import functools
 import math
 
 import common
 from contrastive import evaluation
-from contrastive.core import row_blocks
 from contrastive.core.processes import UserError
+from contrastive.encoders.questions import QuestionAnswerer
 from contrastive.evaluation.answers import right_answers
 from contrastive.core.metrics import answer_vocabulary, question_metrics
 
@@ -17,9 +17,9 @@ import torch
 import launch
 import mama
 from helpers import (
-    CPU, drift, evaluated, few_steps, losses, of_set, refused, run_script, steps, tensors_of)
-from tools import score
+    CPU, drift, evaluated, few_steps, losses, refused, run_script, steps, tensors_of)
 from tools.check import select
+from variants import mama_qa
 
 INF = math.inf
 
@@ -34,7 +34,7 @@ def test_answer_loss_against_a_loop():
         for row, k in zip(scores, right.tolist())
     ]
     leaf = scores.requires_grad_()
-    loss = mama.answer_loss(leaf, right)
+    loss = mama_qa.answer_loss(leaf, right)
     assert loss.tolist() == pytest.approx(expected, rel=1e-6) and loss[2] == 0
     loss.sum().backward()
     assert leaf.grad.isfinite().all() and not leaf.grad[2].any() and not leaf.grad[1, 3:].any()
@@ -46,7 +46,7 @@ def model_of(choices=(), **more):
         common.VisionEncoder("small", 16, False),
         common.TextEncoder("small", 16, length=12, vocabulary=50),
     )
-    return common.QuestionAnswerer(*towers, **dict(answers=choices, frames=3) | more).eval()
+    return QuestionAnswerer(*towers, **dict(answers=choices, frames=3) | more).eval()
 
 
 def clips_of(n, side=32):
@@ -95,75 +95,32 @@ def test_scores_of_choices():
         assert torch.allclose(single[0, 0], scores[b, c], atol=1e-4)
 
 
-def test_fused_cosines_are_those_of_each_pair_alone(monkeypatch):
-    """One pass for all pairs, in blocks or not, against a double loop; the gradient is finite."""
-    model = model_of(["yes", "no"], similarity="fused", layers=2).double()
-    clips = clips_of(4).double()
-    tokens, question, mu, tau = words(4, 6), words(4, 5), 0.3, 0.5
-    for row, length in enumerate((6, 3, 5, 1)):
-        tokens["attention_mask"][row, length:] = 0
-    video, text, _ = model(clips, tokens, question)
-    assert video.shape == (4, 4) and torch.equal(video, text.T)
-    frames = model.vision.frames(clips).unflatten(0, (4, 3))
-    for i in range(4):
-        for j, length in enumerate(tokens["attention_mask"].sum(1).tolist()):
-            short = {k: v[j : j + 1, :length] for k, v in tokens.items()}
-            v, t = model.fuse(
-                model.pair, frames[i : i + 1], model.text.words(**short)[0], short["attention_mask"]
-            )[0]
-            assert torch.cosine_similarity(v, t, 0).item() == pytest.approx(
-                video[i, j].item(), abs=1e-9
-            )
-    a, b = (torch.randn(4, 5, dtype=torch.float64) for _ in range(2))
-    sim = common.normalize(a) @ common.normalize(b).T  # of two towers: their loss
-    assert torch.allclose(
-        mama.fused_margin_loss(sim, sim.T, tau, mu), mama.angular_margin_loss(a, b, tau, mu)
-    )
-    gradients = []
-    for block in (0, 1, 3):
-        monkeypatch.setattr(row_blocks, "rows_at_a_time", block)
-        model.zero_grad()
-        mama.fused_margin_loss(*model(clips, tokens, question)[:2], tau, mu).sum().backward()
-        gradients.append({k: p.grad for k, p in model.named_parameters() if p.grad is not None})
-    for name in ("pair", "place", "frame.weight", "fusion.0.qkv.weight", "text.body.token.weight"):
-        whole = gradients[0][name]
-        assert whole.isfinite().all() and whole.any()
-        assert all(
-            torch.allclose(whole, parts[name], rtol=1e-6, atol=1e-12) for parts in gradients[1:]
-        )
-
-
-@pytest.mark.parametrize(
-    "task, similarity, weight", [("qa-open", "pooled", 2.0), ("qa-choice", "fused", 0.5)]
-)
-def test_meta_gradient_of_questions(task, similarity, weight, monkeypatch):
+@pytest.mark.parametrize("task, weight", [("qa-open", 2.0), ("qa-choice", 0.5)])
+def test_meta_gradient_of_questions(task, weight):
     """The look-ahead has the losses of a step; forward mode gives their second-order gradient."""
-    model = model_of(["yes", "no"] if task == "qa-open" else (), similarity=similarity).double()
+    model = model_of(["yes", "no"] if task == "qa-open" else ()).double()
     generator = torch.Generator().manual_seed(5)
-    if similarity == "fused":
-        monkeypatch.setattr(row_blocks, "rows_at_a_time", 2)
 
     def batch(n):
         made = {
             "pixels": torch.randn(n, 3, 16, 16, generator=generator, dtype=torch.float64),
             "tokens": words(n, 6),
             "question": words(n, 5),
-            "answers": torch.randint(0, 2, (n,), generator=generator),
         }
         choice_mask = torch.tensor([[True, True, k > 0] for k in range(n)])
         choices = words(n, 3, 4) | {"choice_mask": choice_mask}
-        return made if task == "qa-open" else made | {"choices": choices}
+        made = made if task == "qa-open" else made | {"choices": choices}
+        return made, torch.randint(0, 2, (n,), generator=generator)
 
     def losses_of(eta, weight):
-        pair_loss = functools.partial(
-            mama.sample_losses, eta=eta, contrastive_weight=weight, similarity=similarity
+        loss_fn = functools.partial(
+            mama_qa.question_loss, tau=0.5, mu=0.2, eta=eta, contrastive_weight=weight
         )
-        return mama.look_ahead_losses(model, pair_loss, 0.5, 0.2, CPU)
+        return mama_qa.look_ahead_losses(model, loss_fn, CPU)
 
     losses, first, meta = losses_of(1.5, weight), batch(5), batch(4)
     parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
-    scores = model(first["pixels"], first["tokens"], first["question"], first.get("choices"))[2]
-    answering = 1.5 * mama.answer_loss(scores, first["answers"])
+    answering = 1.5 * mama_qa.answer_loss(model(**first[0])[2], first[1])
     expected = weight * losses_of(0.0, 1.0)(parameters, first) + answering
     assert torch.allclose(losses(parameters, first), expected, rtol=1e-9)
     assert torch.allclose(losses_of(1.5, 0.0)(parameters, first), answering, rtol=1e-9)
@@ -297,7 +254,7 @@ BASE = (
 
 
 def main(folder, *flags):
-    return run_script(mama, folder, *flags, base=BASE)
+    return run_script(mama_qa, folder, *flags, base=BASE)
 
 
 def evaluate(folder, *flags):
@@ -308,7 +265,7 @@ def evaluate(folder, *flags):
 def runs_of(tmp_path_factory):
     """A run of each task, with the pictures of the first: (folder, {task: summary})."""
     folder = tmp_path_factory.mktemp("runs")
-    summary = run_script(mama, folder / "qa-open", "--task", "qa-open", base=BASE, pictures=True)
+    summary = run_script(mama_qa, folder / "qa-open", "--task", "qa-open", base=BASE, pictures=True)
     return folder, {
         "qa-open": summary,
         "qa-choice": main(folder / "qa-choice", "--task", "qa-choice"),
@@ -317,7 +274,7 @@ def runs_of(tmp_path_factory):
 
 @pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
 def test_a_run_and_its_checkpoint(runs_of, task):
-    """eval.py gives its numbers; with shorter texts it counts those that are cut."""
+    """eval.py gives its numbers; of shorter texts those that are cut are counted."""
     folder, summary = runs_of[0] / task, runs_of[1][task]
     test, chance = (summary[k]["moving-emoji"] for k in ("test", "chance"))
     assert test["questions"] == 24
@@ -344,7 +301,8 @@ def test_a_run_and_its_checkpoint(runs_of, task):
             for q, choices in zip(texts, data.column("choices"))
             for choice in choices
         ]
-    cut = evaluate(folder, "--text-length", "6")["metrics"]["texts_cut"]
+    tokenizer.length = 6
+    cut = evaluation.answers.count_cut_texts(data, range(24), model, tokenizer)
     assert cut == sum(len(ids) > 6 for ids in tokenizer.tokenizer([*texts])["input_ids"]) > 0
 
 
@@ -354,39 +312,12 @@ def test_a_vocabulary_of_three_answers(tmp_path):
     assert len(common.load_model(tmp_path / "run")[0].answers) == 3
 
 
-def test_a_control_asks_about_other_videos(tmp_path, capsys, monkeypatch):
-    """In all its evaluations. eval.py asks with the right ones, and says that it does."""
-    asked, measure = [], evaluation.answers.evaluate
-
-    def watch(towers, data, *args, **options):
-        asked.append(data)
-        return measure(towers, data, *args, **options)
-
-    monkeypatch.setattr(evaluation.answers, "evaluate", watch)
-    main(tmp_path / "run", *"--task qa-open --shuffle-video".split())
-    right = {
-        split: common.load_data("moving-emoji", split, clips=(64, 24, 24))
-        for split in ("val", "test")
-    }
-    assert {data.split for data in asked} == right.keys()
-    assert not any(torch.equal(data.pixels, right[data.split].pixels) for data in asked)
-    evaluate(tmp_path / "run")
-    assert torch.equal(asked[-1].pixels, right["test"].pixels)
-    words = "the run was a control (--shuffle-video); here each question has its own"
-    assert words in capsys.readouterr().out
-
-
-def test_fused_pairs_have_no_embeddings_of_their_own(tmp_path):
-    summary = main(tmp_path / "run", *"--task qa-choice --qa-similarity fused".split())
-    assert steps(tmp_path / "run")[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
-    assert evaluate(tmp_path / "run")["metrics"] == summary["test"]["moving-emoji"]
-    flags = "--tasks retrieval knn --knn-features backbone".split()
-    found = evaluate(tmp_path / "run", *flags)
-    assert found["left_out"].keys() == {"retrieval"} and "knn@1" in found["metrics"]
-
-
 # as near as gradients are
 SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()
+
+
+def is_of_model(path):
+    return path.startswith("model/")
 
 
 def test_chunks_are_exact(tmp_path):
@@ -395,93 +326,41 @@ def test_chunks_are_exact(tmp_path):
     states = []
     for name, chunk, lr in (("start", 0, 0), ("whole", 0, 0.02), ("parts", 5, 0.02)):
         folder = tmp_path / name
-        few_steps(mama, folder, *flags, "--chunk-size", chunk, "--lr", lr, base=BASE)
-        states.append(select(tensors_of(folder, 2), "model/"))
+        few_steps(mama_qa, folder, *flags, "--chunk-size", chunk, "--lr", lr, base=BASE)
+        states.append(select(tensors_of(folder, 2), is_of_model))
     start, whole, parts = states
     assert drift(parts, whole, start) < 0.05
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
 
 def test_two_processes_are_one(tmp_path):
-    """Losses, weights of the samples and accuracies, with the meta step.
-
-    The texts of fused pairs differ in length between the processes."""
-    words = (
-        "--task qa-open --qa-similarity fused --batch-size 8 --meta-batch-size 4 --meta-every 1 "
-        "--max-steps 4"
-    )
+    """Losses, weights of the samples and accuracies, with the meta step."""
+    words = "--task qa-open --batch-size 8 --meta-batch-size 4 --meta-every 1 --max-steps 4"
     names = ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos")
     launch.one_and_two(tmp_path, [*BASE, *SGD, *words.split()], 0.005, names)
 
 
-ALONE = "--task qa-open --contrastive-weight 0"
-
-
 def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path):
-    """--contrastive-weight 0: the loss is that of the answers."""
-    args = mama.parse_args(ALONE.split())
-    assert (args.weighting, args.margin_schedule) == ("none", "none")
-    main(tmp_path / "alone", *ALONE.split())
+    """--baseline: the loss is that of the answers."""
+    args = mama_qa.parse_args(["--baseline"])
+    assert (args.weighting, args.margin_schedule, args.contrastive_weight) == ("none", "none", 0)
+    main(tmp_path / "alone", "--baseline")
     log = steps(tmp_path / "alone")
     assert [r["loss"] for r in log] == pytest.approx([r["CE"] for r in log])
-    found = evaluate(tmp_path / "alone", "--tasks", "retrieval", "gap", "knn", "probe")["left_out"]
-    assert found.keys() == {"retrieval", "gap", "knn"}  # of embeddings, which nothing trained
-    # both directions, a half each
-    half = "--batch-size 16 --contrastive-weight 0.5 --margin-schedule none"
-    guess = mama.random_guess(mama.parse_args(half.split()), total_steps=9)
-    assert guess == pytest.approx([math.log(16)] * 2)
 
 
 # -------------------------------------- flags that are refused -------------------------------
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--task qa-choice --qa-model vgt --qa-similarity fused", "with --qa-model fusion"),
-        (
-            "--task qa-open --qa-similarity fused --weighting none --chunk-size 4",
-            "--chunk-size: --qa-similarity fused needs all videos and texts at once",
-        ),
-        *(
-            (f"{ALONE} {flag}", flag.split()[0])
-            for flag in (
-                "--learnable-tau",
-                "--margin-schedule logistic",
-                "--weighting focal",
-                "--qa-similarity fused",
-            )
-        ),
-        ("--loss infonce --weighting focal", "--loss infonce has neither margin nor weights"),
-        ("--loss infonce --margin-schedule constant", "neither margin nor weights"),
-        ("--contrastive-weight 0", "--contrastive-weight 0 leaves no loss"),
-        (f"{ALONE} --eta 0", "--contrastive-weight 0 leaves no loss"),
+        ("--baseline --learnable-tau", "--learnable-tau: only with --contrastive-weight above 0"),
+        ("--baseline --margin-schedule logistic", "neither margin nor weights: give --baseline"),
+        ("--baseline --contrastive-weight 1", "--baseline is --contrastive-weight 0"),
+        ("--contrastive-weight 0", "neither margin nor weights: give --baseline"),
+        ("--baseline --eta 0", "--contrastive-weight 0 --eta 0 leaves no loss"),
+        ("--task qa-choice --answers 9", "--answers: only with --task qa-open"),
+        ("--regions 5", "--regions: only with --qa-model vgt"),
     ],
 )
 def test_bad_flags(flags, words, capsys):
-    base = [] if "weight 0" in flags else of_set(BASE, flags.split())
-    assert words in refused(mama.parse_args, [*base, *flags.split()], capsys)
-
-
-# -------------------------------------- tools.score ------------------------------------------
-def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
-    """Tables 9 and 10 of two runs: cosines of their embeddings, a csv of all, a picture of some."""
-    folders = [str(runs_of[0] / name) for name in ("qa-open", "qa-choice")]
-    found = score.main([*folders, "--out", str(tmp_path / "scores"), "--cpu"])
-    data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
-    rows = [*score.caption_pairs(data, "")]  # of clips with captions of two lengths
-    assert found.shape == (2, len(rows), 2)
-    assert len(rows) > 12
-    assert (tmp_path / "scores.png").is_file()
-    model, tokenizer, transform = common.load_model(folders[1])
-    texts = [of(data.captions(rows[5]), key=lambda c: len(c.split())) for of in (min, max)]
-    with torch.no_grad():
-        video, text = model(transform(data.read(rows[5]))[None], tokenizer(texts))[:2]
-    assert torch.allclose(
-        torch.tensor(found[1, 5]).float(), torch.cosine_similarity(video, text), atol=1e-4
-    )
-    lines = (tmp_path / "scores.csv").read_text().splitlines()
-    assert lines[0] == "video,detail,caption,qa-open,qa-choice" and len(lines) == 1 + 2 * len(rows)
-    assert lines[12].startswith(f"test {rows[5]},detailed,{texts[1]},")
-    assert (
-        f"{'qa-choice':<34}{found[1, :, 0].mean():9.4f}{found[1, :, 1].mean():10.4f}"
-        in capsys.readouterr().out
-    )
+    assert words in refused(mama_qa.parse_args, flags.split(), capsys)

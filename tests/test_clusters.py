@@ -6,7 +6,6 @@ import math
 from types import SimpleNamespace
 
 import common
-from contrastive import evaluation
 from contrastive.core.processes import UserError
 from contrastive.encoders.sentences import SentenceEncoder
 from contrastive.evaluation.pieces import EvaluationPieces

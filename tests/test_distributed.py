@@ -35,10 +35,8 @@ from test_losses import LOSSES, D, N, parameters
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH, WHOLE = 12, slice(0, N)  # of the towers' inputs; the rows of the global batch
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 IN_CHUNKS = "temo", "multimodal", "cwcl", "mmts, max-margin", "mama"
 STEPS = [(name, 0) for name in LOSSES] + [(name, 3) for name in IN_CHUNKS]  # loss, chunk
-DEVICE = "cpu"  # benchmarks/gpu.py calls `compare` on cuda, over NCCL
 
 
 # ----------------------------------------------- what a process comes to --------------------------
@@ -62,7 +60,7 @@ class Towers(nn.Module):
 
 def towers(dtype, dropout=0.0):
     torch.manual_seed(0)
-    return Towers(dropout).to(DEVICE, dtype)
+    return Towers(dropout).to(dtype)
 
 
 def inputs(rows, dtype=torch.float64):
@@ -70,7 +68,7 @@ def inputs(rows, dtype=torch.float64):
     images."""
     x = torch.randn(4, N, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x[1:] += x[0]
-    x = x[:, rows].to(DEVICE, dtype)
+    x = x[:, rows].to(dtype)
     return {"pixels": {0: x[0], 1: x[2]}, "tokens": {0: x[1], 1: x[3]}}
 
 
@@ -78,8 +76,8 @@ def step(name, dtype, rows, chunk=0, dropout=0.0):
     """The mean loss and the gradients (of towers, and of tau where it is learnt), as a script's
     loop has them."""
     model = towers(dtype, dropout)
-    p = parameters(rows, dtype, DEVICE)
-    accelerator = Accelerator(cpu=DEVICE == "cpu")
+    p = parameters(rows, dtype)
+    accelerator = Accelerator(cpu=True)
     wrapped = accelerator.prepare(model)  # DDP must outlive the backward
     assert isinstance(wrapped, DistributedDataParallel) == (world_size() > 1)
     chunks = common.Chunks(wrapped, wrapped, accelerator, chunk)
@@ -87,7 +85,7 @@ def step(name, dtype, rows, chunk=0, dropout=0.0):
     chunks.backward(loss)
     learnt = [p.tau] if p.tau.grad is not None else []
     common.average_gradients(learnt)
-    mean = core.processes.mean_over_processes({"L": loss.detach()}, DEVICE)["L"]
+    mean = core.processes.mean_over_processes({"L": loss.detach()}, "cpu")["L"]
     return [
         torch.tensor(mean, dtype=torch.float64),
         *(x.grad.clone() for x in (*model.parameters(), *learnt)),
@@ -98,7 +96,7 @@ def of_mama(rows):
     """Gradients of the weight network and weights of pairs, for these rows of a batch and of
     meta-data."""
     x = inputs(rows)
-    theta = {"video": unit(WIDTH, D, seed=4).to(DEVICE), "text": unit(WIDTH, D, seed=5).to(DEVICE)}
+    theta = {"video": unit(WIDTH, D, seed=4), "text": unit(WIDTH, D, seed=5)}
 
     def losses(parameters, k):
         return mama.angular_margin_loss(
@@ -106,19 +104,21 @@ def of_mama(rows):
         )
 
     torch.manual_seed(0)
-    net = mama.WeightNet(10).double().to(DEVICE)
+    net = mama.WeightNet(10).double()
     gradients = [
         mama.weightnet_gradient(losses, theta, 0, 1, net, 0.05, how)
         for how in ("forward", "second-order")
     ]
-    weights = mama.l2rw_weights(losses, theta, 0, 1), mama.spl_weights(losses(theta, 0), 0.5)
+    look_ahead = mama.LookAhead(losses, theta, 0, 1)
+    l2rw = mama.baseline_weight(Namespace(weighting="l2rw"), None, 0.0, look_ahead)
+    weights = l2rw, mama.spl_weights(losses(theta, 0), 0.5)
     return [*gradients[0], *gradients[1], *map(gather, weights)]
 
 
 def queues(rows):
     """NCL's and TS's queue after three global batches of which a process has these rows; they hold
     1.5 of them."""
-    of_ncl, of_ts = ncl.QueryQueue(24, WIDTH).to(DEVICE), ts.Queue(24, WIDTH).to(DEVICE)
+    of_ncl, of_ts = ncl.QueryQueue(24, WIDTH), ts.Queue(24, WIDTH)
     x = inputs(WHOLE, torch.float32)["tokens"]
     for batch in (x[0], x[1], -x[0]):
         of_ncl.push(batch[rows])
@@ -139,14 +139,10 @@ def in_pieces(_):
 OTHERS = {"mama": of_mama, "queues": queues, "pieces": in_pieces}
 
 
-def outcome(rows, kinds):
+def outcome(rows):
     """{what: tensors} that a process with these rows of the global batch comes to, together with
-    the others; steps in these kinds of DTYPES."""
-    steps = {
-        f"{name} {chunk} {kind}": step(name, DTYPES[kind], rows, chunk)
-        for name, chunk in STEPS
-        for kind in kinds
-    }
+    the others."""
+    steps = {f"{name} {chunk}": step(name, torch.float64, rows, chunk) for name, chunk in STEPS}
     return steps | {name: make(rows) for name, make in OTHERS.items()}
 
 
@@ -171,33 +167,28 @@ def main_works(path):
         on_main(fail)
 
 
-def compare(place, folder, worlds, device="cpu", kinds=tuple(DTYPES)):
+def compare(place, folder, worlds):
     """All that needs a group, in one start of processes, of which this is number `place`: writes
     {what: errors against one process} of each world, as WORLD_PLACE.json."""
-    global DEVICE
-    DEVICE = device
-    card = place if device == "cpu" else place % torch.cuda.device_count()
-    if device == "cuda":
-        torch.cuda.set_device(card)
     torch.set_num_threads(1)
-    alone = outcome(WHOLE, kinds)  # before there is a group
+    alone = outcome(WHOLE)  # before there is a group
     for size in worlds:
         AcceleratorState._reset_state(True)
         if place >= size:
             continue
         os.environ.update(
-            RANK=str(place), LOCAL_RANK=str(card), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
+            RANK=str(place), LOCAL_RANK=str(place), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
         )
         dist.init_process_group(
-            "gloo" if device == "cpu" else "nccl",
+            "gloo",
             f"file://{folder}/init_{size}",
             rank=place,
             world_size=size,
         )
-        ours = outcome(slice(place * N // size, (place + 1) * N // size), kinds)
+        ours = outcome(slice(place * N // size, (place + 1) * N // size))
         main_works(Path(folder, f"done_{size}"))
         found = {
-            what: errors(tensors, alone[what.replace(" 3 ", " 0 ")])
+            what: errors(tensors, alone[re.sub(" 3$", " 0", what)])
             for what, tensors in ours.items()
         }
         Path(folder, f"{size}_{place}.json").write_text(json.dumps(found))
@@ -209,7 +200,7 @@ def compare(place, folder, worlds, device="cpu", kinds=tuple(DTYPES)):
 def differences(tmp_path_factory):
     """What `compare` wrote on each rank of two and of four processes."""
     folder, worlds = tmp_path_factory.mktemp("processes"), (2, 4)
-    launch.spawn(compare, (str(folder), worlds, "cpu", ("fp64",)), 4)
+    launch.spawn(compare, (str(folder), worlds), 4)
     return [
         json.loads((folder / f"{size}_{place}.json").read_text())
         for size in worlds
@@ -220,7 +211,7 @@ def differences(tmp_path_factory):
 @pytest.mark.parametrize("name, chunk", STEPS)
 def test_gradients_are_those_of_one_process(differences, name, chunk):
     """With chunks, processes wait for each other in the last one only."""
-    assert max(max(of_rank[f"{name} {chunk} fp64"]) for of_rank in differences) < 1e-10
+    assert max(max(of_rank[f"{name} {chunk}"]) for of_rank in differences) < 1e-10
 
 
 @pytest.mark.parametrize("what", OTHERS)

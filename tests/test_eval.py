@@ -405,7 +405,7 @@ def test_recalls_by_cluster_size_are_by_cosine(runs, tmp_path):
     """So they do not stand beside normalised ones."""
     flags = ["--checkpoint", runs("mmts")[0], "--tasks", "retrieval", "--output-dir", tmp_path]
     assert "by_cluster_size" in evaluate(*flags)["datasets"]["moving-emoji"]["metrics"]
-    flags += ["--normalize", "oracle", "--gamma", 0.1]
+    flags += ["--normalize", "oracle", "--tau", 0.1]
     metrics = evaluate(*flags)["datasets"]["moving-emoji"]["metrics"]
     assert metrics["normalized_by"] == "oracle" and "by_cluster_size" not in metrics
 
@@ -416,7 +416,7 @@ def test_recalls_by_cluster_size_are_by_cosine(runs, tmp_path):
     [
         ("", "required: --checkpoint"),
         ("--checkpoint x --tasks qa gap", "--tasks qa: its model answers questions; give it alone"),
-        ("--checkpoint x --gamma 0.1", "--gamma: only with --normalize queue, oracle or dsl"),
+        ("--checkpoint x --tau 0.1", "--tau: only with --normalize queue, oracle or dsl"),
     ],
 )
 def test_bad_flags(flags, message, capsys):
@@ -431,8 +431,8 @@ def test_bad_flags(flags, message, capsys):
             "--tasks qa",
             "^emoji: nothing can be measured on its test split: qa: the model answers no",
         ),
-        ("temo", "--normalize oracle", "--normalize oracle: give --gamma"),
-        ("temo", "--normalize queue --gamma 1", "only on the data set of a run of ncl.py"),
+        ("temo", "--normalize oracle", "--normalize oracle: give --tau"),
+        ("temo", "--normalize queue --tau 1", "only on the data set of a run of ncl.py"),
         ("temo", "--rerank 5", "has no matching head"),
         ("half", "", "half.model.json: .*No such file"),  # of a run that has not ended
         (

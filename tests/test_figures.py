@@ -2,12 +2,14 @@
 
 from types import SimpleNamespace
 
-from contrastive.core.metrics import normalize
+from contrastive.core.files import write_json
+from contrastive.core.metrics import retrieval_ranks
 from contrastive.core.processes import UserError
 from contrastive.evaluation.measure import usual_tasks
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.evaluation.report import table
-from contrastive.figures import base, mama, mmts, several, ts
+from contrastive.evaluation.saved_pieces import SavedPieces, read_pieces, save_pieces
+from contrastive.figures import base, mama, temo, ts
 
 import numpy as np
 import pytest
@@ -18,30 +20,86 @@ import torch
 def drawn(monkeypatch):
     """The figures that are drawn, as arguments of save_figure."""
     figures = []
-    for module in (base, mama):
+    for module in (base, mama, temo, ts):
         monkeypatch.setattr(module, "save_figure", lambda *args: figures.append(args))
     return figures
 
 
-@pytest.fixture
-def pieces():
-    """24 images on a circle; caption i lies at image i, but beside i others for i > 11."""
-    angles = torch.arange(24) / 24 * 2 * torch.pi
+def evaluation(num_images=24):
+    """Images on a circle; caption i lies at image i, but beside i others for i > 11."""
+    angles = torch.arange(num_images) / num_images * 2 * torch.pi
     image = torch.stack([angles.cos(), angles.sin()], 1)
-    shift = torch.tensor([0] * 12 + [*range(1, 13)])
-    text = image[(torch.arange(24) + shift) % 24]
+    shift = torch.tensor([*[0] * 12, *range(1, num_images - 11)])
+    text = image[(torch.arange(num_images) + shift) % num_images]
     data = SimpleNamespace(
-        name="/home/me/test.csv", split="test", clip=None, pixels=None,
-        read=lambda i: torch.full((3, 4, 4), i, dtype=torch.uint8),
-    )
+        name="/home/me/test.csv", split="test", clip=None, pixels=None, key=str,
+        read=lambda i: torch.full((3, 8, 8), i % 250, dtype=torch.uint8))
     return EvaluationPieces(
-        data, np.arange(24), image, text, [f"caption {i}" for i in range(24)], np.arange(24),
-        torch.arange(24)[:, None],
-    )
+        data, np.arange(num_images), image, text, [f"caption {i}" for i in range(num_images)],
+        np.arange(num_images), torch.arange(num_images)[:, None])
 
 
+def saved(path, pieces, num_pictures=500):
+    """SavedPieces, as a figure reads them."""
+    save_pieces(path, {"/home/me/test.csv": pieces}, num_pictures)
+    return read_pieces(path)["/home/me/test.csv"]
+
+
+@pytest.fixture
+def pieces(tmp_path):
+    return saved(tmp_path / "test.safetensors", evaluation())
+
+
+def finished_run(folder, rows, **summary):
+    """A FinishedRun with this log."""
+    folder.mkdir()
+    write_json(folder / "args.json", {"loss": "temo", "blend": "fixed"})
+    write_json(folder / "summary.json", {"val_chance": {}} | summary)
+    lines = [str(row).replace("'", '"') + "\n" for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return base.FinishedRun(folder)
+
+
+# ---------------------------------------- what is saved ------------------------------------------
+def test_saved_rows_belong_together(pieces):
+    """In a random order, the same each time: row, key, caption, positive and picture."""
+    original = evaluation()
+    assert pieces.title == "test.csv (test)" and pieces.kind == "image"
+    rows = [int(key) for key in pieces.keys]
+    assert sorted(rows) == list(range(24)) and rows != sorted(rows)
+    assert torch.equal(pieces.image, original.image[rows])
+    for caption, text in enumerate(pieces.texts):
+        row = rows[pieces.owner[caption]]
+        assert text == f"caption {row}"
+        assert torch.equal(pieces.text[caption], original.text[row])
+        assert pieces.positives[caption].tolist() == [pieces.owner[caption]]
+        assert abs(int(pieces.picture(pieces.owner[caption])[0, 0, 0]) - row) <= 1  # JPEG
+
+
+def test_many_captions_save_fewer_images(tmp_path):
+    """At most 5 captions of an image and 5,000 in all; positives that are not saved are dropped."""
+    whole = evaluation(1500)
+    whole.owner = np.repeat(np.arange(1500), 6)
+    whole.texts = [f"caption {i}" for i in range(9000)]
+    whole.text = whole.image[whole.owner]
+    own, other = torch.from_numpy(whole.owner), torch.from_numpy((whole.owner + 1) % 1500)
+    whole.positives = torch.stack([own, other], 1)
+    part = saved(tmp_path / "test.safetensors", whole, num_pictures=3)
+    assert (len(part.image), len(part.text), part.num_pictures) == (1000, 5000, 3)
+    assert part.num_images == 1500
+    assert torch.equal(part.positives[:, 0], part.owner)
+    has_other = part.positives[:, 1] >= 0
+    keys = torch.tensor([int(key) for key in part.keys])
+    assert 0 < has_other.float().mean() < 1
+    assert torch.equal(
+        keys[part.positives[has_other, 1]], (keys[part.owner[has_other]] + 1) % 1500)
+    shown = base.with_pictures(part)
+    assert len(shown.image) == 3 and len(shown.text) == 15 and shown.positives.max() < 3
+
+
+# ---------------------------------------- pictures of a run --------------------------------------
 def test_queries_stand_at_quantiles_of_the_rank(pieces):
-    ranks = base.retrieval_ranks(pieces.text, pieces.image, pieces.positives)
+    ranks = retrieval_ranks(pieces.text, pieces.image, pieces.positives)
     rows = base.queries_by_rank(pieces, 6)
     assert rows == sorted(rows, key=lambda row: ranks[row])
     assert list(ranks[rows]) == list(np.sort(ranks)[[2, 6, 10, 14, 18, 22]])
@@ -55,92 +113,52 @@ def test_the_correct_image_stands_first_with_its_rank(pieces, monkeypatch):
     base.draw_retrieval(pieces, "retrieval.png")
     rows, _, title, *_ = tables[0]
     assert title.startswith("test.csv (test): text -> image")
-    ranks = base.retrieval_ranks(pieces.text, pieces.image, pieces.positives)
+    ranks = dict(zip(
+        pieces.texts, retrieval_ranks(pieces.text, pieces.image, pieces.positives)))
     for text, examples in rows:
-        i = int(text.split()[1])
         first = examples[0]
-        assert first.above == f"correct: rank {ranks[i]}" and first.framed
-        assert first.pixels[0, 0, 0] == i and len(examples) == 6
+        assert first.above == f"correct: rank {ranks[text]}" and first.framed
+        assert abs(int(first.pixels[0, 0, 0]) - int(text.split()[1])) <= 1
+        assert len(examples) == 6
         framed = [example.framed for example in examples[1:]]
-        assert framed == [ranks[i] == k for k in range(1, 6)]
+        assert framed == [ranks[text] == k for k in range(1, 6)]
 
 
-def test_losses_stand_first_and_speed_last_and_low(drawn, tmp_path):
+def test_losses_stand_first_and_speed_last(drawn, tmp_path):
     names = ("step", "samples_seen", "loss", "lr", "samples_per_s", "step_s", "data_s", "mine")
-    log = [dict.fromkeys(names, k) for k in range(3)]
-    column = lambda name, x="step": ([row[x] for row in log if name in row],  # noqa: E731
-                                     [row[name] for row in log if name in row])
-    run = SimpleNamespace(
-        log=SimpleNamespace(rows=log, column=column), chance={}, tau_column="tau", folder=tmp_path)
+    run = finished_run(tmp_path / "r", [dict.fromkeys(names, k) for k in range(3)])
     base.draw_training_curves(run, [("loss", "loss", {"loss": "loss"}), *base.batch_panels()])
     ((fig, path),) = drawn
     titles = [ax.get_title() for ax in fig.axes]
-    assert path == tmp_path / "curves.png"
+    assert path == tmp_path / "r" / "curves.png"
     assert titles == ["loss", "learning rate", "mine", "speed", "time of a step"]
-    fig.draw_without_rendering()
-    heights = [ax.get_subplotspec().get_position(fig).height for ax in fig.axes]
-    assert heights[3] == heights[4] == pytest.approx(0.6 * heights[0], rel=0.1)
 
 
-@pytest.mark.parametrize("schedule, head, labels", [
-    ("fixed", 0, ["tau 0.2"]), ("cos", 0, ["tau 0.2", "tau 0.6", "tau 1"]),
-    ("cos", 0.5, ["tau 0.1", "tau 0.5"])])
-def test_figure_2_of_ts_has_the_temperatures_of_the_run(schedule, head, labels):
-    args = SimpleNamespace(
-        schedule=schedule, tau_min=0.2, tau_max=1.0, tau_head=head, tau_tail=0.2 * head)
-    _, axes = base.figure(3)
-    ts.draw_shares(axes, normalize(torch.randn(9, 4)), args)
-    assert axes[0].get_legend_handles_labels()[1] == labels
-
-
-def test_curves_of_many_runs_look_different(monkeypatch):
-    """Eight colours; the ninth curve has the first one's with another line."""
-    figures = []
-    monkeypatch.setattr(several, "save_figure", lambda fig, _: figures.append(fig))
-    log = [{"step": 0, "loss": 1.0, "tau": 0.1}, {"step": 1, "loss": 1.0, "tau": 0.1}]
-    several.draw_temperatures({f"run {k}": log for k in range(20)}, "temperatures.png")
-    for ax in figures[0].axes:
-        looks = {(line.get_color(), line.get_linestyle()) for line in ax.lines}
-        assert len(looks) == len(ax.lines) == 20
-
-
-def test_runs_of_other_classes_or_with_margins_are_refused():
-    of_run = dict(sizes=np.array([3, 1]), label_names=["cat", "dog"])
-    for other in ({"sizes": np.array([4, 1])}, {"label_names": ["cat", "cow"]}):
-        runs = {"a": SimpleNamespace(**of_run), "b": SimpleNamespace(**of_run | other)}
+def test_runs_of_other_data_or_without_a_temperature_are_refused(tmp_path):
+    sizes = torch.tensor([3, 1])
+    one = SavedPieces("a", "image", 4, [], label_names=["cat", "dog"], class_sizes=sizes)
+    for changes in (dict(class_sizes=sizes + 1), dict(label_names=["cat", "cow"])):
+        other = SavedPieces(**vars(one) | changes)
         with pytest.raises(UserError, match="b: its classes, or their numbers of training images"):
-            several.draw_tails(runs, "tails.png")
+            ts.check_classes({"a": one, "b": other})
+    finished_run(tmp_path / "margins", [{"step": 0, "loss": 1.0, "margin": 0.2}])
     with pytest.raises(UserError, match="margins: its log has no temperature"):
-        several.draw_temperatures({"margins": [{"step": 0, "loss": 1.0, "margin": 0.2}]}, "a.png")
+        temo.draw_temperatures([tmp_path / "margins"], "a.png")
+    runs = {}
+    for name, num_images in (("a", 24), ("b", 30)):
+        runs[name] = finished_run(tmp_path / name, [])
+        saved(tmp_path / name / "test.safetensors", evaluation(num_images))
+    with pytest.raises(UserError, match="b: its test images and captions are not those of a"):
+        base.first_test_sets(runs)
 
 
-@pytest.mark.parametrize("num_mismatched, labels", [(0, []), (3, ["matched", "mismatched"])])
-def test_pairs_are_called_matched_only_where_it_is_known(num_mismatched, labels, drawn):
-    batch = torch.rand(8, 3)
-    batch[:, 2] = (torch.arange(8) < num_mismatched).float()
-    mama.draw_weights({"last_batch": batch}, "focal", "weights.png")
-    ax = drawn[0][0].axes[0]
-    assert ax.get_legend_handles_labels()[1] == labels
-    assert sum(len(points.get_offsets()) for points in ax.collections) == 8
-
-
-def test_a_class_without_a_test_image_has_no_accuracy(monkeypatch):
-    """It had 0 %. In the pictures of a run (Figs. 3 and 5) and of several."""
-    sizes, names, accuracies = np.array([9, 5, 4]), ["cat", "dog", "cow"], {0: 50.0, 1: 0.0}
+def test_a_class_without_a_test_image_has_no_accuracy():
     _, (ax,) = base.figure(1)
-    ts.draw_accuracies(ax, sizes, names, accuracies, "mean")
+    pieces = SavedPieces(
+        "a", "image", 3, [], label_names=["cat", "dog", "cow"],
+        class_sizes=torch.tensor([9, 5, 4]), class_accuracy=torch.tensor([50, 0, torch.nan]))
+    ts.draw_accuracies(ax, pieces, "mean")
     assert [bar.get_height() for bar in ax.patches] == pytest.approx([50, 0, np.nan], nan_ok=True)
-    figures = []
-    monkeypatch.setattr(several, "save_figure", lambda fig, _: figures.append(fig))
-    labels = np.repeat([0, 1, 2], sizes)
-    run = SimpleNamespace(
-        sizes=sizes, label_names=names, per_class=accuracies, train_labels=labels,
-        train_features=torch.randn(18, 8))
-    assert several.draw_tails({"a": run}, "tails.png") == [
-        "a: mean of classes 25.0 %; by class, largest first: 50.0 0.0 -"]
-    legends = [text.get_text() for ax in figures[0].axes if ax.get_legend()
-               for text in ax.get_legend().get_texts()]
-    assert "head: cat (9), kNN@1 50 %" in legends and "tail: cow (4), no test image" in legends
 
 
 def test_few_classes_have_their_names():
@@ -153,8 +171,8 @@ def test_few_classes_have_their_names():
 
 
 def test_sets_of_few_queries_have_no_pictures(pieces):
-    few = EvaluationPieces(pieces.data, np.arange(10), texts=["a"] * 19)
-    questions = EvaluationPieces(pieces.data, np.arange(20))
+    few = SavedPieces("few", "image", 10, ["a"] * 10, texts=["a"] * 19)
+    questions = SavedPieces("questions", "image", 20, ["a"] * 20)
     sets = base.by_set({"few": few, "a": pieces, "questions": questions})
     assert [(name, suffix) for name, suffix, _ in sets] == [
         ("a", "_a"), ("questions", "_questions")
@@ -175,16 +193,8 @@ def test_emoji_have_no_neighbours_where_raw_pixels_are_above_towers():
     assert usual_tasks(model, None, SimpleNamespace(name="emoji")) == ("knn", "probe")
 
 
-def test_clusters_have_captions_in_their_number(pieces, monkeypatch):
-    tables = []
-    monkeypatch.setattr(base, "draw_examples", lambda *args, **_: tables.append(args))
-    examples = [{"size": size, "captions": ["a"], "rows": [0]} for size in (2000, 2, 1)]
-    mmts.draw_clusters(pieces.data, examples, "clusters.png", "a.csv")
-    assert [label for label, _ in tables[0][0]] == ["2,000 captions", "2 captions", "1 caption"]
-
-
 def test_retrieval_panel_names_both_directions(pieces):
-    run = SimpleNamespace(val_pieces={"a.csv": pieces})
+    run = SimpleNamespace(val={"a.csv": pieces})
     title, _, columns = base.recall_panel(run)
     assert title == "retrieval, val (t = text, i = image)"
     assert columns["t->i R@1"] == "eval/a.csv/text_to_image/R@1"

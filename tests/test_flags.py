@@ -21,6 +21,7 @@ import torch
 
 import ncl
 import temo
+from variants import temo_experts
 from helpers import few_steps, refused, write_captions
 
 TS, NAMES = "temperature_schedules", ("temperature_schedules", "mmts", "ncl", "mama", "temo")
@@ -38,88 +39,54 @@ SMALL = (
     "--cpu --workers 0 --dataset moving-emoji --clips 16 8 8 --batch-size 8 --image-size 16 "
     "--frames 2 --eval-every 0 --max-steps 1 --log-every 1"
 ).split()
-SMALL_OF = {
-    "temperature_schedules": ["--period", "1"],
-    "mmts": ["--num-clusters", "4"],
-    "mama": ["--meta-size", "4", "--meta-batch-size", "2"],
-}
-# script: command lines, flags that do nothing beside the others
-WITHOUT_EFFECT = {
-    "temo": [
-        ("--row a", "--tau-min .1 --tau-alpha .2 --detach-tau --similarity cosine --blend fixed"),
-        ("--row b", "--tau .2 --learnable-tau --tau-clamp .01 1 --blend fixed"),
-        ("--row c", "--tau-min .1 --tau-alpha .2 --detach-tau --similarity cosine"),
-        ("--loss ts", "--tau .1 --detach-tau --row c"),
-        ("--loss dystress", "--tau .1 --similarity cosine"),
-        ("--loss infonce", "--tau-min .1 --no-modulated --row c --text-expert a/b"),
-        ("--loss cwcl", "--tau-alpha .1"),
-        ("", "--tau-clamp .001 .5 --image-expert-weight 1 --expert-pooling patches"),
-        ("--unimodal none", "--paraphrases p.jsonl --image-aug crop --grad-augmented"),
-        ("", "--no-paraphrase-anchor --randaugment-magnitude 9 --aug-hue 0"),
-        ("--optimizer sgd", "--beta2 .9 --eps .1"),
-        ("--lr-schedule constant", "--lr-end .1"),
-    ],
-    "ncl": [
-        ("--optimizer sgd --lr-schedule constant", "--eps .1 --lr-end .1"),
-    ],
-    "mama": [
-        ("--weighting none", "--meta-set meta.txt --meta-size 4 --meta-batch-size 2"),
-        ("--weighting focal", "--meta-set meta.txt --meta-size 4 --meta-batch-size 2"),
-        (
-            "--task qa-open --contrastive-weight 0",
-            "--tau .2 --meta-size 4 --meta-batch-size 2 --spl-start .3 --meta-lr 1",
-        ),
-        ("", "--answers 3 --eta 2 --shuffle-video --fusion-layers 1"),
-    ],
-}
-# those of views, chunks and queues; test_scripts.py looks at the flags that change its losses
-WITH_EFFECT = {
-    "temo": [
-        "--image-aug simclr --aug-crop-min .3 --aug-hue .2 --aug-blur .1 --warmup-epochs 1 "
-        "--randaugment-ops 1 --randaugment-magnitude 5 --crop-min .5 --flip .1 --jitter .1 "
-        "--unimodal plain --no-modulated --blend quadratic --chunk-size 4",
-        "--loss slip --aug-flip 0 --aug-jitter .1",
-    ],
-    "ncl": ["--queue-size 40 --normalize oracle --crop-min 1 --jitter 0 --flip .1"],
-}
+# flags of temo.py: a command line, and one flag that would do nothing beside it
+WITHOUT_EFFECT = [
+    ("--row a", "--tau-min .1"),
+    ("--row a", "--tau-alpha .2"),
+    ("--row a", "--detach-tau"),
+    ("--row a", "--similarity cosine"),
+    ("--row b", "--tau .2"),
+    ("--row b", "--learnable-tau"),
+    ("--row c", "--tau-min .1"),
+    ("--loss ts", "--tau .1"),
+    ("--loss ts", "--row c"),
+    ("--loss dystress", "--similarity cosine"),
+    ("--loss dystress", "--dystress-phase .4 .7"),
+    ("--loss infonce", "--no-modulated"),
+    ("--baseline", "--tau-min .1"),
+    ("--loss cwcl", "--tau-alpha .1"),
+    ("", "--ts-periods 3"),
+    ("", "--tau-clamp .001 .5"),
+    ("--unimodal none", "--paraphrases p.jsonl"),
+    ("--unimodal none", "--image-aug crop"),
+    ("--row e", "--grad-augmented"),
+    ("", "--no-paraphrase-anchor"),
+    ("", "--aug-hue 0"),
+]
 
 
-@pytest.fixture
-def warned_flags(tmp_path, capsys):
-    """Function of a script and flags -> the flags that its run warns of after its first step."""
-
-    def run(name, words):
-        base = [*SMALL, *SMALL_OF.get(name, ())]
-        few_steps(importlib.import_module(name), tmp_path / "r", *words.split(), base=base)
-        return set(re.findall(r"WARNING: (--[\w-]+) has no effect", capsys.readouterr().out))
-
-    return run
-
-
-def pairs_of(table):
-    return [(name, entry) for name, entries in table.items() for entry in entries]
-
-
-@pytest.mark.parametrize("name, words", pairs_of(WITHOUT_EFFECT))
-def test_flags_without_an_effect_are_named_after_the_first_step(name, words, warned_flags):
-    others, useless = words
-    assert warned_flags(name, f"{others} {useless}") == set(re.findall(r"--[a-z][\w-]*", useless))
-
-
-@pytest.mark.parametrize("name, words", pairs_of(WITH_EFFECT))
-def test_flags_with_an_effect_are_not_named(name, words, warned_flags):
-    assert not warned_flags(name, words)
+@pytest.mark.parametrize("others, useless", WITHOUT_EFFECT)
+def test_a_flag_without_effect_is_refused(others, useless, capsys):
+    said = refused(temo.parse_args, [*others.split(), *useless.split()], capsys)
+    assert re.match(rf"error: {useless.split()[0]}: only with.*; it would have no effect", said)
 
 
 def test_the_method_of_the_banner_can_be_pasted():
-    """All flags of the method group, with their values; a value with a space is quoted."""
-    args = parse("temo", ["--image-expert", "a folder", "--tau-clamp", ".01", "1"])
+    """All flags of the method group that have a value; a value with a space is quoted."""
+    words = ["--image-expert", "a folder", "--learnable-tau", "--tau-clamp", ".001", "1"]
+    args = temo_experts.parse_args(words)
     line = banner.method_line(Namespace(args=args))
     assert line.count("\\\n") == line.count("\n") > 0
-    again = parse("temo", shlex.split(line.replace("\\\n", "")))
-    names = args.method
+    again = temo_experts.parse_args(shlex.split(line.replace("\\\n", "")))
+    names = args.method_flags
     assert {k: vars(again)[k] for k in names} == {k: vars(args)[k] for k in names}
-    assert "loss" in names and "tau" in names and "lr" not in names
+    assert "tau_min" in names and "tau" in names and "lr" not in names
+
+
+def test_the_banner_has_the_rates_of_the_paper_s_baseline():
+    source = parse("temo", "--dataset cc3m --baseline").recipe_source
+    assert source.endswith("; the paper's baseline has --lr 8e-4")
+    assert "baseline" not in parse("temo", "--dataset cc3m").recipe_source
 
 
 @each_script
@@ -145,11 +112,14 @@ REFUSED = [  # script, flags, words of the one line
     ("temo", "--max-step 2", "unknown: --max-step 2; the nearest flag: --max-steps"),
     ("temo", "--warmup-fraction .1 --warmup-epochs 1", "give one of them"),
     ("temo", "--no-base --no-modulated --unimodal none", "leaves no loss"),
-    ("temo", "--loss slip --tau 1.5", "--tau-clamp"),
+    ("temo", "--learnable-tau --tau 1.5", "must start within --tau-clamp 0.001 0.5"),
+    ("temo", "--baseline --loss cwcl", "--loss cwcl: --baseline is --loss infonce"),
+    ("temo", "--lr-scale body=2", "--lr-scale body=2: give image=FACTOR, text=FACTOR or head="),
+    ("temo", "--eval-epoch first", "--eval-epoch first: give last, best or an epoch"),
     ("ncl", "--learnable-tau --tau 0.001", "must start within --tau-clamp 0.01 100"),
     ("ncl", "--tau-clamp 0.01 1", "--tau-clamp: only with --learnable-tau"),
     ("mama", "--a0 20", "the margin a0 / a1 must be at most pi / 2"),
-    ("mama", "--learnable-tau --tau 2", "a learnt temperature must start between"),
+    ("mama", "--learnable-tau --tau 2", "a learnt temperature must start within --tau-clamp"),
     ("mama", "--chunk-size 4", "--chunk-size: --weighting meta encodes the whole batch"),
     ("mama", "--beta1 1", "--beta1 1: must be between 0 and 0.9999999"),
 ]
@@ -158,13 +128,6 @@ REFUSED = [  # script, flags, words of the one line
 @pytest.mark.parametrize("name, words, says", REFUSED)
 def test_refused_in_one_line(name, words, says, capsys):
     assert says in refused(importlib.import_module(name).parse_args, words.split(), capsys)
-
-
-def test_flags_of_table_3_are_checked_only_where_a_loss_reads_them():
-    temo = importlib.import_module("temo")
-    for words in ("--loss infonce", "--image-expert folder"):
-        args = temo.parse_args([*words.split(), "--no-base"])
-        assert not args.base and not args.modulated and args.unimodal == "none"
 
 
 @pytest.fixture
@@ -225,41 +188,18 @@ PAPER = [  # script, flags, what the papers and their code say
         "--dataset cc3m",
         dict(lr=2e-4, weight_decay=0.02, image_size=256, tau_clamp=[0.001, 0.5]),
     ),
-    ("temo", "--dataset cc3m --loss infonce", dict(lr=8e-4)),
-    ("temo", "--dataset cc3m --loss ts", dict(lr=8e-4)),
-    ("temo", "--dataset cc3m --loss dystress-shifted", dict(lr=2e-4, tau_min=0.01, tau_alpha=0.03)),
-    ("temo", "--dataset cc3m --loss cwcl", dict(lr=8e-4, tau=0.05)),
-    (
-        "temo",
-        "--dataset cc3m --image-encoder vit_base_patch16_224.augreg_in21k_ft_in1k",
-        dict(image_size=224),
-    ),
-    ("temo", "--dataset cc3m --image-expert a/b", dict(lr=8e-4, modulated=False)),
+    ("temo", "--dataset cc3m", dict(tau=0.01, tau_min=0.01, tau_alpha=0.04, jitter=0)),
     ("temo", "--dataset cc12m", dict(lr=3e-3, weight_decay=0.1, tau_clamp=[0.01, 1.0])),
-    ("temo", "--dataset cc12m --row a", dict(lr=5e-4, weight_decay=0.5)),
-    ("temo", "--dataset cc12m --row e", dict(lr=3e-3)),
-    ("temo", "--dataset cc12m --loss infonce", dict(lr=5e-4)),
-    ("temo", "--loss slip", dict(tau=0.07, learnable_tau=True, tau_clamp=[0.01, 1.0])),
     *[
-        (
-            "temo",
-            f"--dataset cc3m --row {row}",
-            dict(
-                base=base,
-                modulated=modulated,
-                unimodal=unimodal,
-                lr=lr,
-                tau_alpha=0.05 if row == "b" else 0.04,
-            ),
-        )
-        for row, base, modulated, unimodal, lr in (
-            ("a", True, False, "none", 8e-4),
-            ("b", False, True, "none", 8e-4),
-            ("c", True, False, "plain", 2e-4),
-            ("d", True, True, "none", 8e-4),
-            ("e", True, True, "none", 8e-4),
-            ("f", True, True, "modulated", 2e-4),
-            ("g", True, True, "modulated", 2e-4),
+        ("temo", f"--row {row}", dict(base=base, modulated=modulated, unimodal=unimodal))
+        for row, base, modulated, unimodal in (
+            ("a", True, False, "none"),
+            ("b", False, True, "none"),
+            ("c", True, False, "plain"),
+            ("d", True, True, "none"),
+            ("e", True, True, "none"),
+            ("f", True, True, "modulated"),
+            ("g", True, True, "modulated"),
         )
     ],
     *[
@@ -276,16 +216,15 @@ PAPER = [  # script, flags, what the papers and their code say
             period=400,
             eval_epoch="best",
             decay_all=True,
-            zero_init=False,
             train_features="augmented",
         ),
     ),
     (TS, "--dataset cifar10-lt --schedule fixed", dict(tau=0.2)),
-    (TS, "", dict(decay_all=False, zero_init=True)),
+    (TS, "", dict(decay_all=False)),
     (
         TS,
         "--dataset imagenet100-lt",
-        dict(shot_limits=[100, 20], eval_epoch="", eval_crop=0.875, schedule="cos"),
+        dict(shot_limits=[100, 20], eval_epoch="last", eval_crop=0.875, schedule="cos"),
     ),
     ("mmts", "--dataset cc3m", dict(alpha=0.04, shift_min=0.05, shift_max=0.1)),
     (
@@ -332,7 +271,7 @@ PAPER = [  # script, flags, what the papers and their code say
     ),
     (
         "mama",
-        "--dataset didemo --loss infonce",
+        "--dataset didemo --baseline",
         dict(epochs=20, weighting="none", margin_schedule="none"),
     ),
 ]
@@ -456,9 +395,9 @@ def test_what_a_resumed_run_may_change(tmp_path, capsys):
         ("--run-name", "x"),
     ):
         said = refused(temo.parse_args, ["--resume", str(tmp_path), flag, now], capsys)
-        assert f"{flag} cannot change in a run" in said
+        assert f"--resume: {flag} cannot change in a run, where it is" in said
     # the same value is no change
-    words = "--dataset emoji --loss temo --embed-dim 128 --tau-clamp 0.001 0.5 --no-detach-tau"
+    words = "--dataset emoji --loss temo --embed-dim 128 --no-detach-tau"
     same = parse("temo", ["--resume", str(tmp_path), *words.split()])
     assert (same.loss, same.max_steps, same.changed) == ("temo", 9, ["--max-steps"])
     said = refused(temo.parse_args, ["--resume", str(tmp_path), "--dataset", "emoji@a1"], capsys)
@@ -484,29 +423,11 @@ def test_a_flag_that_a_resume_repeats_changes_no_other(tiny, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "saved, words, refused_change", [("", "none", True), ("none", "x", True), ("", "x", False)]
-)
-def test_a_resume_goes_on_with_or_without_kept_features(
-    saved, words, refused_change, tmp_path, capsys
-):
-    """Their views are drawn in another way than those of pixels."""
-    flags = ["--freeze", "image", *(["--feature-cache", saved] if saved else [])]
-    run = vars(parse("ncl", flags)) | {"script": "ncl"}
-    (tmp_path / "args.json").write_text(json.dumps(run))
-    flags = ["--resume", str(tmp_path), "--feature-cache", words]
-    if refused_change:
-        said = refused(ncl.parse_args, flags, capsys)
-        assert "--feature-cache cannot change to or from none in a run" in said
-    else:
-        assert parse("ncl", flags).feature_cache == words
-
-
-@pytest.mark.parametrize(
     "name, words",
     [
         ("temo", "--dataset cc3m --row a --lr 0.1"),
         ("mmts", "--loss max-margin --alpha 0.2 --shift-min 0.17 --shift-max 0.3"),
-        ("mama", "--task qa-open --lr 0.1"),
+        ("mama", "--baseline --lr 0.1"),
     ],
 )
 def test_a_resumed_run_differs_from_its_recipe_as_before(name, words, tmp_path):
@@ -522,8 +443,6 @@ def test_a_resume_says_what_it_changes(tmp_path, capsys):
     capsys.readouterr()
     parse("temo", ["--resume", str(tmp_path / "run"), "--lr", "0.005", "--max-steps", "2"])
     assert capsys.readouterr().out == "resumed with --lr 0.002 -> 0.005\n"
-    parse("temo", ["--resume", str(tmp_path / "run"), "--frame-cache", "jpegs"])
-    assert capsys.readouterr().out == "resumed with --frame-cache '' -> jpegs\n"
     parse("temo", ["--resume", str(tmp_path / "run")])
     assert capsys.readouterr().out == ""
 def test_flags_of_other_code_bases(capsys):

@@ -18,7 +18,7 @@ from contrastive.core.files import flatten, read_json
 from contrastive.core.processes import set_up
 from contrastive.engine.run import Run
 from contrastive.evaluation.by_class import class_metrics
-from contrastive.evaluation.clusters import head_mid_tail
+from contrastive.papers.clusters import head_mid_tail
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.evaluation.retrieval import multi_instance_retrieval, retrieval_both_ways
 

@@ -4,7 +4,6 @@ and what a temperature may be. test_distributed.py has the gradient on several p
 from types import SimpleNamespace
 
 from contrastive.core import row_blocks
-from contrastive.core.processes import gather
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import ncl
 import temo
 import temperature_schedules as ts
 from helpers import unit
-from variants import slip, temo_experts
+from variants import mama_qa, slip, temo_experts
 
 N, D = 16, 8
 
@@ -63,9 +62,6 @@ LOSSES |= {  # those without blocks of rows
         ts.moco_loss(*pair, p.keys, p.tau) for pair in (e[::2], e[1::2])
     ),  # I and I~, T and T~
     "hardest negative": lambda e, p: ncl.hardest_negative_loss(e[1], e[0]),
-    "mama, fused": lambda e, p: mama.fused_margin_loss(
-        e[0] @ gather(e[1]).T, e[1] @ gather(e[0]).T, p.tau, p.anchor
-    ).mean(),
 }
 
 
@@ -122,7 +118,7 @@ def test_a_large_batch_is_cut_by_itself(monkeypatch):
 def test_a_loss_is_fp32_under_bf16_autocast(name):
     """And of embeddings in 16 bits."""
     p = parameters(dtype=torch.float32)
-    loss = LOSSES.get(name, lambda e, p: mama.answer_loss(e[0], torch.arange(N) % D).mean())
+    loss = LOSSES.get(name, lambda e, p: mama_qa.answer_loss(e[0], torch.arange(N) % D).mean())
     e = [unit(N, D, seed=s).float() for s in range(4)]
     expected, rounded = loss(e, p), loss([x.bfloat16().float() for x in e], p)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -161,7 +157,6 @@ TAU = {
     "moco": lambda t: ts.moco_loss(X, Y, Z, t),
     "clip": lambda t: mmts.clip_loss(X, Y, t),
     "mama": lambda t: mama.angular_margin_loss(X, Y, t, 0.2),
-    "mama fused": lambda t: mama.fused_margin_loss(X @ Y.T, Y @ X.T, t, 0.2),
 }
 ONE = {
     "ncl": lambda t: ncl.ncl_loss(X, Y, t),
@@ -172,7 +167,6 @@ MARGIN = {
     "max-margin": lambda m: mmts.max_margin_loss(X, Y, m),
     "hardest": lambda m: ncl.hardest_negative_loss(X, Y, m),
     "mu": lambda m: mama.angular_margin_loss(X, Y, 0.5, m),
-    "mu fused": lambda m: mama.fused_margin_loss(X @ Y.T, Y @ X.T, 0.5, m),
 }
 FIRST = torch.tensor([True, False, False, True, False, False])
 

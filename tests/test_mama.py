@@ -1,12 +1,14 @@
 """MAMA: the loss against loops, the gradient of the weight network, other weights, meta-data."""
 
 import copy
+import functools
 import math
+from argparse import Namespace
 
 import common
 from contrastive.encoders.base import SmallText, Transformer
 from contrastive.core.processes import UserError
-from contrastive.evaluation.meta import balanced_rows, meta_data
+from contrastive.papers.meta import balanced_rows, meta_data
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 
 import helpers
 import mama
-from helpers import CPU, drift, evaluated, few_steps, run_script, unit
+from helpers import CPU, drift, evaluated, few_steps, run_script, steps, unit
 
 BASE = (
     "--cpu --workers 0 --clips 64 16 16 --batch-size 16 --meta-batch-size 8 --meta-size 24 "
@@ -55,9 +57,6 @@ def test_loss_against_a_loop(mu, tau):
     text[-2:] *= -1  # two pairs point away from each other
     loss = mama.angular_margin_loss(3 * video, 0.2 * text, tau, mu)  # normalised inside
     assert torch.allclose(loss, loop_loss(video, text, tau, mu), rtol=1e-9, atol=1e-9)
-    assert torch.allclose(
-        mama.fused_margin_loss(video @ text.T, text @ video.T, tau, mu), loss, rtol=1e-9, atol=1e-9
-    )
 
 
 # -------------------------------------- the gradient of the weight network -------------------
@@ -91,6 +90,10 @@ def transformer_batch(n, seed):
     }
 
 
+def loss_at(tau, mu):
+    return functools.partial(mama.angular_margin_loss, tau=tau, mu=mu)
+
+
 def naive_gradient(losses, parameters, batch, meta_batch, weight_net, lr):  # noqa: PLR0917
     """Algorithm 1 differentiated by autograd from end to end."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -109,7 +112,7 @@ def test_weightnet_gradient_against_second_order(method):
     """With the same dropout in all passes; weights, statistics and random state do not change."""
     torch.manual_seed(0)
     towers, net = Towers().double().train(), mama.WeightNet(10).double()
-    losses = mama.look_ahead_losses(towers, mama.sample_losses, 0.2, 0.2, CPU)
+    losses = mama.look_ahead_losses(towers, loss_at(0.2, 0.2), CPU)
     parameters = dict(towers.named_parameters())
     case = losses, parameters, transformer_batch(6, 1), transformer_batch(5, 2), net, 0.05
     before, state = copy.deepcopy(towers.state_dict()), torch.get_rng_state()
@@ -150,9 +153,13 @@ def test_l2rw_weights_by_hand():
     error, meta_gradient = x @ theta - y, ((xm @ theta - ym)[:, None] * xm).mean(0)
     useful = (error[:, None] * x @ meta_gradient).clamp(min=0)
     assert 0 < (useful > 0).sum() < 5
-    weights = mama.l2rw_weights(losses, {"theta": theta}, (x, y), (xm, ym))
-    assert torch.allclose(weights, 5 * useful / useful.sum(), rtol=1e-12)
-    assert mama.l2rw_weights(losses, {"theta": theta}, (x, y), (xm, xm @ theta)).tolist() == [0] * 5
+
+    def weights(meta_batch):
+        look_ahead = mama.LookAhead(losses, {"theta": theta}, (x, y), meta_batch)
+        return mama.baseline_weight(Namespace(weighting="l2rw"), None, 0.0, look_ahead)
+
+    assert torch.allclose(weights((xm, ym)), 5 * useful / useful.sum(), rtol=1e-12)
+    assert weights((xm, xm @ theta)).tolist() == [0] * 5
 
 
 # -------------------------------------- meta-data --------------------------------------------
@@ -257,21 +264,21 @@ def test_the_margin_and_the_weights_are_those_of_the_step(tmp_path):
 def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
     """Two steps of SGD, the second at half the rate, by autograd on what main read."""
     seen, read = {}, []
-    inputs_of, net_of, build_towers = mama.inputs_of, mama.WeightNet, common.build_towers
+    inputs_of, net_of, build_model = mama.inputs_of, mama.WeightNet, common.build_model
 
     def watch_net(*args):
         seen["net"] = net_of(*args)
         seen["first net"] = copy.deepcopy(seen["net"])
         return seen["net"]
 
-    def watch_towers(*args):
-        out = build_towers(*args)
-        seen["tower"] = copy.deepcopy(out[0])
+    def watch_model(*args):
+        out = build_model(*args)
+        seen["model"] = copy.deepcopy(out[0])
         return out
 
     monkeypatch.setattr(mama, "inputs_of", lambda *args: read.append(inputs_of(*args)) or read[-1])
     monkeypatch.setattr(mama, "WeightNet", watch_net)
-    monkeypatch.setattr(common, "build_towers", watch_towers)
+    monkeypatch.setattr(common, "build_model", watch_model)
     flags = (
         f"--weighting {weighting} --lr 0.05 --max-steps 2 --lr-schedule linear --lr-end 0 "
         "--optimizer sgd --beta1 0"
@@ -285,7 +292,7 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
         base=BASE,
     )
     net, start = seen["first net"], copy.deepcopy(seen["first net"].state_dict())
-    theta = dict(seen["tower"].named_parameters())
+    theta = dict(seen["model"].named_parameters())
     adam = torch.optim.AdamW(
         net.parameters(), lr=0.01, betas=(0.9, 0.98), eps=1e-12, weight_decay=1e-3
     )
@@ -295,7 +302,7 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
     )
     for k, (lr, (batch, meta)) in enumerate(zip((0.05, 0.025), pairs_read, strict=True)):
         mu = mama.margin(k, 0.1)
-        losses = mama.look_ahead_losses(seen["tower"], mama.sample_losses, 0.1, mu, CPU)
+        losses = mama.look_ahead_losses(seen["model"], loss_at(0.1, mu), CPU)
         leaves = {n: p.detach().requires_grad_() for n, p in theta.items()}
         if weighting == "meta":
             for p, g in zip(net.parameters(), naive_gradient(losses, leaves, batch, meta, net, lr)):
@@ -313,15 +320,17 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
                     p -= lr * g
     saved = load_file(tmp_path / "run" / "model.safetensors")
     assert (
-        drift({name: saved[name] for name in theta}, theta, dict(seen["tower"].named_parameters()))
+        drift({name: saved[name] for name in theta}, theta, dict(seen["model"].named_parameters()))
         < 0.05
     )
     # Adam: a gradient near 0 may turn its sign
     assert drift(seen["net"].state_dict(), net.state_dict(), start) < 0.1
-    curves = load_file(tmp_path / "run" / "weights.safetensors")["curves"]
-    assert curves.shape == (2, 65)
-    assert curves[:, 0].tolist() == [1, 2]
-    assert not torch.equal(*curves[:, 1:])
+    for step in (1, 2):
+        pairs = load_file(tmp_path / "run" / f"pairs_{step}.safetensors")["pairs"]
+        assert pairs.shape == (16, 3)
+        row = steps(tmp_path / "run")[step - 1]
+        assert pairs[:, 0].mean().item() == pytest.approx(row["L"], rel=1e-5)
+        assert pairs[:, 1].mean().item() == pytest.approx(row["w"], rel=1e-5)
 
 
 def test_the_look_ahead_is_fp32_under_mixed_precision(tmp_path, monkeypatch):

@@ -9,10 +9,8 @@ import types
 
 import common
 from contrastive import core, encoders, evaluation
-from contrastive.core.processes import UserError
 from contrastive.core.words import counted
 from contrastive.evaluation.pieces import EvaluationPieces
-from contrastive.evaluation.evaluated_model import temperature_of_run
 
 import numpy as np
 import pytest
@@ -21,8 +19,6 @@ import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.svm import LinearSVC
 
-import mmts
-import temo
 from helpers import unit
 
 WAYS = ("text_to_image", "image_to_text")
@@ -406,21 +402,3 @@ def test_zero_shot_by_prompts_which_are_not_cleaned_and_by_names(prompts, monkey
         assert found[reading] == pytest.approx(100 * (near == labels).mean())
         assert chance[reading] == pytest.approx(100 / 3)
     assert cleaned == [False, False]
-
-
-# ---------------------------------------- what a run sees ----------------------------------------
-def test_a_temperature_that_a_run_does_not_have_is_not_made_up(tmp_path):
-    """Row b of TeMo's Table 3 has no term at --tau."""
-    for script, flags in (
-        (mmts, "--loss max-margin"),
-        (mmts, "--no-shifts"),
-        (temo, "--loss ts"),
-        (temo, "--loss dystress"),
-        (temo, "--row b"),
-    ):
-        facts = script.evaluation_facts(script.parse_args(flags.split()))
-        with pytest.raises(UserError, match="no single temperature"):
-            temperature_of_run(facts, tmp_path)
-    for flags in ("--loss infonce", "--no-base --unimodal plain"):
-        args = temo.parse_args([*flags.split(), "--tau", "0.07"])
-        assert temperature_of_run(temo.evaluation_facts(args), tmp_path) == 0.07

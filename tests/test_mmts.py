@@ -94,7 +94,7 @@ REFUSED = {
     "--alpha 0.5": "the temperatures of the run, -0.17 .. 0.37, must be above 0",
     "--loss max-margin --alpha 0.5 --shift-min 0.1 --shift-max 0.3": "must be from 0 to below 2",
     # a range of temperatures is none of margins
-    "--loss max-margin": "--loss max-margin: add --alpha --shift-min --shift-max, since this",
+    "--loss max-margin": "--loss max-margin: add --alpha --shift-min --shift-max, since the",
     "--loss max-margin --no-shifts": "--loss max-margin: add --alpha, since",
     "--recipe epic-kitchens-100 --no-pretrained --loss clip --alpha 0.08":
         "--loss clip: add --shift-min --shift-max, since",

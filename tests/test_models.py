@@ -31,6 +31,7 @@ import mmts
 import temo
 import temperature_schedules as ts
 from helpers import CPU, equal_files, few_steps, run_script, tiny_model, write_captions
+from variants import sdclr
 
 SPEC = dict(
     image_encoder="small",
@@ -44,7 +45,7 @@ SPEC = dict(
 )
 RUN = ["--cpu", "--workers", "0", "--max-steps", "2", "--batch-size", "16"]
 SMALL = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-SCRIPTS = {"temo": temo, "ts": ts, "mmts": mmts, "mama": mama}
+SCRIPTS = {"temo": temo, "ts": ts, "mmts": mmts, "mama": mama, "sdclr": sdclr}
 IMAGENET = encoders.base.STATS["imagenet"]
 
 
@@ -395,7 +396,7 @@ LINES = {  # what trains; test_resnet has BatchNorm, the texts dropout
     "chunks": "temo --image-encoder test_vit --chunk-size 4",
     "BatchNorm": "temo --image-encoder test_resnet",
     "text": "temo --text-encoder BERT --text-length 12",
-    "pruned": "ts --image-encoder test_resnet --loss sdclr",
+    "pruned": "sdclr --image-encoder test_resnet",
     "all frames": "mmts --image-encoder video_vit_tiny_patch16_224 --num-clusters 4",
     "look-ahead": "mama --image-encoder test_vit --text-encoder BERT --text-length 12 "
     "--meta-size 8 --meta-batch-size 8",

@@ -197,7 +197,7 @@ def test_the_queue_of_texts_serves_the_videos():
 
 
 # ---------------------------------------------------- runs ----------------------------------------
-def test_normalize_chooses_the_reported_numbers_and_eval_takes_the_latest_queries(tmp_path):
+def test_normalize_chooses_the_reported_numbers_and_eval_repeats_them(tmp_path):
     """--normalize stands in front; the others beside it, and the training is the same."""
     base, summaries = [*SMALL, "--iterations", "3"], {}
     for mode, flags in (
@@ -218,10 +218,12 @@ def test_normalize_chooses_the_reported_numbers_and_eval_takes_the_latest_querie
     assert list(log[0]["eval"]["moving-emoji"]["normalize"]) == ["none", "oracle"]
     assert all(r["error_normalized"] < r["error"] and r["tau"] == 0.1 for r in log if "loss" in r)
 
-    words = "--normalize queue --tasks retrieval --queue-size 5".split()
-    result = evaluated(tmp_path / "queue", *words)["moving-emoji"]["metrics"]["normalize"]
+    # eval.py reads the queues of the run, of which the latest 5 are kept
+    words = "--normalize queue --tasks retrieval".split()
+    result = evaluated(tmp_path / "oracle", *words)["moving-emoji"]["metrics"]
+    assert result["normalized_by"] == "queue"
     of_few = flatten(summaries["oracle"]["test"]["moving-emoji"]["normalize"])
-    assert flatten(result) == pytest.approx(of_few, rel=1e-4, abs=1e-4)
+    assert flatten(result["normalize"]) == pytest.approx(of_few, rel=1e-4, abs=1e-4)
 
 
 def test_the_loss_is_that_of_its_terms_and_the_baseline_has_no_biases(tmp_path):
@@ -269,6 +271,13 @@ def test_the_queues_are_the_training_batches(tmp_path):
         video, text = encoded(split)
         assert torch.cdist(queues["videos"], video).min() > 1e-3
         assert torch.cdist(queues["texts"], text.flatten(0, 1)).min() > 1e-3
+
+
+def test_the_queues_are_those_of_the_weights_that_are_evaluated(tmp_path):
+    """At a rate of 0 all evaluations tie; --eval-epoch best takes the first, after two steps."""
+    flags = "--lr 0 --lr-end 0 --normalize none --eval-every 2 --eval-epoch best".split()
+    run_script(ncl, tmp_path / "best", *flags, base=SMALL)
+    assert len(load_file(tmp_path / "best" / "queues.safetensors")["texts"]) == 2 * 16
 
 
 def test_clip4clip_freezes_embeddings_and_first_norms(tiny, tmp_path):
@@ -327,9 +336,9 @@ def test_pictures_are_drawn_from_files_again(tmp_path):
     runs = [tmp_path / "infonce", tmp_path / "ncl"]
     for run, flags in zip(runs, (["--baseline"], [])):
         run_script(ncl, run, "--clips", 64, 24, 24, *flags, base=SMALL)
-        draw("ncl", run)
-        names = {path.stem for path in run.glob("*.png")}
-        assert {"curves", "normalization", "retrieval", "modalities"} <= names
+    draw("ncl", runs[1])
+    names = {path.stem for path in runs[1].glob("*.png")}
+    assert {"curves", "normalization", "retrieval", "modalities"} <= names
     for name, numbers in (("errors", 6), ("queries", 2), ("modalities", 2)):
         lines = figures_of_runs()[name](runs, tmp_path / f"{name}.png")
         assert len(lines) >= numbers and (tmp_path / f"{name}.png").exists()

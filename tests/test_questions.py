@@ -3,17 +3,17 @@ set's clips and further pairs beside it, also beside questions (MAMA, Eq. 3 and 
 
 import argparse
 import functools
-import math
 import shutil
 
 import common
 from contrastive import data as data_sets
 from contrastive.data import add_captions
+from contrastive.encoders.questions import QuestionAnswerer
 from contrastive.encoders.texts import Tokenizer
 from contrastive.core.processes import UserError
 from contrastive.evaluation import answers
 from contrastive.evaluation.measure import unsupported_tasks
-from contrastive.evaluation.meta import meta_data
+from contrastive.papers.meta import meta_data
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ import torch
 import launch
 import mama
 from helpers import CPU, write_clips, write_files, write_rows
+from variants import mama_qa
 
 OPTIONS = {"frames": 2, "image_size": 32}
 CAUSAL = ["-0AbC_000015_000025", "x1_1_11", "gone_1_11"]
@@ -416,10 +417,8 @@ def test_pairs_of_another_set_join_training(tmp_path):
         assert words in both.note, both.note
     args = argparse.Namespace(
         dataset="own",
-        task="retrieval",
         meta_set="train",
         meta_size=8,
-        meta_balance="auto",
         meta_batch_size=2,
     )
     meta, _ = meta_data(both, {}, args)  # clean examples are the set's own
@@ -500,7 +499,7 @@ def flags_of(files, name, captions=True, pairs=True):
 
 def prepared(files, name, **more):
     """args, training data, evaluation sets, settings of the questions, and a tokenizer."""
-    args = mama.parse_args(flags_of(files, name, **more))
+    args = mama_qa.parse_args(flags_of(files, name, **more))
     data, evals = data_sets.open_data(args)
     tokenizer = Tokenizer(common.train_wordpiece(answers.texts_for_tokenizer(data)), 16)
     return args, data, evals, answers.question_settings(data, args), tokenizer
@@ -528,22 +527,16 @@ def test_pairs_beside_questions_have_none(files, name, known):
     assert len(answers.rows_with_questions(data)) == 18
     assert not answers.reason_without_questions(data, not known)
     assert questions["answers"] == known
-    guess = math.log(len(known) or 5) * 18 / len(data)
-    assert answers.random_guess(data, questions) == pytest.approx(guess)
-    assert answers.random_guess(data, None) == 0
-    if known:  # of other answers than these there is no loss
-        two = answers.random_guess(data, dict(questions, answers=["a", "b"]))
-        assert two == pytest.approx(math.log(2) * 12 / len(data))
     for rows, words in (
         (
             data,
-            f"of {len(data)} rows {len(data)} have a caption, 0 use the question in its place; "
-            f"{extras} have no question, and eta 0",
+            f"0 of {len(data)} rows have no caption: the question takes its place; {extras} have "
+            "no question, and eta 0",
         ),
-        (own, "of 18 rows 0 have a caption, 18 use the question in its place"),
+        (own, "18 of 18 rows have no caption: the question takes its place"),
     ):
-        assert answers.banner_lines(questions, rows, args)["paired text"] == words
-    meta, _ = meta_data(data, evals, args)
+        assert mama_qa.banner_lines(questions, rows, args)["paired text"] == words
+    meta, _ = meta_data(data, evals, args, args.task)
     assert None not in meta.column("question") and len(meta) == 8
 
 
@@ -559,7 +552,7 @@ def test_the_loss_is_equation_3(files, name):
         "captions": [data.captions(i) for i in rows],
         "draws": torch.zeros(4, 32).numpy(),
     }
-    inputs = mama.inputs_of(batch, tokenizer, CPU, data, questions)
+    inputs, target = mama_qa.inputs_of(batch, tokenizer, data, questions)
     for texts, part in (
         (batch["captions"], "tokens"),
         ([data.column("question")[i] for i in rows], "question"),
@@ -572,30 +565,24 @@ def test_the_loss_is_equation_3(files, name):
         common.VisionEncoder("small", 16, False),
         common.TextEncoder("small", 16, length=16, vocabulary=len(tokenizer.tokenizer)),
     )
-    model = common.QuestionAnswerer(*towers, **questions)
+    model = QuestionAnswerer(*towers, **questions)
     theta = {k: p for k, p in model.named_parameters() if p.requires_grad}
-    video, text, scores = model(
-        inputs["pixels"], inputs["tokens"], inputs["question"], inputs.get("choices")
-    )
+    video, text, scores = model(**inputs)
     expected = mama.angular_margin_loss(video, text, 0.5, 0.2)
     right = {k: "abc".index(data.column("answer")[rows[k]]) for k in (1, 2)}
     ce = {k: scores[k].logsumexp(0) - scores[k, r] for k, r in right.items()}
     expected = torch.stack([x + 1.5 * ce.get(k, 0) for k, x in enumerate(expected)])  # (4,)
-    pair_loss = functools.partial(mama.sample_losses, eta=1.5)
-    found = mama.look_ahead_losses(model, pair_loss, 0.5, 0.2, CPU)(theta, inputs)  # (4,)
+    loss_fn = functools.partial(mama_qa.question_loss, tau=0.5, mu=0.2, eta=1.5)
+    found = mama_qa.look_ahead_losses(model, loss_fn, CPU)(theta, (inputs, target))  # (4,)
     assert torch.allclose(found, expected, rtol=1e-5)
     grads = torch.autograd.grad(found.mean(), list(theta.values()), allow_unused=True)
     assert all(g is None or g.isfinite().all() for g in grads)
-    assert inputs["answers"].tolist() == [-1, *right.values(), -1]
+    assert target.tolist() == [-1, *right.values(), -1]
     told = torch.zeros_like(scores)
     told[1, right[1]], told[2, right[2]] = 9, -9
-    losses = mama.answer_loss(scores, inputs["answers"])
-    numbers = answers.log_columns(told, inputs["answers"], losses, rows, data)
-    assert numbers == pytest.approx(
-        {"CE": sum(c.item() for c in ce.values()) / 4, "answered": 50}, rel=1e-5
-    )
-    alone = answers.log_columns(scores[:1], inputs["answers"][:1], torch.zeros(1), [18], data)
-    assert alone == {"CE": 0}  # no question: nothing is right or wrong
+    assert mama_qa.answered_column(told, target, data, rows) == {"answered": 50}
+    # no question: nothing is right or wrong
+    assert mama_qa.answered_column(scores[:1], target[:1], data, [18]) == {}
 
 
 def test_two_processes_are_one(files, tmp_path):

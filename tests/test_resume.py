@@ -28,7 +28,7 @@ import helpers
 import launch
 import mama
 import temo
-from helpers import equal_files, rows, tar_samples, tensors_of, write_tar
+from helpers import equal_files, load_file, rows, tar_samples, tensors_of, write_tar
 from tools import check
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,7 +108,7 @@ def codes(processes, place, work):
 def runs(tmp_path_factory, data, tiny):
     """{processes: (a whole run, one that was killed and resumed)}; with two of them in chunks and
     with dropout."""
-    root, done, folders = tmp_path_factory.mktemp("runs"), Run.done, {}
+    root, done, folders = tmp_path_factory.mktemp("runs"), Run.end_step, {}
     bert = ["--text-encoder", tiny("bert")[0], "--text-length", 12]
 
     def done_and_killed(run, *args, **more):
@@ -127,7 +127,7 @@ def runs(tmp_path_factory, data, tiny):
         logs = [root / f"logs {processes} {k}" for k in range(3)]
         assert codes(processes, logs[0], lambda: run(whole, data, *flags)) == [0] * processes
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Run, "done", done_and_killed)
+            patch.setattr(Run, "end_step", done_and_killed)
             found = codes(processes, logs[1], lambda: run(killed, data, *flags, *of_killed))
         assert found == [-signal.SIGKILL] * processes
         assert [p.stem for p in checkpoints_of(killed)] == [f"step_{SAVED}"]
@@ -195,14 +195,13 @@ def test_a_finished_run_is_only_evaluated(folder, runs, monkeypatch):
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, data, monkeypatch):
     monkeypatch.setattr("contrastive.engine.run.time.strftime", lambda _: "20260101-000000")
-    monkeypatch.setattr(temo, "draw", lambda _: None)
     words = [*FLAGS, "--dataset", str(data), "--max-steps", "1", "--output-dir", str(tmp_path)]
-    for loss in ("infonce", "ts"):
+    for loss in ("infonce", "cwcl"):
         flags = [*words, "--loss", loss, "--no-learnable-tau"]
         temo.main(temo.parse_args(flags))
     name = f"temo__{data.stem}__s42__20260101-000000"
     losses = {p.name: read_json(p / "args.json")["loss"] for p in tmp_path.iterdir()}
-    assert losses == {name: "infonce", f"{name}-2": "ts"}
+    assert losses == {name: "infonce", f"{name}-2": "cwcl"}
     with ThreadPoolExecutor(8) as pool:  # at once
         folders = [*pool.map(lambda _: make_folder(tmp_path / "at once"), range(40))]
     assert len({*folders}) == 40 and all(folder.is_dir() for folder in folders)
@@ -296,52 +295,43 @@ def test_what_does_not_fit_the_run_is_refused(folder, data):
     assert (folder / "args.json").read_text() == before
 
 
-def test_from_the_older_checkpoint_the_newer_one_is_set_aside(folder, runs, monkeypatch):
-    """A resume that is refused leaves the folder as it was; one that is killed in its first step
-    leaves the older checkpoint as the last."""
-    older, before = folder / "checkpoints" / "step_10.pt", (folder / "metrics.jsonl").read_text()
-    names = sorted(path.name for path in older.parent.iterdir())
-    with pytest.raises(UserError, match="step_10.pt: is beyond the 3 steps"):
-        resume(older, "--max-steps", 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "begin", stop)
-        with pytest.raises(RuntimeError, match="stopped"):
-            resume(older)
-    assert sorted(path.name for path in older.parent.iterdir()) == names
+def test_an_older_checkpoint_is_refused_while_a_newer_one_lies_beside_it(folder, runs):
+    """Without it, the older one goes on to the same end. What is refused leaves the folder."""
+    older = folder / "checkpoints" / "step_10.pt"
+    before = (folder / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match="newer checkpoints lie beside it \\(step_12.pt\\)"):
+        resume(older)
     assert (folder / "metrics.jsonl").read_text() == before
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "done", stop)
-        with pytest.raises(RuntimeError, match="stopped"):
-            resume(older, "--lr", 1e-3)
-    names = sorted(path.name for path in older.parent.iterdir())
-    assert names == ["step_10.pt", "step_12.pt.abandoned"]
-    assert max(row["step"] for row in rows(folder)) == 10
-    newest = torch.load(older.parent / names[1], weights_only=True)
-    assert newest["step"] == 12  # nothing is lost
-    assert not (folder / "summary.json").exists()  # eval.py must not read the weights of before
-    assert not (folder / "model.safetensors").exists()
-    assert (folder / "model.safetensors.abandoned").exists()
-    resume(folder, "--lr", 3e-4)
+    (folder / "checkpoints" / "step_12.pt").unlink()
+    resume(older)
     assert same(folder, runs[1][0])
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "done", stop)
-        with pytest.raises(RuntimeError, match="stopped"):
-            resume(older, "--lr", 1e-3)
-    names = sorted(path.name for path in older.parent.iterdir())
-    assert names == ["step_10.pt", "step_12.pt.abandoned", "step_12.pt.abandoned-2"]
 
 
-def test_a_longer_run_sets_the_end_of_the_shorter_one_aside(folder, monkeypatch):
+def test_a_longer_run_removes_the_end_of_the_shorter_one(folder, monkeypatch):
     """eval.py must not read its weights as those of the longer run."""
-    summary = (folder / "summary.json").read_text()
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "done", stop)
+        patch.setattr(Run, "end_step", stop)
         with pytest.raises(RuntimeError, match="stopped"):
             resume(folder, "--max-steps", 14)
     assert not (folder / "summary.json").exists() and not (folder / "model.safetensors").exists()
-    assert (folder / "summary.json.abandoned").read_text() == summary
     assert [path.stem for path in checkpoints_of(folder)] == ["step_12", "step_10"]
     assert resume(folder)["steps"] == 14 and (folder / "model.safetensors").exists()
+
+
+def test_the_best_evaluation_is_kept_and_tested(folder, data):
+    """Beside the last two checkpoints; its weights are those of model.safetensors."""
+    words = ["--eval-epoch", "best", "--eval-every", 3]
+    summary = run(folder.parent / "best", data, *words)
+    scores = {}
+    for row in rows(folder.parent / "best"):
+        if "eval" in row and row["step"] > 0:
+            (metrics,) = row["eval"].values()
+            scores[row["step"]] = metrics["R-Mean"]
+    best = max(scores, key=scores.get)  # of ties the first
+    assert summary["tested_step"] == best
+    saved = tensors_of(folder.parent / "best", best)
+    for name, x in load_file(folder.parent / "best" / "model.safetensors").items():
+        assert torch.equal(x, saved[f"model/{name}"]), name
 
 
 def test_a_row_that_a_crash_has_cut_is_left_out(folder):
@@ -469,7 +459,6 @@ OF_FIVE = [
     ("temo", "--loss slip"),
     ("temperature_schedules", "--schedule fixed --learnable-tau"),
     ("temperature_schedules", "--loss moco --queue-size 32"),
-    ("temperature_schedules", "--loss sdclr"),
     ("ncl", "--learnable-tau --queue-size 32"),
     ("mmts", "--num-clusters 4"),
     ("mama", "--meta-size 8 --meta-batch-size 4 --meta-every 2 --learnable-tau --tau .5"),
@@ -542,11 +531,19 @@ def test_an_error_with_chunks_is_not_left_out(tmp_path, capsys):
     line = "        run.check_finite(loss, tau, embeddings)"
     infinite = "        if args.chunk_size:\n            loss = loss * math.inf\n"
     own = helpers.fork(temo, tmp_path, line, infinite + line)
-    flags = [*check.SMALL, *TINY, *check.FIXED, "--output-dir", str(tmp_path)]
+    flags = [*check.SMALL, *TINY, *check.FIXED, "--cpu", "--output-dir", str(tmp_path)]
     chunks = next(variant for variant in check.VARIANTS if variant.name == "chunks")
     assert not check.keeps_promise(chunks, own, flags, tmp_path)
     said = capsys.readouterr().out
     assert "--chunk-size" in said and "not finite" in said and "DIFFERS (exit code 2)" in said
+
+
+def test_on_a_gpu_rounding_is_allowed_and_one_gpu_has_no_two_processes(capsys):
+    assert check.variants_on(0) == check.VARIANTS
+    assert {variant.name: variant.limits for variant in check.variants_on(1)} == {
+        "chunks": check.LIMITS, "kill and resume": check.LIMITS}
+    assert "two processes    left out; they need 2 GPUs, or --cpu" in capsys.readouterr().out
+    assert len(check.variants_on(2)) == 3
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -175,15 +175,13 @@ ACTS = {  # script, flags: what changes the losses of a run with them
     (
         "temperature_schedules",
         "",
-    ): "--loss moco, --loss sdclr, --schedule step, --schedule random, --schedule fixed, "
+    ): "--loss moco, --schedule step, --schedule random, --schedule fixed, "
     "--schedule oscillating, --tau-min .2, --tau-max .5, --tau-head 1 --tau-tail .1, "
     "--head-norm batch, --imbalance-ratio 2",
     ("temperature_schedules", "--imbalance-ratio 2"): "--split-seed 1",
     ("temperature_schedules", "--schedule fixed"): "--learnable-tau",
     ("temperature_schedules", "--loss moco --queue-size 64"): "--queue-size 32, --momentum .5",
-    ("temperature_schedules", "--loss sdclr"): "--prune .5",
     ("temperature_schedules", "--weight-decay .9"): "--decay-all",
-    ("temperature_schedules", "--image-encoder test_resnet"): "--no-zero-init",
     (
         "mmts",
         "",
@@ -203,10 +201,8 @@ ACTS = {  # script, flags: what changes the losses of a run with them
     ): "--weighting joint, --weighting focal, --weighting spl, --weighting l2rw, --weighting none, "
     "--margin-schedule constant, --a0 4, --a1 20, --a2 1, --tau .2, "
     "--meta-lr .1, --virtual-lr 5, --meta-size 9, --meta-batch-size 4, --meta-every 2, "
-    "--meta-set val, --learnable-tau, --contrastive-weight 2, --weight-hidden 5",
-    ("mama", ""): "--loss infonce, --margin-schedule none",
-    ("mama", "--task qa-open"): "--eta 0, --answers 3, --fusion-layers 3, --shuffle-video",
-    ("mama", "--task qa-choice"): "--qa-similarity fused",
+    "--meta-set val, --learnable-tau, --weight-hidden 5",
+    ("mama", ""): "--baseline, --margin-schedule none",
     ("mama", "--weighting focal"): "--focal-gamma 1",
     ("mama", "--weighting spl"): "--spl-start .9",
 }

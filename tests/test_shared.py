@@ -1,6 +1,7 @@
-"""The scripts stay siblings: shared blocks are equal, no flag is dead, METHOD comes first, the loop
-is in the open."""
+"""The scripts and variants stay siblings: shared blocks are equal, METHOD comes first, the loop is
+in the open, every flag is read."""
 
+import argparse
 import ast
 import importlib
 import re
@@ -8,98 +9,143 @@ from argparse import Namespace
 from pathlib import Path
 
 import common
+from contrastive.engine.flags import Parser
 from contrastive.engine.run import Steps
 
 import pytest
 
+from helpers import run_script
+
 ROOT = Path(__file__).resolve().parent.parent
-# the losses that a fork edits: `main` calls these, not their parts
+# the losses that README shows, and a fork edits: `main` calls these, not their parts
 LOSSES = {
-    "temo": "temo_loss multimodal_loss cwcl_loss nt_xent",
-    "mmts": "clip_loss max_margin_loss",
-    "ncl": "ncl_loss hardest_negative_loss",
-    "mama": "sample_losses",
-    "temperature_schedules": "nt_xent moco_loss",
-}
+    "temo": ["temo_loss"],
+    "mmts": ["clip_loss", "max_margin_loss"],
+    "ncl": ["ncl_loss"],
+    "mama": ["angular_margin_loss"],
+    "temperature_schedules": ["nt_xent", "moco_loss"]}
+VARIANTS = sorted(f"variants.{path.stem}" for path in (ROOT / "variants").glob("[a-z]*.py"))
 each_script = pytest.mark.parametrize("name", LOSSES)
+each_program = pytest.mark.parametrize("name", [*LOSSES, *VARIANTS])
 
 
 def text_of(name):
-    return (ROOT / f"{name}.py").read_text(encoding="utf8")
+    return (ROOT / name.replace(".", "/")).with_suffix(".py").read_text(encoding="utf8")
 
 
-@each_script
+@each_program
 def test_shared_blocks(name):
-    ours, temo_s = (
-        re.findall(r"# >>> shared: (\w+)\n(.*?)# <<< shared", text_of(of), re.S)
-        for of in (name, "temo")
-    )
-    assert ours == temo_s and ours[0][0] == "optimizer"
+    block = r"# >>> shared: (\w+)\n(.*?)# <<< shared"
+    ours = re.findall(block, text_of(name), re.S)
+    assert ours == re.findall(block, text_of("temo"), re.S)
+    assert [title for title, _ in ours] == ["prepare"]
 
 
-@each_script
-def test_every_flag_is_read(name):
-    """As args.NAME, options.NAME or by name: in the script, or where no flags are declared."""
-    texts = {p: p.read_text(encoding="utf8") for p in (ROOT / "contrastive").rglob("*.py")}
-    flags = ROOT / "contrastive" / "engine" / "flags.py"
-    opened = ROOT / "contrastive" / "data" / "__init__.py"
-    texts[flags] = texts[flags].partition("    def add_shared_flags")[0]
-    texts[opened] = re.sub(r"[A-Z]+_FLAGS = \(.*?\)", "", texts[opened], flags=re.S)
-    everything = "".join([text_of(name), text_of("common"), *texts.values()])
-    read = set()
-    for pair in re.findall(r'\b(?:args|options)\.(\w+)|"(\w+)"', everything):
-        read.update(pair)
-    script, moving = importlib.import_module(name), ["--dataset", "moving-emoji"]
-    never = (vars(script.parse_args([])) | vars(script.parse_args(moving))).keys() - read
-    assert not never, f"{name}: {never} are never read"
-
-
-@each_script
+@each_program
 def test_the_order_of_a_script(name):
-    """METHOD right after the imports; the loss, the backward and the step in main's loop and not in
-    Run."""
-    text, tree = text_of(name), ast.parse(text_of(name))
+    """METHOD, flags, main with its parts; loss, backward and step in the open in main's loop."""
+    text = text_of(name)
     rulers = re.findall(r"^# =+ (\w+) =+$|^    # -+ ([a-z].*?) -+$", text, re.M)
-    names = [a or b.split(" (")[0] for a, b in rulers]
-    order = [
-        "METHOD",
-        "flags",
-        "main",
-        "data",
-        "model and optimiser",
-        "views and batches",
-        "loop",
-        "save and evaluate",
-    ]
-    assert [n for n in names if n in order] == order
-    first = next(
-        k for k, n in enumerate(tree.body) if k and not isinstance(n, ast.Import | ast.ImportFrom)
-    )
-    between = text.splitlines()[tree.body[first - 1].lineno - 1 : tree.body[first].lineno]
-    assert isinstance(tree.body[first], ast.FunctionDef)
-    assert any("= METHOD =" in line for line in between)
-    main = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main")
-    assert {*LOSSES[name].split()} <= {n.id for n in ast.walk(main) if isinstance(n, ast.Name)}
-    loop = next(n for n in main.body if isinstance(n, ast.For) and ast.unparse(n.iter) == "batches")
-    said = ast.unparse(loop)
-    assert re.search(r"^\s+loss = ", said, re.M)
-    assert "chunks.backward(loss)" in said
-    assert "optimizer.step()" in said
-    assert not [n for n in ast.walk(loop) if isinstance(n, ast.FunctionDef | ast.Lambda)], (
-        "the loss is in a closure"
-    )
-    run = (ROOT / "contrastive" / "engine" / "run.py").read_text(encoding="utf8")
-    assert not re.search(
-        r"self\.(model|tower|trained)\(|\.backward\(|optimizer\.step\(|zero_grad\(|torch\.optim",
-        run,
-    )
-    code = text.split('"""', 2)[2]  # a copy is another script
-    assert f"{name}.py" not in code and code.count("__file__") == 2
+    first_words = [(section or part).split()[0].strip(",") for section, part in rulers]
+    assert first_words == [
+        "METHOD", "flags", "main", "data", "model", "views", "loop", "save"]
+    tree = ast.parse(text)
+    (main,) = [node for node in tree.body if getattr(node, "name", "") == "main"]
+    (loop,) = [node for node in main.body if isinstance(node, ast.For)]
+    source = ast.unparse(loop)
+    for call in ("accelerator.backward(loss", "optimizer.step()", "run.end_step("):
+        assert call in source
+    hidden = [node for node in ast.walk(loop) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+    assert not hidden, "the loss is in a closure"
+    code = text.split('"""', 2)[2]
+    assert code.count("__file__") == 2 and f"{name}.py" not in code  # a copy is another script
     assert code.endswith(
-        'if __name__ == "__main__":\n    with clean_exit():\n        main(parse_args())\n'
-    )
+        'if __name__ == "__main__":\n    with clean_exit():\n        main(parse_args())\n')
 
 
+@each_script
+def test_main_calls_the_loss_that_readme_shows(name):
+    tree = ast.parse(text_of(name))
+    names = set()
+    for node in tree.body:
+        if getattr(node, "name", "") in ("main", "baseline_loss"):
+            names.update(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
+    assert set(LOSSES[name]) <= names
+
+
+@each_program
+def test_a_script_assigns_nothing_of_run(name):
+    for node in ast.walk(ast.parse(text_of(name))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            assert not (isinstance(node.value, ast.Name) and node.value.id == "run"), node.attr
+
+
+def test_run_trains_nothing():
+    text = (ROOT / "contrastive" / "engine" / "run.py").read_text(encoding="utf8")
+    for call in ("self.model(", ".backward(", "optimizer.step(", "zero_grad(", "torch.optim"):
+        assert call not in text
+
+
+# ----------------------------------------------- every flag is read ------------------------------
+class RecordingNamespace(Namespace):
+    """Flags that note which of them a run reads. vars(args), as args.json has them, is no read."""
+
+    read = set()
+
+    def __getattribute__(self, name):
+        RecordingNamespace.read.add(name)
+        return super().__getattribute__(name)
+
+
+# flags that the run of the test does not read, and why
+UNREAD = {
+    "recipe": "the parser reads it",
+    "baseline": "a preset: the parser reads it",
+    "row": "a preset: the parser reads it",
+    "epochs": "--max-steps is given",
+    "hold_out_val": "of named sets without a val split",
+    "val_fraction": "of data without splits",
+    "test_fraction": "of data without splits",
+    "watch_test": "of sets without a val split",
+    "cached_views": "with --freeze",
+    "feature_cache": "with --freeze",
+}
+SMALL = (
+    "--cpu --workers 0 --max-steps 2 --batch-size 8 --image-size 16 --log-every 1 --eval-every 1")
+WORDS = {  # flags beside which others have an effect
+    "temo": "--image-aug simclr --randaugment-ops 1",
+    "mmts": "--randaugment-ops 1",
+    "ncl": "--randaugment-ops 1",
+    "mama": "--randaugment-ops 1",
+    "temperature_schedules": "",
+}
+
+
+@each_script
+def test_a_run_reads_every_flag(name, tmp_path, monkeypatch):
+    script = importlib.import_module(name)
+    parsers = []
+    add_shared_flags = Parser.add_shared_flags
+    monkeypatch.setattr(
+        Parser, "add_shared_flags", lambda self: (parsers.append(self), add_shared_flags(self))[1])
+    parse_args = script.parse_args
+
+    def recording(argv):
+        args = RecordingNamespace(**vars(parse_args(argv)))
+        RecordingNamespace.read = set()
+        return args
+
+    monkeypatch.setattr(script, "parse_args", recording)
+    run_script(script, tmp_path / "run", *SMALL.split(), *WORDS[name].split())
+    flags = set()
+    for action in parsers[0]._actions:
+        if not isinstance(action, argparse._HelpAction):
+            flags.add(action.dest)
+    unread = flags - RecordingNamespace.read
+    assert unread <= set(UNREAD), unread - set(UNREAD)
+
+
+# ----------------------------------------------- learning rates ----------------------------------
 def test_learning_rates():
     """After two steps of warm-up from 4 to 1 at the end: half way cosine and line meet, not a
     quarter before."""

@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 
 import common
+from contrastive.core.processes import UserError
 from contrastive.encoders.models import model_of_spec
 from contrastive.evaluation.measure import Evaluator
 from contrastive.figures import ts as figures
@@ -335,9 +336,11 @@ def phase_step(words, per_epoch, total):
 def test_the_last_step_of_stop_at_phase():
     paper = "--dataset cifar10-lt --eval-epoch last --stop-at-phase 0.7"  # 1,880 of 2,000 epochs
     assert phase_step(paper, 21, 2000 * 21) == 1880 * 21
-    for total, last in ((40, 35), (29, 15), (9, None)):  # 9 steps hold no period of 10
-        words = f"--max-steps {total} --period 10 --epochs 10 --stop-at-phase 0.5"
+    words = "--period 10 --stop-at-phase 0.5"
+    for total, last in ((40, 35), (29, 15)):
         assert phase_step(words, 1, total) == last
+    with pytest.raises(UserError, match="holds no full --period 10; give more epochs"):
+        phase_step(words, 1, 9)
 
 
 def test_stop_at_phase_keeps_the_schedules(tmp_path):
@@ -402,7 +405,6 @@ REFUSED = {  # flags: words of the refusal
     "--loss moco --head-norm batch": "--head-norm: only with --loss simclr",
     "--tau-min 2": "must be at least --tau-min 2",
     "--eval-epoch best --eval-every 1 --stop-at-phase .5": "only with --eval-epoch last",
-    "--epochs 3 --stop-at-phase .5": "hold no full --period",
     "--imbalance-ratio .5": "must be at least 1",
     "--shot-limits 1 5": "TAIL must be from 1 to HEAD + 1"}
 

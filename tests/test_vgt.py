@@ -7,6 +7,7 @@ import common
 from contrastive import evaluation
 from contrastive.core.processes import UserError
 from contrastive.data.clips import Regions
+from contrastive.encoders.models import model_of_spec
 from contrastive.encoders.texts import Tokenizer
 from contrastive.encoders.vgt import PostNorm, VideoGraph, attend_words, crops, sinusoids
 
@@ -18,13 +19,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import helpers
-import mama
 from helpers import of_set, refused, run_script, steps, write_rows
 from test_models import SPEC
+from variants import mama_qa
 
 VGT = (
     "--cpu --clips 32 8 8 --batch-size 8 --meta-batch-size 4 --meta-size 12 --log-every 1 "
-    "--eval-every 0 --max-steps 2 --qa-model vgt --image-size 16 --frames 4 --embed-dim 32"
+    "--eval-every 0 --max-steps 2 --recipe moving-emoji-vgt --image-size 16 --frames 4 "
+    "--embed-dim 32"
 ).split()
 
 
@@ -125,7 +127,7 @@ def model_of(answers=(), **more):
         "image_size": 16,
         "questions": {"answers": list(answers), "model": "vgt", "regions": 5} | more,
     }
-    return common.build_model(spec, tokenizer, False)[0].eval(), tokenizer
+    return model_of_spec(spec, tokenizer, False)[0].eval(), tokenizer
 
 
 def asked_of(tokenizer, *choices):
@@ -223,12 +225,6 @@ def test_boxes_of_moving_emoji_hold_the_drawing():
         [0, 16, 16, 32],
         [16, 16, 32, 32],
     ]
-    other = evaluation.answers.shuffle_videos(data)  # boxes go with their videos, all elsewhere
-    assert other.column("question") == data.column("question")
-    assert other.column("key") == data.column("key")
-    where = [next(i for i, p in enumerate(data.pixels) if torch.equal(p, x)) for x in other.pixels]
-    assert torch.equal(torch.tensor(other.column("boxes")), boxes[where])
-    assert sorted(where) == [*range(24)] and all(i != k for i, k in enumerate(where))
 
 
 # -------------------------------------- files ------------------------------------------------
@@ -326,12 +322,12 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
     assert data.read(1).view(8, 6, W + 5)[0, 3, W:-1].numpy() == pytest.approx(expected, rel=1e-5)
     (tmp_path / "more.csv").write_text("video,caption\n0.mp4,a caption of the first\n")
     words = (
-        "--dataset nextqa --frames 8 --workers 1 --text-encoder small --text-length 12 "
-        "--batch-size 4 --meta-batch-size 2"
+        "--dataset nextqa --recipe nextqa-vgt --frames 8 --workers 1 --text-encoder small "
+        "--text-length 12 --batch-size 4 --meta-batch-size 2"
     )
     flags = ["--data-dir", tmp_path, "--region-dir", tmp_path / "features", *words.split()]
     flags += ["--extra-captions", tmp_path / "more.csv"]
-    test = run_script(mama, tmp_path / "run", *flags, base=VGT)["test"]["nextqa"]
+    test = run_script(mama_qa, tmp_path / "run", *flags, base=VGT)["test"]["nextqa"]
     assert test["questions"] == 8 and "1 videos (1 rows) are not in" in capsys.readouterr().out
     assert evaluated(tmp_path / "run") == test
 
@@ -346,9 +342,7 @@ def evaluated(folder):
 def test_a_run_and_its_evaluation(tmp_path):
     """Margin and learnt weights on; the image encoder stays as it is."""
     folder = tmp_path / "run"
-    test = run_script(mama, folder, "--task", "qa-open", "--meta-every", "1", base=VGT)["test"][
-        "moving-emoji"
-    ]
+    test = run_script(mama_qa, folder, "--meta-every", "1", base=VGT)["test"]["moving-emoji"]
     for row in steps(folder):
         assert row["CE"] > 0
         assert row["L"] > row["CE"]
@@ -363,14 +357,12 @@ def test_a_run_and_its_evaluation(tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--task qa-open --frames 6", "--frames 6: VGT has clips of 4 frames; use a multiple of 4"),
-        (
-            "--task qa-open --crop-min 0.5",
-            "boxes are those of the whole frame; use --crop-min",
-        ),
-        ("--dataset nextqa", "--region-dir DIR and --image-encoder regions go together"),
-        ("--task retrieval", "--qa-model vgt: only with --task qa-open or qa-choice"),
+        ("--frames 6", "--qa-model vgt: give --regions, and a multiple of 4 --frames"),
+        ("--crop-min 0.5", "boxes are those of the whole frame; give --crop-min 1"),
+        ("--dataset nextqa --recipe nextqa-vgt", "--region-dir DIR and --image-encoder regions go"),
+        ("--fusion-layers 3", "--fusion-layers: only with --qa-model fusion"),
     ],
 )
 def test_bad_flags(flags, words, capsys):
-    assert words in refused(mama.parse_args, [*of_set(VGT, flags.split()), *flags.split()], capsys)
+    flags = flags.split()
+    assert words in refused(mama_qa.parse_args, [*of_set(VGT, flags), *flags], capsys)

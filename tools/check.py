@@ -2,14 +2,16 @@
 
     python -m tools.check mine.py [its flags]
     python -m tools.check variants.temo_experts [its flags]
+    python -m tools.check mine.py --cpu           # on the CPU, also where there is a GPU
 
 Without flags it trains on its default data, with small pictures and batches of 16. One process in
-float32 on the CPU is the measure. Two processes, and chunks, must have its losses, weights and
-state of the loss but for rounding; a run that is killed (kill -9) and resumed has them bit by bit.
-Exit code 1: one has not.
+float32 is the measure. Two processes (on GPUs if there are two), and chunks, must have its losses,
+weights and state of the loss but for rounding; a run that is killed (kill -9) and resumed has them
+bit by bit, on a GPU but for rounding. Exit code 1: one has not.
 """
 
 import importlib.util
+import multiprocessing
 import os
 import signal
 import socket
@@ -29,7 +31,7 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 NUM_STEPS, SAVE_STEP, KILL_STEP = 10, 5, 7
 SMALL = "--image-size 16 --batch-size 16 --lr 0.05".split()  # a user's flags may say otherwise
 FIXED = [
-    *"--cpu --workers 0 --mixed-precision no --no-compile --chunk-size 0 --optimizer sgd".split(),
+    *"--workers 0 --mixed-precision no --no-compile --chunk-size 0 --optimizer sgd".split(),
     *"--warmup-epochs 0 --lr-schedule constant --grad-clip 0 --log-every 1 --eval-every 0".split(),
     "--max-steps", str(NUM_STEPS), "--save-every", str(SAVE_STEP)]
 # largest differences; the state is looser, for Adam of MAMA's network: signs near 0 turn
@@ -240,12 +242,35 @@ def keeps_promise(variant, module, flags, place):
     return is_kept
 
 
-def check(module, flags, place):
+def count_gpus():
+    """The number of GPUs, asked in a process of its own: one that has used CUDA cannot fork."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(torch.cuda.device_count)
+
+
+def variants_on(num_gpus):
+    """The VARIANTS that can run on so many GPUs; 0 = on the CPU. Says which are left out."""
+    if num_gpus == 0:
+        return VARIANTS
+    variants = []
+    for variant in VARIANTS:
+        if variant.processes > num_gpus:
+            print(f"  {variant.name:<16} left out; they need {variant.processes} GPUs, or --cpu",
+                  flush=True)
+        else:
+            # kernels of a GPU do not always add in the same order
+            variants.append(variant._replace(limits=LIMITS))
+    return variants
+
+
+def check(module, flags, place, num_gpus=0):
     """The run of one process, then the others. Returns: whether all promises are kept."""
     code, output = run(Job(module, [*flags, "--run-name", "one"], place / "one.log"))
     if code:
         raise common.UserError(output)
-    results = [keeps_promise(variant, module, flags, place) for variant in VARIANTS]
+    results = []
+    for variant in variants_on(num_gpus):
+        results.append(keeps_promise(variant, module, flags, place))
     return all(results)
 
 
@@ -285,9 +310,17 @@ def main(argv):
     path = path_of_script(" ".join(argv[:1]))
     module = import_script(path)
     print(f"{path.name}: {NUM_STEPS} steps of SGD; differences from one process:", flush=True)
+    num_gpus = 0
+    if "--cpu" not in argv:
+        num_gpus = count_gpus()
     with tempfile.TemporaryDirectory() as place:
         flags = [*SMALL, *argv[1:], *FIXED, "--output-dir", place]
-        if check(module, flags, Path(place)):
+        if num_gpus == 0:
+            flags.append("--cpu")
+        else:
+            # TF32 would round more than the limits allow; read when cuBLAS and cuDNN start
+            os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+        if check(module, flags, Path(place), num_gpus):
             print(f"{path.name} keeps the promises")
             return 0
         return 1

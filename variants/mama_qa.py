@@ -1,8 +1,7 @@
 """MAMA for questions about videos (Tables 1 and 2), on a model in VIOLET's way or on VGT.
 
-Beside its contrastive loss each pair of a video and a text has the loss of its question's answer:
-a class of a vocabulary, or one of a few choices. Weights and look-ahead are those of ../mama.py,
-of which this is a copy with another loss: compare the two with diff.
+Beside its contrastive loss each pair has the loss of its question's answer, a class of a vocabulary
+or one of a few choices. This is a copy of ../mama.py with another loss: compare the two with diff.
 
 Equations
     (2)     CE_i = -log softmax(scores of question i)[right answer]                  answer_loss
@@ -26,7 +25,7 @@ import common
 
 from common import (
     Evaluator, GradCache, Parser, Run, Temperature, between, clean_exit, fp32, gather,
-    int_ge1, nonnegative_float, rank)
+    int_ge1, nonnegative_float)
 from contrastive.core.metrics import answer_hits
 from contrastive.evaluation import answers
 from contrastive.encoders.vgt import CLIP_FRAMES
@@ -290,9 +289,8 @@ def main(args):
         run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    if args.meta_set == "val" and rank() == 0:                             # eval.py leaves them out
-        keys = {f"{args.dataset} val": meta.column("key")}
-        common.write_json(run.folder / "meta_data.json", keys)
+    if args.meta_set == "val":
+        mama.save_meta_names(run, meta)                                    # eval.py leaves them out
     return run.finish(figures="mama")
 
 
@@ -334,15 +332,17 @@ def answered_column(scores, target, data, rows):
 
 def banner_lines(questions, train, args):
     """Lines of the banner: {title: text}."""
-    question_rows = answers.rows_with_questions(train)
+    rows = answers.rows_with_questions(train)
     line = f"{args.task}, {args.qa_model}"
     vocabulary = set(questions["answers"])
     if vocabulary:
-        num_unknown = sum(answer not in vocabulary for answer in question_rows.column("answer"))
+        num_unknown = sum(answer not in vocabulary for answer in rows.column("answer"))
         line += f"; {len(vocabulary):,} answers; {num_unknown:,} questions have another and no loss"
-    if len(question_rows) < len(train):
-        line += f"; {len(train) - len(question_rows):,} rows have no question, and eta 0"
-    return {"questions": line}
+    num_repeated = sum(rows.captions(i) == [q] for i, q in enumerate(rows.column("question")))
+    pairs = f"{num_repeated:,} of {len(train):,} rows have no caption: the question takes its place"
+    if len(rows) < len(train):
+        pairs += f"; {len(train) - len(rows):,} have no question, and eta 0"
+    return {"questions": line, "paired text": pairs}
 
 
 if __name__ == "__main__":

@@ -24,16 +24,18 @@ decoder are not tied. This is a copy of ../ncl.py with another loop: compare the
 import argparse
 import functools
 
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
+# ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
+
 from common import (
     Evaluator, GradCache, Parser, Run, Temperature, below_one, between, clean_exit, gather,
     hardest_negative_loss, int_ge1, nonnegative_float, normalize, positive_float)
 from contrastive.encoders.ssb import Captioner, set_dropout
 from ncl import QueryQueue, batch_errors, evaluate_normalized, ncl_loss, save_queues
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 
 # ======================================================= METHOD ===================================
@@ -169,7 +171,7 @@ def check_flags(parser, args):
     eval_names = {word.partition("=")[0] for word in args.eval_datasets}
     parser.require(eval_names <= {args.dataset},
                    f"--eval-datasets: the features of --feature-dir are those of {args.dataset} "
-                   "alone; evaluate other sets by eval.py --feature-dir")
+                   "alone; leave it out")
 
 
 # ======================================================= main =====================================
@@ -200,7 +202,7 @@ def main(args):
     parameters = [*model.parameters(), *loss_modules.parameters()]
 
     # >>> shared: prepare
-    torch.manual_seed(args.seed + accelerator.process_index)               # of dropout
+    torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
     if args.compile:
@@ -229,9 +231,7 @@ def main(args):
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts = common.pick(batch["captions"], batch["draws"])             # B captions
-        tokens = {}                                                        # (B, L) each
-        for name, ids in tokenizer(texts).items():
-            tokens[name] = ids.to(accelerator.device)
+        tokens = tokenizer(texts)                                          # (B, L) each
         video, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokens)
 
@@ -270,7 +270,8 @@ def main(args):
 
     # ------------------------------------------- save and evaluate --------------------------------
     run.restore_best()                                                     # of --eval-epoch best
-    save_queues(run, temperature, loss_modules["texts"], loss_modules["videos"])
+    if args.loss != "max-margin":
+        save_queues(run, temperature, loss_modules["texts"], loss_modules["videos"])
     return run.finish(figures="ncl")
 
 

@@ -30,7 +30,7 @@ from common import (
     positive_float)
 from temperature_schedules import (
     SimCLRNet, add_image_flags, check_image_flags, decay_vectors, log_spheres, nt_xent, simclr_head,
-    start_norms_at_one, training_images, training_view, without_training_images)
+    start_norms_at_one, training_images, training_view, val_and_test)
 
 import numpy as np
 import torch
@@ -140,7 +140,7 @@ IMAGENET100 = CIFAR | dict(
 SMALL = dict(
     source="ours; small encoder from scratch",
     epochs=30.0, weight_decay=0.05, beta2=0.999, grad_clip=0.0,
-    head_norm="none", decay_all=False, zero_init=True, crop_min=0.3)
+    head_norm="none", decay_all=False, crop_min=0.3)
 EMOJI = SMALL | dict(
     source="ours", image_size=32,
     hue=0.02,                                                              # hue tells classes apart
@@ -176,7 +176,7 @@ def main(args):
     # before the processes join, so that a wrong path fails fast
     splits = common.labelled_splits(args)                                  # {train, val, test, ...}
     train = splits["train"]
-    evals = {args.dataset: without_training_images(splits)}
+    eval_sets = {args.dataset: val_and_test(splits)}
     args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
     steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
     if args.eval_epoch == "best" and not args.eval_every:                  # App. A.2
@@ -186,10 +186,9 @@ def main(args):
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps)        # its book-keeping
     encoder, _, transform = common.build_model(args, train, run)           # evaluated and saved
-    if not args.zero_init:
-        start_norms_at_one(encoder)
+    start_norms_at_one(encoder)  # as the authors' code; timm's start at 0
     head = simclr_head(encoder.vision.width, args.embed_dim, args.head_norm)
     model = SDCLRNet(encoder, head).to(accelerator.device)
     masks = PruneMasks(encoder)
@@ -214,7 +213,7 @@ def main(args):
     batches = run.batches([view, view], transform)                         # u and v
 
     # ------------------------------------------- loop ---------------------------------------------
-    evaluator = Evaluator(encoder, None, transform, evals, training_images(train, args),
+    evaluator = Evaluator(encoder, None, transform, eval_sets, training_images(train, args),
                           device=accelerator.device, args=args, few_shot=splits.get("few-shot"))
     run.start(evaluator, pair=("view1", "view2"),
               after_val=functools.partial(log_spheres, head=head), score="val_mean",

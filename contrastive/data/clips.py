@@ -181,7 +181,7 @@ def feature_shape(data, encoder="ssb"):
         shape = list(data.read(0).shape)
     if len(shape) > 2:
         raise UserError(f"--image-encoder {encoder}: the data set has pixels; features come with "
-                        "--feature-dir of ncl.py, regions with --region-dir of "
+                        "--feature-dir of variants/ncl_ssb.py, regions with --region-dir of "
                         "variants/mama_qa.py and a set of questions")
     return shape
 

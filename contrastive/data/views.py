@@ -219,7 +219,7 @@ def change_where(is_changed, change, x, u):
 # Ours because torchvision's functions take one box and one strength for a whole batch, so that a
 # GPU would run their kernels image by image. On a CPU, colours, grey and blur of a batch of 256
 # take 0.45 ms an image at 64 px (torchvision v2: 1.1 ms), but 14 ms at 224 px (10 ms); the crop
-# below takes 0.19 ms at 64 px (0.07 ms) and is for small images. benchmarks/results/views_cpu.md
+# below takes 0.19 ms at 64 px (0.07 ms) and is for small images.
 def luma(x):
     """Brightness of RGB images by ITU-R 601: (..., 3, H, W) -> (..., 1, H, W)."""
     r, g, b = x.unbind(-3)

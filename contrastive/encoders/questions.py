@@ -21,15 +21,12 @@ class QuestionAnswerer(TwoTower):
         model: 'fusion', as model.json names this model.
         layers: layers of the fusion.
         frames: the most frames that a clip may have.
-        contrastive: whether a loss compares the embeddings of videos and texts.
     """
 
-    def __init__(self, vision, text, answers=(), *, model="fusion", layers=2, frames=1,
-                 contrastive=True):
+    def __init__(self, vision, text, answers=(), *, model="fusion", layers=2, frames=1):
         super().__init__(vision, text)
         self.answers = list(answers)
         self.model = model
-        self.contrastive = contrastive
         width = text.width
         num_heads = next(h for h in (12, 8, 4, 2, 1) if width % h == 0)
         self.frame = nn.Linear(vision.width, width)

@@ -189,15 +189,13 @@ class VGT(TwoTower):
         model: 'vgt', as model.json names this model.
         regions: R.
         at_frames: whether step 8 attends to words at single frames, too.
-        contrastive: whether a loss compares the embeddings of videos and texts.
     """
 
     def __init__(self, vision, text, width, tokenizer, *, answers=(), model="vgt", regions=10,
-                 dropout=0.3, at_frames=False, contrastive=True):
+                 dropout=0.3, at_frames=False):
         super().__init__(vision.requires_grad_(False), text)
         self.answers = list(answers)
         self.model = model
-        self.contrastive = contrastive
         self.regions = regions
         self.at_frames = at_frames
         self.cached_vocabulary = None

@@ -37,7 +37,7 @@ OTHER_NAMES = {
     "--learning-rate": ["--lr"],
     "--train-data": ["--dataset", "--datasets"],
     "--val-data": ["--eval-datasets", "--datasets"],
-    "--temperature": ["--tau", "--tau-min", "--gamma"],
+    "--temperature": ["--tau", "--tau-min"],
     "--model": ["--image-encoder", "--checkpoint"],
     "--precision": ["--mixed-precision"],
     "--wandb": ["--tracker"],
@@ -98,6 +98,7 @@ class OneLineErrorParser(argparse.ArgumentParser):
     def __init__(self, prog, description, **options):
         super().__init__(prog=prog, description=description, allow_abbrev=False,
                          usage="%(prog)s [flags]", formatter_class=Help, **options)
+        self.without_effect = set()  # flags, as `only` has them; the banner omits them
 
     def error(self, message):
         """Ends the process with one line, from the main process."""
@@ -116,6 +117,7 @@ class OneLineErrorParser(argparse.ArgumentParser):
         effect. `where` says when they have one, such as 'with --loss temo'."""
         if condition:
             return
+        self.without_effect.update(flags)
         for flag in flags:
             for spelling in (flag, flag.replace("--", "--no-", 1)):
                 if spelling in self.command_line_flags:
@@ -211,7 +213,6 @@ class Parser(OneLineErrorParser):
         args.revision = revision or saved.get("revision", "")
         args.hub = saved.get("hub", {})  # commits of what a resumed run has read from the hub
         args.command_line = sorted(self.command_line_flags & self._option_string_actions.keys())
-        args.method_flags = self.flags_of_group("method")
         self.resolve_lengths(args)
         args.changed = list(dict.fromkeys(saved.get("changed", []) + self.changed_flags(args)))
         self.check_resume(saved, args)
@@ -221,6 +222,10 @@ class Parser(OneLineErrorParser):
                        "once; add --freeze image, text or both")
         if check:
             check(self, args)
+        args.method_flags = []  # for the banner
+        for name in self.flags_of_group("method"):
+            if flag_of(name) not in self.without_effect:
+                args.method_flags.append(name)
         return args
 
     def choose_recipe(self, chosen, saved, recipes):

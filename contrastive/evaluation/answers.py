@@ -90,8 +90,7 @@ def question_settings(train, args):
     if not with_choices:
         answers = rows_with_questions(train).column("answer")
         vocabulary = answer_vocabulary(answers, args.answers)
-    settings = {"answers": vocabulary, "model": args.qa_model,
-                "contrastive": args.contrastive_weight > 0}
+    settings = {"answers": vocabulary, "model": args.qa_model}
     if args.qa_model == "fusion":
         return settings | {"layers": args.fusion_layers, "frames": args.frames}
     if args.image_encoder != "regions" and train.column("boxes") is None:

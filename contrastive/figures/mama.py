@@ -253,8 +253,11 @@ def draw_concepts(folders, path):
 
     lines = []
     for concept, share in zip(concepts, shares):
+        gain = f"gain {concept.gain:+.1f} %"
+        if not concept.first_hits:
+            gain = "no gain, since the first run has no hit"
         lines.append(f"{concept.name}: {share:.2f} % of the queries, hits {concept.first_hits} -> "
-                     f"{concept.second_hits} of {concept.queries}, gain {concept.gain:+.1f} %")
+                     f"{concept.second_hits} of {concept.queries}, {gain}")
     return lines
 
 

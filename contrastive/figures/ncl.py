@@ -29,7 +29,6 @@ def draw(folder):
     A run without biases (variants/ncl_ssb.py --loss max-margin) has no Figs. 2, 3, 5 and 6.
     """
     run = base.FinishedRun(folder)
-    gamma = read_gamma(run)
     draw_training(run)
     before = read_pieces(run.folder / "val_before.safetensors")
     for name, suffix, pieces in base.by_set(run.test):
@@ -42,6 +41,7 @@ def draw(folder):
         if not pieces.biases:
             base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
             continue
+        gamma = read_gamma(run)
         metrics = run.summary["test"][name]["normalize"]
         draw_normalization(pieces, metrics, gamma, run.folder / f"normalization{suffix}.png")
         mode = mode_of(run, pieces)
