@@ -96,8 +96,7 @@ def open_named(name, split, options):
     data_set = find_data_set(name)
     from_hub = not options.data_dir and (data_set.repository or data_set.full_set)
     if options.revision and not from_hub:
-        raise UserError(f"--dataset {name}@{options.revision}: only what is read from the hub has "
-                        "a revision")
+        refuse_revision(name, options)
     if split != "test" and options.hold_out_val and data_set.lacks_only_val():
         train = with_count(data_set, data_set.load(name, "train", options))
         return hold_out({"train": train}, ["val"], options, least=0).get(split)
@@ -107,6 +106,12 @@ def open_named(name, split, options):
     if data is not None:
         data = with_count(data_set, data)
     return data
+
+
+def refuse_revision(name, options):
+    """Raises UserError for NAME@REVISION of what is not read from the hub."""
+    raise UserError(f"--dataset {name}@{options.revision}: only what is read from the hub has a "
+                    "revision")
 
 
 def with_count(data_set, data):
@@ -132,6 +137,8 @@ def open_unnamed(name, options):
     if is_path and not path.exists():
         raise UserError(f"{name}: no such file or folder, no hub id (org/name), and no known set: "
                         f"{', '.join(SETS)}")
+    if options.revision and path.exists():
+        refuse_revision(name, options)
     return open_unchanged(name, options, state_of_files(path))
 
 
