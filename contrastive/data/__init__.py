@@ -32,8 +32,8 @@ from contrastive.core.processes import UserError
 from contrastive.core.words import name_of
 from contrastive.data.folders import files_below
 from contrastive.data.hub import FILE_TYPES
-from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOptions
-from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, partition_name
+from contrastive.data.options import DataOptions
+from contrastive.data.registry import SETS, SPLITS, find_data_set, partition_name
 from contrastive.data.splits import (
     add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, without_trained)
 from contrastive.data.table import EmptySplit, join_captions, with_note
@@ -226,6 +226,14 @@ def prepare_for_training(data, options):
 
 
 # ---- the data of a run ----
+# options that only the training set takes
+OF_TRAINING_SET = (
+    "data_dir", "feature_dir", "region_dir", "revision", "unfold_captions",
+    "extra_captions", "caption_noise", "caption_relevancy", "imbalance_ratio", "split_seed",
+    "index_file", "val_file", "test_file", "few_shot_file")
+COLUMN_FLAGS = ("--image-column", "--caption-column", "--label-column")
+
+
 def data_options(args, name=None, folder=""):
     """The DataOptions that the flags of a run give to one of its data sets.
 
@@ -237,8 +245,15 @@ def data_options(args, name=None, folder=""):
     training_set = getattr(args, "dataset", "")
     if name is None:
         name = training_set
-    options = DataOptions.from_args(args, effective_options(args, name))
-    if name == training_set and tests_on_other_data(args):
+    options = DataOptions.from_args(args)
+    is_named = find_data_set(name) is not None
+    if is_named:  # its columns are known
+        options = options.without(map(name_of, COLUMN_FLAGS))
+    if name != training_set:
+        options = options.without(OF_TRAINING_SET)
+        if is_named:  # its protocol says whether captions are joined
+            options = options.without(["join_captions"])
+    elif tests_on_other_data(args):
         options = options.replace(hold_out_test=False)
     if folder:
         options = options.replace(data_dir=folder, video_dir=folder, revision="")
@@ -247,37 +262,14 @@ def data_options(args, name=None, folder=""):
 
 def tests_on_other_data(args):
     """Whether the training set is the user's own and --eval-datasets names other data."""
-    words = getattr(args, "eval_datasets", None) or ()
-    names = [partition_name(word, "=")[0] for word in words]
+    names = names_of_evaluation_sets(args)
     return len(names) > 0 and args.dataset not in names and find_data_set(args.dataset) is None
 
 
-def effective_options(args, name):
-    """Names of the DataOptions that have an effect on a data set. No other flag of a run is read,
-    so that the run can warn of flags without effect."""
-    without_effect = set()
-    for other_set in SETS.values():
-        if isinstance(other_set, DataSet):
-            without_effect.update(map(name_of, other_set.flags))
-    without_effect.difference_update(map(name_of, flags_of(name)))
-
-    data_set = find_data_set(name)
-    is_training_set = name == getattr(args, "dataset", "")
-    if not is_training_set:
-        without_effect.update(TRAINING_SET_ONLY)
-    if data_set is None:  # val and test are held out without a flag
-        without_effect.add("hold_out_val")
-        if tests_on_other_data(args):  # no test split is held out
-            without_effect.add("test_fraction")
-    else:
-        without_effect.add("test_fraction")
-        if not is_training_set:  # its columns are known
-            without_effect.update(COLUMN_NAMES)
-        if not data_set.lacks_only_val():
-            without_effect.update({"hold_out_val", "val_fraction"})
-        elif not getattr(args, "hold_out_val", False):
-            without_effect.add("val_fraction")
-    return {field.name for field in dataclasses.fields(DataOptions)} - without_effect
+def names_of_evaluation_sets(args):
+    """The names of --eval-datasets, whose words are NAME or NAME=DIR."""
+    words = getattr(args, "eval_datasets", None) or ()
+    return [partition_name(word, "=")[0] for word in words]
 
 
 def open_data(args):
