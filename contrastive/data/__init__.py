@@ -301,7 +301,7 @@ def open_data(args):
     return train, evaluation_sets
 
 
-def open_evaluation_sets(args, train, words):
+def open_evaluation_sets(args, train, words, video_dir=""):
     """Opens data sets that are evaluated.
 
     Rows of the user's data that are trained on are left out and counted.
@@ -310,6 +310,7 @@ def open_evaluation_sets(args, train, words):
         args: parsed flags.
         train: the training set; None if no set is the user's own.
         words: the sets, NAME or NAME=DIR.
+        video_dir: as in evaluation_options.
     Returns: {name: {"val": Data, "test": Data}}, with the splits that exist.
     """
     evaluation_sets = {}
@@ -317,7 +318,8 @@ def open_evaluation_sets(args, train, words):
         name, folder = partition_name(word, "=")
         if name in evaluation_sets:
             raise UserError(f"{name}: named with two folders; give one")
-        splits = open_splits(name, ["val", "test"], evaluation_options(args, name, folder))
+        splits = open_splits(
+            name, ["val", "test"], evaluation_options(args, name, folder, video_dir))
         if train is not None and name != args.dataset and find_data_set(name) is None:
             for split, data in splits.items():
                 splits[split] = without_trained(data, train)
@@ -327,10 +329,17 @@ def open_evaluation_sets(args, train, words):
     return evaluation_sets
 
 
-def evaluation_options(args, name, folder=""):
+def evaluation_options(args, name, folder="", video_dir=""):
     """The DataOptions of a set that is evaluated; another one than that of training has no rows to
-    train on."""
+    train on.
+
+    Args:
+        args, name, folder: as in data_options.
+        video_dir: of its videos; "" = the folder, else that of the flags.
+    """
     options = data_options(args, name, folder)
+    if video_dir:
+        options = options.replace(video_dir=video_dir)
     if name != args.dataset:
         options = options.replace(test_as_whole=True)
     return options
