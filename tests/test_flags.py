@@ -11,6 +11,7 @@ from argparse import Namespace
 
 from contrastive import data as data_sets
 from contrastive.core.processes import UserError
+from contrastive.data.options import DataOptions
 from contrastive.engine import banner
 from contrastive.engine.flags import Parser
 from contrastive.engine.run import count_steps, adjust_flags_to_data
@@ -445,3 +446,47 @@ def test_a_resume_says_what_it_changes(tmp_path, capsys):
     assert capsys.readouterr().out == "resumed with --lr 0.002 -> 0.005\n"
     parse("temo", ["--resume", str(tmp_path / "run")])
     assert capsys.readouterr().out == ""
+def test_flags_of_other_code_bases(capsys):
+    for word, flag in (
+        ("--learning-rate=1", "--lr"), ("--train-data", "--dataset"),
+        ("--val_data", "--eval-datasets"), ("--temperature", "--tau"),
+        ("--model", "--image-encoder"), ("--precision", "--mixed-precision"),
+        ("--wandb", "--tracker"), ("--report-to", "--tracker"), ("--name", "--run-name"),
+        ("--logs", "--output-dir"), ("--wd", "--weight-decay"), ("--max-grad-norm", "--grad-clip"),
+        ("--tau-mim", "--tau-min"), ("--zzzzzzz", "nothing"),
+    ):
+        message = refused(temo.parse_args, [word], capsys)
+        assert message.split("; ")[1].strip() == f"the nearest flag: {flag}"
+
+
+@pytest.mark.parametrize("words, where", [
+    ("--holdout-fraction 0.1", "for your own data, or a named set that has no val"),  # emoji has
+    ("--dataset coco --caption-column a", "for your own data"),
+    ("--dataset coco --label-column=a", "for your own data")])
+def test_flags_without_effect_on_the_data(words, where, capsys):
+    message = refused(temo.parse_args, words.split(), capsys)
+    assert f": only {where}" in message and message.endswith("; it would have no effect\n")
+
+
+@pytest.mark.parametrize("words", [
+    "--dataset x.csv --holdout-fraction 0.1 --image-column a",
+    "--dataset cifar10 --holdout-fraction 0.1",
+    "--eval-datasets imagenet --holdout-fraction 0.1",
+    "--dataset coco --eval-datasets x.csv --caption-column a"])
+def test_flags_with_effect_on_some_of_the_data(words):
+    temo.parse_args(words.split())
+
+
+def test_options_of_a_set_that_is_evaluated():
+    """Folders, columns and captions of the training set are its own."""
+    words = ("--dataset x.csv --eval-datasets coco y.csv --data-dir a --video-dir b "
+             "--caption-column c --unfold-captions --frames 3")
+    args = temo.parse_args(words.split())
+    own, named, other = (data_sets.data_options(args, name) for name in (None, "coco", "y.csv"))
+    assert own == DataOptions(
+        frames=3, image_size=64, frame_sampling="uniform", data_dir="a", video_dir="b",
+        caption_column="c", unfold_captions=True, hold_out_test=False)
+    assert (named.caption_column, named.data_dir) == ("", "")
+    assert (other.caption_column, other.data_dir) == ("c", "")
+    assert named.video_dir == other.video_dir == "b" and not other.unfold_captions
+    assert data_sets.data_options(args, "coco", "d").data_dir == "d"

@@ -32,8 +32,8 @@ from contrastive.core.processes import UserError
 from contrastive.core.words import name_of
 from contrastive.data.folders import files_below
 from contrastive.data.hub import FILE_TYPES
-from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOptions
-from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, partition_name
+from contrastive.data.options import DataOptions
+from contrastive.data.registry import SETS, SPLITS, find_data_set, partition_name
 from contrastive.data.splits import (
     add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, without_trained)
 from contrastive.data.table import EmptySplit, with_note
@@ -83,20 +83,19 @@ def open_split(name, split, options):
         return data
     message = f"{name} has no {split} split; it has: {', '.join(splits)}"
     if split == "val" and data_set is not None and data_set.lacks_only_val():
-        message += "; --hold-out-val takes one out of train"
+        message += "; --holdout-fraction 0.05 takes one out of train"
     raise EmptySplit(message)
 
 
 @functools.lru_cache(maxsize=32)
 def open_named(name, split, options):
-    """One split of a data set by name, None if it has no such split. With --hold-out-val a part of
-    train becomes val where val alone is missing."""
+    """One split of a data set by name, None if it has no such split. With --holdout-fraction a
+    part of train becomes val where val alone is missing."""
     data_set = find_data_set(name)
     from_hub = not options.data_dir and (data_set.repository or data_set.full_set)
     if options.revision and not from_hub:
-        raise UserError(f"--dataset {name}@{options.revision}: only what is read from the hub has "
-                        "a revision")
-    if split != "test" and options.hold_out_val and data_set.lacks_only_val():
+        refuse_revision(name, options)
+    if split != "test" and options.holdout_fraction and data_set.lacks_only_val():
         train = with_count(data_set, data_set.load(name, "train", options))
         return hold_out({"train": train}, ["val"], options, least=0).get(split)
     if split not in data_set.splits:
@@ -105,6 +104,12 @@ def open_named(name, split, options):
     if data is not None:
         data = with_count(data_set, data)
     return data
+
+
+def refuse_revision(name, options):
+    """Raises UserError for NAME@REVISION of what is not read from the hub."""
+    raise UserError(f"--dataset {name}@{options.revision}: only what is read from the hub has a "
+                    "revision")
 
 
 def with_count(data_set, data):
@@ -130,6 +135,8 @@ def open_unnamed(name, options):
     if is_path and not path.exists():
         raise UserError(f"{name}: no such file or folder, no hub id (org/name), and no known set: "
                         f"{', '.join(SETS)}")
+    if options.revision and path.exists():
+        refuse_revision(name, options)
     return open_unchanged(name, options, state_of_files(path))
 
 
@@ -215,6 +222,14 @@ def prepare_for_training(data, options):
 
 
 # ---- the data of a run ----
+# options that only the training set takes
+OF_TRAINING_SET = (
+    "data_dir", "feature_dir", "region_dir", "revision", "unfold_captions",
+    "extra_captions", "caption_noise", "caption_relevancy", "imbalance_ratio", "split_seed",
+    "index_file", "val_file", "test_file", "few_shot_file")
+COLUMN_FLAGS = ("--image-column", "--caption-column", "--label-column")
+
+
 def data_options(args, name=None, folder=""):
     """The DataOptions that the flags of a run give to one of its data sets.
 
@@ -226,8 +241,13 @@ def data_options(args, name=None, folder=""):
     training_set = getattr(args, "dataset", "")
     if name is None:
         name = training_set
-    options = DataOptions.from_args(args, effective_options(args, name))
-    if name == training_set and tests_on_other_data(args):
+    options = DataOptions.from_args(args)
+    is_named = find_data_set(name) is not None
+    if is_named:  # its columns are known
+        options = options.without(map(name_of, COLUMN_FLAGS))
+    if name != training_set:
+        options = options.without(OF_TRAINING_SET)
+    elif tests_on_other_data(args):
         options = options.replace(hold_out_test=False)
     if folder:
         options = options.replace(data_dir=folder, video_dir=folder, revision="")
@@ -236,37 +256,14 @@ def data_options(args, name=None, folder=""):
 
 def tests_on_other_data(args):
     """Whether the training set is the user's own and --eval-datasets names other data."""
-    words = getattr(args, "eval_datasets", None) or ()
-    names = [partition_name(word, "=")[0] for word in words]
+    names = names_of_evaluation_sets(args)
     return len(names) > 0 and args.dataset not in names and find_data_set(args.dataset) is None
 
 
-def effective_options(args, name):
-    """Names of the DataOptions that have an effect on a data set. No other flag of a run is read,
-    so that the run can warn of flags without effect."""
-    without_effect = set()
-    for other_set in SETS.values():
-        if isinstance(other_set, DataSet):
-            without_effect.update(map(name_of, other_set.flags))
-    without_effect.difference_update(map(name_of, flags_of(name)))
-
-    data_set = find_data_set(name)
-    is_training_set = name == getattr(args, "dataset", "")
-    if not is_training_set:
-        without_effect.update(TRAINING_SET_ONLY)
-    if data_set is None:  # val and test are held out without a flag
-        without_effect.add("hold_out_val")
-        if tests_on_other_data(args):  # no test split is held out
-            without_effect.add("test_fraction")
-    else:
-        without_effect.add("test_fraction")
-        if not is_training_set:  # its columns are known
-            without_effect.update(COLUMN_NAMES)
-        if not data_set.lacks_only_val():
-            without_effect.update({"hold_out_val", "val_fraction"})
-        elif not getattr(args, "hold_out_val", False):
-            without_effect.add("val_fraction")
-    return {field.name for field in dataclasses.fields(DataOptions)} - without_effect
+def names_of_evaluation_sets(args):
+    """The names of --eval-datasets, whose words are NAME or NAME=DIR."""
+    words = getattr(args, "eval_datasets", None) or ()
+    return [partition_name(word, "=")[0] for word in words]
 
 
 def open_data(args):
@@ -291,8 +288,8 @@ def open_data(args):
     if args.eval_every and not has_val:
         raise UserError(
             f"--eval-every {args.eval_every}: {', '.join(evaluation_sets)} without a val split, "
-            "which it would evaluate; --hold-out-val takes one out of train, --eval-every 0 "
-            "evaluates only at the end")
+            "which it would evaluate; --holdout-fraction 0.05 takes one out of train, --eval-every "
+            "0 evaluates only at the end")
     for word in args.extra_pairs:
         train = add_pairs(train, open_pairs(word, args), evaluation_sets, f"--extra-pairs {word}")
     return train, evaluation_sets
@@ -363,12 +360,12 @@ def open_pairs(word, args):
     return load_data(name, "train", options)
 
 
-def splits_of(name, hold_out_val=False):
+def splits_of(name, holdout_fraction=0.0):
     """Names of the splits of a data set, as far as they are known before it is opened."""
     data_set = find_data_set(name)
     if data_set is None:
         return SPLITS
     splits = tuple(data_set.splits)
-    if hold_out_val and data_set.lacks_only_val():
+    if holdout_fraction and data_set.lacks_only_val():
         splits += ("val",)
     return splits

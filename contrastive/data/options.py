@@ -4,12 +4,6 @@ import dataclasses
 
 HELD_OUT_FRACTION = 0.05  # part of train that is held out for a split which the data lack
 
-TRAINING_SET_ONLY = (
-    "data_dir", "feature_dir", "region_dir", "revision", "unfold_captions",
-    "extra_captions", "caption_noise", "caption_relevancy", "imbalance_ratio", "split_seed",
-    "index_file", "val_file", "test_file", "few_shot_file")
-COLUMN_NAMES = ("image_column", "caption_column", "label_column")
-
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
@@ -36,11 +30,9 @@ class DataOptions:
     regions: int = 0
     # Folder of the videos. "" = data_dir.
     video_dir: str = ""
-    # Whether a part of train becomes val, in a data set by name that has no val.
-    hold_out_val: bool = False
-    # Parts of train that become val and test where they are missing.
-    val_fraction: float = HELD_OUT_FRACTION
-    test_fraction: float = HELD_OUT_FRACTION
+    # Part of train that becomes val, and of the user's data test, where they are missing.
+    # 0 = HELD_OUT_FRACTION of the user's data, nothing of a data set by name.
+    holdout_fraction: float = 0.0
 
     # ---- of the training set, and of any file of the user ----
     # Columns of a table, or extensions in a tar. "" = the first usual name.
@@ -102,14 +94,19 @@ class DataOptions:
                 object.__setattr__(self, field.name, tuple(value))
 
     @classmethod
-    def from_args(cls, args, names):
-        """The options with these names, from the flags of `args` that exist."""
+    def from_args(cls, args):
+        """The options that the flags of `args` give; fields without a flag have their default."""
         values = {}
-        for name in sorted(names):
-            value = getattr(args, name, None)
+        for field in dataclasses.fields(cls):
+            value = getattr(args, field.name, None)
             if value is not None:
-                values[name] = value
+                values[field.name] = value
         return cls(**values)
+
+    def without(self, names):
+        """These options with the defaults of some fields."""
+        defaults = DataOptions()
+        return self.replace(**{name: getattr(defaults, name) for name in names})
 
     def replace(self, **changes):
         """These options with other values of some fields."""

@@ -19,7 +19,8 @@ from contrastive.core.number_types import (
     part_and_factor, positive_float, rate)
 from contrastive.core.processes import print_main
 from contrastive.core.words import command_of, flag_of, name_of
-from contrastive.data.registry import flags_of, partition_name
+from contrastive.data import COLUMN_FLAGS, names_of_evaluation_sets
+from contrastive.data.registry import find_data_set, flags_of, partition_name
 from contrastive.encoders.weights import packaged_encoders
 from contrastive.engine.checkpoints import folder_of
 
@@ -217,6 +218,7 @@ class Parser(OneLineErrorParser):
         args.changed = list(dict.fromkeys(saved.get("changed", []) + self.changed_flags(args)))
         self.check_resume(saved, args)
         self.require_defaults(args)
+        self.check_data_flags(args)
         if self.texts and args.feature_cache and args.freeze not in FROZEN:
             self.error("--feature-cache: no encoder is frozen, whose features would be computed "
                        "once; add --freeze image, text or both")
@@ -345,6 +347,16 @@ class Parser(OneLineErrorParser):
                            f"{saved[name]!r}; leave it out, or start a new run")
             print_main(f"resumed with {words_of(name, saved[name])} -> {values[name]}")
 
+    def check_data_flags(self, args):
+        """Refuses flags without an effect on the training set and the sets that are evaluated."""
+        names = [args.dataset, *names_of_evaluation_sets(args)]
+        data_sets = list(map(find_data_set, names))
+        lacks_val = any(known and known.lacks_only_val() for known in data_sets)
+        has_user_data = None in data_sets
+        self.only(has_user_data or lacks_val,
+                  "for your own data, or a named set that has no val split", "--holdout-fraction")
+        self.only(has_user_data, "for your own data", *COLUMN_FLAGS)
+
     def flags_of(self, title):
         """The flags of a group, as on the command line."""
         return [flag_of(name) for name in self.flags_of_group(title)]
@@ -471,14 +483,10 @@ class Parser(OneLineErrorParser):
 
     def add_evaluation_flags(self):
         add = self.add_argument_group("evaluation").add_argument
-        add("--hold-out-val", action=YES_OR_NO, default=False,
-            help="hold a val split out of train, for a named set that has none")
-        add("--val-fraction", type=between(0.001, 0.9), default=0.05,
-            help="share of train that becomes the val split where there is none, 0.001..0.9; of "
-                 "small own data more: 20 images or videos, or a sixth of all")
-        add("--test-fraction", type=between(0.001, 0.9), default=0.05,
-            help="share of own data that becomes the test split where there is none, as "
-                 "--val-fraction")
+        add("--holdout-fraction", type=between(0, 0.45), default=0.0,
+            help="share of train, 0..0.45, that becomes the val split, and of own data the test "
+                 "split, where there is none; of small own data more: 20 images or videos, or a "
+                 "sixth of all; 0 = 0.05 of own data, nothing of a named set")
         add("--eval-epoch", type=last_best_or_epoch, default="last", metavar="last|best|N",
             help="weights that are saved and tested: of the last step; of the evaluation with the "
                  "best result on val; or of epoch N, after which the run ends")

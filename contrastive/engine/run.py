@@ -215,7 +215,7 @@ class Run:
             return
         if not any("val" in splits for splits in self.evals.values()):
             raise UserError("--eval-epoch best: no set that is evaluated has a val split; see "
-                            "--hold-out-val and --eval-datasets")
+                            "--holdout-fraction and --eval-datasets")
         if not self.args.eval_every:
             raise UserError("--eval-epoch best: there is no evaluation during training; add "
                             "--eval-every N")
