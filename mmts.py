@@ -394,6 +394,7 @@ def curves_of_clusters(clusters, args, total_steps):
 def main(args):
     """One run: data, model, clusters, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
     # before the processes start, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     common.check_source(train, args.clusters)
