@@ -328,8 +328,8 @@ def check_range(parser, args):
     missing = [flag for flag in needed if flag not in args.command_line]
     parser.require(not missing,
                    f"--loss {args.loss}: add {' '.join(missing)}; the recipe's values are for its "
-                   "own loss; paper: --alpha 0.2 --shift-min 0.17 --shift-max 0.3 for margins, 0.04, "
-                   "0.05 and 0.1 for temperatures")
+                   "own loss; paper: --alpha 0.2 --shift-min 0.17 --shift-max 0.3 for margins, "
+                   "0.04, 0.05 and 0.1 for temperatures")
 
 
 # ------------------------------------------------------- schedule and shifts of a run -------------
