@@ -24,6 +24,7 @@ from contrastive.core.processes import (
     mean_over_processes,    # of the columns of a log
     positive_index,         # the column of each row's own pair: (B,)
     rank,                   # index of this process
+    require_gpu,            # refuses a paper's recipe without one
     print_main,             # print on the main process
     set_seed,               # of all random generators
     to_device,              # copies a tensor without making the host wait

@@ -328,8 +328,8 @@ def check_range(parser, args):
     missing = [flag for flag in needed if flag not in args.command_line]
     parser.require(not missing,
                    f"--loss {args.loss}: add {' '.join(missing)}; the recipe's values are for its "
-                   "own loss; paper: --alpha 0.2 --shift-min 0.17 --shift-max 0.3 for margins, 0.04, "
-                   "0.05 and 0.1 for temperatures")
+                   "own loss; paper: --alpha 0.2 --shift-min 0.17 --shift-max 0.3 for margins, "
+                   "0.04, 0.05 and 0.1 for temperatures")
 
 
 # ------------------------------------------------------- schedule and shifts of a run -------------
@@ -394,6 +394,7 @@ def curves_of_clusters(clusters, args, total_steps):
 def main(args):
     """One run: data, model, clusters, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
     # before the processes start, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     common.check_source(train, args.clusters)

@@ -448,6 +448,7 @@ def check_image_flags(parser, args):
 def main(args):  # noqa: C901, PLR0912
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
     # before the processes start, so that a wrong path fails fast
     splits = common.labelled_splits(args)                                  # {train, val, test, ...}
     train = splits["train"]

@@ -29,6 +29,8 @@ YES_OR_NO = argparse.BooleanOptionalAction
 # come, and those of the machine.
 LENGTHS_AND_LR = ("epochs", "max_steps", "lr")
 OF_MACHINE = (
+    # a data set may have moved; Batches compares its content
+    "dataset",
     "resume", "cpu", "compile", "save_every", "eval_every", "log_every", "tracker", "data_dir",
     "video_dir", "max_bad_fraction", "workers", "chunk_size", "grad_checkpointing",
     "mixed_precision")
