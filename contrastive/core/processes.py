@@ -99,9 +99,12 @@ def clean_exit():
     except UserError as error:
         print_error(error)
         code = 2
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
         code = 1
+        if str(error).startswith("DataLoader worker"):  # torch raises it wherever the program is
+            print_error(f"{first_line(error)} The machine may lack memory: give fewer --workers")
+        else:
+            traceback.print_exc()
     for remove in AT_FAILED_START:
         remove()
     sys.stdout.flush()

@@ -378,7 +378,7 @@ class Batches:
         raw_batches = self.raw()
         for _ in range(self.first, self.last):
             start = time.perf_counter()
-            raw = self.next_raw(raw_batches)
+            raw = next(raw_batches)
             seconds = time.perf_counter() - start
             if raw["views"] is None:  # this process ends alone, and a launcher ends the others
                 raise UserError(f"{TRIES} samples in a row cannot be read, the first: "
@@ -388,16 +388,6 @@ class Batches:
                 "keys": raw["keys"], "index": raw["index"], "rows": raw["rows"],
                 "draws": self.text_draws(raw),
                 "epoch": int(raw["epochs"][0]), "seconds": seconds, "bad": raw["bad"]}
-
-    def next_raw(self, raw_batches):
-        """The next raw batch. Raises: UserError if a loader process has ended."""
-        try:
-            return next(raw_batches)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise UserError(f"--workers {self.workers}: {first_line(error)} The machine may lack "
-                            "memory: give fewer --workers") from error
 
     def text_draws(self, raw):
         """(B, 32) random numbers for the texts of a raw batch.
