@@ -599,7 +599,7 @@ def test_the_divisor_itself_is_learnt():
     assert steps.warmup == 435
     ends = []
     for temperature in (
-        mmts_vast.LearntDivisor(args.tau, args.tau_clamp),
+        mmts_vast.LinearTemperature(args.tau, args.tau_clamp),
         common.Temperature(args.tau, args.tau_clamp),
     ):
         optimizer = common.make_optimizer([torch.nn.Linear(2, 2), temperature], args)
@@ -619,7 +619,7 @@ def test_a_learnt_divisor_starts_at_that_of_the_release(words, tmp_path):
     assert mmts_vast.first_tau(args, model) == pytest.approx(0.05)
     args = mmts_vast.parse_args(["--baseline", "--learnable-tau", "--tau", "0.2"])
     assert mmts_vast.first_tau(args, model) == 0.2
-    divisor = mmts_vast.LearntDivisor(0.2, (0.1, 0.5))
+    divisor = mmts_vast.LinearTemperature(0.2, (0.1, 0.5))
     for value, clamped in ((0.7, 0.5), (-1.0, 0.1)):
         divisor.tau.data.fill_(value)
         divisor.clamp()
