@@ -72,7 +72,7 @@ from contrastive.papers.baselines import (  # losses of other papers
     cwcl_loss, dystress_temperature, focal_weights, hardest_negative_loss, l2rw_weights,
     spl_weights, ts_temperature)
 from contrastive.papers.clusters import (  # of captions (MM-TS)
-    check_source, head_mid_tail, k_means, largest_first, open_clusters)
+    check_cluster_source, head_mid_tail, k_means, largest_first, open_clusters)
 from contrastive.papers.meta import meta_data  # a few clean examples (MAMA)
 from contrastive.papers.text_pairs import (  # T and T~ (TeMo)
     Paraphrases, drop_and_swap, text_pair, text_words)

@@ -28,7 +28,6 @@ import mmts
 import ncl
 import temo
 from helpers import CPU, few_steps, losses, run_script, tensors_of
-from tools import check
 
 SCRIPTS = {"ncl": ncl, "mmts": mmts, "mama": mama, "temo": temo}
 SIDE = 16
@@ -335,13 +334,6 @@ def test_killed_while_features_are_computed(tmp_path, captions_csv):
     few_steps(ncl, tmp_path / "whole", *flags_of("ncl", captions_csv, tmp_path / "other"))
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
-
-
-def test_frozen_encoders_keep_the_promises(tmp_path, captions_csv, capsys):
-    """On two processes, in chunks, and killed in a step and resumed."""
-    code = check.main([temo.__file__, "--dataset", str(captions_csv), "--freeze", "both",
-                       "--feature-cache", str(tmp_path / "cache")])
-    assert code == 0, capsys.readouterr().out
 
 
 # ----------------------------------------------- evaluation ---------------------------------------
