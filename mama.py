@@ -278,14 +278,14 @@ MSRVTT = dict(
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16",
     pretrained=True, embed_dim=512, image_size=224, frame_sampling="random",
     text_length=70, text_pooling="cls", unfold_captions=True,
-    epochs=5.0, batch_size=4, lr=5e-6, lr_end=0.0, warmup_epochs=0.05, weight_decay=5e-2,
+    epochs=5.0, batch_size=4, lr=5e-6, lr_end=0.0, warmup_fraction=0.01, weight_decay=5e-2,
     meta_lr=5e-6, meta_batch_size=4, log_every=50, save_every=1000)
-PARAGRAPHS = MSRVTT | dict(epochs=20.0, warmup_epochs=0.2, unfold_captions=False)
+PARAGRAPHS = MSRVTT | dict(epochs=20.0, unfold_captions=False)
 # of small encoders from scratch, and of published encoders that are frozen
 SMALL = dict(tau=0.1, a0=0.1)
 OWN = SMALL | dict(
     source="ours; small encoders from scratch", frames=8, frame_sampling="random",
-    epochs=10.0, batch_size=64, warmup_epochs=1.0, crop_min=0.8, jitter=0.2)
+    epochs=10.0, batch_size=64, warmup_fraction=0.1, crop_min=0.8, jitter=0.2)
 EMOJI = OWN | dict(image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
 MOVING = OWN | dict(
     source="ours; captions of 30 % of the training clips swapped, for the weights to find",
@@ -295,7 +295,7 @@ FROZEN = SMALL | dict(
     # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
     image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
     image_size=128, text_pooling="mean", cached_views=4,
-    max_steps=1000, batch_size=512, lr=3e-4, warmup_epochs=0.0, warmup_fraction=0.05,
+    max_steps=1000, batch_size=512, lr=3e-4, warmup_fraction=0.05,
     crop_min=0.35, flip=0.5, log_every=50)
 RECIPES = {
     "moving-emoji": MOVING,
@@ -305,7 +305,8 @@ RECIPES = {
     "activitynet": PARAGRAPHS,
     "msvd": MSRVTT | dict(source="ours; as msrvtt"),
     "youcook2": MSRVTT | dict(source="ours; as msrvtt"),
-    "howto100m": MSRVTT | dict(source="ours; as msrvtt", epochs=1.0, unfold_captions=False),
+    "howto100m": MSRVTT | dict(
+        source="ours; as msrvtt", epochs=1.0, warmup_fraction=0.05, unfold_captions=False),
     "own": OWN,
     "frozen": FROZEN}
 BASELINE = {True: dict(margin_schedule="none", weighting="none")}
@@ -348,10 +349,9 @@ def add_method_flags(parser, method):
              "retrieval; authors' code 1e-5, MW-Net 1e-3")
     add("--meta-weight-decay", type=rate, default=1e-3,
         help="weight decay of the network; authors' code 1e-3")
-    add("--meta-beta1", type=below_one, default=0.9,
-        help="decay of the first moment of the network's AdamW, 0..1; authors' code 0.9")
-    add("--meta-beta2", type=below_one, default=0.98,
-        help="decay of the second moment of the network's AdamW, 0..1; authors' code 0.98")
+    add("--meta-betas", type=below_one, nargs=2, default=[0.9, 0.98],
+        metavar=("FIRST", "SECOND"),
+        help="decays of the moments of the network's AdamW, 0..1; authors' code 0.9 0.98")
     add("--meta-eps", type=between(1e-30, 1e30), default=1e-12,
         help="epsilon of the network's AdamW, whose gradients are about 1e-8")
     add("--virtual-lr", type=rate, default=0.0,
@@ -359,6 +359,18 @@ def add_method_flags(parser, method):
              "that step (paper)")
     add("--meta-every", type=int_ge1, default=1,
         help="steps between updates of the network; paper 1")
+
+
+def add_caption_flags(parser):
+    """Adds the flags of captions that training has beside those of its set."""
+    add = parser.add_argument_group("captions").add_argument
+    add("--caption-noise", type=fraction, default=0.0,
+        help="share of the training examples that get another one's captions, 0..1")
+    add("--extra-captions", default="", metavar="FILE",
+        help="table of video (or image), caption and perhaps start, end: further captions of "
+             "training examples")
+    add("--extra-pairs", nargs="+", default=[], metavar="SET",
+        help="sets whose pairs join training, NAME[=DIR]: howto100m=DIR, mine.csv=DIR")
 
 
 # Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
@@ -371,7 +383,9 @@ def parse_args(argv=None):
                         help="train the paper's baseline, InfoNCE, with everything else equal: "
                              "sets --margin-schedule none --weighting none")
     add_method_flags(parser, method)
-    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0, jitter_p=1.0)
+    add_caption_flags(parser)
+    parser.add_unfold_flag(parser.add_argument_group("texts of CLIP-ViP"))
+    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
     return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 
@@ -398,7 +412,7 @@ def check_method_flags(parser, args):
     parser.only(args.weighting == "focal", "with --weighting focal", "--focal-gamma")
     parser.only(args.weighting == "spl", "with --weighting spl", "--spl-start")
     parser.only(args.weighting == "meta", "with --weighting meta", "--meta-lr",
-                "--meta-weight-decay", "--meta-beta1", "--meta-beta2", "--meta-eps",
+                "--meta-weight-decay", "--meta-betas", "--meta-eps",
                 "--virtual-lr", "--meta-every")
     parser.only(has_meta_data(args), "with --weighting meta or l2rw, or --meta-set val",
                 "--meta-set", "--meta-size", "--meta-batch-size")
@@ -582,7 +596,7 @@ def make_meta_optimizer(weight_net, args):
     Its gradients are about 1e-8: hence a tiny eps, and a decay that is not added to them.
     """
     return torch.optim.AdamW(
-        weight_net.parameters(), lr=args.meta_lr, betas=(args.meta_beta1, args.meta_beta2),
+        weight_net.parameters(), lr=args.meta_lr, betas=args.meta_betas,
         eps=args.meta_eps, weight_decay=args.meta_weight_decay)
 
 
@@ -636,7 +650,7 @@ def functional_encoder(model, device):
             tensors[name] = buffer.clone()
         with torch.random.fork_rng(devices):
             common.set_random_state(random_state, device)
-            return common.functional_call(model, tensors, inputs)
+            return torch.func.functional_call(model, tensors, kwargs=inputs)
     return encode
 
 

@@ -72,14 +72,14 @@ def question_loss(  # noqa: PLR0917
 # ======================================================= flags ====================================
 SMALL = dict(
     tau=0.1, frames=4, frame_sampling="random", image_size=32, text_length=24, epochs=10.0,
-    batch_size=64, warmup_epochs=1.0, meta_every=4, crop_min=0.8, jitter=0.2, save_every=120,
+    batch_size=64, warmup_fraction=0.1, meta_every=4, crop_min=0.8, jitter=0.2, save_every=120,
     eval_every=100)
 QUESTIONS = dict(
     source="paper; warm-up, schedule and clipping from the authors' code or ours",
     image_encoder="swin3d_b", text_encoder="google-bert/bert-base-uncased", pretrained=True,
     embed_dim=768, image_size=224, frames=5, frame_sampling="random",
     text_length=30, text_pooling="cls",
-    epochs=10.0, batch_size=4, lr=2e-5, lr_end=0.0, warmup_epochs=0.1, weight_decay=1e-3,
+    epochs=10.0, batch_size=4, lr=2e-5, lr_end=0.0, warmup_fraction=0.01, weight_decay=1e-3,
     meta_lr=2e-5, meta_batch_size=4, log_every=50, save_every=1000)
 MSVD_QA = QUESTIONS | dict(answers=1000)                                   # VIOLET's
 TGIF_FRAME = QUESTIONS | dict(answers=1540)                                # VIOLET's
@@ -88,8 +88,8 @@ CHOICES = QUESTIONS | dict(task="qa-choice", text_length=60)               # of 
 GRAPH = dict(
     source="the paper's batch, epochs, frames and rate; sizes and all else from VGT's code",
     qa_model="vgt", image_encoder="regions", embed_dim=512, regions=10, frames=32, text_length=20,
-    epochs=30.0, optimizer="adam", lr=1e-5, meta_lr=1e-5, warmup_epochs=0.0, weight_decay=0.0,
-    beta2=0.999, grad_clip=12.0)
+    epochs=30.0, optimizer="adam", lr=1e-5, meta_lr=1e-5, warmup_fraction=0.0,
+    weight_decay=0.0, betas=[0.9, 0.999], grad_clip=12.0)
 CHOICE_GRAPH = CHOICES | GRAPH
 RECIPES = {
     "moving-emoji": SMALL | dict(source="ours; small encoders from scratch", fusion_layers=1),
@@ -143,7 +143,8 @@ def parse_args(argv=None):
         help="regions R of a frame for --qa-model vgt; VGT's code 5 on NExT-QA, else 10")
     add("--vgt-dropout", type=between(0, 0.9999999), default=0.3,
         help="dropout of VGT's layers, 0..1; the text encoder keeps its own; VGT's code 0.3")
-    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0, jitter_p=1.0)
+    mama.add_caption_flags(parser)
+    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
     return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 
@@ -172,8 +173,6 @@ def check_flags(parser, args):
     parser.require(not is_vgt or args.crop_min == 1 and args.flip == 0,
                    "--qa-model vgt: its boxes are those of the whole frame; give --crop-min 1 "
                    "--flip 0")
-    parser.require(not is_vgt or not args.clean_captions,
-                   "--clean-captions would break up the [SEP] of --qa-model vgt; leave it out")
 
 
 # ======================================================= main =====================================

@@ -5,11 +5,10 @@ import functools
 
 from contrastive.data.clips import feature_shape
 from contrastive.data.table import frames_of
-from contrastive.encoders.base import channels_last, clip_width, enable_grad_checkpointing
+from contrastive.encoders.base import channels_last, clip_width
 from contrastive.encoders.kinds import encoder_kind
 from contrastive.encoders.models import model_of_spec, spec_of
 from contrastive.encoders.texts import build_tokenizer
-from contrastive.encoders.towers import set_drop_path, set_encoder_dropout
 from contrastive.core.processes import UserError, print_main
 
 VAST_TEXT_ENCODER, VAST_WIDTH = "google-bert/bert-base-uncased", 512
@@ -58,7 +57,7 @@ def build_model(args, train, run, texts=None, questions=None):
         texts = texts or functools.partial(train.first_captions, TOKENIZER_TEXTS)
         tokenizer = build_tokenizer(
             args.text_encoder, args.text_length, texts, run.folder / "tokenizer",
-            args.clean_captions, keep=bool(args.resume), start=args.init_from)
+            spec.get("clean_captions", False), keep=bool(args.resume), start=args.init_from)
     spec.update(input_spec(args, train))
     if questions:
         spec["questions"] = questions
@@ -74,12 +73,6 @@ def build_model(args, train, run, texts=None, questions=None):
     if is_frozen and not args.pretrained and not args.init_from:
         print_main(f"WARNING: --freeze {args.freeze}: the weights are random and will stay so; add "
                    "--pretrained or --init-from")
-    if args.drop_path:
-        set_drop_path(tower, args.drop_path)
-    if args.encoder_dropout >= 0:
-        set_encoder_dropout(tower, args.encoder_dropout)
-    if args.grad_checkpointing:
-        enable_grad_checkpointing(tower)
     tower.to(run.device)
     if run.device.type == "cuda":
         channels_last(tower.vision)

@@ -452,7 +452,8 @@ def load_model(run_dir):
     with opening(run_dir):
         if spec["text_encoder"]:
             tokenizer = Tokenizer(
-                run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
+                run_dir / "tokenizer", spec["text_length"],
+                spec.get("clean_captions", False))
         model, transform = model_of_spec(spec, tokenizer, pretrained=False)
         model.load_state_dict(load_file(run_dir / "model.safetensors"))
     return model.eval(), tokenizer, transform

@@ -194,14 +194,8 @@ class VideoViT(nn.Module):
             if isinstance(module, nn.LayerNorm):
                 module.eps = 1e-6
 
-    def set_grad_checkpointing(self):
-        """Lets the layers run again in backward, as timm's method does."""
-        self.vit.set_grad_checkpointing()
-
     def forward(self, clips):
         """Clips (B, T, 3, S, S) -> the class token, (B, width)."""
-        from timm.models import checkpoint_seq
-
         if clips.ndim != 5 or clips.shape[1] != len(self.temporal):
             raise UserError(f"--image-encoder video_...: made for clips of {len(self.temporal)} "
                             f"frames, the pixels have the shape {tuple(clips.shape)}")
@@ -214,11 +208,7 @@ class VideoViT(nn.Module):
         x = x.flatten(1, 2)                                              # (B, T * P, width)
         token = (vit.cls_token + class_position).expand(len(x), -1, -1)  # (B, 1, width)
         x = vit.norm_pre(torch.cat([token, x], 1))                       # (B, 1 + T * P, width)
-        if vit.grad_checkpointing:
-            x = checkpoint_seq(vit.blocks, x)
-        else:
-            x = vit.blocks(x)
-        return vit.norm(x[:, 0])
+        return vit.norm(vit.blocks(x)[:, 0])
 
 
 # ======================================== freezing and dropout ====================================
@@ -317,19 +307,6 @@ def freeze_as_clip4clip(model):
             parameter.requires_grad_(False)
 
 
-def set_encoder_dropout(model, dropout):
-    """Sets all dropout probabilities of both encoders in training, published or small.
-
-    Raises: UserError if neither has any.
-    """
-    num_changed = 0
-    for module in model.modules():
-        num_changed += change_dropout(module, dropout)
-    if num_changed == 0:
-        raise UserError(f"--encoder-dropout {dropout}: neither encoder has dropout; leave out the "
-                        "flag")
-
-
 def set_drop_path(model, probability):
     """Drops residual branches of timm's encoders in training (stochastic depth).
 
@@ -356,14 +333,10 @@ def change_dropout(module, dropout):
     """Sets every dropout probability of a module, without those of its children.
 
     T5's attention has a number under some name with `dropout` in it, others an nn.Dropout.
-    Returns: how many there are.
     """
-    num_changed = 0
     for name, value in vars(module).items():
         is_dropout = "dropout" in name
         if isinstance(module, nn.Dropout) and name == "p":
             is_dropout = True
         if is_dropout and isinstance(value, float):
             setattr(module, name, dropout)
-            num_changed += 1
-    return num_changed
