@@ -438,7 +438,7 @@ def main(args):
     """One run: data, model, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
     common.require_gpu(args)                         # for a paper's recipe, unless --cpu
-    # before the processes start, so that a wrong path fails fast
+    # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     meta = None
     if has_meta_data(args):

@@ -70,16 +70,16 @@ def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
     if sim.dtype != torch.float64:
         sim = sim.float()
     logits = sim / gamma                                                   # (m, n)
-    log_row_share = -math.log(m)
+    log_row_prior = -math.log(m)
     if row_prior is not None:
-        log_row_share = row_prior.to(logits).log()                         # (m,)
-    log_col_share = -math.log(n)
+        log_row_prior = row_prior.to(logits).log()                         # (m,)
+    log_col_prior = -math.log(n)
     if col_prior is not None:
-        log_col_share = col_prior.to(logits).log()                         # (n,)
+        log_col_prior = col_prior.to(logits).log()                         # (n,)
     log_beta = logits.new_zeros(n)                                         # (n,)
     for _ in range(iterations):
-        log_alpha = log_row_share - torch.logsumexp(logits + log_beta, dim=1)            # (m,)
-        log_beta = log_col_share - torch.logsumexp(logits + log_alpha[:, None], dim=0)   # (n,)
+        log_alpha = log_row_prior - torch.logsumexp(logits + log_beta, dim=1)            # (m,)
+        log_beta = log_col_prior - torch.logsumexp(logits + log_alpha[:, None], dim=0)   # (n,)
     a = gamma * log_alpha.log_softmax(0)                                   # (m,) Eq. 10
     b = gamma * log_beta.log_softmax(0)                                    # (n,) Eq. 11
     return a, b
@@ -169,8 +169,9 @@ class QueryQueue(nn.Module):
         """Adds the embeddings of a step, (B, D) on each process, normalised here."""
         x = gather(normalize(x))                                           # (N, D)
         size = len(self.queries)
-        rows = (self.count + torch.arange(len(x), device=x.device)) % size # (N,) a ring buffer
-        self.queries[rows[-size:]] = x[-size:].to(self.queries)
+        numbers = self.count + torch.arange(len(x), device=x.device)       # (N,)
+        rows = numbers[-size:] % size                                      # the oldest are replaced
+        self.queries[rows] = x[-size:].to(self.queries)
         self.count += len(x)
 
     def get(self):
@@ -321,7 +322,7 @@ def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
     common.require_gpu(args)                         # for a paper's recipe, unless --cpu
-    # before the processes start, so that a wrong path fails fast
+    # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs

@@ -17,6 +17,7 @@ from contrastive.engine.run import Run
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
 import eval as eval_py
 import mama
@@ -516,3 +517,30 @@ def test_wandb_gets_a_project_and_the_name_of_the_run(tmp_path, monkeypatch):
         ((name,), options), = calls
         assert name == project and options["init_kwargs"]["wandb"]["name"] == "r"
         monkeypatch.setenv("WANDB_PROJECT", "mine")
+
+
+@each_script
+def test_evaluations_on_the_way_change_nothing_of_the_training(name, tmp_path):
+    """Weights, optimiser, queues and torch's random state are bitwise the same; six are the default.
+    """
+    script = importlib.import_module(name)
+    states = {}
+    for interval in (0, -1):
+        folder = tmp_path / f"every_{interval}"
+        run_script(script, folder, *SMALL[:-2], "--max-steps", 6, "--eval-every", interval,
+                   *OF.get(name, ()))
+        state = torch.load(folder / "checkpoints" / "step_6.pt", weights_only=True)
+        del state["wall_s"]
+        # libraries draw from the generators of Python and numpy when they are imported
+        state["processes"] = state["processes"][0]["cpu"]
+        states[interval] = tree_flatten(state)
+        evaluations = [row["step"] for row in rows(folder) if "eval" in row]
+        assert evaluations == ([0, 6] if interval == 0 else [*range(7)])
+    values, structure = states[0]
+    other_values, other_structure = states[-1]
+    assert structure == other_structure
+    for value, other in zip(values, other_values):
+        if torch.is_tensor(value):
+            assert torch.equal(value, other)
+        else:
+            assert value == other

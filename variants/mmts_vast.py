@@ -234,7 +234,7 @@ def main(args):
     """One run: data, model, clusters, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
     common.require_gpu(args)                         # for a paper's recipe, unless --cpu
-    # before the processes start, so that a wrong path fails fast
+    # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     common.check_cluster_source(train, args.clusters)
     args = common.adjust_flags_to_encoder(args)      # VAST has a text encoder of its own

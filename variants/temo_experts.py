@@ -136,7 +136,7 @@ def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
     common.require_gpu(args)                         # for a paper's recipe, unless --cpu
-    # before the processes start, so that a wrong path fails fast
+    # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
@@ -189,10 +189,10 @@ def main(args):
     run.start(evaluator, shown=("L_MM", "loss", "tau"))
     if run.step == 0:                                                      # for Figs. 4 and 5
         common.save_similarities(run.val_pieces, run.folder / "similarity_before.json")
-    for batch in batches:
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
-        texts = common.pick(batch["captions"], batch["draws"])
+        texts = common.pick(batch["captions"], batch["draws"])             # B captions
         image, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokenizer(texts))
 

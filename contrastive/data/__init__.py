@@ -285,7 +285,7 @@ def open_data(args):
         if own_val:
             has_val = True
             evaluation_sets[args.dataset] = own_val
-    if args.eval_every and not has_val:
+    if args.eval_every > 0 and not has_val:
         raise UserError(
             f"--eval-every {args.eval_every}: {', '.join(evaluation_sets)} without a val split, "
             "which it would evaluate; --holdout-fraction 0.05 takes one out of train, --eval-every "

@@ -599,9 +599,9 @@ class Parser(OneLineErrorParser):
         add("--save-every", type=int_ge0, default=500,
             help="steps between checkpoints, which are also written before each evaluation and at "
                  "the end; 0 = only then")
-        add("--eval-every", type=int_ge0, default=0,
+        add("--eval-every", type=between(-1, 10**9, int), default=-1,
             help="steps between evaluations of the val split, beside those at start and end; 0 = "
-                 "only these")
+                 "only these; -1 = a sixth of the run")
         add("--log-every", type=int_ge0, default=10,
             help="steps between rows of the log; 0 = one at the end")
         add("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="",

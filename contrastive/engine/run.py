@@ -19,7 +19,7 @@ from contrastive.encoders.base import batchnorms
 from contrastive.engine import checkpoints
 from contrastive.engine.banner import banner
 from contrastive.engine.log import Log, commit, peak_memory_mib, versions
-from contrastive.evaluation.report import report
+from contrastive.evaluation.report import report, val_line
 from contrastive.core.files import write_json, write_tensors
 from contrastive.core.metrics import embedding_health, normalize
 from contrastive.core.words import command_of
@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 ENOUGH_STEPS = 500  # at least, of a run on own data without --epochs and --max-steps
 SECONDS_BETWEEN_CHECKPOINTS = 60  # at most, so that kill -9 loses no more; not with --save-every 0
+NUM_EVALUATIONS = 6  # on val after the first step, with --eval-every -1
 
 
 # ===================================================== lengths ====================================
@@ -66,6 +67,22 @@ def last_step(args, steps):
         raise UserError(f"--eval-epoch {args.eval_epoch:g}: the run ends after epoch "
                         f"{steps.total / steps.per_epoch:g}; give an earlier one, or more --epochs")
     return step
+
+
+def evaluation_interval(args, evals, last):
+    """The steps between evaluations on val, 0 = none on the way: --eval-every, or of -1 as many as
+    make NUM_EVALUATIONS, if there is a split to evaluate.
+
+    Args:
+        evals: {name: {split: data}} to evaluate.
+        last: the last step.
+    """
+    if args.eval_every >= 0:
+        return args.eval_every
+    has_val = any("val" in splits for splits in evals.values())
+    if not has_val:
+        return 0
+    return math.ceil(last / NUM_EVALUATIONS)
 
 
 def adjust_flags_to_data(args, train):
@@ -174,6 +191,7 @@ class Run:
         self.evals = evals
         self.steps = steps
         self.last = last or last_step(args, steps)
+        self.eval_every = evaluation_interval(args, evals, self.last)
         self.best_step = 0  # of the evaluation with the best result on val; 0 = none yet
         self.has_best = False  # whether its weights are restored
         self.step = 0
@@ -201,7 +219,7 @@ class Run:
         if not any("val" in splits for splits in self.evals.values()):
             raise UserError("--eval-epoch best: no set that is evaluated has a val split; see "
                             "--holdout-fraction and --eval-datasets")
-        if not self.args.eval_every:
+        if not self.eval_every:
             raise UserError("--eval-epoch best: there is no evaluation during training; add "
                             "--eval-every N")
 
@@ -306,13 +324,13 @@ class Run:
         self.note_best_step()
         self.write_args()
         print_main(banner(self, lines))
+        # in a file or a pipe, log_step writes lines in place of a bar
+        self.has_bar = rank() == 0 and sys.stderr.isatty()
         # a checkpoint is written before the evaluation of its step
         if self.step == 0 or self.is_due("eval", self.step):
             self.evaluate_val()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
-        # in a file or a pipe, log_step writes lines in place of a bar
-        self.has_bar = rank() == 0 and sys.stderr.isatty()
         self.bar = tqdm(total=self.last, initial=self.step, disable=not self.has_bar,
                         dynamic_ncols=True, unit="step")
         for module in [self.model, *self.loss_modules.values()]:
@@ -334,8 +352,8 @@ class Run:
 
     def is_due(self, action, step):
         """Whether 'log', 'eval' or 'save' is due after so many steps; always after the last one."""
-        intervals = {"log": self.args.log_every, "eval": self.args.eval_every,
-                     "save": self.args.save_every}
+        intervals = {
+            "log": self.args.log_every, "eval": self.eval_every, "save": self.args.save_every}
         interval = intervals[action]
         if step == self.last:
             return True
@@ -511,6 +529,18 @@ class Run:
             self.after_val(row, self.val_pieces)
         self.log.write(row)
         self.note_best_step()
+        self.show_val()
+
+    def show_val(self):
+        """Prints the evaluation of val in a line."""
+        line = val_line(self.val)
+        if not line:
+            return
+        line = f"step {self.step:,} of {self.last:,}: {line}"
+        if self.has_bar:
+            tqdm.write(line)
+        else:
+            print_main(line)
 
     def note_best_step(self):
         """Sets best_step by the rows of the log, with --eval-epoch best; of ties, the first."""
