@@ -33,8 +33,8 @@ SMALL = [
     *"--batch-size 16 --log-every 1 --eval-every 0".split(),
 ]  # two steps an epoch
 SLOPE = [
-    *f"--max-steps {TOTAL} --warmup-epochs 1 --lr 1 --lr-schedule linear --lr-end 0.1".split(),
-    *f"--optimizer sgd --beta1 0 --weight-decay 0 --grad-clip {CLIP}".split(),
+    *f"--max-steps {TOTAL} --warmup-fraction 0.1 --lr 1 --lr-schedule linear --lr-end 0.1".split(),
+    *f"--optimizer sgd --betas 0 0 --weight-decay 0 --grad-clip {CLIP}".split(),
 ]
 OF = {
     "temperature_schedules": ["--period", "3"],
@@ -144,10 +144,9 @@ ACTS = {  # script, flags: what changes the losses of a run with them
     # of all scripts
     "--seed 1, --batch-size 8, --lr .1, --optimizer sgd, --optimizer adam, --lr-schedule constant, "
     "--lr-schedule linear, --lr-end .01, --warmup-fraction .5, --weight-decay 0, "
-    "--beta1 .5, --beta2 .5, "
-    "--eps .1, --grad-clip .01, --image-size 24, --frames 3, --text-length 5, --embed-dim 8, "
-    "--image-stats imagenet, --clean-captions, "
-    "--unfold-captions, --caption-noise .9, --mixed-precision bf16",
+    "--betas .5 .98, --betas .9 .5, "
+    "--grad-clip .01, --image-size 24, --frames 3, --text-length 5, --embed-dim 8, "
+    "--image-stats imagenet, --clean-captions, --projection-bias, --mixed-precision bf16",
     ("temo", "--loss infonce"): "--learnable-tau",
     ("temo", "--loss infonce --learnable-tau --lr .1"): "--tau-clamp .099 .101",
     (
@@ -172,14 +171,15 @@ ACTS = {  # script, flags: what changes the losses of a run with them
     (
         "ncl",
         "",
-    ): "--loss infonce, --learnable-tau, --iterations 1, --tau .2",
+    ): "--loss infonce, --learnable-tau, --iterations 1, --tau .2, --eps .1, "
+    "--unfold-captions",
     (
         "mama",
         "--a0 8",
     ): "--weighting joint, --weighting focal, --weighting spl, --weighting l2rw, --weighting none, "
     "--margin-schedule constant, --a0 4, --a1 20, --a2 1, --tau .2, "
     "--meta-lr .1, --virtual-lr 5, --meta-size 9, --meta-batch-size 4, --meta-every 2, "
-    "--meta-set val, --learnable-tau, --weight-hidden 5",
+    "--meta-set val, --learnable-tau, --weight-hidden 5, --caption-noise .9, --unfold-captions",
     ("mama", ""): "--baseline, --margin-schedule none",
     ("mama", "--weighting focal"): "--focal-gamma 1",
     ("mama", "--weighting spl"): "--spl-start .9",
@@ -255,8 +255,8 @@ VIEWS = {
     "ncl": JITTERED,
     "mama": JITTERED,
     "mmts": {
-        "flags": f"{JITTERED['flags']} --randaugment-ops 1 --randaugment-magnitude 5",
-        "views": [JITTERED["views"][0] | dict(randaugment=(1, 5, "torchvision"))],
+        "flags": f"{JITTERED['flags']} --randaugment 1 5",
+        "views": [JITTERED["views"][0] | dict(randaugment=(1, 5))],
     },
     "temperature_schedules": {
         "flags": "--crop-min .6 --flip .7 --jitter-p .8 --jitter .15 --hue .45 --grey .55 "
@@ -264,11 +264,11 @@ VIEWS = {
         "views": [STRONG] * 2,
     },
     "temo": {
-        "flags": "--crop-min .3 --flip .1 --jitter .2 --randaugment-ops 1 "
-        "--randaugment-magnitude 5 --image-aug simclr --aug-crop-min .6 --aug-flip .7 "
+        "flags": "--crop-min .3 --flip .1 --jitter .2 --randaugment 1 5 "
+        "--image-aug simclr --aug-crop-min .6 --aug-flip .7 "
         "--aug-jitter .15 --aug-hue .45 --aug-blur .65",
         "views": [
-            JITTERED["views"][0] | dict(jitter_p=0.8, randaugment=(1, 5, "torchvision")),
+            JITTERED["views"][0] | dict(jitter_p=0.8, randaugment=(1, 5)),
             STRONG | dict(grey=0.2),
         ],
     },
