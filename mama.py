@@ -423,7 +423,8 @@ def has_meta_data(args):
 def main(args):
     """One run: data, model, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes start, so that a wrong path fails fast
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
+    # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     meta = None
     if has_meta_data(args):

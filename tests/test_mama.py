@@ -208,7 +208,7 @@ def test_bad_samples_of_the_meta_data_are_counted_and_listed(tmp_path):
     flags = [
         "--dataset",
         helpers.write_captions(tmp_path / "data", 120),
-        "--val-fraction",
+        "--holdout-fraction",
         0.2,
         "--meta-set",
         "val",

@@ -180,7 +180,8 @@ def check_flags(parser, args):
 def main(args):
     """One run: data, model, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes start, so that a wrong path fails fast
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
+    # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     questions = answers.question_settings(train, args)                     # of the model
     meta = None

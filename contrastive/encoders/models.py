@@ -108,17 +108,11 @@ class EvalTransform:
 
 
 # ================================================ encoders ========================================
-def projection_layer(width, embed_dim, kind="linear", bias=False):
-    """The layer from features to embeddings (--projection); the identity if embed_dim is 0."""
+def projection_layer(width, embed_dim, bias=False):
+    """The layer from features to embeddings; the identity if embed_dim is 0."""
     if not embed_dim:
         return nn.Identity()
-    if kind == "linear":
-        return nn.Linear(width, embed_dim, bias=bias)
-    if kind == "mlp":
-        hidden = 2 * embed_dim
-        return nn.Sequential(
-            nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, embed_dim, bias=bias))
-    raise ValueError(f"projection is 'linear' or 'mlp', not {kind!r}")
+    return nn.Linear(width, embed_dim, bias=bias)
 
 
 class Encoder(nn.Module):
@@ -155,14 +149,13 @@ class VisionEncoder(Encoder):
         pretrained: read published weights.
         image_size: pixels of a side.
         config: of a transformers model that is rebuilt, as a dict.
-        projection: "linear" or "mlp".
         features: (T, F) of precomputed features.
         frames: T, for an encoder that is made for one number of frames.
         projection_bias: whether a new projection has a bias.
     """
 
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, *,
-                 projection="linear", projection_bias=False, features=(0, 0), frames=0):
+                 projection_bias=False, features=(0, 0), frames=0):
         super().__init__()
         self.name = name
         self.kind = encoder_kind(name, config)
@@ -180,16 +173,13 @@ class VisionEncoder(Encoder):
         clip_projection = tower.projection
         if self.kind.family == "ssb":
             self.projection = nn.Identity()
-        elif fits(clip_projection, embed_dim, projection):
+        elif fits(clip_projection, embed_dim):
             self.projection = clip_projection
         else:
-            self.projection = projection_layer(self.width, embed_dim, projection, projection_bias)
+            self.projection = projection_layer(self.width, embed_dim, projection_bias)
             if clip_projection is not None and pretrained and embed_dim:
-                print_main(f"--embed-dim {embed_dim}, --projection {projection}: the projections "
-                           f"of "
-                           f"{name} are linear, of width {clip_projection.out_features}, and are "
-                           f"replaced "
-                           "by new ones")
+                print_main(f"--embed-dim {embed_dim}: the projections of {name}, of width "
+                           f"{clip_projection.out_features}, are replaced by new ones")
 
     def forward(self, pixels):
         if self.are_features(pixels):
@@ -232,11 +222,9 @@ class VisionEncoder(Encoder):
         return features, embedding
 
 
-def fits(clip_projection, embed_dim, projection):
+def fits(clip_projection, embed_dim):
     """Whether a CLIP's own projection is linear and of width D, as wanted; False for None."""
-    if clip_projection is None or projection != "linear":
-        return False
-    return clip_projection.out_features == embed_dim
+    return clip_projection is not None and clip_projection.out_features == embed_dim
 
 
 class TextEncoder(Encoder):
@@ -249,15 +237,13 @@ class TextEncoder(Encoder):
         length: most tokens of a text, of the small encoder.
         vocabulary: number of tokens of the small encoder.
         pooling: "cls" or "mean" (a CLIP has its own), or "ssb", SSB's head.
-        projection: "linear" or "mlp".
         config: of a transformers model that is rebuilt, as a dict.
         projection_bias: whether a new projection has a bias.
         tower: Tower that takes the place of that of the name.
     """
 
     def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, *,
-                 pooling="cls", projection="linear", projection_bias=False, config=None,
-                 tower=None):
+                 pooling="cls", projection_bias=False, config=None, tower=None):
         super().__init__()
         if tower is None and name == "small":
             tower = Tower(SmallText(vocabulary, length), 128)
@@ -277,10 +263,10 @@ class TextEncoder(Encoder):
             self.head = TextHead(self.width, embed_dim)
         if self.head:
             self.projection = nn.Identity()
-        elif fits(tower.projection, embed_dim or tower.projection_width, projection):
+        elif fits(tower.projection, embed_dim or tower.projection_width):
             self.projection = tower.projection
         else:
-            self.projection = projection_layer(self.width, embed_dim, projection, projection_bias)
+            self.projection = projection_layer(self.width, embed_dim, projection_bias)
 
     def forward(self, input_ids=None, attention_mask=None, features=None):
         if features is None:
@@ -322,7 +308,7 @@ class TextEncoder(Encoder):
 
 # ============================================ model of a run ======================================
 MODEL_FLAGS = (
-    "image_encoder", "text_encoder", "embed_dim", "projection", "projection_bias", "freeze",
+    "image_encoder", "text_encoder", "embed_dim", "projection_bias", "freeze",
     "image_size", "text_length", "text_pooling", "image_stats", "eval_resize", "eval_crop",
     "clean_captions")
 
@@ -403,13 +389,12 @@ def initial_model(spec, tokenizer, pretrained, vision_pretrained):
     vision_dim = embed_dim
     if is_vast:
         vision_dim = 0
-    projection = {  # the spec of a CLIP by name lacks the keys
-        "projection": spec.get("projection", "linear"),
-        "projection_bias": spec.get("projection_bias", False)}
+    # the spec of a CLIP by name, and of most scripts, lacks the key
+    projection_bias = spec.get("projection_bias", False)
     vision = VisionEncoder(
         spec["image_encoder"], vision_dim, vision_pretrained, spec["image_size"],
         spec.get("vision_config"), features=spec.get("features", (0, 0)),
-        frames=spec.get("frames", 0), **projection)
+        frames=spec.get("frames", 0), projection_bias=projection_bias)
     text = None
     if spec["text_encoder"]:
         vocabulary = 0
@@ -424,7 +409,8 @@ def initial_model(spec, tokenizer, pretrained, vision_pretrained):
                 vocabulary=vocabulary, config=spec.get("text_config"))
         text = TextEncoder(
             spec["text_encoder"], embed_dim, pretrained, spec["text_length"], vocabulary,
-            pooling=pooling, config=spec.get("text_config"), tower=tower, **projection)
+            pooling=pooling, config=spec.get("text_config"), tower=tower,
+            projection_bias=projection_bias)
     complete_spec(spec, vision, text)
     if is_vast:
         return Vast(vision, text, embed_dim, spec["modalities"])

@@ -65,6 +65,8 @@ def evaluation_line(run):
                 size += f" ({note})"
             sizes.append(size)
         sets.append(f"{name}: {', '.join(sizes)}")
+    if run.eval_every:
+        sets.append(f"val every {counted(run.eval_every, 'steps')}")
     return "; ".join(sets)
 
 
