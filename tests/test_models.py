@@ -11,9 +11,9 @@ import unicodedata
 
 import common
 from contrastive import core, encoders, evaluation
-from contrastive.encoders.build import describe_weights
-from contrastive.encoders.frozen import Expert
-from contrastive.encoders.kinds import encoder_kind
+from contrastive.encoders.experts import Expert
+from contrastive.encoders.image_encoders import IMAGE_ENCODERS, check_image_encoder, encoder_kind
+from contrastive.encoders.models import check_text_length, describe_weights, model_of_spec
 from contrastive.encoders.texts import Tokenizer, train_wordpiece
 from contrastive.encoders.weights import init_from
 from contrastive.core.processes import UserError
@@ -51,7 +51,7 @@ IMAGENET = encoders.base.STATS["imagenet"]
 
 def built(tokenizer, pretrained=False, weights="", **changes):
     """The model of SPEC, some of its values changed."""
-    return common.build_model(SPEC | changes, tokenizer, pretrained, weights)[0]
+    return model_of_spec(SPEC | changes, tokenizer, pretrained, weights)[0]
 
 
 def part(state, start):
@@ -167,7 +167,7 @@ def test_default_towers_have_no_batchnorm_and_no_dropout(tokenizer):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_encoding_leaves_a_model_in_its_mode(tokenizer, training):
-    model, transform = common.build_model(dict(SPEC), tokenizer, False)
+    model, transform = model_of_spec(dict(SPEC), tokenizer, False)
     modes, data = [], common.load_data("moving-emoji", "val", clips=(8, 8, 8))
     for tower in (model.vision, model.text):
         tower.register_forward_hook(lambda module, *_: modes.append(module.training))
@@ -290,7 +290,7 @@ def test_padding_changes_no_text_of_the_small_encoder(tokenizer):
 def test_clip_keeps_its_own_space(tiny, tokenizer):
     folder, reference = tiny("clip")
     spec = SPEC | dict(image_encoder=folder, text_encoder=folder, image_stats="encoder")
-    model, transform = common.build_model(spec, tokenizer, True)
+    model, transform = model_of_spec(spec, tokenizer, True)
     clips, tokens = torch.randn(2, 3, 3, 32, 32), tokenizer(["red apple", "a blue bird on a tree"])
     image, text, _ = model.eval()(clips[:, 0], tokens)
     of_frames = [reference(pixel_values=clips[:, t], **tokens) for t in range(3)]

@@ -4,6 +4,7 @@ import math
 
 import common
 from contrastive import encoders
+from contrastive.encoders.models import model_of_spec
 from contrastive.encoders.weights import init_from
 from contrastive.core.processes import UserError
 
@@ -40,7 +41,7 @@ def model_of(clip, **changes):
         | dict(image_encoder=f"clip_vip:{clip[0]}", text_encoder=clip[0], image_stats="encoder")
         | changes
     )
-    return common.build_model(spec, clip[2], True)[0].eval()
+    return model_of_spec(spec, clip[2], True)[0].eval()
 
 
 def published(config):
@@ -385,7 +386,7 @@ def test_clip_s_text_transformer_from_scratch(tmp_path):
     assert (ids[:, 0] == 54).all()  # lower case, 'red' is one token
     names = ("text_encoder", "text_length", "text_pooling", "image_stats", "eval_resize")
     spec = SPEC | {k: getattr(recipe, k) for k in names} | dict(embed_dim=16)
-    one, two = (common.build_model(dict(spec), tokenizer, recipe.pretrained)[0] for _ in range(2))
+    one, two = (model_of_spec(dict(spec), tokenizer, recipe.pretrained)[0] for _ in range(2))
     assert one.text.body.embeddings.position_embedding.num_embeddings == 77
     tables = [m.text.body.embeddings.token_embedding.weight for m in (one, two)]
     assert not torch.equal(*tables)

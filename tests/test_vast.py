@@ -12,8 +12,7 @@ from contrastive.data import data_options
 from contrastive.data.batches import Samples, collate
 from contrastive.data.sound import SLICE_LENGTH, filter_bank, read_sound, sound_slice
 from contrastive.encoders import vast
-from contrastive.encoders.build import input_spec
-from contrastive.encoders.models import model_of_spec
+from contrastive.encoders.models import input_spec, model_of_spec
 from contrastive.encoders.texts import Tokenizer, train_wordpiece
 from contrastive.evaluation import rerank
 from contrastive.evaluation.embed import encode_images

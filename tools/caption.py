@@ -36,7 +36,7 @@ from contrastive.data.frames import read_frames
 from contrastive.data.pixels import VIDEO_TYPES
 from contrastive.data.splits import own_path
 from contrastive.data.table import frames_of
-from contrastive.encoders.frozen import frame_features, language_model
+from contrastive.encoders.image_encoders import check_image_encoder, encoder_kind
 from contrastive.engine.flags import OneLineErrorParser
 from contrastive.core.files import read_json, write_json
 from contrastive.core.processes import (
@@ -47,6 +47,7 @@ from contrastive.figures.mama import draw_clips
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import ImageOps
 from tqdm import tqdm
 
@@ -60,6 +61,8 @@ SUMMARY_PROMPT = ("Sentences on frames of one video in the order of time:\n{}\nW
                   "for the whole video.")
 GREY = (122, 116, 104)  # CLIP's mean pixel, with which LLaVA pads
 CELL = 224  # px, the short side of a frame in the picture, at most; the long one at most four times
+# Prompts of models without a chat template, by their type.
+TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} Answer:"}
 # flags on which a caption may depend
 SETTINGS = ("model", "grid", "candidates", "frame_encoder", "summary_model", "max_new_tokens",
             "temperature", "seed", "dtype", "batch")
@@ -92,6 +95,42 @@ def read_candidates(path, start, end, n):
     """n frames of a clip, (n, 3, H, W) uint8, short side at most CELL px."""
     frames = read_frames(path, n, start, end, short=CELL, long=4 * CELL)   # (n, H, W, 3)
     return torch.from_numpy(frames.copy()).permute(0, 3, 1, 2)
+
+
+def frame_features(name, device):
+    """A function from frames (T, 3, H, W) uint8 to features (T, D), which finds alike frames.
+
+    Args:
+        name: "colour", mean colours on a 4 x 4 grid, without a model; else a timm or transformers
+            model, whose features have unit length.
+
+    Raises:
+        UserError: for a name without published weights.
+    """
+    if name == "colour":
+        return colour_features
+    check_image_encoder(name, "--frame-encoder")
+    if not encoder_kind(name).has_published_weights:
+        raise UserError(f"--frame-encoder {name}: has no published weights; give colour, or a "
+                        "model of timm or transformers")
+    encoder = common.VisionEncoder(name, 0).to(device).eval()
+    config = encoder.config or {}
+    side = config.get("vision_config", {}).get("image_size", 224)  # a CLIP takes no other size
+    view = common.EvalTransform(side, *encoder.stats, resize="squash")
+
+    @torch.inference_mode()
+    def unit_features(frames):
+        pixels = view.raw(frames).to(device).float() / 255
+        features, _ = encoder(view.normalise(pixels))                    # (T, D)
+        return common.normalize(features)
+
+    return unit_features
+
+
+def colour_features(frames):
+    """Mean colours (T, 48) of frames (T, 3, H, W) uint8 on a 4 x 4 grid."""
+    grid = F.adaptive_avg_pool2d(frames.float() / 255, 4)                # (T, 3, 4, 4)
+    return grid.flatten(1) / 48**0.5
 
 
 # ----------------------------------------------------- clips and their captions so far -----------
@@ -194,6 +233,83 @@ def draw_captions(args, clips, rows_of_clips):
     if pictures:
         title = f"{Path(args.dataset).name}: captions by {Path(args.model).name}"
         draw_clips(pictures, f"{args.out}.png", title, width=4.2, words=0.5)
+
+
+# ----------------------------------------------------- language models ---------------------------
+def language_model(name, args, sees=False):
+    """A function from prompts, and one picture for each if it sees, to texts of one line.
+
+    Args:
+        name: a transformers id or folder.
+        args: dtype, device, max_new_tokens and temperature (0 = the likeliest token).
+        sees: it reads pictures; else it is a decoder or an encoder-decoder of texts.
+
+    Raises:
+        UserError: if it cannot be loaded.
+    """
+    processor, model = load_language_model(name, args, sees)
+    tokenizer = processor.tokenizer if sees else processor
+    if not model.config.is_encoder_decoder:  # an encoder would give texts other positions
+        tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    options = {"do_sample": False, "num_beams": 1}
+    if args.temperature:
+        options = {"do_sample": True, "temperature": args.temperature}
+
+    @torch.inference_mode()
+    def answer(prompts, pictures=()):
+        texts = [fill_template(prompt, processor, model, sees) for prompt in prompts]
+        token_options = {"padding": True, "return_tensors": "pt"}
+        if tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token):
+            token_options["add_special_tokens"] = False  # the chat template has written them
+        if sees:
+            images = [[picture] for picture in pictures]
+            inputs = processor(images=images, text=texts, **token_options)
+            inputs = inputs.to(args.device, model.dtype)
+        else:
+            inputs = tokenizer(texts, return_token_type_ids=False, **token_options)
+            inputs = inputs.to(args.device)
+        outputs = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **options)
+        prompt_ids = inputs["input_ids"]                                 # (B, L)
+        length = prompt_ids.shape[1]
+        # A decoder repeats the prompt, an encoder-decoder does not.
+        if outputs.shape[1] >= length and torch.equal(outputs[:, :length], prompt_ids):
+            outputs = outputs[:, length:]
+        answers = tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        return [" ".join(text.split()) for text in answers]
+
+    return answer
+
+
+def load_language_model(name, args, sees):
+    """The processor (without pictures a tokenizer) and the model of language_model."""
+    import transformers
+
+    options = {"trust_remote_code": False}
+    with opening(name):
+        config = transformers.AutoConfig.from_pretrained(name, **options)
+        processor_class = transformers.AutoTokenizer
+        if sees:
+            processor_class = transformers.AutoProcessor
+            model_class = transformers.AutoModelForImageTextToText
+        elif config.is_encoder_decoder:
+            model_class = transformers.AutoModelForSeq2SeqLM
+        else:
+            model_class = transformers.AutoModelForCausalLM
+        processor = processor_class.from_pretrained(name, **options)
+        model = model_class.from_pretrained(name, dtype=args.dtype, **options)
+    return processor, model.to(args.device).eval()
+
+
+def fill_template(prompt, processor, model, sees):
+    """The text that a language model reads for a prompt."""
+    if not processor.chat_template:
+        return TEMPLATES.get(model.config.model_type, "{}").format(prompt)
+    content = prompt
+    if sees:
+        content = [{"type": "image"}, {"type": "text", "text": prompt}]
+    chat = [{"role": "user", "content": content}]
+    return processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
 
 
 # ----------------------------------------------------- captions ----------------------------------
