@@ -457,12 +457,13 @@ def make_mama_steps(batch, meta, tower, size):
     inputs = make_inputs(batch, size)
     meta_inputs = make_inputs(meta, size)
     weight_net = mama.WeightNet().to(DEVICE)
-    losses = mama.look_ahead_losses(model, mama.sample_losses, 0.1, 0.2, DEVICE)
+    loss_fn = functools.partial(mama.angular_margin_loss, tau=0.1, mu=0.2)
+    losses = mama.look_ahead_losses(model, loss_fn, DEVICE)
     parameters = dict(model.named_parameters())
 
     def plain():
-        video, text = mama.encode(model, inputs)                           # (B, D), (B, D)
-        mama.angular_margin_loss(video, text, 0.1, 0.2).mean().backward()
+        video, text, _ = model(**inputs)                                   # (B, D), (B, D)
+        loss_fn(video, text).mean().backward()
         model.zero_grad(set_to_none=False)
 
     def look_ahead(method):

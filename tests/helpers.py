@@ -284,13 +284,17 @@ def write_clips(folder, clips, length=8, fps=10):
 
 
 def write_files(root, files):
-    """{path below root: content}: texts as they are, else a pickle, a table of rows or JSON by the
-    ending."""
+    """{path below root: content}: texts and bytes as they are, else a pickle, a table of rows, a
+    tar of samples or JSON by the ending."""
     for name, content in files.items():
         path = Path(root) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, str):
             path.write_text(content, encoding="utf8")
+        elif isinstance(content, bytes):
+            path.write_bytes(content)
+        elif path.suffix == ".tar":
+            write_tar(path, content)
         elif path.suffix == ".pkl":
             path.write_bytes(pickle.dumps(content, protocol=2))
         elif path.suffix == ".parquet":

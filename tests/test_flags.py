@@ -445,3 +445,14 @@ def test_a_resume_says_what_it_changes(tmp_path, capsys):
     assert capsys.readouterr().out == "resumed with --lr 0.002 -> 0.005\n"
     parse("temo", ["--resume", str(tmp_path / "run")])
     assert capsys.readouterr().out == ""
+def test_flags_of_other_code_bases(capsys):
+    for word, flag in (
+        ("--learning-rate=1", "--lr"), ("--train-data", "--dataset"),
+        ("--val_data", "--eval-datasets"), ("--temperature", "--tau"),
+        ("--model", "--image-encoder"), ("--precision", "--mixed-precision"),
+        ("--wandb", "--tracker"), ("--report-to", "--tracker"), ("--name", "--run-name"),
+        ("--logs", "--output-dir"), ("--wd", "--weight-decay"), ("--max-grad-norm", "--grad-clip"),
+        ("--tau-mim", "--tau-min"), ("--zzzzzzz", "nothing"),
+    ):
+        message = refused(temo.parse_args, [word], capsys)
+        assert message.split("; ")[1].strip() == f"the nearest flag: {flag}"

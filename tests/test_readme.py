@@ -23,7 +23,7 @@ import temo
 import temperature_schedules
 from benchmarks import compare
 from helpers import write_captions, write_images, write_rows, write_video
-from tools import figures as several
+from tools import figures
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {
@@ -125,10 +125,8 @@ def parse(words):
         for method in methods:
             for script, *more in method.settings.values():
                 SCRIPTS[script].parse_args([*more, f"--{args.vary}", "0"])
-    elif flags[:2] == ["clusters", "mmts.py"]:
-        mmts.parse_args(flags[2:])
     elif program == "tools.figures":
-        assert not flags or flags[0] in several.FIGURES and len(flags) > 1, words
+        figures.parse_args(flags)
     else:
         assert importlib.util.find_spec(program), words
 

@@ -201,9 +201,8 @@ ACTS = {  # script, flags: what changes the losses of a run with them
     ): "--weighting joint, --weighting focal, --weighting spl, --weighting l2rw, --weighting none, "
     "--margin-schedule constant, --a0 4, --a1 20, --a2 1, --tau .2, "
     "--meta-lr .1, --virtual-lr 5, --meta-size 9, --meta-batch-size 4, --meta-every 2, "
-    "--meta-set val, --learnable-tau, --contrastive-weight 2, --weight-hidden 5",
-    ("mama", ""): "--loss infonce, --margin-schedule none",
-    ("mama", "--task qa-open"): "--eta 0, --answers 3, --fusion-layers 3",
+    "--meta-set val, --learnable-tau, --weight-hidden 5",
+    ("mama", ""): "--baseline, --margin-schedule none",
     ("mama", "--weighting focal"): "--focal-gamma 1",
     ("mama", "--weighting spl"): "--spl-start .9",
 }

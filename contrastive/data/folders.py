@@ -94,8 +94,8 @@ def sort_files(folder):
 
 
 def refuse_empty_splits(folder, files):
-    """Raises UserError for a folder that has the name of a split, but no file: a part of train would
-    take its place."""
+    """Raises UserError for a folder with the name of a split, but no file, since a part of train
+    would take its place."""
     paths = list(itertools.chain(*files.values()))
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)

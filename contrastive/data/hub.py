@@ -216,6 +216,6 @@ def find_column(flag, name, columns, *, usual_names=None, required=True):
     if existing:
         return existing[0]
     if name or required:
-        raise ValueError(f"{flag}: there is no column {' or '.join(names)}; there are: "
+        raise ValueError(f"{flag}: there is no column {listed(names)}; there are: "
                          + listed(list(columns)))
     return None

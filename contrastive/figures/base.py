@@ -53,14 +53,13 @@ wrap = functools.partial(textwrap.fill, max_lines=3, placeholder=" ...")
 
 
 # ======================================================= any figure ===============================
-def figure(panels, columns=0, width=3.6, height=2.7, low_panels=0):
+def figure(panels, columns=0, width=3.6, height=2.7):
     """A matplotlib figure without a display.
 
     Args:
         panels: how many.
         columns: of the grid; 0 = all panels in one row.
         width, height: of a panel, in inches.
-        low_panels: how many more panels stand below them, of 0.6 of the height.
     Returns: figure, flat array of axes.
     """
     import matplotlib
@@ -69,15 +68,11 @@ def figure(panels, columns=0, width=3.6, height=2.7, low_panels=0):
     matplotlib.rcParams.update(STYLE)
     columns = columns or panels
     rows = math.ceil(panels / columns)
-    low_rows = math.ceil(low_panels / columns)
-    heights = [height] * rows + [0.6 * height] * low_rows
-    fig = Figure(figsize=(width * columns, sum(heights)), layout="constrained")
-    axes = fig.subplots(rows + low_rows, columns, squeeze=False, height_ratios=heights).ravel()
-    first_low = rows * columns
-    unused = [*range(panels, first_low), *range(first_low + low_panels, len(axes))]
-    for place in unused:
-        axes[place].remove()
-    return fig, np.delete(axes, unused)
+    fig = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = fig.subplots(rows, columns, squeeze=False).ravel()
+    for unused in axes[panels:]:
+        unused.remove()
+    return fig, axes[:panels]
 
 
 def save_figure(fig, path):
@@ -225,7 +220,7 @@ def has_few_queries(pieces):
 
 # ======================================================= curves ===================================
 # panels: title, y label, {legend: column of the log}
-# the last and lowest panels of all methods
+# the last panels of all methods
 SPEED = [
     ("speed", "samples per second", {"all processes": "samples_per_s"}),
     ("time of a step", "seconds", {"whole": "step_s", "waiting for data": "data_s"})]
@@ -265,11 +260,10 @@ def draw_training_curves(run, panels, chance=None):
     """Draws curves.png: panels of a method, those of all methods, one for every further column of
     the training steps, such as those of a fork, and speed last. chance: as in draw_curves."""
     further = remaining_panels(run, panels + SPEED)
-    draw_curves(
-        run, panels + further, run.folder / "curves.png", low_panels=SPEED, chance=chance)
+    draw_curves(run, [*panels, *further, *SPEED], run.folder / "curves.png", chance=chance)
 
 
-def draw_curves(run, panels, path, x="step", *, low_panels=(), chance=None):
+def draw_curves(run, panels, path, x="step", *, chance=None):
     """Draws logged numbers in panels; those without a number are left out.
 
     Dotted: chance, of numbers on val.
@@ -277,16 +271,14 @@ def draw_curves(run, panels, path, x="step", *, low_panels=(), chance=None):
     Args:
         panels: [(title, y label, {legend: column of the log})].
         x: 'step' or 'samples_seen'.
-        low_panels: further panels, which stand below and are lower.
         chance: {data set: levels}, by the names of its metrics; None = those of the run.
     """
     if chance is None:
         chance = run.summary["val_chance"]
     levels = flatten({"eval": chance})
     panels = [panel for panel in panels if has_numbers(run, panel)]
-    low_panels = [panel for panel in low_panels if has_numbers(run, panel)]
-    fig, axes = figure(len(panels), columns=2, low_panels=len(low_panels))
-    for ax, (title, label, lines) in zip(axes, panels + low_panels):
+    fig, axes = figure(len(panels), columns=2)
+    for ax, (title, label, lines) in zip(axes, panels):
         draw_lines(ax, run, lines, x, levels)
         ax.set_title(title)
         ax.set_xlabel(x.replace("_", " "))
