@@ -61,8 +61,6 @@ SUMMARY_PROMPT = ("Sentences on frames of one video in the order of time:\n{}\nW
                   "for the whole video.")
 GREY = (122, 116, 104)  # CLIP's mean pixel, with which LLaVA pads
 CELL = 224  # px, the short side of a frame in the picture, at most; the long one at most four times
-# Prompts of models without a chat template, by their type.
-TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} Answer:"}
 # flags on which a caption may depend
 SETTINGS = ("model", "grid", "candidates", "frame_encoder", "summary_model", "max_new_tokens",
             "temperature", "seed", "dtype", "batch")
@@ -169,7 +167,7 @@ def video_folder(args):
 def find_sources(args, path):
     """The cells of the column source of --dataset: {path[, start, end, size]} of each clip."""
     sources = []
-    if path.is_dir() and not sort_files(path).metadata:  # videos alone
+    if path.is_dir() and not sort_files(path)["metadata"]:  # videos alone
         for file in sorted(files_below(path)):
             ending = Path(file).suffix.lower()[1:]
             if ending in (*VIDEO_TYPES, "gif"):
@@ -242,74 +240,46 @@ def language_model(name, args, sees=False):
     Args:
         name: a transformers id or folder.
         args: dtype, device, max_new_tokens and temperature (0 = the likeliest token).
-        sees: it reads pictures; else it is a decoder or an encoder-decoder of texts.
+        sees: it reads pictures; else texts alone.
 
     Raises:
-        UserError: if it cannot be loaded.
+        UserError: if it cannot be loaded, or has no chat template.
     """
-    processor, model = load_language_model(name, args, sees)
-    tokenizer = processor.tokenizer if sees else processor
-    if not model.config.is_encoder_decoder:  # an encoder would give texts other positions
-        tokenizer.padding_side = "left"
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    options = {"do_sample": False, "num_beams": 1}
-    if args.temperature:
-        options = {"do_sample": True, "temperature": args.temperature}
+    import transformers
 
-    @torch.inference_mode()
+    task = "image-text-to-text" if sees else "text-generation"
+    with opening(name):
+        generate = transformers.pipeline(
+            task, name, dtype=args.dtype, device=args.device, trust_remote_code=False)
+    tokenizer = generate.tokenizer
+    reader = generate.processor if sees else tokenizer
+    if not reader.chat_template:
+        raise UserError(f"{name}: it has no chat template, so how to ask it is not known; give a "
+                        "model that follows instructions, such as llava-hf/llava-1.5-7b-hf")
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    sampling = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "num_beams": 1}
+    if args.temperature:
+        sampling.update(do_sample=True, temperature=args.temperature)
+
     def answer(prompts, pictures=()):
-        texts = [fill_template(prompt, processor, model, sees) for prompt in prompts]
-        token_options = {"padding": True, "return_tensors": "pt"}
-        if tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token):
-            token_options["add_special_tokens"] = False  # the chat template has written them
+        options = dict(sampling)
+        chats = [chat_of(prompt) for prompt in prompts]
         if sees:
-            images = [[picture] for picture in pictures]
-            inputs = processor(images=images, text=texts, **token_options)
-            inputs = inputs.to(args.device, model.dtype)
-        else:
-            inputs = tokenizer(texts, return_token_type_ids=False, **token_options)
-            inputs = inputs.to(args.device)
-        outputs = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **options)
-        prompt_ids = inputs["input_ids"]                                 # (B, L)
-        length = prompt_ids.shape[1]
-        # A decoder repeats the prompt, an encoder-decoder does not.
-        if outputs.shape[1] >= length and torch.equal(outputs[:, :length], prompt_ids):
-            outputs = outputs[:, length:]
-        answers = tokenizer.batch_decode(outputs, skip_special_tokens=True)
-        return [" ".join(text.split()) for text in answers]
+            options = {"generate_kwargs": dict(sampling)}
+            chats = [chat_of(*pair) for pair in zip(prompts, pictures, strict=True)]
+        outputs = generate(chats, batch_size=len(chats), return_full_text=False, **options)
+        return [" ".join(output["generated_text"].split()) for output, in outputs]
 
     return answer
 
 
-def load_language_model(name, args, sees):
-    """The processor (without pictures a tokenizer) and the model of language_model."""
-    import transformers
-
-    options = {"trust_remote_code": False}
-    with opening(name):
-        config = transformers.AutoConfig.from_pretrained(name, **options)
-        processor_class = transformers.AutoTokenizer
-        if sees:
-            processor_class = transformers.AutoProcessor
-            model_class = transformers.AutoModelForImageTextToText
-        elif config.is_encoder_decoder:
-            model_class = transformers.AutoModelForSeq2SeqLM
-        else:
-            model_class = transformers.AutoModelForCausalLM
-        processor = processor_class.from_pretrained(name, **options)
-        model = model_class.from_pretrained(name, dtype=args.dtype, **options)
-    return processor, model.to(args.device).eval()
-
-
-def fill_template(prompt, processor, model, sees):
-    """The text that a language model reads for a prompt."""
-    if not processor.chat_template:
-        return TEMPLATES.get(model.config.model_type, "{}").format(prompt)
+def chat_of(prompt, picture=None):
+    """A question as transformers' pipelines read it."""
     content = prompt
-    if sees:
-        content = [{"type": "image"}, {"type": "text", "text": prompt}]
-    chat = [{"role": "user", "content": content}]
-    return processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    if picture is not None:
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": prompt}]
+    return [{"role": "user", "content": content}]
 
 
 # ----------------------------------------------------- captions ----------------------------------

@@ -310,7 +310,7 @@ def check_image_encoder(name, flag="--image-encoder"):
     """Refuses a name that no image encoder has. What a hub id or a folder holds is not asked.
 
     Raises:
-        UserError: with the nearest name.
+        UserError: with the nearest names.
     """
     kind = encoder_kind(name)
     if name in IMAGE_ENCODERS or kind.is_transformers:
@@ -324,6 +324,6 @@ def check_image_encoder(name, flag="--image-encoder"):
         names.append(kind.prefix + architecture)
     architecture = name.partition(".")[0]  # without the tag of its weights
     if architecture not in names:
-        nearest = difflib.get_close_matches(architecture, names, 1, cutoff=0)
-        raise UserError(f"{flag} {name}: no image encoder has this name; the nearest one is "
-                        f"{nearest[0]}")
+        nearest = difflib.get_close_matches(architecture, names, 3, cutoff=0)
+        raise UserError(f"{flag} {name}: no image encoder has this name; the nearest: "
+                        f"{', '.join(nearest)}")
