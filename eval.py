@@ -8,6 +8,7 @@ r"""Evaluate a checkpoint of any script, or any CLIP by name, on any data set.
         --video-dir VIDEOS
     python eval.py --checkpoint runs/NAME --normalize oracle         # NCL's biases
     python eval.py --checkpoint runs/NAME --rerank 50                # by VAST's matching head
+    python eval.py --checkpoint runs/NAME --save-embeddings DIR      # for programs of your own
     accelerate launch eval.py ...                    # several processes: the same numbers
 
 All is measured as in training, by the flags of the run (its args.json), in place of which those of
@@ -45,7 +46,8 @@ from contrastive.evaluation.measure import TASKS, WITH_TRAINING, Evaluator, Towe
 from contrastive.evaluation.report import table
 from contrastive.evaluation.rerank import reranked_retrieval
 from contrastive.evaluation.retrieval import retrieval_both_ways
-from contrastive.evaluation.saved_pieces import MAX_PICTURES, read_pieces, save_pieces
+from contrastive.evaluation.saved_pieces import (
+    MAX_PICTURES, rows_to_save, save_pieces, select_pieces)
 from contrastive.figures.base import draw_answers, draw_retrieval, has_few_queries
 
 from ncl import normalized_retrieval
@@ -59,7 +61,7 @@ SEVENTEEN = "temo-17"
 # change their order.
 DSL_TAU = 0.01
 # flags that take the place of those of the run
-OVERRIDES = ("image_column", "caption_column", "label_column", "video_dir")
+OVERRIDES = ("image_column", "caption_column", "label_column", "data_dir", "video_dir")
 EXAMPLES = """examples:
   python eval.py --checkpoint runs/NAME
   python eval.py --checkpoint runs/NAME --datasets test.csv
@@ -90,8 +92,11 @@ def parse_args(argv=None):
                       help="column of captions in own data; empty = as the run")
     data.add_argument("--label-column", default="",
                       help="column of classes in own data; empty = as the run")
+    data.add_argument("--data-dir", default="",
+                      help="folder of annotation files, and of relative paths to images and "
+                           "videos, of all --datasets without a DIR; empty = as the run")
     data.add_argument("--video-dir", default="",
-                      help="folder of the video files; empty = as the run")
+                      help="folder of the videos of all --datasets; empty = DIR, else as the run")
 
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument("--tasks", nargs="+", choices=TASKS, default=[],
@@ -114,6 +119,9 @@ def parse_args(argv=None):
     run.add_argument("--output-dir", default="",
                      help="folder of the result; empty = RUN_DIR/eval, or runs/eval/NAME for a "
                           "CLIP by name")
+    run.add_argument("--save-embeddings", default="", metavar="DIR",
+                     help="folder for DATASET.safetensors: all embeddings, before normalisation, "
+                          "with keys and captions (docs/running.md has the layout); empty = none")
     run.add_argument("--workers", type=int_ge0, default=4, help="loader processes")
     run.add_argument("--cpu", action="store_true", help="stay on the CPU")
     args = parser.parse_args(argv)
@@ -155,17 +163,24 @@ def flags_of_run(args):
     return argparse.Namespace(**flags)
 
 
-def expand_names(words):
-    """The words of --datasets, NAME or NAME=DIR, with the members of temo-17 in its place."""
+def expand_names(words, data_dir="", trained_on=""):
+    """The words of --datasets, NAME or NAME=DIR, with the members of temo-17 in its place.
+
+    Args:
+        data_dir: of all that have no folder; "" = none.
+        trained_on: the set of the run, which data_dir does not make a copy of its own.
+    """
     expanded = []
     for word in words:
         name, folder = partition_name(word, "=")
-        if name != SEVENTEEN:
+        if name == SEVENTEEN:
+            for member in TEMO_17:
+                path = Path(folder) / member
+                expanded.append(f"{member}={path}" if folder else member)
+        elif data_dir and not folder and name != trained_on:
+            expanded.append(f"{name}={data_dir}")
+        else:
             expanded.append(word)
-            continue
-        for member in TEMO_17:
-            path = Path(folder) / member
-            expanded.append(f"{member}={path}" if folder else member)
     return expanded
 
 
@@ -217,7 +232,8 @@ def open_sets(args, flags, towers):
 
     Examples that were trained on are left out and counted.
     """
-    words = expand_names(args.datasets or flags.eval_datasets or [flags.dataset])
+    words = args.datasets or flags.eval_datasets or [flags.dataset]
+    words = expand_names(words, args.data_dir, flags.dataset)
     folders = dict(partition_name(word, "=") for word in words)  # {name: its folder, or ""}
     labelled = {}
     if towers.tokenizer is None:
@@ -228,7 +244,7 @@ def open_sets(args, flags, towers):
     if any(is_user_data(name) for name in folders) and is_user_data(flags.dataset):
         train = open_training_set(args, flags, labelled)
     sets = []
-    for name, splits in open_evaluation_sets(flags, train, words).items():
+    for name, splits in open_evaluation_sets(flags, train, words, args.video_dir).items():
         if name == flags.dataset and labelled:
             splits = labelled
         if args.split not in splits:
@@ -236,7 +252,7 @@ def open_sets(args, flags, towers):
         data = without_rows_of_training(args, flags, name, splits[args.split])
         train_of_set = None
         if needs_training_images(args, data):
-            options = evaluation_options(flags, name, folders[name])
+            options = evaluation_options(flags, name, folders[name], args.video_dir)
             train_of_set = training_images(flags, name, options, labelled, train)
         sets.append(EvaluatedSet(name, {args.split: data}, train_of_set, splits.get("few-shot")))
     return sets
@@ -406,15 +422,17 @@ def evaluate(args, evaluator, opened, folder):
         lines += [f"  left out: {task}: {reason}" for task, reason in left_out.items()]
     print_main("\n".join(lines))
     if rank() == 0:
-        draw(name, pieces, folder)
+        draw(name, pieces[name], folder)
+        if args.save_embeddings:
+            path = Path(args.save_embeddings) / f"{slug(name)}.safetensors"
+            save_pieces(path, pieces, all_rows=True)
+            print_main(f"embeddings: {path}")
     return {"metrics": metrics[name], "chance": chance[name], "left_out": left_out}
 
 
 def draw(name, pieces, folder):
-    """Draws the pictures of a data set, from a file that is written as at the end of a run."""
-    path = folder / f"{slug(name)}.safetensors"
-    save_pieces(path, pieces, MAX_PICTURES)
-    saved = read_pieces(path)[name]
+    """Draws the pictures of a data set. pieces: EvaluationPieces."""
+    saved = select_pieces(pieces, rows_to_save(pieces), MAX_PICTURES)
     if has_few_queries(saved):
         return
     if saved.hits is not None:
@@ -423,8 +441,8 @@ def draw(name, pieces, folder):
         draw_retrieval(saved, folder / f"retrieval_{slug(name)}.png")
 
 
-def make_folder(args):
-    """The folder of the result."""
+def make_folders(args):
+    """Makes the folder of the result, which is returned, and that of --save-embeddings."""
     run = Path(args.checkpoint)
     if args.output_dir:
         folder = Path(args.output_dir)
@@ -432,8 +450,9 @@ def make_folder(args):
         folder = run / "eval"
     else:
         folder = Path("runs/eval") / slug(args.checkpoint)
-    with opening(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    for path in filter(None, (folder, args.save_embeddings)):
+        with opening(path):
+            Path(path).mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -450,6 +469,9 @@ def main(args):
     flags = flags_of_run(args)
     towers = open_towers(args, flags, device)
     method_metrics = open_method_metrics(args, flags, towers, device)
+    if args.save_embeddings and hasattr(towers.model, "answers"):
+        raise UserError("--save-embeddings: a model that answers questions has no embeddings of "
+                        "its videos alone; leave the flag out")
     # all are opened before the first is encoded, so that errors come early
     evaluators = []
     for opened in open_sets(args, flags, towers):
@@ -457,7 +479,7 @@ def main(args):
             *towers, {opened.name: opened.splits}, opened.train, device=device, args=flags,
             method_metrics=method_metrics, few_shot=opened.few_shot, tasks=args.tasks)
         evaluators.append((evaluator, opened))
-    folder = make_folder(args)
+    folder = make_folders(args)
     results = {}
     for evaluator, opened in evaluators:
         results[opened.name] = evaluate(args, evaluator, opened, folder)

@@ -37,6 +37,7 @@ docs/mama.md: commands for every table, recipes, differences from the paper, res
 import copy
 import functools
 import math
+import random
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -86,6 +87,8 @@ def angular_cosine(sim, mu):
     return torch.where(sim < 0, sim, cosine)
 
 
+# row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, N) matrix is
+# kept for the backward; keyword arguments stay whole
 @row_blocks
 def angular_margin_per_anchor(anchor, target, tau, mu, *, candidates):
     """The margin loss of each anchor (after Eq. 4): (b, D), (b,), tau, mu, (N, D) -> (b,)."""
@@ -269,7 +272,7 @@ def key_frames(features, k=6, q=12):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults. 'source' says whose values they are (docs/mama.md).
+# A recipe holds what differs from the defaults; 'source' says whose values they are (docs/mama.md).
 MSRVTT = dict(
     source="paper; schedule and betas from the authors' code",
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16",
@@ -358,10 +361,8 @@ def add_method_flags(parser, method):
         help="steps between updates of the network; paper 1")
 
 
-# Flags of the method and of views stand here, those that all scripts share in
-# contrastive/engine/flags.py.
-# default < recipe (--dataset, --recipe) < preset (--baseline) < saved flags of --resume
-# < command line.
+# Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
+# (--dataset, --recipe) < preset (--baseline) < saved flags of --resume < command line.
 def parse_args(argv=None):
     """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "MAMA: angular margin and meta-learned sample weights.")
@@ -375,7 +376,7 @@ def parse_args(argv=None):
 
 
 def check_flags(parser, args):
-    """Refuses contradictory flags, and flags without effect."""
+    """Refuses contradictory flags and flags without effect."""
     is_plain = args.margin_schedule == "none" and args.weighting == "none"
     parser.require(not args.baseline or is_plain,
                    "--baseline is --margin-schedule none --weighting none; leave out --baseline, "
@@ -422,20 +423,21 @@ def has_meta_data(args):
 def main(args):
     """One run: data, model, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes join, so that a wrong path fails fast
-    train, evals = common.open_data(args)
+    # before the processes start, so that a wrong path fails fast
+    train, eval_sets = common.open_data(args)
     meta = None
     if has_meta_data(args):
-        meta, evals = common.meta_data(train, evals, args)
-    args = common.adjust_flags_to_encoder(args)  # a CLIP is the text encoder as well
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
-    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+        meta, eval_sets = common.meta_data(train, eval_sets, args)
+    args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
+    steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
+    # None: the temperature is fixed
     limits = args.tau_clamp if args.learnable_tau else None
     temperature = Temperature(args.tau, limits).to(accelerator.device)
     # outside DDP: average_gradients does for these what DDP does for the model
@@ -462,11 +464,11 @@ def main(args):
     # <<< shared
     run.resume(raw_model, optimizer, tau=temperature, weight_net=weight_net,
                meta_optimizer=meta_optimizer)                              # no-op without --resume
-    grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
+    grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views --------------------------------------------
     view = common.training_view(args)
-    # features of frozen encoders (--freeze), which are computed once
+    # with --freeze, features of the frozen encoders, computed once, replace pixels and tokens
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform)
     tokenizer = cache.tokenizer
     batches = run.batches([view], transform, cache)
@@ -475,8 +477,8 @@ def main(args):
         meta_batches = open_meta_batches(meta, view, transform, run, every=meta_every, cache=cache)
 
     # ------------------------------------------- loop ---------------------------------------------
-    evaluator = Evaluator(raw_model, tokenizer, transform, evals, train, device=accelerator.device,
-                          args=args)
+    evaluator = Evaluator(
+        raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
     pictured_steps = {max(1, round(k * steps.total / 4)) for k in range(5)}
     # PyTorch warns of a function that its own forward mode calls
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
@@ -511,7 +513,7 @@ def main(args):
             weight = baseline_weight(args, sample_loss.detach(), progress, look_ahead)   # (B,)
         loss = (weight * sample_loss).mean()                               # () Eq. 8
 
-        accelerator.backward(loss)                                         # of the full batch
+        accelerator.backward(loss)
         common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
             accelerator.clip_grad_norm_(parameters, args.grad_clip)
@@ -530,6 +532,7 @@ def main(args):
     # ------------------------------------------- save and evaluate --------------------------------
     if args.meta_set == "val":
         save_meta_names(run, meta)                                         # eval.py leaves them out
+    save_training_texts(run, train, "captions")                            # for Figs. 2 and 5
     return run.finish(figures="mama")
 
 
@@ -655,6 +658,23 @@ def save_meta_names(run, meta):
     if rank() == 0:
         keys = {f"{run.args.dataset} val": meta.column("key")}
         common.write_json(run.folder / "meta_data.json", keys)
+
+
+def save_training_texts(run, train, column):
+    """Writes texts of the training set to training_texts.json, from which the frequencies of
+    concepts are read; of more than 200,000 rows so many, drawn by a fixed seed.
+
+    Args: column: 'captions', of which those of a clip are joined; 'question' or 'answer'.
+    """
+    if rank() > 0:
+        return
+    clips = (train.before_extra_pairs or train).folded()
+    texts = list(clips.values_of_column(column))
+    if column == "captions":
+        texts = [" ".join(captions) for captions in texts]
+    if len(texts) > 200_000:
+        texts = random.Random(0).sample(texts, 200_000)
+    common.write_json(run.folder / "training_texts.json", {"texts": texts})
 
 
 # ------------------------------------------------------- banner and log ---------------------------

@@ -171,9 +171,7 @@ def cluster_captions(embeddings, k, seed, counts=None):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults, which are the paper's for CC3M and stand beside
-# their flags: those of the method and of the view below, those of all scripts in
-# contrastive/engine/flags.py. 'source' says whose values they are (docs/mmts.md).
+# A recipe holds what differs from the defaults; 'source' says whose values they are (docs/mmts.md).
 SMALL = dict(
     tau=0.1, alpha=0.08, shift_min=0.08, shift_max=0.12, cluster_encoder="tf-idf",
     crop_min=0.8, flip=0.0, jitter=0.2)
@@ -219,18 +217,18 @@ EPIC = dict(
 RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "own": OWN, "frozen": FROZEN,
            "epic-kitchens-100": EPIC}
 # one temperature or margin for all samples and steps: --tau or --margin
-BASELINE = dict(schedule=False, shifts=False)
+BASELINE = {True: dict(schedule=False, shifts=False)}
 
 
-# Precedence: default < recipe (--dataset or --recipe) < --baseline < flags of the run that
-# --resume continues < command line.
+# Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
+# (--dataset, --recipe) < preset (--baseline) < saved flags of --resume < command line.
 def parse_args(argv=None):
-    """The flags of a run."""
+    """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "MM-TS: a temperature or margin for each sample, by the size of the "
                               "cluster of its caption.")
     add_method_flags(parser)
     parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=1.0)
-    return parser.parse(argv, RECIPES, {"--baseline": {True: BASELINE}}, check_flags)
+    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 
 def add_method_flags(parser):
@@ -329,9 +327,9 @@ def check_range(parser, args):
         needed += ["--shift-min", "--shift-max"]
     missing = [flag for flag in needed if flag not in args.command_line]
     parser.require(not missing,
-                   f"--loss {args.loss}: add {' '.join(missing)}, since the recipe's values are for "
-                   "its own loss; paper: --alpha 0.2 --shift-min 0.17 --shift-max 0.3 for margins, "
-                   "0.04, 0.05 and 0.1 for temperatures")
+                   f"--loss {args.loss}: add {' '.join(missing)}; the recipe's values are for its "
+                   "own loss; paper: --alpha 0.2 --shift-min 0.17 --shift-max 0.3 for margins, 0.04, "
+                   "0.05 and 0.1 for temperatures")
 
 
 # ------------------------------------------------------- schedule and shifts of a run -------------
@@ -396,23 +394,25 @@ def curves_of_clusters(clusters, args, total_steps):
 def main(args):
     """One run: data, model, clusters, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before any process group, so that errors come quickly
-    train, evals = common.open_data(args)
+    # before the processes start, so that a wrong path fails fast
+    train, eval_sets = common.open_data(args)
     common.check_source(train, args.clusters)
-    args = common.adjust_flags_to_encoder(args)  # a CLIP is the text encoder as well
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
-    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
+    steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
     # after the model, whose first weights do not depend on the random numbers of K-Means
     clusters = common.open_clusters(
         run.folder, args, train, accelerator.device,
         functools.partial(cluster_captions, seed=args.seed))
+    # None: the temperature is fixed
     limits = args.tau_clamp if args.learnable_tau else None
+    # outside DDP: average_gradients does for it what DDP does for the model
     temperature = Temperature(args.tau, limits).to(accelerator.device)
     optimizer = common.make_optimizer([model, temperature], args)
     parameters = [*model.parameters(), *temperature.parameters()]
@@ -426,10 +426,10 @@ def main(args):
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
     run.resume(raw_model, optimizer, tau=temperature)                      # no-op without --resume
-    grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
+    grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views --------------------------------------------
-    # features of frozen encoders (--freeze), which are computed once
+    # with --freeze, features of the frozen encoders, computed once, replace pixels and tokens
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform)
     tokenizer = cache.tokenizer
     batches = run.batches([common.training_view(args)], transform, cache)
@@ -439,7 +439,7 @@ def main(args):
     shifts = shifts_of(clusters, args)                                     # (K + 1,)
     period, alpha = swing_of_run(args, steps.total)
     evaluator = Evaluator(
-        raw_model, tokenizer, transform, evals, train, device=accelerator.device, args=args,
+        raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
         method_metrics=functools.partial(common.head_mid_tail, clusters=clusters))
     run.start(evaluator, shown=("loss", quantity), **banner_lines(args, clusters))
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
@@ -466,7 +466,7 @@ def main(args):
         else:
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
 
-        accelerator.backward(loss)                                         # of the full batch
+        accelerator.backward(loss)
         common.average_gradients(temperature.parameters())
         if args.grad_clip:
             accelerator.clip_grad_norm_(parameters, args.grad_clip)

@@ -83,6 +83,8 @@ def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
     return a, b
 
 
+# row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, N) matrix is
+# kept for the backward; keyword arguments stay whole
 @row_blocks
 def biased_cross_entropy(anchor, target, *, candidates, bias, gamma):
     """Mean cross-entropy of anchors with biased cosines (Eqs. 2, 3, 12): (b, D), (b,) -> ().
@@ -283,10 +285,8 @@ RECIPES = {
 BASELINE = {True: dict(loss="infonce", normalize="none")}
 
 
-# Flags of the method and of views stand here, those that all scripts share in
-# contrastive/engine/flags.py.
-# default < recipe (--dataset, --recipe) < preset (--baseline) < saved flags of --resume
-# < command line.
+# Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
+# (--dataset, --recipe) < preset (--baseline) < saved flags of --resume < command line.
 def parse_args(argv=None):
     """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "NCL: all items get the same share of probability.",
@@ -322,21 +322,23 @@ def check_flags(parser, args):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before starting processes, so that wrong paths fail fast
-    train, evals = common.open_data(args)
-    args = common.adjust_flags_to_encoder(args)  # a CLIP is the text encoder as well
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
-    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    # before the processes start, so that a wrong path fails fast
+    train, eval_sets = common.open_data(args)
+    args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
+    steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
     if args.freeze == "clip4clip":
         common.freeze_as_clip4clip(model)
+    # None: the temperature is fixed
     limits = args.tau_clamp if args.learnable_tau else None
-    temperature = Temperature(args.tau, limits).to(accelerator.device)     # not in DDP
+    # outside DDP: average_gradients does for it what DDP does for the model
+    temperature = Temperature(args.tau, limits).to(accelerator.device)
     text_queue = QueryQueue(args.queue_size, args.embed_dim).to(accelerator.device)
     video_queue = QueryQueue(args.queue_size, args.embed_dim).to(accelerator.device)
     optimizer = common.make_optimizer([model, temperature], args)
@@ -352,10 +354,10 @@ def main(args):
     # <<< shared
     run.resume(raw_model, optimizer, tau=temperature, texts=text_queue,
                videos=video_queue)                                         # no-op without --resume
-    grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
+    grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views --------------------------------------------
-    # features of frozen encoders (--freeze), which are computed once
+    # with --freeze, features of the frozen encoders, computed once, replace pixels and tokens
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform)
     tokenizer = cache.tokenizer
     batches = run.batches([common.training_view(args)], transform, cache)
@@ -364,12 +366,13 @@ def main(args):
     method_metrics = functools.partial(
         evaluate_normalized, args=args, temperature=temperature, text_queue=text_queue,
         video_queue=video_queue)
-    evaluator = Evaluator(raw_model, tokenizer, transform, evals, train, device=accelerator.device,
-                          args=args, method_metrics=method_metrics)
+    evaluator = Evaluator(
+        raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
+        method_metrics=method_metrics)
     run.start(evaluator)
     if run.step == 0 and common.rank() == 0:                               # for Figs. 7 and 8
         common.save_pieces(run.folder / "val_before.safetensors", run.val_pieces)
-    for batch in batches:  # "views": (B, [T,] 3, S, S); "captions", "draws", "keys": B each
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts = common.pick(batch["captions"], batch["draws"])             # B captions

@@ -49,7 +49,7 @@ import torch.nn.functional as F
 
 # ======================================================= METHOD ===================================
 # row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, N) matrix is
-# kept; keyword arguments stay whole
+# kept for the backward; keyword arguments stay whole
 @row_blocks
 def cross_entropy(anchor, target, tau, *, candidates):
     """Eq. 1 of each anchor: (b, D), (b,), tau, (N, D) -> (b,)."""
@@ -163,8 +163,7 @@ def blend_weights(progress, blend="quadratic"):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults: those below are the paper's, those of the flags
-# that all scripts share stand in contrastive/engine/flags.py. 'source' says whose values they are.
+# A recipe holds what differs from the defaults; 'source' says whose values they are (docs/temo.md).
 SMALL = dict(tau=0.1, tau_min=0.05, tau_alpha=0.1, crop_min=0.35, jitter=0.4, aug_crop_min=0.2,
              aug_blur=0.0)
 EMOJI = SMALL | dict(
@@ -224,10 +223,8 @@ BASELINE = {True: dict(loss="infonce")}
 LOSSES = ["temo", "infonce", "ts", "dystress", "dystress-shifted", "cwcl"]
 
 
-# Flags of the method and of views stand here, those that all scripts share in
-# contrastive/engine/flags.py.
-# default < recipe (--dataset, --recipe) < preset (--row, --baseline) < saved flags of --resume
-# < command line.
+# Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
+# (--dataset, --recipe) < preset (--row, --baseline) < saved flags of --resume < command line.
 def parse_args(argv=None):
     """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "TeMo: a temperature for each pair, multimodal and unimodal.")
@@ -289,7 +286,7 @@ def parse_args(argv=None):
 
 
 def check_flags(parser, args):
-    """Refuses contradictory flags, and flags without effect."""
+    """Refuses contradictory flags and flags without effect."""
     is_temo = args.loss == "temo"
     is_dystress = args.loss in ("dystress", "dystress-shifted")
     modulates = is_temo and (args.modulated or args.unimodal == "modulated")
@@ -334,17 +331,18 @@ def has_unimodal_terms(args):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes join, so that a wrong path fails fast
-    train, evals = common.open_data(args)
-    args = common.adjust_flags_to_encoder(args)    # a CLIP is the text encoder as well
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
-    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    # before the processes start, so that a wrong path fails fast
+    train, eval_sets = common.open_data(args)
+    args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
+    steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
+    # None: the temperature is fixed
     limits = args.tau_clamp if args.learnable_tau else None
     # outside DDP: average_gradients does for it what DDP does for the model
     temperature = Temperature(args.tau, limits).to(accelerator.device)
@@ -360,7 +358,7 @@ def main(args):
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
     run.resume(raw_model, optimizer, tau=temperature)                      # no-op without --resume
-    grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
+    grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views and texts ----------------------------------
     unimodal = has_unimodal_terms(args)
@@ -373,14 +371,14 @@ def main(args):
     draw_texts = functools.partial(                                        # T and T~
         common.text_pair, paraphrases=paraphrases, templates=train.templates, second=unimodal,
         paraphrase_anchor=args.paraphrase_anchor)
-    # features of frozen encoders (--freeze), which are computed once
+    # with --freeze, features of the frozen encoders, computed once, replace pixels and tokens
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform, draw_texts)
     tokenizer = cache.tokenizer
     batches = run.batches(views, transform, cache)
 
     # ------------------------------------------- loop ---------------------------------------------
-    evaluator = Evaluator(raw_model, tokenizer, transform, evals, train, device=accelerator.device,
-                          args=args)
+    evaluator = Evaluator(
+        raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
     banner_lines = {}
     if unimodal:
         banner_lines["texts"] = common.text_words(train, paraphrases, args.paraphrase_anchor,
@@ -416,7 +414,7 @@ def main(args):
         else:
             loss, tau = baseline_loss(args, image, text, tau, progress)
 
-        accelerator.backward(loss)                                         # of the full batch
+        accelerator.backward(loss)
         common.average_gradients(temperature.parameters())
         if args.grad_clip:
             accelerator.clip_grad_norm_(parameters, args.grad_clip)

@@ -80,12 +80,11 @@ def temperature(  # noqa: PLR0917
                      "'fixed'")
 
 
+# row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, 2N) matrix is
+# kept for the backward; keyword arguments stay whole
 @row_blocks
 def nt_xent_of_view(anchor, target, tau, *, same_view, other_view):
     """Mean of Eq. 1 over the anchors of one view: (b, D), (b,), tau -> ().
-
-    row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, 2N) matrix is
-    kept; keyword arguments stay whole.
 
     Args: same_view, other_view: (N, D) views of all images: that of the anchors, and the other.
     """
@@ -316,10 +315,8 @@ RECIPES = {
 BASELINE = {True: dict(schedule="fixed", tau=0.2)}                         # Table 1
 
 
-# Flags of the method and of views stand here, with the paper's values as defaults; those that all
-# scripts share in contrastive/engine/flags.py.
-# default < recipe (--dataset, --recipe) < preset (--baseline) < saved flags of --resume
-# < command line.
+# Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
+# (--dataset, --recipe) < preset (--baseline) < saved flags of --resume < command line.
 def parse_args(argv=None):
     """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "TS: a temperature schedule for SimCLR and MoCo on long-tail images.",
@@ -451,12 +448,12 @@ def check_image_flags(parser, args):
 def main(args):  # noqa: C901, PLR0912
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes join, so that a wrong path fails fast
+    # before the processes start, so that a wrong path fails fast
     splits = common.labelled_splits(args)                                  # {train, val, test, ...}
     train = splits["train"]
     eval_sets = {args.dataset: val_and_test(splits)}
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
-    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
+    steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
     labels = torch.from_numpy(np.asarray(train.labels))                    # (M,)
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
     if args.eval_epoch == "best" and not args.eval_every:                  # App. A.2
@@ -465,7 +462,7 @@ def main(args):  # noqa: C901, PLR0912
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, eval_sets, steps,        # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps,        # log and checkpoints
               last=phase_step(args, steps))
     encoder, _, transform = common.build_model(args, train, run)           # evaluated and saved
     start_norms_at_one(encoder)  # as the authors' code; timm's start at 0
@@ -474,6 +471,7 @@ def main(args):  # noqa: C901, PLR0912
     else:
         head = simclr_head(encoder.vision.width, args.embed_dim, args.head_norm)
     model = SimCLRNet(encoder, head).to(accelerator.device)
+    # None: the temperature is fixed
     limits = args.tau_clamp if args.learnable_tau else None
     # outside DDP: average_gradients does for it what DDP does for the model
     tau_parameter = Temperature(args.tau, limits).to(accelerator.device)   # fixed or learnt
@@ -496,7 +494,7 @@ def main(args):  # noqa: C901, PLR0912
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
     run.resume(encoder, optimizer, **checkpoint_parts)                     # no-op without --resume
-    grad_cache = GradCache(model, accelerator, args.chunk_size,            # with --chunk-size
+    grad_cache = GradCache(model, accelerator, args.chunk_size,            # encodes in chunks
                            encode=functools.partial(encode, model))
 
     # ------------------------------------------- views --------------------------------------------
@@ -538,7 +536,7 @@ def main(args):  # noqa: C901, PLR0912
         else:
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
 
-        accelerator.backward(loss)                                         # of the full batch
+        accelerator.backward(loss)
         common.average_gradients(tau_parameter.parameters())
         if args.grad_clip:
             accelerator.clip_grad_norm_(parameters, args.grad_clip)

@@ -1,7 +1,6 @@
 """Training batches of images, clips, sets in memory and streams of tars: their order, their views,
 and what cannot be read."""
 
-import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -232,16 +231,10 @@ def test_a_hundred_bad_samples_in_a_row_are_the_end(tmp_path):
     path = write_rows(
         tmp_path / "a.csv", ["image", "caption"], [(f"{i}.png", "words") for i in range(30)]
     )
-    write_tar(
-        tmp_path / "tars" / "train-0.tar",
-        {f"{i:06}": {"jpg": TEXT, "txt": b"a caption"} for i in range(12)},
-    )
-    write_tar(tmp_path / "tars" / "val-0.tar", tar_samples(range(2), "jpg", "txt"))
-    for data in (common.load_data(str(path), "train"), stream(tmp_path / "tars")):
-        with pytest.raises(
-            UserError, match="^100 samples in a row cannot be read, the first: .*[0-9].*: "
-        ):
-            list(batches_of(data, VIEWS, 4, last=2))
+    data = common.load_data(str(path), "train")
+    words = "^100 samples in a row cannot be read, the first: .*[0-9].*: "
+    with pytest.raises(UserError, match=words):
+        list(batches_of(data, VIEWS, 4, last=2))
 
 
 # ---- clips ----
@@ -250,10 +243,9 @@ def test_random_frames_change_with_the_epoch_and_a_broken_clip_is_replaced(tmp_p
     write_clips(tmp_path, names)
     broken = tmp_path / names[4]
     broken.write_bytes(broken.read_bytes()[: len(broken.read_bytes()) * 6 // 10])
-    rows = [(x, caption(k), "train") for k, x in names.items()] + [
-        (names[0], "x", "val"),
-        (names[0], "x", "test"),
-    ]
+    write_clips(tmp_path, {12: "val.mp4", 13: "test.mp4"})
+    rows = [(x, caption(k), "train") for k, x in names.items()]
+    rows += [("val.mp4", "x", "val"), ("test.mp4", "x", "test")]
     path = write_rows(tmp_path / "a.csv", ["video", "caption", "split"], rows)
     data = common.load_data(str(path), "train", frames=4, frame_sampling="random")
     batches = batches_of(data, [PLAIN], 12, last=2, side=32)
@@ -348,110 +340,22 @@ def test_a_tar_that_cannot_be_read_to_its_end_is_named(damage, tmp_path):
     content = write_tar(tmp_path / "a.tar", tar_samples(range(20), "jpg", "txt")).read_bytes()
     (tmp_path / "a.tar").write_bytes(damage(content))
     complains(tmp_path / "a.tar", "train", "a.tar: not a tar that can be read to its end")
-    # a stream gives what it can, and one bad sample
-    found = list(data_tars.read_tar(str(tmp_path / "a.tar")))
-    assert isinstance(found[-1][1], Exception) and len(found) < 15
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    """Four training tars of six samples, and one for val and test."""
-    folder = tmp_path_factory.mktemp("shards")
-    for s in range(4):
-        write_tar(folder / f"train-{s}.tar", tar_samples(range(6 * s, 6 * s + 6), "jpg", "txt"))
-    write_tar(folder / "val-0.tar", tar_samples(range(24, 30), "jpg", "txt"))
-    return str(folder)
-
-
-def stream(folder, buffer=1):
-    return dataclasses.replace(
-        common.load_data(str(folder), "train", streaming=True), buffer=buffer
-    )
-
-
-def items(data, process=0, processes=1, *, count=None, first=0, local=6):
-    """(key, epoch, views) of one reader: `count` of them, or an epoch of its shards."""
-    reader = iter(
-        data_tars.StreamItems(
-            data, VIEWS, 3, first=first, local=local, process=process, num_processes=processes
-        )
-    )
-    some = (next(reader) for _ in range(count or 6 * len(data.urls[process::processes])))
-    return [(item["keys"], item["epochs"], item["views"]) for item in some]
-
-
-def test_two_readers_share_an_epoch_between_them(shards):
-    data = stream(shards)
-    left, right, views = items(data, 0, 2), items(data, 1, 2), {i[0]: i[2] for i in items(data)}
-    assert len(left) == len(right) == 12
-    assert {i[0] for i in left + right} == {f"{i:06}" for i in range(24)}
-    # whoever reads a key, its views are the same
-    assert all(
-        torch.equal(a, b) for key, _, v in left + right for a, b in zip(v, views[key], strict=True)
-    )
-    assert common.load_data(shards, "val", streaming=True).key(0) == "000024"
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_stream_goes_on_at_its_batch(shards, workers):
-    data = stream(shards, buffer=5)
-    whole = [b["keys"] for b in batches_of(data, VIEWS, 4, last=8, workers=workers)]
-    again = [b["keys"] for b in batches_of(data, VIEWS, 4, first=3, last=8, workers=workers)]
-    assert whole[3:] == again and len({*sum(whole, [])}) > 12
-
-
-def test_a_resumed_stream_may_take_long_to_pass_over_the_samples_before(shards, monkeypatch):
-    """Here thousands; the time limit is for a worker that hangs."""
-    monkeypatch.setattr(data_batches, "LOADER_SECONDS", 0.2)
-    batches = batches_of(stream(shards), VIEWS, 4, first=1500, last=1501, workers=2)
-    assert len(next(iter(batches))["keys"]) == 4
-
-
-def test_a_tar_without_samples_is_a_bad_sample_of_a_stream(tmp_path):
-    """A stream of such tars would be read again and again without end."""
-    write_tar(tmp_path / "train-0.tar", {})
-    write_tar(tmp_path / "val-0.tar", tar_samples(range(2), "jpg", "txt"))
-    with pytest.raises(UserError, match="in a row cannot be read, the first: .*train-0.tar: no"):
-        next(iter(batches_of(stream(tmp_path), VIEWS, 4)))
-
-
-def test_samples_without_caption_are_left_out_of_an_index_and_bad_in_a_stream(tmp_path):
+def test_samples_without_caption_are_left_out_of_an_index(tmp_path):
     samples = tar_samples(range(12), "jpg", "txt")
     del samples["000005"]["txt"]
     samples["000007"]["txt"] = b" "
     write_tar(tmp_path / "train-0.tar", samples)
-    write_tar(tmp_path / "val-0.tar", tar_samples(range(24, 30), "jpg", "txt"))
     write_tar(tmp_path / "test-0.tar", tar_samples(range(30, 32), "jpg", "txt"))
-    data = common.load_data(str(tmp_path), "train")
-    assert len(data) == 10 and "2 samples left out, first 000005" in data.note
-    captions = list(stream(tmp_path).first_captions())  # for a tokenizer
-    assert len(captions) == 20 and not any(" number 5," in text for text in captions)
-    batches = batches_of(stream(tmp_path), VIEWS, 4, last=3)
-    keys = [k for b in counted(batches) for k in b["keys"]]
-    assert {*batches.bad} == {"000005", "000007"} and {*keys} == {*samples} - {"000005", "000007"}
-    assert len(keys) == 12
-    assert keys.count("000006") == keys.count("000008") == 2  # a bad one has the next in its place
+    train = common.load_data(str(tmp_path), "train", val_fraction=0.01)
+    assert "2 samples left out, first 000005" in train.note
+    keys = {*train.keys(), *common.load_data(str(tmp_path), "val", val_fraction=0.01).keys()}
+    assert keys == {*samples} - {"000005", "000007"}
 
 
-def test_more_processes_than_shards_is_refused(shards, monkeypatch):
-    for place in (data_tars, data_batches):
-        monkeypatch.setattr(place, "world_size", lambda: 5)
-    with pytest.raises(UserError, match="4 shards are too few for 5 processes"):
-        next(iter(batches_of(stream(shards), VIEWS, 10)))
+def test_a_batch_is_divided_by_the_processes(tmp_path, monkeypatch):
+    data = all_rows(write_captions(tmp_path, 12))
+    monkeypatch.setattr(data_batches, "world_size", lambda: 5)
     with pytest.raises(UserError, match="a batch of 8 is not divisible by 5 processes"):
-        batches_of(stream(shards), VIEWS, 8)
-
-
-def test_a_stream_of_videos(tmp_path):
-    write_clips(tmp_path, {k: f"{k:06}.mp4" for k in range(6)})
-    samples = {
-        f"{k:06}": {"mp4": (tmp_path / f"{k:06}.mp4").read_bytes(), "txt": b"x"} for k in range(6)
-    }
-    for name in ("train", "val"):
-        write_tar(tmp_path / "tars" / f"{name}.tar", samples)
-    data = common.load_data(str(tmp_path / "tars"), "train", frames=4, streaming=True)
-    found = [
-        *shown_by(batches_of(dataclasses.replace(data, buffer=3), [PLAIN], 4, last=1, side=32))
-    ]
-    assert len(found) == 4
-    assert all(shown == [8 * int(key) + j for j in (0, 2, 5, 7)] for _, key, shown in found)
+        batches_of(data, VIEWS, 8)

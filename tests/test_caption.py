@@ -110,10 +110,10 @@ def words_tokenizer():
     return words
 
 
-TEMPLATE = """{{ bos_token }}{% for message in messages %}user :
-{% if message['content'] is string %}{{ message['content'] }}{% else %}
-{% for part in message['content'] %}{{ part['text'] if part['type'] == 'text' else '<image>' }}
-{% endfor %}{% endif %}{% endfor %} assistant :"""
+TEMPLATE = """{{ bos_token }}{% for message in messages %}user {% if message['content'] is string %}
+{{- message['content'] }}{% else %}{% for part in message['content'] %}
+{%- if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}
+{%- endfor %}{% endif %}{% endfor %} assistant"""
 
 
 def model_of(kind, folder):
@@ -309,7 +309,7 @@ def test_what_cannot_be_is_refused_in_one_line(llava, videos, tmp_path):
     before = own.read_text()
     for says, *words in (
         ("has no video files", own, tmp_path / "y.csv", llava),
-        ("has no chat template", videos, tmp_path / "y.csv", tmp_path / "base"),
+        ("has no chat template", videos, tmp_path / "z.csv", tmp_path / "base"),
         ("has no published weights", videos, tmp_path / "y.csv", llava, "--frame-encoder", "small"),
         ("was made with other settings", videos, tmp_path / "x.csv", llava, "--candidates", 9),
         ("of videos in another folder", videos / "inside", tmp_path / "x.csv", llava),

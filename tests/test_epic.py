@@ -1,14 +1,10 @@
 """Multi-instance retrieval: its metrics against plain loops, relevancies, and EPIC-KITCHENS-100."""
 
-import os
 import pickle
-import shutil
 
 import common
 from contrastive import core, evaluation
-from contrastive.data.clips import state_of_folder
 from contrastive.data.epic import class_relevancy, multi_hot
-from contrastive.data.feature_cache import state_of_file
 from contrastive.evaluation.pieces import EvaluationPieces
 
 import numpy as np
@@ -217,50 +213,39 @@ def write_annotations(root, split, clips=CLIPS, sentences=SENTENCES):
 
 @pytest.fixture(scope="module")
 def kitchen(tmp_path_factory):
-    """A replica: P01_01 of 45 s at 5 frames a second, whole and in chunks of 15 s, P02_03 of 6
-    s."""
+    """A replica: P01_01 of 45 s at 5 frames a second, P02_03 of 6 s."""
     root = tmp_path_factory.mktemp("epic")
     for split in ("train", "test"):
         write_annotations(root, split)
     write_rows(root / "EPIC_100_verb_classes.csv", ["id", "key"], [[0, "take"], [1, "put"]])
-    for kind in ("whole", "chunks"):
-        write_video(root / kind / "P02" / "videos" / "P02_03.MP4", range(30), fps=5)
-    write_video(root / "whole" / "P01" / "videos" / "P01_01.MP4", range(225), fps=5)
-    for k in range(3):
-        write_video(
-            root / "chunks" / "P01" / "P01_01.MP4" / f"{15 * k}.MP4",
-            range(75 * k, 75 * k + 75),
-            fps=5,
-        )
+    write_video(root / "videos" / "P02" / "videos" / "P02_03.MP4", range(30), fps=5)
+    write_video(root / "videos" / "P01" / "videos" / "P01_01.MP4", range(225), fps=5)
     return root
 
 
-def kitchens(root, split="test", videos="chunks", **options):
-    usual = {"video_dir": str(root / videos), "frames": 8, "frame_sampling": "random"}
+def kitchens(root, split="test", **options):
+    usual = {"video_dir": str(root / "videos"), "frames": 8, "frame_sampling": "random"}
     return common.load_data("epic-kitchens-100", split, data_dir=str(root), **(usual | options))
 
 
-def test_clips_of_whole_videos_and_of_chunks_are_the_middles_of_their_parts(kitchen, tmp_path):
-    whole, chunks = (kitchens(kitchen, videos=v) for v in ("whole", "chunks"))
-    assert list(whole.keys()) == list(chunks.keys()) == list(CLIPS)[:6]
+def test_frames_of_clips_are_the_middles_of_their_parts(kitchen, tmp_path):
+    data = kitchens(kitchen)
+    assert list(data.keys()) == list(CLIPS)[:6]
     for i, (_, start, end, *_) in enumerate(list(CLIPS.values())[:6]):
         want = [int(5 * (start + (k + 0.5) / 8 * (end - start)) + 1e-6) for k in range(8)]
-        assert numbers(chunks.read(i)) == numbers(whole.read(i)) == want, i
+        assert numbers(data.read(i)) == want, i
     draws = np.linspace(0, 0.99, 8)
-    assert numbers(chunks.read(1, draws)) == [
-        int(5 * (13 + (k + u) / 2) + 1e-6) for k, u in enumerate(draws)
-    ]
-    assert numbers(chunks.read(1, draws)) != numbers(chunks.read(1)) == numbers(chunks.read(1))
-    assert numbers(kitchens(kitchen, frames=16).read(2))[-1] > 215  # the last of three chunks
+    want = [int(5 * (13 + (k + u) / 2) + 1e-6) for k, u in enumerate(draws)]
+    assert numbers(data.read(1, draws)) == want
+    assert numbers(data.read(1, draws)) != numbers(data.read(1)) == numbers(data.read(1))
     ends = kitchens(kitchen, frames=5, frame_sampling="uniform")
-    assert numbers(ends.read(1)) == [65, 70, 75, 80, 85]  # of seconds 13 to 17
+    assert numbers(ends.read(1)) == [65, 70, 74, 79, 84]  # of seconds 13 to 17
     # the video ends after 45 seconds
-    late = chunks.clip(str(kitchen / "chunks" / "P01" / "P01_01.MP4"), 43, 60)
+    late = data.clip(str(kitchen / "videos" / "P01" / "videos" / "P01_01.MP4"), 43, 60)
     assert numbers(late) == [int(5 * (43 + (k + 0.5) / 4) + 1e-6) for k in range(8)]
     cached = kitchens(kitchen, frame_cache=str(tmp_path))
-    assert [numbers(cached.read(i)) for i in (1, 2, 1)] == [
-        numbers(chunks.read(i)) for i in (1, 2, 1)
-    ]
+    for i in (1, 2, 1):
+        assert numbers(cached.read(i)) == numbers(data.read(i))
     assert len(list(tmp_path.rglob("*.jpg"))) == 2
 
 
@@ -294,7 +279,7 @@ def test_relevancies_are_the_published_ones_else_those_of_the_classes(kitchen, t
     )
     file.parent.mkdir()
     file.write_bytes(pickle.dumps(matrix + 0.25))
-    data = kitchens(tmp_path, video_dir=str(kitchen / "chunks"))
+    data = kitchens(tmp_path, video_dir=str(kitchen / "videos"))
     assert file.name in data.note
     assert np.allclose(data.sentences.relevancy(np.arange(6)), matrix[:6] + 0.25)
 
@@ -364,31 +349,14 @@ def test_annotations_that_are_not_right(words, kitchen, tmp_path):
     write_annotations(tmp_path, "test")
     (tmp_path / "relevancy").mkdir()
     SPOILT[words](tmp_path)
-    complains(
-        "epic-kitchens-100", "test", words, data_dir=str(tmp_path), video_dir=str(kitchen / "whole")
-    )
+    folders = {"data_dir": str(tmp_path), "video_dir": str(kitchen / "videos")}
+    complains("epic-kitchens-100", "test", words, **folders)
 
 
-def test_chunks_that_are_there_twice_and_chunks_that_change(kitchen, tmp_path):
-    chunks = kitchen / "chunks" / "P01" / "P01_01.MP4"
-    for place in ("a", "b"):
-        shutil.copytree(chunks, tmp_path / "videos" / place / "P01_01.MP4")
-    data = kitchens(kitchen, video_dir=str(tmp_path / "videos"), frame_cache=str(tmp_path / "c"))
-    assert "WARNING: 1 name of several files, of which the first is read: P01_01.MP4/0" in data.note
-    folder = tmp_path / "videos" / "a" / "P01_01.MP4"
-    before = data.clip.cache_file(str(folder), "x"), state_of_file(folder)
-    times = os.stat(folder)
-    shutil.copy(folder / "0.MP4", folder / "30.MP4")
-    os.utime(folder, ns=(times.st_atime_ns, times.st_mtime_ns))
-    state_of_folder.cache_clear()
-    after = data.clip.cache_file(str(folder), "x"), state_of_file(folder)
-    assert before[0] != after[0] and before[1] != after[1]
-
-
-def test_what_epic_kitchens_refuses(kitchen, tmp_path):
+def test_what_epic_kitchens_refuses(kitchen):
     where = {
         "data_dir": str(kitchen),
-        "video_dir": str(kitchen / "whole"),
+        "video_dir": str(kitchen / "videos"),
         "extra_captions": "more.csv",
     }
     for name, options in (("epic-kitchens-100", where), ("emoji", {})):
@@ -399,9 +367,3 @@ def test_what_epic_kitchens_refuses(kitchen, tmp_path):
             caption_relevancy=0.1,
             **options,
         )
-    chunks = tmp_path / "P01" / "P01_01.MP4"
-    chunks.mkdir(parents=True)
-    for k, there in ((0, 0), (30, 30), (45, 30)):  # 15.MP4 is not there
-        (chunks / f"{k}.MP4").symlink_to(kitchen / "chunks" / "P01" / "P01_01.MP4" / f"{there}.MP4")
-    with pytest.raises(ValueError, match="no chunk of .*P01_01.MP4 has second 16"):
-        kitchens(kitchen, video_dir=str(tmp_path)).read(1)

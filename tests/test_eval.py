@@ -10,8 +10,11 @@ import shutil
 
 import common
 from contrastive import core, encoders, evaluation
-from contrastive.data.images import CIFAR_STATS, TEMO_17
+from contrastive.core.files import slug
 from contrastive.core.processes import UserError
+from contrastive.data import evaluation_options
+from contrastive.data.images import CIFAR_STATS, TEMO_17
+from contrastive.evaluation import saved_pieces
 
 import datasets
 import numpy as np
@@ -43,7 +46,7 @@ RUNS = {  # name: (script, its flags; words in capitals are folders)
         temo,
         f"--dataset moving-emoji {CLIPS} --frame-sampling middle --eval-datasets VIDEOS",
     ),
-    "stream": (temo, "--dataset TARS --streaming --batch-size 8"),
+    "tars": (temo, "--dataset TARS --batch-size 8"),
     "classes": (ts, "--batch-size 32 --image-size 32 --imbalance-ratio 50"),
     "long tail": (
         ts,
@@ -57,7 +60,7 @@ RUNS = {  # name: (script, its flags; words in capitals are folders)
 }
 DRAWN = {"temo": "retrieval_emoji", "ncl": "retrieval_emoji"}
 SAID = {"law": "law of val and test: zipf"}
-IMAGES = {"classes": 140, "long tail": 40, "stream": 10, "videos": 4}  # that are tested
+IMAGES = {"classes": 140, "long tail": 40, "tars": 5, "videos": 4}  # that are tested
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +243,39 @@ def test_two_processes_count_each_item_once(run, tmp_path):
     for kind in ("metrics", "chance"):
         ours, theirs = core.files.flatten(a[kind]), core.files.flatten(b[kind])
         assert theirs == pytest.approx(ours, rel=1e-3, abs=1e-3)
+
+
+def test_saved_embeddings_are_all_of_them_in_the_order_of_the_data(
+        run, tmp_path, monkeypatch, capsys):
+    """Also above the number of rows that pictures read; each with its key and captions."""
+    monkeypatch.setattr(saved_pieces, "MAX_ROWS", 7)
+    evaluate("--checkpoint", run, "--save-embeddings", tmp_path / "embeddings",
+             "--output-dir", tmp_path, "--tasks", "retrieval")
+    path = tmp_path / "embeddings" / "emoji.safetensors"
+    assert f"embeddings: {path}" in capsys.readouterr().out
+    pieces = saved_pieces.read_pieces(path)["emoji"]
+    data = common.load_data("emoji", "test")
+    assert pieces.keys == list(data.keys()) and pieces.num_pictures == 0
+    assert torch.allclose(F.normalize(pieces.image), embedded(run, data, 1), atol=1e-6)
+    assert pieces.texts == [text for row in range(len(data)) for text in data.captions(row)]
+    for caption, image in enumerate(pieces.owner.tolist()):
+        assert pieces.texts[caption] in data.captions(image)
+    own = (F.normalize(pieces.text) * F.normalize(pieces.image)[pieces.owner]).sum(1)
+    assert torch.allclose(pieces.cosines_of_pairs(), own)
+
+
+def test_files_of_a_set_above_this_folder_are_not_hidden():
+    assert [slug(name) for name in ("../x.csv", "./a b/", "...")] == ["x.csv", "a-b", ""]
+
+
+def test_folders_of_the_command_line_are_those_of_all_sets():
+    words = eval_py.expand_names(["msrvtt", "didemo=D", "mine.csv", "temo-17"], "A", "mine.csv")
+    assert words == ["msrvtt=A", "didemo=D", "mine.csv", *TEMO_17]
+    flags = temo.parse_args(["--video-dir", "OF-RUN"])
+    for folder, video_dir, expected in (
+            ("", "", ("", "OF-RUN")), ("A", "", ("A", "A")), ("A", "V", ("A", "V"))):
+        options = evaluation_options(flags, "msrvtt", folder, video_dir)
+        assert (options.data_dir, options.video_dir) == expected
 
 
 # ---------------------------------------- sets and views -----------------------------------------

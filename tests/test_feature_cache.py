@@ -397,14 +397,6 @@ def test_encoders_that_are_refused(flags, reason, tmp_path):
                   "--weighting", "none", "--freeze", "image", "--feature-cache", tmp_path, *flags)
 
 
-def test_streams_are_refused(tmp_path):
-    for split, numbers in (("train", range(16)), ("test", range(16, 20)), ("val", range(20, 24))):
-        helpers.write_tar(tmp_path / split / "0.tar", helpers.tar_samples(numbers, "png", "txt"))
-    with refuses("the features of a stream are not kept; give --feature-cache none"):
-        few_steps(ncl, tmp_path / "run", *FLAGS, "--dataset", tmp_path, "--streaming",
-                  "--freeze", "text", "--feature-cache", tmp_path / "cache")
-
-
 # ----------------------------------------------- --recipe frozen ----------------------------------
 @pytest.mark.parametrize("script", SCRIPTS.values())
 def test_a_recipe_without_its_packages_names_them(script, monkeypatch):

@@ -50,10 +50,10 @@ def pieces(tmp_path):
     return saved(tmp_path / "test.safetensors", evaluation())
 
 
-def finished_run(folder, rows, **summary):
+def finished_run(folder, rows, flags=None, **summary):
     """A FinishedRun with this log."""
     folder.mkdir()
-    write_json(folder / "args.json", {"loss": "temo", "blend": "fixed"})
+    write_json(folder / "args.json", flags or {"loss": "temo", "blend": "fixed"})
     write_json(folder / "summary.json", {"val_chance": {}} | summary)
     lines = [str(row).replace("'", '"') + "\n" for row in rows]
     (folder / "metrics.jsonl").write_text("".join(lines))
@@ -152,6 +152,52 @@ def test_runs_of_other_data_or_without_a_temperature_are_refused(tmp_path):
         base.first_test_sets(runs)
 
 
+# ---------------------------------------- Figures 2, 4 and 5 of MAMA -----------------------------
+def test_concepts_have_their_shares_of_the_training_data(tmp_path, drawn):
+    """Not those of the test: half of the questions, but one in four of training, asks for a cat."""
+    folders = []
+    for run, num_right in (("base", 4), ("mama", 6)):
+        folders.append(tmp_path / run)
+        finished_run(tmp_path / run, [], {"task": "qa-open"})
+        write_json(tmp_path / run / "training_texts.json", {"texts": [*["dog"] * 9, *["cat"] * 3]})
+        questions = evaluation()
+        questions.text = None
+        questions.data.cell = lambda column, row: ("cat", "dog")[row % 2]
+        questions.predicted = ["cat"] * 24
+        questions.hits = np.array([row % 2 == 0 and row < 2 * num_right for row in range(24)])
+        save_pieces(tmp_path / run / "test.safetensors", {"a": questions})
+    assert mama.draw_concepts(folders, "concepts.png") == [
+        "dog: 75.00 % of the training data, hits 0 -> 0 of 12, no gain, since the first run has no "
+        "hit",
+        "cat: 25.00 % of the training data, hits 4 -> 6 of 12, gain +50.0 %"]
+    ((fig, _),) = drawn
+    assert [bar.get_width() for bar in fig.axes[0].patches] == [25, 75]
+    assert fig.axes[1].collections[0].get_offsets()[1].tolist() == [25, 50]
+
+
+def test_topics_are_those_of_the_training_texts():
+    training = ["red apple pie"] * 5 + ["fast blue car"] * 7
+    in_training, in_test = mama.topics_of(training, ["blue car", "apple", "zebra"])
+    assert in_test == [in_training[-1], in_training[0], "no known word"]
+    assert len(set(in_training[:5])) == len(set(in_training[5:])) == 1
+    assert in_training[0] != in_training[-1]
+
+
+def test_margins_are_compared_where_nothing_else_differs(tmp_path, drawn):
+    flags = {"margin_schedule": "constant", "a0": 1.0, "a1": 10.0, "a2": 0.1, "lr": 0.1}
+    changes = {"a": {}, "b": {"a0": 2.0, "seed": 1, "run_name": "b"}, "c": {"a0": 2.0, "lr": 0.2}}
+    for name, changed in changes.items():
+        finished_run(
+            tmp_path / name, [], flags | changed,
+            val={"x": {"text_to_image": {"R@1": 100 * changed.get("a0", 1.0)}}})
+    assert mama.draw_margins([tmp_path / "a", tmp_path / "b"], "margins.png") == [
+        "margin (Fig. 4, left), constant: 0.1: 100.00 (1 runs)",
+        "margin (Fig. 4, left), constant: 0.2: 200.00 (1 runs)"]
+    with pytest.raises(UserError, match="c and a differ in --lr .0.2, 0.1.; compare runs that"):
+        mama.draw_margins([tmp_path / "a", tmp_path / "c"], "margins.png")
+
+
+# ---------------------------------------- classes ------------------------------------------------
 def test_a_class_without_a_test_image_has_no_accuracy():
     _, (ax,) = base.figure(1)
     pieces = SavedPieces(

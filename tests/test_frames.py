@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import os
+import resource
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -472,6 +473,20 @@ def test_random_frames_come_from_the_cache(tmp_path):
     assert read([0] * 4) == [1, 7, 13, 19]
     assert torch.equal(clips(path), evaluated)
     assert len(list((tmp_path / "cache").rglob("*.jpg"))) == 2
+
+
+def test_a_full_disk_leaves_clips_out_of_the_cache(tmp_path, capfd):
+    path = write_video(tmp_path / "a.mp4", range(4))
+    clips = Clips(4, cache=str(tmp_path / "cache"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        clip = clips(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert numbers(clip) == [0, 1, 2, 3]
+    assert "WARNING: --frame-cache" in capfd.readouterr().err
+    assert not list((tmp_path / "cache").rglob("*.*"))
 
 
 # ---- features ----

@@ -5,7 +5,6 @@ import math
 
 import common
 from contrastive.core.files import read_json, write_json
-from contrastive.core.processes import UserError
 
 import pytest
 import torch
@@ -246,18 +245,6 @@ def test_tau_is_that_of_the_caption_that_was_encoded(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "pick", lambda *a: [f"{text} new" for text in pick(*a)])
     log = few(tmp_path / "b", *flags, "--max-steps", 2)
     assert [row["not_in_clusters"] for row in log] == [15, 15]
-
-
-def test_streams_cluster_their_first_captions(tmp_path):
-    for k in range(2):
-        samples = helpers.tar_samples(range(20 * k, 20 * k + 20), "png", "txt")
-        helpers.write_tar(tmp_path / "set" / f"train-{k}.tar", samples)
-    flags = ["--dataset", tmp_path / "set", "--streaming", "--batch-size", 8, "--max-steps", 2]
-    few(tmp_path / "a", *flags, "--eval-datasets", write_captions(tmp_path / "val", 8))
-    sizes = read_json(tmp_path / "a" / "clusters.json")["sizes"]
-    assert sum(sizes) == 40  # of the shard that is not held out
-    with pytest.raises(UserError, match="--clusters noun: a stream has only captions"):
-        few(tmp_path / "b", *flags, "--clusters", "noun")
 
 
 def test_a_fork_s_temperature_is_in_the_loss_and_in_figure_3(tmp_path):

@@ -363,9 +363,9 @@ REFUSALS = {
     "split against files": ({"train.csv": f"{SPLITS}val\n", "test.csv": f"{SPLITS}val\n"}, "",
                             "the column split names other splits than the files"),
     "split without captions": ({"a.csv": "image,caption,split\n0.png,x,train\n1.png,,test\n"},
-                               "a.csv", "no row of the split test has an image and a caption"),
+                               "a.csv", "no row of the split test has a caption and a file"),
     "split without videos": ({"a.mp4": b"", "a.csv": "video,caption,split\na.mp4,x,train\n"
-                              "b.mp4,x,test\n"}, "a.csv", "no row of the split test has an image"),
+                              "b.mp4,x,test\n"}, "a.csv", "no row of the split test has a cap"),
     "empty val": ({"val/cat/.keep": "", **two_splits("train", "test")}, "",
                   "val has no file; remove it if a part of train may take its place"),
     "table of no split": ({"train.csv": BOTH, "test.csv": BOTH, "sample_submission.csv": BOTH}, "",

@@ -360,7 +360,7 @@ def test_extra_captions_that_match_nothing_or_anything_are_refused(tmp_path):
         (files, "x.csv", "x/a.mp4 may be any of x/a.mp4, y/a.mp4"),
         (inside, "inside.csv", "none of its 1 rows matches a clip"),
         (data(), "x.csv", "some has no files of its own"),
-        (files, "odd.csv", "--image-column: none of video, .* there are: name, caption"),
+        (files, "odd.csv", "--image-column: there is no column 'image', .*: 'name', 'caption'"),
     ):
         with pytest.raises(UserError, match=words):
             add_captions(some, tmp_path / file)

@@ -28,7 +28,7 @@ import helpers
 import launch
 import mama
 import temo
-from helpers import equal_files, load_file, rows, tar_samples, tensors_of, write_tar
+from helpers import equal_files, load_file, rows, tensors_of
 from tools import check
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -232,23 +232,6 @@ def test_other_data_are_refused_also_on_fewer_processes(runs, data, tmp_path):
     folder = shutil.copytree(runs[2][0], tmp_path / "run")
     with pytest.raises(UserError, match="--resume: the run had .*, now .*: give it the same data"):
         resume_with(folder, without_last_rows(data))
-
-
-def test_a_stream_is_refused_on_another_number_of_processes(tmp_path):
-    """Its checkpoint is that of one process, to which another one is added."""
-    (tmp_path / "tars").mkdir()
-    for k, name in enumerate(("a", "b", "val")):
-        samples = tar_samples(range(12 * k, 12 * k + 12), "jpg", "txt")
-        write_tar(tmp_path / "tars" / f"{name}.tar", samples)
-    folder = tmp_path / "run"
-    run(folder, tmp_path / "tars", "--streaming", "--max-steps", 1)
-    path = folder / "checkpoints" / "step_1.pt"
-    state = torch.load(path, weights_only=True)
-    state["processes"][0]["positions"]["processes"] = 2
-    state["processes"] *= 2
-    torch.save(state, path)
-    with pytest.raises(UserError, match="give it the same data, number of processes and --workers"):
-        resume(folder, "--max-steps", 2)
 
 
 def without_last_rows(data):

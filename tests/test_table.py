@@ -14,7 +14,7 @@ import common
 from contrastive.data import table as data_table
 from contrastive.data.pixels import decode
 from contrastive.data.views import OPERATIONS, crop_batch, gaussian_blur, randaugment, shift_hue
-from contrastive.encoders.texts import Paraphrases
+from contrastive.papers.text_pairs import Paraphrases
 from contrastive.core.processes import UserError
 
 import numpy as np

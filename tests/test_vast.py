@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import common
 from contrastive.core.processes import UserError
-from contrastive.data import data_options
 from contrastive.data.batches import Samples, collate
 from contrastive.data.sound import SLICE_LENGTH, filter_bank, read_sound, sound_slice
 from contrastive.encoders import vast
-from contrastive.encoders.models import input_spec, model_of_spec
+from contrastive.encoders.models import model_of_spec
 from contrastive.encoders.texts import Tokenizer, train_wordpiece
 from contrastive.evaluation import rerank
 from contrastive.evaluation.embed import encode_images
@@ -28,7 +27,7 @@ import launch
 import mmts
 from helpers import (
     CPU, drift, equal_files, evaluated, few_steps, frame, open_splits, refused, run_script, steps,
-    tensors_in, tensors_of, unit, write_files, write_rows, write_tar, write_video)
+    tensors_in, tensors_of, unit, write_files, write_rows, write_video)
 from tools.check import select
 from variants import mmts_vast
 
@@ -266,21 +265,6 @@ def test_each_clip_is_read_with_its_own_sound_and_subtitle(words):
             "subtitle": vast.subtitle_tokens(words, [part["subtitle"]]),
         }
         assert torch.allclose(embeddings[row], model(alone)[0][0], atol=1e-4), row
-
-
-def test_a_stream_of_tars_has_frames_alone(tmp_path):
-    write_video(tmp_path / "a.mp4", range(8))
-    content = (tmp_path / "a.mp4").read_bytes()
-    for shard in range(3):
-        samples = {f"{shard}{k}": {"mp4": content, "txt": b"a clip"} for k in range(4)}
-        write_tar(tmp_path / f"{shard}.tar", samples)
-    words = ["--dataset", str(tmp_path), "--streaming", "--image-encoder", "vast-small"]
-    args = mmts_vast.parse_args(words)
-    train = common.load_data(str(tmp_path), "train", data_options(args))
-    spec = input_spec(args, train)
-    assert args.modalities == "vas" and spec["modalities"] == "v"
-    with pytest.raises(UserError, match="has no more than v; give that"):
-        input_spec(mmts_vast.parse_args([*words, "--modalities", "va"]), train)
 
 
 # ------------------------------------------------------- BEATs -----------------------------------

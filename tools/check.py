@@ -77,7 +77,8 @@ class Job(NamedTuple):
     module: object
     flags: list
     log: Path  # its output
-    stop: int = 0  # kill -9 after this step
+    stop: int = 0  # the step after which it gets a signal
+    number: int = signal.SIGKILL
     environment: dict = {}  # of a process group
 
 
@@ -94,12 +95,12 @@ def run_process(rank, job):
     engine.draw = lambda *_: None
     end_step = common.Run.end_step
 
-    def end_step_and_kill(run, *args):
+    def end_step_and_stop(run, *args):
         end_step(run, *args)
         if run.step == job.stop:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), job.number)
 
-    common.Run.end_step = end_step_and_kill
+    common.Run.end_step = end_step_and_stop
     with common.clean_exit():
         job.module.main(job.module.parse_args(job.flags))
 

@@ -148,7 +148,7 @@ def parse_args(argv=None):
 
 
 def check_flags(parser, args):
-    """Refuses contradictory flags, and flags without effect."""
+    """Refuses contradictory flags and flags without effect."""
     mama.check_method_flags(parser, args)
     is_vgt = args.qa_model == "vgt"
     is_plain = args.margin_schedule == "none" and args.weighting == "none"
@@ -180,22 +180,23 @@ def check_flags(parser, args):
 def main(args):
     """One run: data, model, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes join, so that a wrong path fails fast
-    train, evals = common.open_data(args)
+    # before the processes start, so that a wrong path fails fast
+    train, eval_sets = common.open_data(args)
     questions = answers.question_settings(train, args)                     # of the model
     meta = None
     if mama.has_meta_data(args):
-        meta, evals = common.meta_data(train, evals, args, task=args.task)
-    args = common.adjust_flags_to_encoder(args)    # a CLIP is the text encoder as well
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
-    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+        meta, eval_sets = common.meta_data(train, eval_sets, args, task=args.task)
+    args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
+    steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     texts = functools.partial(answers.texts_for_tokenizer, train, 200_000)  # of a new tokenizer
     model, tokenizer, transform = common.build_model(args, train, run, texts, questions)
+    # None: the temperature is fixed
     limits = args.tau_clamp if args.learnable_tau else None
     temperature = Temperature(args.tau, limits).to(accelerator.device)
     # outside DDP: average_gradients does for these what DDP does for the model
@@ -222,7 +223,7 @@ def main(args):
     # <<< shared
     run.resume(raw_model, optimizer, tau=temperature, weight_net=weight_net,
                meta_optimizer=meta_optimizer)                              # no-op without --resume
-    grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
+    grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views --------------------------------------------
     view = common.training_view(args)
@@ -232,8 +233,8 @@ def main(args):
         meta_batches = mama.open_meta_batches(meta, view, transform, run, every=meta_every)
 
     # ------------------------------------------- loop ---------------------------------------------
-    evaluator = Evaluator(raw_model, tokenizer, transform, evals, train, device=accelerator.device,
-                          args=args)
+    evaluator = Evaluator(
+        raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
     pictured_steps = {max(1, round(k * steps.total / 4)) for k in range(5)}
     # PyTorch warns of a function that its own forward mode calls
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
@@ -272,7 +273,7 @@ def main(args):
             weight = baseline_weight(args, sample_loss.detach(), progress, look_ahead)   # (B,)
         loss = (weight * sample_loss).mean()                               # () Eq. 8
 
-        accelerator.backward(loss)                                         # of the full batch
+        accelerator.backward(loss)
         common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
             accelerator.clip_grad_norm_(parameters, args.grad_clip)
@@ -291,6 +292,8 @@ def main(args):
     # ------------------------------------------- save and evaluate --------------------------------
     if args.meta_set == "val":
         mama.save_meta_names(run, meta)                                    # eval.py leaves them out
+    column = "answer" if args.task == "qa-open" else "question"
+    mama.save_training_texts(run, answers.rows_with_questions(train), column)  # for Figs. 2 and 5
     return run.finish(figures="mama")
 
 

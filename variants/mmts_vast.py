@@ -188,7 +188,7 @@ RECIPES = {"moving-emoji": MOVING, "youcook2": YOUCOOK2, "ssv2-lt": SSV2_LT, "ow
 
 
 def parse_args(argv=None):
-    """The flags of a run."""
+    """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "MM-TS on VAST: frames, sound, subtitles and a matching head.")
     method = mmts.add_method_flags(parser)
     method.set_defaults(tau_clamp=[0.001, 1.0])
@@ -207,7 +207,7 @@ def parse_args(argv=None):
     clips.add_argument("--eval-frames", type=common.int_ge0, default=0,
                        help="frames of a clip of val and test; VAST 16; 0 = as in training")
     parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0, jitter_p=1.0)
-    return parser.parse(argv, RECIPES, {"--baseline": {True: mmts.BASELINE}}, check_flags)
+    return parser.parse(argv, RECIPES, {"--baseline": mmts.BASELINE}, check_flags)
 
 
 def check_flags(parser, args):
@@ -229,16 +229,17 @@ def check_flags(parser, args):
 def main(args):
     """One run: data, model, clusters, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    train, evals = common.open_data(args)
+    # before the processes start, so that a wrong path fails fast
+    train, eval_sets = common.open_data(args)
     common.check_source(train, args.clusters)
-    args = common.adjust_flags_to_encoder(args)        # VAST has a text encoder of its own
-    args = common.adjust_flags_to_data(args, train)    # batch and epochs of a user's small data
-    steps = common.count_steps(args, train)            # per epoch, in total, of the warm-up
+    args = common.adjust_flags_to_encoder(args)      # VAST has a text encoder of its own
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
+    steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
     clusters = common.open_clusters(
         run.folder, args, train, accelerator.device,
@@ -269,7 +270,7 @@ def main(args):
     shifts = mmts.shifts_of(clusters, args)                                # (K + 1,)
     period, alpha = mmts.swing_of_run(args, steps.total)
     evaluator = Evaluator(
-        raw_model, tokenizer, transform, evals, train, device=accelerator.device, args=args,
+        raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
         method_metrics=functools.partial(common.head_mid_tail, clusters=clusters))
     run.start(evaluator, shown=("loss", "L_match", quantity), **mmts.banner_lines(args, clusters))
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each

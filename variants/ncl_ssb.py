@@ -102,12 +102,11 @@ RECIPES = {
     "activitynet": ACTIVITYNET,
     "own": SSB | dict(unfold_captions=False, queue_size=2000, log_every=10)}
 # SSB; the sum over the batch, as in VSE++'s code, fits App. C's factor of 15 (ours)
-BASELINE = dict(loss="max-margin", loss_scale=64.0, normalize="none")
+BASELINE = {True: dict(loss="max-margin", loss_scale=64.0, normalize="none")}
 
 
-# Flags of the method stand here, those that all scripts share in contrastive/engine/flags.py.
-# default < recipe (--dataset, --recipe) < preset (--baseline) < saved flags of --resume
-# < command line.
+# Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
+# (--dataset, --recipe) < preset (--baseline) < saved flags of --resume < command line.
 def parse_args(argv=None):
     """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "NCL on SSB: features of videos, and a captioning loss.")
@@ -149,7 +148,7 @@ def parse_args(argv=None):
                                "ActivityNet 0")
     encoders.add_argument("--text-dropout", action=argparse.BooleanOptionalAction, default=True,
                           help="keep the dropout with which T5 was published")
-    return parser.parse(argv, RECIPES, {"--baseline": {True: BASELINE}}, check_flags)
+    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 
 def check_flags(parser, args):
@@ -178,15 +177,15 @@ def check_flags(parser, args):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before starting processes, so that wrong paths fail fast
-    train, evals = common.open_data(args)
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
-    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    # before the processes start, so that a wrong path fails fast
+    train, eval_sets = common.open_data(args)
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
+    steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
     set_dropout(model, args.dropout, args.text_dropout)
     temperature = Temperature(args.tau)                                    # fixed
@@ -210,7 +209,7 @@ def main(args):
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
     run.resume(raw_model, optimizer, **loss_modules)                       # no-op without --resume
-    grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
+    grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views --------------------------------------------
     features = common.Augment(args.image_size)                             # as they are
@@ -222,8 +221,9 @@ def main(args):
         method_metrics = functools.partial(
             evaluate_normalized, args=args, temperature=temperature,
             text_queue=loss_modules["texts"], video_queue=loss_modules["videos"])
-    evaluator = Evaluator(raw_model, tokenizer, transform, evals, train, device=accelerator.device,
-                          args=args, method_metrics=method_metrics)
+    evaluator = Evaluator(
+        raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
+        method_metrics=method_metrics)
     run.start(evaluator, shown=("loss", "L_cap"))
     if run.step == 0 and common.rank() == 0:                               # for Figs. 7 and 8
         common.save_pieces(run.folder / "val_before.safetensors", run.val_pieces)
@@ -251,7 +251,7 @@ def main(args):
             terms["L_cap"] = captioning_loss(summary, **tokens, decoder=loss_modules["captioner"])
             loss = loss + args.captioning_weight * terms["L_cap"]
 
-        accelerator.backward(loss)                                         # of the full batch
+        accelerator.backward(loss)
         common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
             accelerator.clip_grad_norm_(parameters, args.grad_clip)

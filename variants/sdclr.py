@@ -154,7 +154,7 @@ RECIPES = {
 
 
 def parse_args(argv=None):
-    """The flags of a run."""
+    """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "SDCLR: SimCLR whose second view goes through a pruned model.",
                     texts=False)
     method = parser.add_argument_group("method")
@@ -173,12 +173,12 @@ def parse_args(argv=None):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes join, so that a wrong path fails fast
+    # before the processes start, so that a wrong path fails fast
     splits = common.labelled_splits(args)                                  # {train, val, test, ...}
     train = splits["train"]
     eval_sets = {args.dataset: val_and_test(splits)}
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
-    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
+    steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
     if args.eval_epoch == "best" and not args.eval_every:                  # App. A.2
         args.eval_every = 20 * steps.per_epoch
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
@@ -186,7 +186,7 @@ def main(args):
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, eval_sets, steps)        # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     encoder, _, transform = common.build_model(args, train, run)           # evaluated and saved
     start_norms_at_one(encoder)  # as the authors' code; timm's start at 0
     head = simclr_head(encoder.vision.width, args.embed_dim, args.head_norm)
@@ -205,7 +205,7 @@ def main(args):
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
     run.resume(encoder, optimizer, head=head, norms=raw_model.norms, masks=masks)  # with --resume
-    grad_cache = GradCache(model, accelerator, args.chunk_size,            # with --chunk-size
+    grad_cache = GradCache(model, accelerator, args.chunk_size,            # encodes in chunks
                            encode=functools.partial(encode, model, masks))
 
     # ------------------------------------------- views --------------------------------------------
@@ -228,7 +228,7 @@ def main(args):
         terms = {}                                                         # for the log
         loss = nt_xent(z1, z2, args.tau, terms=terms)                      # ()
 
-        accelerator.backward(loss)                                         # of the full batch
+        accelerator.backward(loss)
         if args.grad_clip:
             accelerator.clip_grad_norm_(model.parameters(), args.grad_clip)
         optimizer.step()

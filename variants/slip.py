@@ -110,7 +110,7 @@ RECIPES = {"emoji": EMOJI, "cc12m": CC12M, "own": OWN}
 
 
 def parse_args(argv=None):
-    """The flags of a run: defaults, then --dataset or --recipe, then the command line."""
+    """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "SLIP: InfoNCE, and NT-Xent between two views of the image.")
     method = parser.add_argument_group("method")
     method.add_argument("--tau", type=positive_float, default=0.07,
@@ -138,15 +138,16 @@ def encode_views(model, views, tokens):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    train, evals = common.open_data(args)
-    args = common.adjust_flags_to_encoder(args)    # a CLIP is the text encoder as well
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
-    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    # before the processes start, so that a wrong path fails fast
+    train, eval_sets = common.open_data(args)
+    args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
+    steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
     temperature = Temperature(args.tau, args.tau_clamp)
     head = slip_head(model.vision.width)
@@ -163,7 +164,7 @@ def main(args):
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
     run.resume(raw_model, optimizer, tau=temperature, head=head)           # no-op without --resume
-    grad_cache = GradCache(model, accelerator, args.chunk_size,            # with --chunk-size
+    grad_cache = GradCache(model, accelerator, args.chunk_size,            # encodes in chunks
                            functools.partial(encode_views, model))
 
     # ------------------------------------------- views --------------------------------------------
@@ -171,8 +172,8 @@ def main(args):
     batches = run.batches([common.training_view(args), strong, strong], transform)
 
     # ------------------------------------------- loop ---------------------------------------------
-    evaluator = Evaluator(raw_model, tokenizer, transform, evals, train, device=accelerator.device,
-                          args=args)
+    evaluator = Evaluator(
+        raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
     run.start(evaluator, shown=("L_MM", "L_image", "tau"))
     for batch in batches:
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
@@ -186,7 +187,7 @@ def main(args):
             image, text, head(features_1), head(features_2), tau, image_tau=args.image_tau,
             image_weight=args.image_weight, terms=terms)
 
-        accelerator.backward(loss)                                         # of the full batch
+        accelerator.backward(loss)
         common.average_gradients(loss_modules.parameters())
         if args.grad_clip:
             accelerator.clip_grad_norm_(parameters, args.grad_clip)

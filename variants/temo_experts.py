@@ -85,7 +85,7 @@ RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "own": OWN}
 
 
 def parse_args(argv=None):
-    """The flags of a run: defaults, then --dataset or --recipe, then the command line."""
+    """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "TeMo with temperatures from frozen encoders.")
     method = parser.add_argument_group("method")
     method.add_argument("--image-expert", default="",
@@ -115,7 +115,7 @@ def parse_args(argv=None):
 
 
 def check_flags(parser, args):
-    """Refuses contradictory flags, and flags without effect."""
+    """Refuses contradictory flags and flags without effect."""
     parser.require(args.image_expert or args.text_expert,
                    "--image-expert, --text-expert: give one of them, or both; without an expert "
                    "the loss is that of temo.py --baseline")
@@ -133,17 +133,20 @@ def check_flags(parser, args):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    train, evals = common.open_data(args)
-    args = common.adjust_flags_to_encoder(args)    # a CLIP is the text encoder as well
-    args = common.adjust_flags_to_data(args, train)  # batch and epochs of a user's small data
-    steps = common.count_steps(args, train)        # per epoch, in total, of the warm-up
+    # before the processes start, so that a wrong path fails fast
+    train, eval_sets = common.open_data(args)
+    args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
+    args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
+    steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
 
     # ------------------------------------------- model, experts, optimizer ------------------------
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
-    run = Run(__file__, args, accelerator, train, evals, steps)            # its book-keeping
+    run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
+    # None: the temperature is fixed
     limits = args.tau_clamp if args.learnable_tau else None
+    # outside DDP: average_gradients does for it what DDP does for the model
     temperature = Temperature(args.tau, limits).to(accelerator.device)
     image_expert, text_expert = None, None
     if args.image_expert:
@@ -164,7 +167,7 @@ def main(args):
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
     run.resume(raw_model, optimizer, tau=temperature)                      # no-op without --resume
-    grad_cache = GradCache(model, accelerator, args.chunk_size)            # with --chunk-size
+    grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views and texts ----------------------------------
     views = [common.training_view(args)]                                   # I
@@ -172,14 +175,14 @@ def main(args):
     if image_expert and args.expert_inputs == "clean":
         views.append(common.Augment(args.image_size, squash=True))         # the whole image
         expert_view = 1
-    # features of frozen encoders (--freeze), which are computed once
+    # with --freeze, features of the frozen encoders, computed once, replace pixels and tokens
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform)
     tokenizer = cache.tokenizer
     batches = run.batches(views, transform, cache)
 
     # ------------------------------------------- loop ---------------------------------------------
-    evaluator = Evaluator(raw_model, tokenizer, transform, evals, train, device=accelerator.device,
-                          args=args)
+    evaluator = Evaluator(
+        raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
     run.start(evaluator, shown=("L_MM", "loss", "tau"))
     if run.step == 0:                                                      # for Figs. 4 and 5
         common.save_similarities(run.val_pieces, run.folder / "similarity_before.json")
@@ -205,7 +208,7 @@ def main(args):
             image_weight=args.image_expert_weight, text_weight=args.text_expert_weight,
             terms=terms)
 
-        accelerator.backward(loss)                                         # of the full batch
+        accelerator.backward(loss)
         common.average_gradients(temperature.parameters())
         if args.grad_clip:
             accelerator.clip_grad_norm_(parameters, args.grad_clip)

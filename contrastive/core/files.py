@@ -72,8 +72,9 @@ def write_tensors(path, tensors, metadata=None):
 
 
 def slug(name):
-    """A data set's name as a part of a file name: letters, digits, dots and dashes alone."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", str(name)).strip("-")
+    """A data set's name as a part of a file name: letters, digits, dots and dashes alone, and at
+    its ends neither a dot, which would hide the file, nor a dash."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", str(name)).strip(".-")
 
 
 def flatten(tree, prefix=""):

@@ -32,8 +32,8 @@ from contrastive.core.processes import UserError
 from contrastive.core.words import name_of
 from contrastive.data.folders import files_below
 from contrastive.data.hub import FILE_TYPES
-from contrastive.data.options import COLUMN_NAMES, TRAINING_SET_ONLY, DataOptions
-from contrastive.data.registry import SETS, SPLITS, DataSet, find_data_set, flags_of, partition_name
+from contrastive.data.options import DataOptions
+from contrastive.data.registry import SETS, SPLITS, find_data_set, partition_name
 from contrastive.data.splits import (
     add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, without_trained)
 from contrastive.data.table import EmptySplit, join_captions, with_note
@@ -96,8 +96,7 @@ def open_named(name, split, options):
     data_set = find_data_set(name)
     from_hub = not options.data_dir and (data_set.repository or data_set.full_set)
     if options.revision and not from_hub:
-        raise UserError(f"--dataset {name}@{options.revision}: only what is read from the hub has "
-                        "a revision")
+        refuse_revision(name, options)
     if split != "test" and options.hold_out_val and data_set.lacks_only_val():
         train = with_count(data_set, data_set.load(name, "train", options))
         return hold_out({"train": train}, ["val"], options, least=0).get(split)
@@ -107,6 +106,12 @@ def open_named(name, split, options):
     if data is not None:
         data = with_count(data_set, data)
     return data
+
+
+def refuse_revision(name, options):
+    """Raises UserError for NAME@REVISION of what is not read from the hub."""
+    raise UserError(f"--dataset {name}@{options.revision}: only what is read from the hub has a "
+                    "revision")
 
 
 def with_count(data_set, data):
@@ -132,6 +137,8 @@ def open_unnamed(name, options):
     if is_path and not path.exists():
         raise UserError(f"{name}: no such file or folder, no hub id (org/name), and no known set: "
                         f"{', '.join(SETS)}")
+    if options.revision and path.exists():
+        refuse_revision(name, options)
     return open_unchanged(name, options, state_of_files(path))
 
 
@@ -219,6 +226,14 @@ def prepare_for_training(data, options):
 
 
 # ---- the data of a run ----
+# options that only the training set takes
+OF_TRAINING_SET = (
+    "data_dir", "feature_dir", "region_dir", "revision", "unfold_captions",
+    "extra_captions", "caption_noise", "caption_relevancy", "imbalance_ratio", "split_seed",
+    "index_file", "val_file", "test_file", "few_shot_file")
+COLUMN_FLAGS = ("--image-column", "--caption-column", "--label-column")
+
+
 def data_options(args, name=None, folder=""):
     """The DataOptions that the flags of a run give to one of its data sets.
 
@@ -230,8 +245,15 @@ def data_options(args, name=None, folder=""):
     training_set = getattr(args, "dataset", "")
     if name is None:
         name = training_set
-    options = DataOptions.from_args(args, effective_options(args, name))
-    if name == training_set and tests_on_other_data(args):
+    options = DataOptions.from_args(args)
+    is_named = find_data_set(name) is not None
+    if is_named:  # its columns are known
+        options = options.without(map(name_of, COLUMN_FLAGS))
+    if name != training_set:
+        options = options.without(OF_TRAINING_SET)
+        if is_named:  # its protocol says whether captions are joined
+            options = options.without(["join_captions"])
+    elif tests_on_other_data(args):
         options = options.replace(hold_out_test=False)
     if folder:
         options = options.replace(data_dir=folder, video_dir=folder, revision="")
@@ -240,37 +262,14 @@ def data_options(args, name=None, folder=""):
 
 def tests_on_other_data(args):
     """Whether the training set is the user's own and --eval-datasets names other data."""
-    words = getattr(args, "eval_datasets", None) or ()
-    names = [partition_name(word, "=")[0] for word in words]
+    names = names_of_evaluation_sets(args)
     return len(names) > 0 and args.dataset not in names and find_data_set(args.dataset) is None
 
 
-def effective_options(args, name):
-    """Names of the DataOptions that have an effect on a data set. No other flag of a run is read,
-    so that the run can warn of flags without effect."""
-    without_effect = set()
-    for other_set in SETS.values():
-        if isinstance(other_set, DataSet):
-            without_effect.update(map(name_of, other_set.flags))
-    without_effect.difference_update(map(name_of, flags_of(name)))
-
-    data_set = find_data_set(name)
-    is_training_set = name == getattr(args, "dataset", "")
-    if not is_training_set:
-        without_effect.update(TRAINING_SET_ONLY)
-    if data_set is None:  # val and test are held out without a flag
-        without_effect.add("hold_out_val")
-        if tests_on_other_data(args):  # no test split is held out
-            without_effect.add("test_fraction")
-    else:
-        without_effect.add("test_fraction")
-        if not is_training_set:  # its columns are known
-            without_effect.update(COLUMN_NAMES)
-        if not data_set.lacks_only_val():
-            without_effect.update({"hold_out_val", "val_fraction"})
-        elif not getattr(args, "hold_out_val", False):
-            without_effect.add("val_fraction")
-    return {field.name for field in dataclasses.fields(DataOptions)} - without_effect
+def names_of_evaluation_sets(args):
+    """The names of --eval-datasets, whose words are NAME or NAME=DIR."""
+    words = getattr(args, "eval_datasets", None) or ()
+    return [partition_name(word, "=")[0] for word in words]
 
 
 def open_data(args):
@@ -302,7 +301,7 @@ def open_data(args):
     return train, evaluation_sets
 
 
-def open_evaluation_sets(args, train, words):
+def open_evaluation_sets(args, train, words, video_dir=""):
     """Opens data sets that are evaluated.
 
     Rows of the user's data that are trained on are left out and counted.
@@ -311,6 +310,7 @@ def open_evaluation_sets(args, train, words):
         args: parsed flags.
         train: the training set; None if no set is the user's own.
         words: the sets, NAME or NAME=DIR.
+        video_dir: as in evaluation_options.
     Returns: {name: {"val": Data, "test": Data}}, with the splits that exist.
     """
     evaluation_sets = {}
@@ -318,7 +318,8 @@ def open_evaluation_sets(args, train, words):
         name, folder = partition_name(word, "=")
         if name in evaluation_sets:
             raise UserError(f"{name}: named with two folders; give one")
-        splits = open_splits(name, ["val", "test"], evaluation_options(args, name, folder))
+        splits = open_splits(
+            name, ["val", "test"], evaluation_options(args, name, folder, video_dir))
         if train is not None and name != args.dataset and find_data_set(name) is None:
             for split, data in splits.items():
                 splits[split] = without_trained(data, train)
@@ -328,10 +329,17 @@ def open_evaluation_sets(args, train, words):
     return evaluation_sets
 
 
-def evaluation_options(args, name, folder=""):
+def evaluation_options(args, name, folder="", video_dir=""):
     """The DataOptions of a set that is evaluated; another one than that of training has no rows to
-    train on."""
+    train on.
+
+    Args:
+        args, name, folder: as in data_options.
+        video_dir: of its videos; "" = the folder, else that of the flags.
+    """
     options = data_options(args, name, folder)
+    if video_dir:
+        options = options.replace(video_dir=video_dir)
     if name != args.dataset:
         options = options.replace(test_as_whole=True)
     return options

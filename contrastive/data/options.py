@@ -4,12 +4,6 @@ import dataclasses
 
 HELD_OUT_FRACTION = 0.05  # part of train that is held out for a split which the data lack
 
-TRAINING_SET_ONLY = (
-    "data_dir", "feature_dir", "region_dir", "revision", "unfold_captions",
-    "extra_captions", "caption_noise", "caption_relevancy", "imbalance_ratio", "split_seed",
-    "index_file", "val_file", "test_file", "few_shot_file")
-COLUMN_NAMES = ("image_column", "caption_column", "label_column", "join_captions")
-
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
@@ -107,23 +101,19 @@ class DataOptions:
                 object.__setattr__(self, field.name, tuple(value))
 
     @classmethod
-    def from_args(cls, args, names):
-        """The options with these names, from the flags of `args` that exist."""
+    def from_args(cls, args):
+        """The options that the flags of `args` give; fields without a flag have their default."""
         values = {}
-        for name in sorted(names):
-            value = getattr(args, name, None)
+        for field in dataclasses.fields(cls):
+            value = getattr(args, field.name, None)
             if value is not None:
-                values[name] = value
+                values[field.name] = value
         return cls(**values)
 
-    def overridden_by(self, args):
-        """These options, but with every flag of `args` that has a value other than 0 or ""."""
-        changes = {}
-        for field in dataclasses.fields(self):
-            value = getattr(args, field.name, None)
-            if value:
-                changes[field.name] = value
-        return self.replace(**changes)
+    def without(self, names):
+        """These options with the defaults of some fields."""
+        defaults = DataOptions()
+        return self.replace(**{name: getattr(defaults, name) for name in names})
 
     def replace(self, **changes):
         """These options with other values of some fields."""

@@ -333,8 +333,9 @@ def refuse_empty_splits(splits_of_rows, splits_of_examples):
     """Raises ValueError if a split has rows, but no example: a part of train would take its
     place."""
     for split in sorted(set(splits_of_rows) - set(splits_of_examples)):
-        raise ValueError(f"no row of the split {split} has an image and a caption, or no file is "
-                         "found; a part of train would take its place: drop its rows if it may")
+        raise ValueError(f"no row of the split {split} has a caption and a file that is there and "
+                         "in no later split; a part of train would take its place: drop its rows "
+                         "if it may")
 
 
 def without_shared_examples(rows, examples):

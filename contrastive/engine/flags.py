@@ -19,7 +19,8 @@ from contrastive.core.number_types import (
     part_and_factor, positive_float, rate)
 from contrastive.core.processes import print_main
 from contrastive.core.words import command_of, flag_of, name_of
-from contrastive.data.registry import flags_of, partition_name
+from contrastive.data import COLUMN_FLAGS, names_of_evaluation_sets, tests_on_other_data
+from contrastive.data.registry import find_data_set, flags_of, partition_name
 from contrastive.encoders.weights import packaged_encoders
 from contrastive.engine.checkpoints import folder_of
 
@@ -217,6 +218,7 @@ class Parser(OneLineErrorParser):
         args.changed = list(dict.fromkeys(saved.get("changed", []) + self.changed_flags(args)))
         self.check_resume(saved, args)
         self.require_defaults(args)
+        self.check_data_flags(args)
         if self.texts and args.feature_cache and args.freeze not in FROZEN:
             self.error("--feature-cache: no encoder is frozen, whose features would be computed "
                        "once; add --freeze image, text or both")
@@ -344,6 +346,20 @@ class Parser(OneLineErrorParser):
                 self.error(f"--resume: {flag_of(name)} cannot change in a run, where it is "
                            f"{saved[name]!r}; leave it out, or start a new run")
             print_main(f"resumed with {words_of(name, saved[name])} -> {values[name]}")
+
+    def check_data_flags(self, args):
+        """Refuses flags without an effect on the training set and the sets that are evaluated."""
+        names = [args.dataset, *names_of_evaluation_sets(args)]
+        data_sets = list(map(find_data_set, names))
+        lacks_val = any(known and known.lacks_only_val() for known in data_sets)
+        has_user_data = None in data_sets
+        has_test_fraction = data_sets[1:].count(None) or not tests_on_other_data(args)
+        self.only(lacks_val, "for a named set that has no val split", "--hold-out-val")
+        self.only(has_user_data or (lacks_val and args.hold_out_val),
+                  "for your own data, or beside --hold-out-val", "--val-fraction")
+        self.only(has_user_data and has_test_fraction,
+                  "for your own data without other --eval-datasets", "--test-fraction")
+        self.only(has_user_data, "for your own data", *COLUMN_FLAGS)
 
     def flags_of(self, title):
         """The flags of a group, as on the command line."""

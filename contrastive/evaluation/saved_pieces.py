@@ -1,10 +1,14 @@
-"""val.safetensors and test.safetensors of a run: what pictures read of its last evaluations.
+"""Embeddings of evaluated splits in files: val.safetensors and test.safetensors of a run, from
+which pictures are drawn, and those of eval.py --save-embeddings.
+
+    pieces = read_pieces("DIR/coco.safetensors")["coco"]    # SavedPieces
 
 A file holds all data sets of a split. Each field of SavedPieces is a tensor 'DATA SET/field', or an
-entry of JSON in the metadata of the file.
+entry of the JSON text 'DATA SET' in the metadata of the file.
 
-At most 5,000 images are saved, with at most 5,000 captions, 5 of each image. Images are in a random
-order, which is the same in all runs on the same data; captions are in the order of their images.
+Of a run at most 5,000 images are saved, with at most 5,000 captions, 5 of each image. Images are in
+a random order, which is the same in all runs on the same data. eval.py saves all of them, in the
+order of the data. Captions are in the order of their images.
 """
 
 import dataclasses
@@ -12,6 +16,7 @@ import json
 from pathlib import Path
 
 from contrastive.core.files import write_tensors
+from contrastive.core.metrics import normalize
 from contrastive.core.processes import opening
 from contrastive.data.table import frames_of
 
@@ -66,6 +71,15 @@ class SavedPieces:
         """Image `row`, one of the first num_pictures, (H, W, 3) uint8; of clips a few frames."""
         return read_picture(self.jpeg, self.jpeg_ends, row)
 
+    def cosines(self):
+        """Those (C, M) of all captions and images."""
+        return normalize(self.text) @ normalize(self.image).T
+
+    def cosines_of_pairs(self):
+        """That (C,) of each caption and its own image."""
+        image = normalize(self.image[self.owner])                          # (C, D)
+        return (normalize(self.text) * image).sum(1)
+
     @property
     def num_pictures(self):
         """The number of images that have a picture: they are the first."""
@@ -75,17 +89,21 @@ class SavedPieces:
 
 
 # ======================================================= writing ==================================
-def save_pieces(path, pieces, num_pictures=0):
+def save_pieces(path, pieces, num_pictures=0, *, all_rows=False):
     """Writes a file as the head of this module describes it.
 
     Args:
         pieces: {data set: EvaluationPieces}.
         num_pictures: of a data set, at most.
+        all_rows: save all images and captions, in the order of the data.
     """
     tensors = {}
     texts = {}
     for name, pieces_of_set in pieces.items():
-        saved = reduce_pieces(pieces_of_set, num_pictures)
+        rows = rows_to_save(pieces_of_set)
+        if all_rows:
+            rows = rows_of_all(pieces_of_set)
+        saved = select_pieces(pieces_of_set, rows, num_pictures)
         texts[name] = {}
         for field, value in vars(saved).items():
             if torch.is_tensor(value):
@@ -99,10 +117,15 @@ def save_pieces(path, pieces, num_pictures=0):
     write_tensors(path, tensors, {name: json.dumps(fields) for name, fields in texts.items()})
 
 
-def reduce_pieces(pieces, num_pictures=0):
-    """The SavedPieces of EvaluationPieces. num_pictures: at most."""
+def select_pieces(pieces, rows, num_pictures=0):
+    """The SavedPieces of EvaluationPieces.
+
+    Args:
+        rows: the images (m,) and the captions (c,) that are saved.
+        num_pictures: at most.
+    """
     data = pieces.data
-    images, captions = rows_to_save(pieces)                                # (m,), (c,)
+    images, captions = rows                                                # (m,), (c,)
     rows = []  # of the data
     if pieces.index is not None:
         rows = pieces.index[images]
@@ -166,6 +189,11 @@ def rows_to_save(pieces):
         images.append(image)
         captions += captions_to_add
     return np.array(images, dtype=int), np.array(captions, dtype=int)
+
+
+def rows_of_all(pieces):
+    """All images (M,) and captions (C,) of EvaluationPieces."""
+    return np.arange(len(images_of(pieces))), np.arange(len(pieces.texts or ()))
 
 
 def random_order(number):

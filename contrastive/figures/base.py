@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contrastive.core.files import flatten, logged_rows, read_json, slug
-from contrastive.core.metrics import normalize, retrieval_ranks
+from contrastive.core.metrics import retrieval_ranks
 from contrastive.core.processes import UserError, opening
+from contrastive.core.words import flag_of
 from contrastive.evaluation.saved_pieces import read_pieces
 
 import numpy as np
@@ -47,6 +48,10 @@ STYLE = {
     # TrueType: journals refuse matplotlib's default, Type 3
     "pdf.fonttype": 42,
     "axes.prop_cycle": f"cycler(color={COLOURS * 4}, ls={LINES})"}
+# entries of args.json that change nothing that is learnt
+WITHOUT_EFFECT = {
+    "output_dir", "run_name", "resume", "cpu", "workers", "save_every", "eval_every", "log_every",
+    "tracker", "hub", "command_line", "changed", "method_flags", "recipes", "recipe_source"}
 NO_PICTURES_BELOW = 20  # of a set; with fewer there are no pictures
 # (text, width in letters)
 wrap = functools.partial(textwrap.fill, max_lines=3, placeholder=" ...")
@@ -166,6 +171,25 @@ def read_runs(folders):
         raise UserError(f"{names}: the legend names runs by their folders; give the folders "
                         "different names")
     return runs
+
+
+def require_same_flags(runs, except_flags, advice):
+    """Raises: UserError if runs differ in a flag that changes what is learnt.
+
+    Args:
+        runs: as read_runs returns them.
+        except_flags: names in which they may differ.
+        advice: which runs to give, in words.
+    """
+    first_name, first = next(iter(runs.items()))
+    for name, run in runs.items():
+        flags = vars(first.args).keys() | vars(run.args).keys()
+        for flag in sorted(flags - except_flags - WITHOUT_EFFECT):
+            value = getattr(run.args, flag, None)
+            first_value = getattr(first.args, flag, None)
+            if value != first_value:
+                raise UserError(f"{name} and {first_name} differ in {flag_of(flag)} ({value}, "
+                                f"{first_value}); compare runs that differ in {advice}")
 
 
 def first_test_sets(runs):
@@ -347,17 +371,6 @@ class QueryHits(NamedTuple):
     below: list  # words below each item
 
 
-def cosines(pieces):
-    """The cosines (C, M) of all captions and images of SavedPieces."""
-    return normalize(pieces.text) @ normalize(pieces.image).T
-
-
-def cosines_of_pairs(pieces):
-    """The cosine (C,) of each caption and its own image."""
-    image = normalize(pieces.image[pieces.owner])                          # (C, D)
-    return (normalize(pieces.text) * image).sum(1)
-
-
 def draw_examples(table, path, title, width, words):
     """Draws rows of pictures with words above and below.
 
@@ -430,7 +443,7 @@ def draw_retrieval(pieces, path, mode=""):
     number, bias = "cosine", None
     if mode:
         number, (bias, _) = "adjusted similarity", pieces.biases[mode]
-    sim = cosines(pieces)                                                  # (C, M)
+    sim = pieces.cosines()                                                 # (C, M)
     if bias is not None:
         sim = sim + bias
     title = f"{number} below. Queries from best to worst, at even quantiles of the rank"

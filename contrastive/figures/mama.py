@@ -1,9 +1,10 @@
 """Figures of MAMA: of a run, curves, weights (Fig. 4, right), retrieval or answers; of several
 runs, Figures 2, 4 and 5; clips with captions (Fig. 6), for tools/caption.py."""
 
+from collections import Counter
 from typing import NamedTuple
 
-from contrastive.core.files import flatten
+from contrastive.core.files import flatten, read_json
 from contrastive.core.metrics import retrieval_ranks
 from contrastive.core.processes import UserError, opening
 from contrastive.figures import base
@@ -13,6 +14,8 @@ import numpy as np
 from safetensors.torch import load_file
 
 NUM_TOPICS = 10  # of captions, in Figs. 2 and 5
+# flags in which the runs of Fig. 4 may differ; --baseline sets others, which are compared
+MARGIN_FLAGS = {"margin_schedule", "a0", "a1", "a2", "baseline", "seed"}
 
 
 # ======================================================= one run ==================================
@@ -171,8 +174,10 @@ def margin_lines(runs, axis, same):
 
 def draw_margins(folders, path):
     """Fig. 4: the score on val over the margin and over its growth."""
+    finished_runs = base.read_runs(folders)
+    base.require_same_flags(finished_runs, MARGIN_FLAGS, "the margin and the seed alone")
     runs = []
-    for run in base.read_runs(folders).values():
+    for run in finished_runs.values():
         margin_run, metric = read_margin_run(run)
         runs.append(margin_run)
     panels = [
@@ -203,9 +208,10 @@ def draw_margins(folders, path):
 
 # ======================================================= two runs, Figs. 2 and 5 ==================
 class Concept(NamedTuple):
-    """The queries of one topic, or of one answer, in two runs."""
+    """The test queries of one topic, or of one answer, in two runs."""
 
     name: str
+    share: float  # of the training examples, percent
     queries: int
     first_hits: int
     second_hits: int
@@ -219,46 +225,63 @@ class Concept(NamedTuple):
 
 
 def draw_concepts(folders, path):
-    """Figs. 2 and 5: how frequent the concepts of the test queries are, and the gain of the second
-    run on each. Concepts are the answers of open questions, else topics of the texts."""
+    """Figs. 2 and 5: how frequent concepts are in the training data, and what the second run gains
+    on the test queries of each. Concepts are the answers of open questions, else topics of texts.
+    """
     runs = base.read_runs(folders)
     if len(runs) != 2:
         raise UserError(f"concepts: {len(runs)} runs; give two, of which the first is the baseline")
     first, second = base.first_test_sets(runs).values()
     first_run, _ = runs.values()
-    if getattr(first_run.args, "task", "") == "qa-open":
-        names = np.array(first.answers)                                    # (Q,)
-    else:
-        names = topics_of(first.questions or first.texts)                  # (Q,)
+    training_names, names = concepts_of(first_run, first)                  # M, Q words
+    counts = Counter(training_names)
+    first_hits, second_hits = hits_of(first), hits_of(second)              # (Q,)
     concepts = []
-    for name in np.unique(names):
-        chosen = names == name                                             # (Q,)
+    for name in {*training_names, *names}:
+        share = 100 * counts[name] / len(training_names)
+        chosen = np.array(names) == name                                   # (Q,)
         concepts.append(Concept(
-            name, int(chosen.sum()), int(hits_of(first)[chosen].sum()),
-            int(hits_of(second)[chosen].sum())))
-    concepts.sort(key=lambda concept: (-concept.queries, concept.name))
+            name, share, int(chosen.sum()), int(first_hits[chosen].sum()),
+            int(second_hits[chosen].sum())))
+    concepts.sort(key=lambda concept: (-concept.share, concept.name))
 
     fig, (left, right) = figure(2, height=4)
-    shares = [100 * concept.queries / len(names) for concept in concepts]
-    shown = slice(min(len(concepts), 20))
-    left.barh([concept.name for concept in concepts[shown]][::-1], shares[shown][::-1])
+    shown = concepts[:20][::-1]
+    left.barh([concept.name for concept in shown], [concept.share for concept in shown])
     left.set_title("concepts (Fig. 2)")
-    left.set_xlabel("part of the test queries, %")
-    right.scatter(shares, [concept.gain for concept in concepts], alpha=0.6)
+    right.scatter(
+        [concept.share for concept in concepts], [concept.gain for concept in concepts], alpha=0.6)
     right.set_title("gain by concept (Fig. 5)")
-    right.set_xlabel("part of the test queries, %")
     right.set_ylabel("gain, % of the first run's")
     right.axhline(0, color="grey", lw=0.8)
+    for ax in (left, right):
+        ax.set_xlabel("part of the training data, %")
     save_figure(fig, path)
 
     lines = []
-    for concept, share in zip(concepts, shares):
+    for concept in concepts:
+        if not concept.queries:
+            continue
         gain = f"gain {concept.gain:+.1f} %"
         if not concept.first_hits:
             gain = "no gain, since the first run has no hit"
-        lines.append(f"{concept.name}: {share:.2f} % of the queries, hits {concept.first_hits} -> "
-                     f"{concept.second_hits} of {concept.queries}, {gain}")
+        lines.append(f"{concept.name}: {concept.share:.2f} % of the training data, hits "
+                     f"{concept.first_hits} -> {concept.second_hits} of {concept.queries}, {gain}")
     return lines
+
+
+def concepts_of(run, pieces):
+    """The concepts of M training examples and of Q test queries: two lists of names.
+
+    Args:
+        run: FinishedRun, whose training texts define the topics.
+        pieces: SavedPieces of its test.
+    """
+    file = run.folder / "training_texts.json"
+    training_texts = read_json(file)["texts"]
+    if getattr(run.args, "task", "") == "qa-open":
+        return training_texts, pieces.answers
+    return topics_of(training_texts, pieces.questions or pieces.texts)
 
 
 def hits_of(pieces):
@@ -268,20 +291,26 @@ def hits_of(pieces):
     return retrieval_ranks(pieces.text, pieces.image, pieces.positives) == 1
 
 
-def topics_of(texts):
-    """The likeliest of NUM_TOPICS topics of each text, by an LDA over the texts: (Q,) three words.
-    """
+def topics_of(training_texts, texts):
+    """The likeliest of NUM_TOPICS topics of each of M training texts and of Q other texts, by an
+    LDA over the training texts: two lists of three words each."""
     from sklearn.decomposition import LatentDirichletAllocation
     from sklearn.feature_extraction.text import CountVectorizer
 
     words = CountVectorizer(stop_words="english")
-    counts = words.fit_transform(texts)                                    # (Q, words)
+    counts = words.fit_transform(training_texts)                           # (M, words)
     model = LatentDirichletAllocation(NUM_TOPICS, random_state=0).fit(counts)
     vocabulary = words.get_feature_names_out()
     names = []
     for topic in model.components_:                                        # (words,)
         names.append(" ".join(vocabulary[np.argsort(-topic)[:3]]))
-    return np.array(names)[model.transform(counts).argmax(1)]
+    names.append("no known word")
+    topics = []
+    for counts_of_split in (counts, words.transform(texts)):               # (M or Q, words)
+        likeliest = model.transform(counts_of_split).argmax(1)             # (M or Q,)
+        likeliest[counts_of_split.sum(1).A1 == 0] = -1
+        topics.append([names[topic] for topic in likeliest])
+    return topics
 
 
 FIGURES = {

@@ -144,7 +144,7 @@ def draw_shares(axes, pieces, modes, gamma):
         modes: of the biases, in the order of the legend.
     """
     kind = pieces.kind
-    sim = base.cosines(pieces)                                             # (C, M)
+    sim = pieces.cosines()                                                 # (C, M)
     *rate_axes, sum_axes = axes
     for mode in modes:
         image_bias, _ = pieces.biases[mode]                                # (M,)
@@ -244,10 +244,10 @@ def draw_answers(stages, path):
     first_answers = []                                                     # (c,) each
     for name, stage in stages.items():
         image_bias, _ = stage.pieces.biases[stage.mode]                    # (M,)
-        sim = base.cosines(stage.pieces) + image_bias                      # (C, M)
+        sim = stage.pieces.cosines() + image_bias                          # (C, M)
         shares[name] = summed_probability(sim, stage.gamma)
         shown = base.with_pictures(stage.pieces)
-        sims[name] = base.cosines(shown) + image_bias[:len(shown.image)]   # (c, m)
+        sims[name] = shown.cosines() + image_bias[:len(shown.image)]       # (c, m)
         first_answers.append(sims[name].argmax(1))
     is_same = first_answers[0] == first_answers[-1]                        # (c,)
     changed_first = is_same.int().sort(stable=True).indices.tolist()

@@ -136,7 +136,7 @@ def draw_false_positives(folders, path):
     cosines = {}                                                           # {run: (c,)}
     for run, run_pieces in pieces.items():
         shown = base.with_pictures(run_pieces)
-        cosines[run] = base.cosines_of_pairs(shown)
+        cosines[run] = shown.cosines_of_pairs()
     runs = list(cosines)
     fall = cosines[runs[0]] - cosines[runs[-1]]                            # (c,)
     examples = []

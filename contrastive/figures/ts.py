@@ -7,10 +7,9 @@ and 2 read the columns sphere and cosines of the evaluations on val in the log.
 
 from contrastive.core.metrics import normalize
 from contrastive.core.processes import UserError
-from contrastive.core.words import flag_of
 from contrastive.figures.base import (
-    FinishedRun, batch_panels, draw_training_curves, figure, legend_above, read_runs, save_figure,
-    whole_ticks)
+    FinishedRun, batch_panels, draw_training_curves, figure, legend_above, read_runs,
+    require_same_flags, save_figure, whole_ticks)
 
 import numpy as np
 import torch
@@ -21,9 +20,6 @@ MAX_POINTS = 4000  # training images in Fig. 3
 PHASE_FLAGS = {
     "period", "epochs", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
     "split_seed"}
-IGNORED_FLAGS = {
-    "output_dir", "run_name", "resume", "cpu", "workers", "save_every", "eval_every", "log_every",
-    "tracker", "changed", "command_line", "hub"}
 
 
 # ======================================================= one run ==================================
@@ -248,7 +244,7 @@ def draw_phases(folders, path):
     (paper: T = 200, 400, 1000, 2000). --stop-at-phase should stop where the mean is highest.
     """
     runs = read_runs(folders)
-    check_flags(runs)
+    require_same_flags(runs, PHASE_FLAGS, "period and seed")
     grid = np.linspace(0, 1, 41)                                           # phases
     values = []
     for run in runs.values():
@@ -276,20 +272,6 @@ def draw_phases(folders, path):
         lines.append("{:6.3f} {:8.2f} {:8.2f}".format(*row))
     lines.append(f"best at phase {phases[mean.argmax()]:.3f}")
     return lines
-
-
-def check_flags(runs):
-    """Raises: UserError if runs differ in flags other than PHASE_FLAGS. runs: {name: FinishedRun}.
-    """
-    first_name, first = next(iter(runs.items()))
-    for name, run in runs.items():
-        flags = vars(first.args).keys() | vars(run.args).keys()
-        for flag in sorted(flags - PHASE_FLAGS - IGNORED_FLAGS):
-            value = getattr(run.args, flag, None)
-            first_value = getattr(first.args, flag, None)
-            if value != first_value:
-                raise UserError(f"{name} and {first_name} differ in {flag_of(flag)} ({value}, "
-                                f"{first_value}); compare runs that differ in period and seed")
 
 
 def last_period(run):
