@@ -48,16 +48,18 @@ from contrastive.data.table import Data, make_table
 from contrastive.data.views import (
     Augment, key_hash, pick, simclr_view, training_view, uniforms)
 
-# ---- contrastive/encoders: towers by name, tokenizers, and the texts of a batch ----
+# ---- contrastive/encoders: encoders by name, tokenizers, and the texts of a batch ----
 from contrastive.encoders.base import (
-    TwoTower, batchnorms, functional_call, is_clip, sync_batchnorm)
-from contrastive.encoders.build import build_model, adjust_flags_to_encoder
-from contrastive.encoders.cached import open_feature_cache  # --freeze
-from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
-from contrastive.encoders.models import (
-    EvalTransform, TextEncoder, VisionEncoder, load_model)
+    Backbone, TwoTower, batchnorms, functional_call, sync_batchnorm)
+from contrastive.encoders.experts import Expert  # a frozen encoder beside those that learn (TeMo)
+from contrastive.encoders.feature_cache import open_feature_cache  # --freeze
+from contrastive.encoders.freezing import freeze_as_clip4clip
+from contrastive.encoders.image_encoders import (
+    IMAGE_ENCODERS, EncoderKind)  # IMAGE_ENCODERS["mynet"] = EncoderKind(function)
+from contrastive.encoders.models import adjust_flags_to_encoder, build_model, load_model
 from contrastive.encoders.texts import build_tokenizer, train_wordpiece
-from contrastive.encoders.towers import freeze_as_clip4clip
+from contrastive.encoders.towers import TextEncoder, VisionEncoder
+from contrastive.encoders.transform import EvalTransform
 
 # ---- contrastive/evaluation: whole evaluations ----
 from contrastive.evaluation.by_class import padded_and_flipped  # training images of TS's probes

@@ -201,7 +201,7 @@ CC3M = dict(
     epochs=30.0, batch_size=512, lr=2e-4, lr_end=1e-5, weight_decay=0.02, beta2=0.999,
     grad_clip=0.0, warmup_epochs=0.35,                                     # 2,000 steps
     cluster_encoder="distilbert/distilbert-base-uncased",
-    randaugment_ops=2, randaugment_magnitude=21, randaugment_strengths="cc3m",
+    randaugment_ops=2, randaugment_magnitude=21,
     mixed_precision="bf16", eval_datasets=["coco", "flickr30k"], log_every=50, save_every=1000)
 EPIC = dict(
     source="paper; encoders, views and optimiser from AVION",

@@ -15,7 +15,7 @@ from contrastive.data.options import DataOptions
 from contrastive.engine import banner
 from contrastive.engine.flags import Parser
 from contrastive.engine.run import count_steps, adjust_flags_to_data
-from contrastive.encoders.build import adjust_flags_to_encoder
+from contrastive.encoders.models import adjust_flags_to_encoder
 
 import pytest
 import torch

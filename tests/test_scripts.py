@@ -256,7 +256,7 @@ VIEWS = {
     "mama": JITTERED,
     "mmts": {
         "flags": f"{JITTERED['flags']} --randaugment-ops 1 --randaugment-magnitude 5",
-        "views": [JITTERED["views"][0] | dict(randaugment=(1, 5, "torchvision"))],
+        "views": [JITTERED["views"][0] | dict(randaugment=(1, 5))],
     },
     "temperature_schedules": {
         "flags": "--crop-min .6 --flip .7 --jitter-p .8 --jitter .15 --hue .45 --grey .55 "
@@ -268,7 +268,7 @@ VIEWS = {
         "--randaugment-magnitude 5 --image-aug simclr --aug-crop-min .6 --aug-flip .7 "
         "--aug-jitter .15 --aug-hue .45 --aug-blur .65",
         "views": [
-            JITTERED["views"][0] | dict(jitter_p=0.8, randaugment=(1, 5, "torchvision")),
+            JITTERED["views"][0] | dict(jitter_p=0.8, randaugment=(1, 5)),
             STRONG | dict(grey=0.2),
         ],
     },

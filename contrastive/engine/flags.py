@@ -410,10 +410,7 @@ class Parser(OneLineErrorParser):
             help="operations of RandAugment, each with probability 1/2; CC3M code 2; 0 = off")
         add("--randaugment-magnitude", type=between(0, 30, int), default=0,
             help="magnitude of RandAugment, 0..30, beside --randaugment-ops; CC3M code 21 (7 of "
-                 "its 10)")
-        add("--randaugment-strengths", choices=["torchvision", "cc3m"], default="torchvision",
-            help="strengths at magnitude 30: torchvision's; or the CC3M code's, shifts by 10 "
-                 "pixels, brightness and sharpness times 1.9, grey outside")
+                 "its 10); at 30 shifts are 10 pixels, light and sharpness 1.9 times as strong")
 
     def add_simclr_view_flags(self):
         """Adds the flags of common.simclr_view; defaults are SimCLR's, of colours SLIP's."""
