@@ -48,16 +48,18 @@ from contrastive.data.table import Data, make_table
 from contrastive.data.views import (
     Augment, key_hash, pick, simclr_view, training_view, uniforms)
 
-# ---- contrastive/encoders: towers by name, tokenizers, and the texts of a batch ----
+# ---- contrastive/encoders: encoders by name, tokenizers, and the texts of a batch ----
 from contrastive.encoders.base import (
-    TwoTower, batchnorms, is_clip, sync_batchnorm)
-from contrastive.encoders.build import build_model, adjust_flags_to_encoder
-from contrastive.encoders.cached import open_feature_cache  # --freeze
-from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
-from contrastive.encoders.models import (
-    EvalTransform, TextEncoder, VisionEncoder, load_model)
+    Backbone, TwoTower, batchnorms, sync_batchnorm)
+from contrastive.encoders.experts import Expert  # a frozen encoder beside those that learn (TeMo)
+from contrastive.encoders.feature_cache import open_feature_cache  # --freeze
+from contrastive.encoders.freezing import freeze_as_clip4clip, set_drop_path
+from contrastive.encoders.image_encoders import (
+    IMAGE_ENCODERS, EncoderKind)  # IMAGE_ENCODERS["mynet"] = EncoderKind(function)
+from contrastive.encoders.models import adjust_flags_to_encoder, build_model, load_model
 from contrastive.encoders.texts import build_tokenizer, train_wordpiece
-from contrastive.encoders.towers import freeze_as_clip4clip, set_drop_path
+from contrastive.encoders.towers import TextEncoder, VisionEncoder
+from contrastive.encoders.transform import EvalTransform
 
 # ---- contrastive/evaluation: whole evaluations ----
 from contrastive.evaluation.by_class import padded_and_flipped  # training images of TS's probes
@@ -73,14 +75,17 @@ from contrastive.papers.baselines import (  # losses of other papers
     spl_weights, ts_temperature)
 from contrastive.papers.clusters import (  # of captions (MM-TS)
     check_cluster_source, head_mid_tail, k_means, largest_first, open_clusters)
-from contrastive.papers.meta import meta_data  # a few clean examples (MAMA)
+from contrastive.papers.mama_records import (  # for the log and the figures of MAMA
+    mismatch_columns, save_pairs, save_training_texts)
+from contrastive.papers.meta import (  # a few clean examples (MAMA)
+    meta_batches, meta_data, save_meta_names)
 from contrastive.papers.text_pairs import (  # T and T~ (TeMo)
     Paraphrases, drop_and_swap, text_pair, text_words)
 
 # ---- contrastive/engine: the flags and the book-keeping of a run ----
 from contrastive.engine.flags import OneLineErrorParser, Parser  # argparse with recipes
-from contrastive.engine.grad_cache import (  # --chunk-size
-    GradCache, random_state, set_random_state)
+from contrastive.engine.functional import functional_encoder, trained_parameters
+from contrastive.engine.grad_cache import GradCache  # --chunk-size
 from contrastive.engine.precision import tf32  # for encoders, on GPUs
 from contrastive.engine.run import Run, count_steps, adjust_flags_to_data
 

@@ -11,8 +11,10 @@ import tarfile
 from pathlib import Path
 
 import common
-from contrastive.data.table import EmptySplit
+from contrastive.core.files import write_json
 from contrastive.core.processes import UserError
+from contrastive.data.table import EmptySplit
+from contrastive.encoders.base import STATS
 from contrastive.engine import run as run_module
 from contrastive.engine.run import Run
 
@@ -392,6 +394,10 @@ def tiny_model(kind, folder, tokenizer):
     model = make[kind]().eval()
     model.save_pretrained(folder)
     tokenizer.tokenizer.save_pretrained(folder)
+    if kind in ("dino", "vit", "clip"):
+        mean, std = STATS["clip" if kind == "clip" else "imagenet"]
+        stats = dict(image_processor_type="BitImageProcessor", image_mean=mean, image_std=std)
+        write_json(Path(folder) / "preprocessor_config.json", stats)
     return model
 
 

@@ -13,8 +13,8 @@ from contrastive.data import feature_cache
 from contrastive.data.batches import kept_text_draws
 from contrastive.encoders import weights
 from contrastive.encoders.base import batchnorms
-from contrastive.encoders.cached import CachedTokenizer, encode_frames
-from contrastive.encoders.models import build_model, load_model
+from contrastive.encoders.feature_cache import CachedTokenizer, encode_frames
+from contrastive.encoders.models import model_of_spec
 from contrastive.engine.run import Run
 
 import numpy as np
@@ -100,7 +100,7 @@ def test_a_frozen_body_does_not_change_and_its_projection_learns(tmp_path, capti
 
 def test_a_frozen_encoder_stays_in_eval_mode():
     spec = SPEC | {"image_encoder": "resnet18-cifar", "freeze": "image"}
-    model, _ = build_model(spec, None, False)
+    model, _ = model_of_spec(spec, None, False)
     assert not batchnorms(model) and model.train().vision.training
     assert not any(module.training for module in model.vision.body.modules())
     learning = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -150,7 +150,7 @@ def test_one_frozen_encoder(choice, tmp_path, captions_csv):
 
 def test_features_of_every_frame_of_a_clip():
     """Projection and normalisation come before the mean over frames."""
-    model, _ = build_model(SPEC | {"freeze": "image"}, None, False)
+    model, _ = model_of_spec(SPEC | {"freeze": "image"}, None, False)
     clips = torch.rand(3, 4, 3, SIDE, SIDE)
     features = encode_frames(model.vision, clips)
     assert features.shape == (3, 4, 128)

@@ -11,9 +11,9 @@ import unicodedata
 
 import common
 from contrastive import core, encoders, evaluation
-from contrastive.encoders.build import describe_weights
-from contrastive.encoders.frozen import Expert
-from contrastive.encoders.kinds import encoder_kind
+from contrastive.encoders.experts import Expert
+from contrastive.encoders.image_encoders import IMAGE_ENCODERS, check_image_encoder, encoder_kind
+from contrastive.encoders.models import check_text_length, describe_weights, model_of_spec
 from contrastive.encoders.texts import Tokenizer, train_wordpiece
 from contrastive.encoders.weights import init_from
 from contrastive.core.processes import UserError
@@ -30,7 +30,8 @@ import mama
 import mmts
 import temo
 import temperature_schedules as ts
-from helpers import CPU, equal_files, few_steps, run_script, tiny_model, write_captions
+from variants import temo_experts
+from helpers import CPU, few_steps, run_script, tiny_model, write_captions
 from variants import sdclr
 
 SPEC = dict(
@@ -51,7 +52,7 @@ IMAGENET = encoders.base.STATS["imagenet"]
 
 def built(tokenizer, pretrained=False, weights="", **changes):
     """The model of SPEC, some of its values changed."""
-    return common.build_model(SPEC | changes, tokenizer, pretrained, weights)[0]
+    return model_of_spec(SPEC | changes, tokenizer, pretrained, weights)[0]
 
 
 def part(state, start):
@@ -75,7 +76,7 @@ def test_a_clip_as_image_encoder_is_the_text_encoder_too(tiny, data, tmp_path):
     What a flag names is kept, and any other encoder leaves the recipe's.
     """
     folder, default = tiny("clip")[0], temo.parse_args([]).text_encoder
-    base = [*RUN, "--dataset", data, "--no-pretrained", "--image-size", "32"]
+    base = [*RUN, "--dataset", data, "--no-pretrained", "--image-size", "32", "--text-length", "12"]
     for k, (image, flags, expected) in enumerate(
         (
             (folder, "", (folder, 16)),
@@ -108,33 +109,79 @@ def test_a_run_keeps_the_biases_of_its_projections(data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, family, reads",
+    "name, entry, reads",
     [
         ("small", "small", "images"),
-        ("resnet50.tv_in1k", "timm", "images"),
-        ("resnet18-cifar", "cifar_resnet", "images"),
-        ("openai/clip-vit-base-patch32", "transformers", "images"),
-        ("video_lab/model", "transformers", "images"),
-        ("video_vit_base_patch16_clip_224.openai", "video_vit", "clips"),
-        ("clip_vip:openai/clip-vit-base-patch32", "clip_vip", "clips"),
-        ("swin3d_b", "video_swin", "clips"),
+        ("resnet50.tv_in1k", "*", "images"),
+        ("resnet18-cifar", "resnet18-cifar", "images"),
+        ("openai/clip-vit-base-patch32", "*/*", "images"),
+        ("video_lab/model", "*/*", "images"),
+        ("video_vit_base_patch16_clip_224.openai", "video_*", "clips"),
+        ("clip_vip:openai/clip-vit-base-patch32", "clip_vip:*", "clips"),
+        ("swin3d_b", "swin3d_*", "clips"),
         ("ssb", "ssb", "features"),
-        ("regions", "regions", "regions"),
+        ("regions", "regions", "features"),
     ],
 )
-def test_a_name_says_what_an_encoder_is(name, family, reads):
+def test_a_name_says_what_an_encoder_is(name, entry, reads):
     kind = encoder_kind(name)
-    assert (kind.family, kind.reads) == (family, reads)
-    assert kind.reads_files == (name in ("ssb", "regions"))
+    assert kind is IMAGE_ENCODERS[entry] and kind.reads == reads
+    check_image_encoder(name)
 
 
 def test_a_folder_is_a_model_of_transformers(tmp_path, monkeypatch):
     """Also when it has gone, if its config is known."""
     monkeypatch.chdir(tmp_path)
-    assert encoder_kind("model").family == "timm"
-    assert encoder_kind("model", config={"model_type": "vit"}).family == "transformers"
+    assert not encoder_kind("model").is_transformers
+    assert encoder_kind("model", config={"model_type": "vit"}).is_transformers
     (tmp_path / "model").mkdir()
-    assert encoder_kind("model").family == "transformers"
+    assert encoder_kind("model").is_transformers
+
+
+@pytest.mark.parametrize(
+    "name, nearest",
+    [
+        ("resnet51", "resnet50"),
+        ("resnet51.a1_in1k", "resnet50"),
+        ("smal", "small"),
+        ("video_vit_base_patch16_clip_225", "video_vit_base_patch16_clip_224"),
+        ("swin3d_c", "swin3d_b"),
+    ],
+)
+def test_a_name_of_no_encoder_is_refused_with_the_nearest(name, nearest, tmp_path):
+    flags = [*RUN, "--image-encoder", name, "--output-dir", str(tmp_path)]
+    with pytest.raises(UserError, match=f"^--image-encoder {name}: no .* nearest: .*{nearest}"):
+        ts.main(ts.parse_args(flags))
+
+
+def test_an_encoder_of_the_user_is_an_entry_and_a_function(monkeypatch, tokenizer):
+    def mean_colour(name, options):
+        layers = torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 8)
+        return common.Backbone(torch.nn.Sequential(*layers), 8)
+
+    monkeypatch.setitem(common.IMAGE_ENCODERS, "mean", common.EncoderKind(mean_colour))
+    check_image_encoder("mean")
+    model = built(tokenizer, image_encoder="mean")
+    image, _, features = model(torch.randn(2, 3, 32, 32))
+    assert image.shape == (2, 16) and features.shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    "config, positions",
+    [
+        (T.BertConfig, 40),
+        (T.RobertaConfig, 39),  # it counts from the place after its padding
+    ],
+)
+def test_more_tokens_than_positions_are_refused(config, positions, tmp_path):
+    sizes = SMALL | dict(vocab_size=50, max_position_embeddings=40, pad_token_id=0)
+    T.AutoModel.from_config(config(**sizes)).save_pretrained(tmp_path)
+    text = common.TextEncoder(str(tmp_path), 0).eval()
+    check_text_length(text, positions)
+    ids = torch.full((1, positions), 7)
+    text(ids, torch.ones_like(ids))
+    with pytest.raises(UserError, match=f"^--text-length {positions + 1}: .* {positions} pos"):
+        check_text_length(text, positions + 1)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +214,7 @@ def test_default_towers_have_no_batchnorm_and_no_dropout(tokenizer):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_encoding_leaves_a_model_in_its_mode(tokenizer, training):
-    model, transform = common.build_model(dict(SPEC), tokenizer, False)
+    model, transform = model_of_spec(dict(SPEC), tokenizer, False)
     modes, data = [], common.load_data("moving-emoji", "val", clips=(8, 8, 8))
     for tower in (model.vision, model.text):
         tower.register_forward_hook(lambda module, *_: modes.append(module.training))
@@ -246,19 +293,18 @@ FILES_OF_STATISTICS = {  # {file: content}; whether the model has the statistics
 
 
 @pytest.mark.parametrize("name", FILES_OF_STATISTICS)
-def test_statistics_of_pixels_are_those_of_the_model_s_files(name, tmp_path, tiny, capsys):
+def test_statistics_of_pixels_are_those_of_the_model_s_files(name, tmp_path, tiny):
     files, has_statistics = FILES_OF_STATISTICS[name]
     shutil.copytree(tiny("vit")[0], tmp_path / "vit")
+    (tmp_path / "vit" / "preprocessor_config.json").unlink()
     for file, content in files.items():
         (tmp_path / "vit" / file).write_text(json.dumps(content))
-    stats = common.VisionEncoder(str(tmp_path / "vit"), 0).stats
-    expected = tuple(map(tuple, STATISTICS.values())) if has_statistics else IMAGENET
-    assert stats == expected
-    words = (
-        "no file that can be read says the statistics of its pixels; --image-stats encoder takes "
-        "mean (0.485"
-    )
-    assert (words in capsys.readouterr().out) == (not has_statistics)
+    encoder = common.VisionEncoder(str(tmp_path / "vit"), 0)
+    if has_statistics:
+        assert encoder.stats == tuple(map(tuple, STATISTICS.values()))
+    else:
+        with pytest.raises(UserError, match="^--image-stats encoder: .*vit"):
+            print(encoder.stats)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +336,7 @@ def test_padding_changes_no_text_of_the_small_encoder(tokenizer):
 def test_clip_keeps_its_own_space(tiny, tokenizer):
     folder, reference = tiny("clip")
     spec = SPEC | dict(image_encoder=folder, text_encoder=folder, image_stats="encoder")
-    model, transform = common.build_model(spec, tokenizer, True)
+    model, transform = model_of_spec(spec, tokenizer, True)
     clips, tokens = torch.randn(2, 3, 3, 32, 32), tokenizer(["red apple", "a blue bird on a tree"])
     image, text, _ = model.eval()(clips[:, 0], tokens)
     of_frames = [reference(pixel_values=clips[:, t], **tokens) for t in range(3)]
@@ -619,6 +665,7 @@ def test_experts(tmp_path, tiny):
         **SMALL, image_size=28, patch_size=14, num_register_tokens=4
     )
     T.Dinov2WithRegistersModel(registers).save_pretrained(tmp_path / "registers")
+    shutil.copy(f"{tiny('dino')[0]}/preprocessor_config.json", tmp_path / "registers")
     pixels = torch.randn(3, 3, 28, 28)
     mean, std = (torch.tensor(v)[:, None, None] for v in IMAGENET)
     for name, first_patch in ((tiny("dino")[0], 1), (str(tmp_path / "registers"), 5)):
@@ -645,25 +692,25 @@ def test_experts_read_whole_images_and_cleaned_captions(tmp_path, tiny, data, mo
     train = common.load_data(data, "train")
     view = common.EvalTransform(32, *encoders.base.STATS["half"], resize="squash")
     whole = torch.stack([view(path) for path in image_paths(train)])
-    seen, features = [], temo.expert_features
+    seen, encode = {}, Expert.__call__
 
-    def watched_features(experts, pixels, texts):
-        seen.append((pixels, texts))
-        return features(experts, pixels, texts)
+    def watched(expert, inputs, batch=256):
+        seen[expert.modality] = inputs
+        return encode(expert, inputs, batch)
 
-    monkeypatch.setattr(temo, "expert_features", watched_features)
+    monkeypatch.setattr(Expert, "__call__", watched)
     flags = [*RUN, *"--image-size 32 --log-every 1 --clean-captions --crop-min 0.3".split()]
     flags += ["--image-expert", tiny("dino")[0], "--text-expert", tiny("bert")[0]]
+    flags += ["--image-expert-weight", "0.1", "--text-expert-weight", "0.1"]
     for inputs, is_clean in (("clean", True), ("training", False)):
         folder = tmp_path / inputs
-        log = few_steps(temo, folder, *flags, "--dataset", data, "--expert-inputs", inputs)
+        log = few_steps(temo_experts, folder, *flags, "--dataset", data, "--expert-inputs", inputs)
         for row in log:
             experts = row["L_E-image"] + row["L_E-text"]
             assert row["loss"] == pytest.approx(row["L_MM"] + 0.1 * experts)
-        pixels, texts = seen.pop()
-        far = torch.cdist(pixels.flatten(1), whole.flatten(1), p=torch.inf).amin(1)  # (B,)
+        far = torch.cdist(seen["image"].flatten(1), whole.flatten(1), p=torch.inf).amin(1)  # (B,)
         assert (far.max() < 0.02) == is_clean
-        assert all(("," in text) != is_clean for text in texts)
+        assert all(("," in text) != is_clean for text in seen["text"])
 
 
 def image_paths(data):

@@ -157,7 +157,7 @@ def test_rows_that_evaluate_during_training_have_something_to_evaluate(name):
     for row, args in table_runs(name):
         datasets = getattr(args, "eval_datasets", []) or [args.dataset]
         has_val = any("val" in splits_of(data) for data in datasets)
-        assert not args.eval_every or has_val or args.holdout_fraction, row
+        assert args.eval_every <= 0 or has_val or args.holdout_fraction, row
 
 
 def test_rows_of_mm_ts_have_videos_first_weights_and_a_learnt_tau():

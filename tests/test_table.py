@@ -346,14 +346,6 @@ def changed(operation, image, strength):
     return V.pil_to_tensor(operation.change(V.to_pil_image(image), strength)).int()
 
 
-def test_operations_of_randaugment_come_in_torchvision_s_order():
-    assert list(OPERATIONS) == [k for k in v2.RandAugment()._AUGMENTATION_SPACE if k in OPERATIONS]
-    image = (noise(1, 40, 56)[0] * 255).byte()
-    for name, change in (("AutoContrast", V.autocontrast), ("Equalize", V.equalize)):
-        expected = V.pil_to_tensor(change(V.to_pil_image(image))).int()
-        assert torch.equal(changed(OPERATIONS[name], image, 0), expected)
-
-
 def moved(clip, matrix):
     """Each pixel (x, y) at (a x + b y + c, d x + e y + f) of the clip, between pixels linearly, and
     128 outside: OpenCV's warpAffine with an inverse map, as the CC3M trainer calls it, but that it
@@ -409,11 +401,17 @@ def test_light_of_the_cc3m_trainer_has_one_factor_for_a_magnitude():
         assert 1 + operation.strength(21) == pytest.approx(7 / 10 * 1.8 + 0.1)
         found = changed(operation, image, operation.strength(21))
         assert (found - expected.int()).abs().max() <= 1
+    theirs = v2.RandAugment(num_ops=1)
+    assert list(OPERATIONS) == [k for k in theirs._AUGMENTATION_SPACE if k in OPERATIONS]
+    for name in ("Identity", "AutoContrast", "Equalize"):
+        expected = theirs._apply_image_or_video_transform(
+            V.to_pil_image(image), name, 0.0, theirs.interpolation, theirs._fill)
+        found = changed(OPERATIONS[name], image, 0.0)
+        assert torch.equal(found, V.pil_to_tensor(expected).int()), name
 
 
-def test_randaugment_applies_its_operations_by_its_draws_alone(monkeypatch):
-    """At magnitude 21, with a sign where the operation has one; the random numbers of this process
-    and of the GPU stay as they are."""
+def test_randaugment_applies_all_of_its_operations():
+    """At magnitude 21, drawn from one generator, with a sign where the operation has one."""
     image = (noise(1, 40, 48)[0] * 255).byte()
     images = {}
     for name, operation in OPERATIONS.items():
@@ -421,17 +419,28 @@ def test_randaugment_applies_its_operations_by_its_draws_alone(monkeypatch):
         images[name, strength] = changed(operation, image, strength)
         if operation.has_random_sign:
             images[name, -strength] = changed(operation, image, -strength)
-    asked, state = [], torch.get_rng_state()
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", asked.append)
     seen = set()
     for u in common.uniforms(0, 0, range(200), 16):
-        y = randaugment(image, u, 1, 21)
-        assert torch.equal(y, randaugment(image[None, None], u, 1, 21)[0, 0])
-        names = {key for key, expected in images.items() if torch.equal(y.int(), expected)}
+        y = randaugment(image, u, 1, 21).int()
+        names = {key for key, expected in images.items() if torch.equal(y, expected)}
         assert names
         seen |= names
     assert seen == set(images)
+
+
+def test_randaugment_reads_its_draws_alone(monkeypatch):
+    """And leaves the random numbers of this process and of the GPU as they are."""
+    clips = (noise(120, 32, 40) * 255).byte().unflatten(0, (60, 2))
+    u = common.uniforms(0, 0, range(60), 16)
+    asked, state = [], torch.get_rng_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "manual_seed_all", asked.append)
+        found = [randaugment(x, row, 2, 21) for x, row in zip(clips, u)]
     assert not asked and torch.equal(torch.get_rng_state(), state)
+    assert sum(not torch.equal(a, b) for a, b in zip(found, clips)) > 30
+    torch.manual_seed(5)
+    for x, row, y in zip(clips, u, found):
+        assert torch.equal(randaugment(x, row, 2, 21), y)
 
 
 @pytest.mark.parametrize("how", ["crop", "squash"])

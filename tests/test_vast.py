@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import common
 from contrastive.core.processes import UserError
-from contrastive.data.batches import Samples, collate
+from contrastive.data.batches import RawBatches
 from contrastive.data.sound import SLICE_LENGTH, filter_bank, read_sound, sound_slice
 from contrastive.encoders import vast
 from contrastive.encoders.models import model_of_spec
@@ -225,9 +225,11 @@ def test_own_csv_with_sound_and_subtitles(tmp_path):
     for k, pitch in ((0, 440), (1, 880)):
         assert pitch_of(data.samples(k)) == pytest.approx(pitch, abs=2)
     note = data.note
-    assert "2 without sound" in note and "2 without a subtitle" in note and "lost.wav" in note
-    items = Samples(data, [common.Augment(16, 1.0)], seed=0).__getitems__([(0, 1), (0, 2)])
-    parts = collate(items)["sound_and_text"]
+    assert "1 without sound" in note and "2 without a subtitle" in note
+    with pytest.raises(OSError):  # a bad sample
+        data.samples(3)
+    batches = RawBatches(data, [common.Augment(16, 1.0)], seed=0)
+    parts = batches[0, np.array([1, 2])].sound_and_text
     assert parts["subtitle"] == ["then others", ""]
     assert parts["sound"].shape == (2, 1024, 64) and not parts["sound"][1].any()
     assert open_splits(path, frames=3)["train"].sound_and_text(0) == {}

@@ -6,7 +6,7 @@ from argparse import Namespace
 import common
 from contrastive import evaluation
 from contrastive.core.processes import UserError
-from contrastive.data.clips import Regions
+from contrastive.data.regions import Regions
 from contrastive.encoders.models import model_of_spec
 from contrastive.encoders.texts import Tokenizer
 from contrastive.encoders.vgt import PostNorm, VideoGraph, attend_words, crops, sinusoids
@@ -241,13 +241,6 @@ def features(videos):
     ]
 
 
-def write_npz(folder, names):
-    (folder / "region_feat_aln").mkdir(parents=True), (folder / "frame_feat").mkdir()
-    for name, feat, bbox, frames in zip(names, *features(len(names))):
-        np.savez(folder / "region_feat_aln" / f"{name}.npz", feat=feat, bbox=bbox)
-        np.save(folder / "frame_feat" / f"{name}.npy", frames)
-
-
 def write_h5(folder, split, names):
     (
         (folder / "region_feat_n").mkdir(parents=True, exist_ok=True),
@@ -261,48 +254,40 @@ def write_h5(folder, split, names):
         file["ids"], file["resnet_features"] = names, frames
 
 
-def test_both_layouts_give_the_numbers_of_their_files(tmp_path):
-    names = ["11", "b", "c"]
-    write_npz(tmp_path / "npz", names)
-    write_h5(tmp_path / "h5", "val", names)
+def test_regions_are_the_numbers_of_their_files(tmp_path):
+    write_h5(tmp_path, "val", ["11", "b", "c"])
     feat, bbox, frames = features(3)
-    for folder in (tmp_path / "npz", tmp_path / "h5"):
-        read = Regions(folder, "val", 5, 32)
-        read.sizes = {"b": (200.0, 100.0)}
-        assert read.index() == {"11": "11", "video11": "11", "vid11": "11", "b": "b", "c": "c"}
-        for row, name, wide, high in ((1, "b", 200, 100), (2, "c", 320, 240)):
-            x = read(name).view(32, 6, W + 5).numpy()
-            clip, frame, box = 3, 2, 4
-            found, (x1, y1, x2, y2) = x[4 * clip + frame], bbox[row, clip, frame, box]
-            assert np.array_equal(found[0], [*frames[row, clip, frame], 0, 0, 0, 0, 0])
-            assert np.array_equal(found[1 + box, :W], feat[row, clip, frame, box])
-            area = (x2 - x1 + 1) * (y2 - y1 + 1) / (wide * high)
-            assert found[1 + box, W:] == pytest.approx(
-                [x1 / wide, y1 / high, x2 / wide, y2 / high, area], rel=1e-5
-            )
+    read = Regions(tmp_path, "val", 5, 32)
+    read.sizes = {"b": (200.0, 100.0)}
+    assert read.index() == {"11": "11", "video11": "11", "vid11": "11", "b": "b", "c": "c"}
+    for row, name, wide, high in ((1, "b", 200, 100), (2, "c", 320, 240)):
+        x = read(name).view(32, 6, W + 5).numpy()
+        clip, frame, box = 3, 2, 4
+        found, (x1, y1, x2, y2) = x[4 * clip + frame], bbox[row, clip, frame, box]
+        assert np.array_equal(found[0], [*frames[row, clip, frame], 0, 0, 0, 0, 0])
+        assert np.array_equal(found[1 + box, :W], feat[row, clip, frame, box])
+        area = (x2 - x1 + 1) * (y2 - y1 + 1) / (wide * high)
+        numbers = [x1 / wide, y1 / high, x2 / wide, y2 / high, area]
+        assert found[1 + box, W:] == pytest.approx(numbers, rel=1e-5)
     # two whole clips
-    few = Regions(tmp_path / "npz", "val", 5, 8)("c").view(2, 4, 6, W + 5)[:, :, 0, :W]
+    few = Regions(tmp_path, "val", 5, 8)("c").view(2, 4, 6, W + 5)[:, :, 0, :W]
     assert np.array_equal(few, frames[2, [0, 7]])
 
 
-def test_features_of_a_video_that_are_there_twice_end_the_run(tmp_path):
-    write_npz(tmp_path / "npz", ["a", "b"])
-    other = tmp_path / "npz" / "older"
-    other.mkdir()
-    (other / "b.npz").write_bytes((tmp_path / "npz" / "region_feat_aln" / "b.npz").read_bytes())
-    with pytest.raises(UserError, match=r"the video b is there twice, in .*b\.npz and in .*b\.npz"):
-        Regions(tmp_path / "npz", "val", 5, 32)
-    write_h5(tmp_path / "h5", "val", ["a", "b", "a"])
-    with pytest.raises(UserError, match="the video a is there twice"):
-        Regions(tmp_path / "h5", "val", 5, 32)
-    table = tmp_path / "h5" / "region_feat_n" / f"acregion_8c{N}b_val.h5"
+def test_features_that_are_missing_or_there_twice_end_the_run(tmp_path):
+    with pytest.raises(UserError, match=r"acregion_\*_val.h5 is not there"):
+        Regions(tmp_path, "val", 5, 32)
+    write_h5(tmp_path, "val", ["a", "b", "a"])
+    with pytest.raises(UserError, match="_val.h5: the video a is there twice"):
+        Regions(tmp_path, "val", 5, 32)
+    table = tmp_path / "region_feat_n" / f"acregion_8c{N}b_val.h5"
     table.with_name("acregion_8c20b_val.h5").write_bytes(table.read_bytes())
-    with pytest.raises(UserError, match="both acregion_8c20b_val.h5 and"):
-        Regions(tmp_path / "h5", "val", 5, 32)
+    with pytest.raises(UserError, match=r"may be .*acregion_8c20b_val.h5 or .*: remove one"):
+        Regions(tmp_path, "val", 5, 32)
 
 
 def test_a_run_on_files_with_captions(tmp_path, capsys):
-    """NExT-QA's lists with features for videos, read by a worker, of test as h5; and eval.py."""
+    """NExT-QA's lists with features for videos, read by a worker; and eval.py."""
     header = "video frame_count width height question answer qid type a0 a1 a2 a3 a4".split()
     for split in ("train", "val", "test"):
         write_rows(
@@ -314,8 +299,8 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
             ]
             + [(9, 3, 96, 64, "who is gone", 0, 9, "DO", *"abcde")],
         )
-    write_npz(tmp_path / "features", "0123")
-    write_h5(tmp_path / "features", "test", list("3210"))
+    for split in ("train", "val", "test"):
+        write_h5(tmp_path / "features", split, list("0123"))
     where = {"data_dir": str(tmp_path), "region_dir": str(tmp_path / "features")}
     data = common.load_data("nextqa", "train", **where, regions=5, frames=8)
     expected = features(4)[1][1, 0, 0, 2] / (96, 64, 96, 64)  # by the sizes of the list

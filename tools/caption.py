@@ -36,7 +36,7 @@ from contrastive.data.frames import read_frames
 from contrastive.data.pixels import VIDEO_TYPES
 from contrastive.data.splits import own_path
 from contrastive.data.table import frames_of
-from contrastive.encoders.frozen import frame_features, language_model
+from contrastive.encoders.image_encoders import check_image_encoder, encoder_kind
 from contrastive.engine.flags import OneLineErrorParser
 from contrastive.core.files import read_json, write_json
 from contrastive.core.processes import (
@@ -47,6 +47,7 @@ from contrastive.figures.mama import draw_clips
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import ImageOps
 from tqdm import tqdm
 
@@ -94,6 +95,42 @@ def read_candidates(path, start, end, n):
     return torch.from_numpy(frames.copy()).permute(0, 3, 1, 2)
 
 
+def frame_features(name, device):
+    """A function from frames (T, 3, H, W) uint8 to features (T, D), which finds alike frames.
+
+    Args:
+        name: "colour", mean colours on a 4 x 4 grid, without a model; else a timm or transformers
+            model, whose features have unit length.
+
+    Raises:
+        UserError: for a name without published weights.
+    """
+    if name == "colour":
+        return colour_features
+    check_image_encoder(name, "--frame-encoder")
+    if not encoder_kind(name).has_published_weights:
+        raise UserError(f"--frame-encoder {name}: has no published weights; give colour, or a "
+                        "model of timm or transformers")
+    encoder = common.VisionEncoder(name, 0).to(device).eval()
+    config = encoder.config or {}
+    side = config.get("vision_config", {}).get("image_size", 224)  # a CLIP takes no other size
+    view = common.EvalTransform(side, *encoder.stats, resize="squash")
+
+    @torch.inference_mode()
+    def unit_features(frames):
+        pixels = view.raw(frames).to(device).float() / 255
+        features, _ = encoder(view.normalise(pixels))                    # (T, D)
+        return common.normalize(features)
+
+    return unit_features
+
+
+def colour_features(frames):
+    """Mean colours (T, 48) of frames (T, 3, H, W) uint8 on a 4 x 4 grid."""
+    grid = F.adaptive_avg_pool2d(frames.float() / 255, 4)                # (T, 3, 4, 4)
+    return grid.flatten(1) / 48**0.5
+
+
 # ----------------------------------------------------- clips and their captions so far -----------
 def find_clips(args):
     """{(video, start, end): path} of a data set; video: path relative to the folder of the videos.
@@ -130,7 +167,7 @@ def video_folder(args):
 def find_sources(args, path):
     """The cells of the column source of --dataset: {path[, start, end, size]} of each clip."""
     sources = []
-    if path.is_dir() and not sort_files(path).metadata:  # videos alone
+    if path.is_dir() and not sort_files(path)["metadata"]:  # videos alone
         for file in sorted(files_below(path)):
             ending = Path(file).suffix.lower()[1:]
             if ending in (*VIDEO_TYPES, "gif"):
@@ -194,6 +231,55 @@ def draw_captions(args, clips, rows_of_clips):
     if pictures:
         title = f"{Path(args.dataset).name}: captions by {Path(args.model).name}"
         draw_clips(pictures, f"{args.out}.png", title, width=4.2, words=0.5)
+
+
+# ----------------------------------------------------- language models ---------------------------
+def language_model(name, args, sees=False):
+    """A function from prompts, and one picture for each if it sees, to texts of one line.
+
+    Args:
+        name: a transformers id or folder.
+        args: dtype, device, max_new_tokens and temperature (0 = the likeliest token).
+        sees: it reads pictures; else texts alone.
+
+    Raises:
+        UserError: if it cannot be loaded, or has no chat template.
+    """
+    import transformers
+
+    task = "image-text-to-text" if sees else "text-generation"
+    with opening(name):
+        generate = transformers.pipeline(
+            task, name, dtype=args.dtype, device=args.device, trust_remote_code=False)
+    tokenizer = generate.tokenizer
+    reader = generate.processor if sees else tokenizer
+    if not reader.chat_template:
+        raise UserError(f"{name}: it has no chat template, so how to ask it is not known; give a "
+                        "model that follows instructions, such as llava-hf/llava-1.5-7b-hf")
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    sampling = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "num_beams": 1}
+    if args.temperature:
+        sampling.update(do_sample=True, temperature=args.temperature)
+
+    def answer(prompts, pictures=()):
+        options = dict(sampling)
+        chats = [chat_of(prompt) for prompt in prompts]
+        if sees:
+            options = {"generate_kwargs": dict(sampling)}
+            chats = [chat_of(*pair) for pair in zip(prompts, pictures, strict=True)]
+        outputs = generate(chats, batch_size=len(chats), return_full_text=False, **options)
+        return [" ".join(output["generated_text"].split()) for output, in outputs]
+
+    return answer
+
+
+def chat_of(prompt, picture=None):
+    """A question as transformers' pipelines read it."""
+    content = prompt
+    if picture is not None:
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": prompt}]
+    return [{"role": "user", "content": content}]
 
 
 # ----------------------------------------------------- captions ----------------------------------

@@ -12,7 +12,8 @@ hub.py          tables that are read with pandas and `datasets`, also from the h
 tars.py         tars, by an index of their samples
 table.py        Data, one split as a table
 splits.py       splits that the data lack; --extra-captions and --extra-pairs
-pixels.py       image files; frames.py: videos; clips.py: clips of frames, or features of them
+pixels.py       image files; frames.py: videos; clips.py: clips of frames, or features of them;
+                regions.py: features of regions, for VGT
 sound.py        sound of clips, for VAST
 feature_cache.py  features of frozen encoders, which are computed once
 batches.py      training batches; views.py: random numbers and views of images

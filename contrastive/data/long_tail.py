@@ -168,11 +168,7 @@ def cut_full_set(full_set, options):
     val_rows = rows_of_file(full_set, "val", options.val_file, len(data))
     if not options.val_file:
         val_rows = draw_val(labels, index_rows)
-    num_shared = len(np.intersect1d(index_rows, val_rows))
-    if num_shared:
-        raise UserError(f"--val-file {options.val_file}: {num_shared:,} of its images are in "
-                        f"--index-file {options.index_file}, and would be trained on; give files "
-                        "that share none")
+    refuse_trained(options, "val", index_rows, val_rows)
     ratio = options.imbalance_ratio or 1.0
     if options.index_file:
         check_tail(labels[index_rows], len(data.label_names), ratio, options.index_file)
@@ -239,21 +235,18 @@ def open_listed(options):
             split = "train"
         with opening(f"--{kind}-file {file}"):
             splits[split] = data_of_list(split, file, options.data_dir)
-    check_listed(options, splits)
+    for kind in splits.keys() & {"val", "test"}:
+        refuse_trained(options, kind, splits["train"].keys(), splits[kind].keys())
     return splits
 
 
-def check_listed(options, splits):
-    """Raises UserError if the lists of val or test have images of the index file."""
-    trained = set(splits["train"].keys())
-    for kind, file in list_files(options).items():
-        if kind not in ("val", "test"):
-            continue
-        num_shared = len(trained.intersection(splits[kind].keys()))
-        if num_shared:
-            raise UserError(f"--{kind}-file {file}: {num_shared:,} of its images are in "
-                            f"--index-file {options.index_file}, and would be trained on; give "
-                            "files that share none")
+def refuse_trained(options, kind, trained, images):
+    """Raises UserError if images of the list `kind`, val or test, are in the index file, too."""
+    num_shared = len(set(trained).intersection(images))
+    if num_shared:
+        raise UserError(f"--{kind}-file {list_files(options)[kind]}: {num_shared:,} of its images "
+                        f"are in --index-file {options.index_file}, and would be trained on; give "
+                        "files that share none")
 
 
 def data_of_list(split, file, folder):

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from contrastive.data.annotations import (
     Files, Videos, clips_of, files_of, video_folder)
-from contrastive.data.clips import Regions, clip_options
+from contrastive.data.clips import clip_options
+from contrastive.data.regions import Regions
 from contrastive.data.table import with_note
 from contrastive.core.processes import UserError, opening, print_main
 

@@ -92,7 +92,7 @@ class Augment:
         scale_min: smallest area of the random crop, as a part of the image; 1 = no random crop.
         flip, jitter_p, grey, blur: probabilities.
         brightness, contrast, saturation, hue: strengths, as of torchvision's ColorJitter.
-        randaugment: (operations, magnitude out of 30), as randaugment() takes them; (0, 0) = off.
+        randaugment: (operations, magnitude out of 30) as randaugment() takes them; (0, 0) = off.
         squash: whether the whole image becomes a square if there is no random crop.
     """
 
@@ -327,9 +327,11 @@ def resize_weights(start, length, size, side):
 
 
 # ---- RandAugment ----
-# Operations on an RGB picture of Pillow, with a strength. Those that move pixels interpolate, with
-# grey beside the picture.
-MOVE = {"resample": Image.Resampling.BILINEAR, "fillcolor": (128, 128, 128)}
+# Operations on an RGB picture of Pillow, with a strength: those of torchvision in its order, with
+# the strengths of the trainer of CC3M. It has magnitudes of 0..10, and grey beside a moved picture.
+# It multiplies light and sharpness by a factor of 0.1 to 1.9, always with the same sign, and its
+# shifts end at 10 pixels whatever the size is.
+GREY = (128, 128, 128)
 
 
 def identity(picture, strength):
@@ -353,13 +355,14 @@ def shift_y(picture, pixels):
 
 
 def transform_affine(picture, matrix):
-    """At each (x, y) the pixel at (a x + b y + c, d x + e y + f), of the matrix (a, b, c, d, e, f).
-    """
-    return picture.transform(picture.size, Image.Transform.AFFINE, matrix, **MOVE)
+    """At each (x, y) the pixel at (a x + b y + c, d x + e y + f), of the matrix (a, b, c, d, e,
+    f)."""
+    return picture.transform(picture.size, Image.Transform.AFFINE, matrix,
+                             resample=Image.Resampling.BILINEAR, fillcolor=GREY)
 
 
 def rotate(picture, degrees):
-    return picture.rotate(degrees, **MOVE)
+    return picture.rotate(degrees, resample=Image.Resampling.BILINEAR, fillcolor=GREY)
 
 
 def brightness(picture, strength):
@@ -393,8 +396,6 @@ class Operation(NamedTuple):
         return self.min_strength + (self.max_strength - self.min_strength) * magnitude / 30
 
 
-# Those of the trainer of CC3M, whose magnitudes are 0..10. It multiplies light and sharpness by a
-# factor of 0.1 to 1.9, and its shifts end at 10 pixels whatever the size is.
 OPERATIONS = {
     "Identity": Operation(identity, 0),
     "ShearX": Operation(shear_x, 0.3),
@@ -410,7 +411,8 @@ OPERATIONS = {
 
 
 def randaugment(image, u, operations, magnitude):
-    """Applies random OPERATIONS, each with probability 1/2.
+    """Applies random OPERATIONS, each with probability 1/2, which draws choose as those of
+    torchvision's v2.RandAugment.
 
     Args:
         image: (..., 3, H, W) uint8.

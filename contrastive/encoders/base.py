@@ -1,12 +1,10 @@
-"""The parts of encoders: pixel statistics, the small encoders, a pair of towers, and models of
+"""The parts of encoders: pixel statistics, the small encoders, a pair of encoders, and models of
 transformers by name."""
 
 import functools
 import typing
-from pathlib import Path
 
 from contrastive.data.hub import note_commit
-from contrastive.encoders.kinds import encoder_kind
 from contrastive.core.processes import UserError, opening, print_main, world_size
 
 import torch
@@ -94,24 +92,30 @@ class ResidualBlock(nn.Module):
         return F.relu(x + self.norm2(self.conv2(y)))
 
 
-def small_cnn(width=32):
+class SmallCNN(nn.Sequential):
     """A four-stage residual network of about half a million weights, with GroupNorm only.
 
-    Returns: a module (B, 3, S, S) -> (B, 4 * width).
+    forward: (B, 3, S, S) -> (B, 4 * width). It computes in channels-last order.
     """
-    layers = []
-    in_channels = 3
-    for stage in range(4):
-        out_channels = width * 2 ** (stage - 1) if stage > 0 else width // 2
-        layers.append(nn.Conv2d(in_channels, out_channels, 3, stride=2, padding=1, bias=False))
-        layers.append(GroupNorm(8, out_channels))
-        layers.append(nn.ReLU())
-        if stage > 0:
-            layers.append(ResidualBlock(out_channels))
-        in_channels = out_channels
-    layers.append(nn.AdaptiveAvgPool2d(1))
-    layers.append(nn.Flatten())
-    return nn.Sequential(*layers)
+
+    def __init__(self, width=32):
+        layers = []
+        in_channels = 3
+        for stage in range(4):
+            out_channels = width * 2 ** (stage - 1) if stage > 0 else width // 2
+            layers.append(nn.Conv2d(in_channels, out_channels, 3, stride=2, padding=1, bias=False))
+            layers.append(GroupNorm(8, out_channels))
+            layers.append(nn.ReLU())
+            if stage > 0:
+                layers.append(ResidualBlock(out_channels))
+            in_channels = out_channels
+        layers.append(nn.AdaptiveAvgPool2d(1))
+        layers.append(nn.Flatten())
+        super().__init__(*layers)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images):
+        return super().forward(images.contiguous(memory_format=torch.channels_last))
 
 
 def masked_mean(x, keep):
@@ -200,31 +204,27 @@ def channels_last(network):
         network.to(memory_format=torch.channels_last)
 
 
-# =============================================== towers ===========================================
-class Tower(typing.NamedTuple):
+# ============================================== backbones =========================================
+class Backbone(typing.NamedTuple):
     """A network from images, clips or texts to features (., width), and its properties.
 
     Attributes:
+        is_embedding: its features are the embeddings: no projection follows.
         projection: a CLIP's own layer from features to embeddings.
         config: of a transformers model, as a dict.
-        stats: mean and standard deviation of its pixels.
+        stats: mean and standard deviation of its pixels; None = those that the files of a
+            transformers model say.
         frame_features: function (encoder, pixels) -> features (B * T, width), where calling
             body(frames) does not return them.
     """
 
     body: nn.Module
     width: int
+    is_embedding: bool = False
     projection: nn.Module | None = None
     config: dict | None = None
-    stats: tuple = STATS["half"]
+    stats: tuple | None = STATS["half"]
     frame_features: typing.Callable | None = None
-
-    @property
-    def projection_width(self):
-        """Width D of a CLIP's own projection; 0 without."""
-        if self.projection is None:
-            return 0
-        return self.projection.out_features
 
     @property
     def model_type(self):
@@ -265,38 +265,11 @@ class TwoTower(nn.Module):
 
 
 # ======================================== models of transformers ==================================
-def clip_width(name):
-    """Width D of a CLIP's embeddings, by an --image-encoder's name; 0 if it is not a CLIP."""
-    kind = encoder_kind(name)
-    if kind.family not in ("transformers", "clip_vip"):
-        return 0
-    import transformers
-
-    name = name.removeprefix(kind.prefix)
-    with opening(name):
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    if config.model_type != "clip":  # a tower alone has another type: hub_encoder wants both
-        return 0
-    return config.projection_dim
-
-
-def is_clip(name):
-    """Whether an --image-encoder is a CLIP: a folder by its config, a hub id by its name alone."""
-    kind = encoder_kind(name)
-    if kind.family == "clip_vip":
-        return True
-    if kind.family != "transformers":
-        return False
-    if Path(name).is_dir():
-        return clip_width(name) > 0
-    return "clip" in name.lower()
-
-
 def hub_encoder(name, half, pretrained, config):
-    """The Tower of a transformers model, by its hub id or folder.
+    """The Backbone of a transformers model, by its hub id or folder.
 
     Args:
-        half: "vision" or "text", which of a CLIP's towers, with its projection.
+        half: "vision" or "text", which of a CLIP's encoders, with its projection.
         pretrained: read its published weights; else they are random.
         config: of a model that is rebuilt, as a dict; else None.
     """
@@ -319,20 +292,32 @@ def hub_encoder(name, half, pretrained, config):
         else:
             model = model_class.from_config(config, **TRANSFORMERS_OPTIONS)
         if config.model_type != "clip":
-            return Tower(model, feature_width(config), config=config.to_dict())
+            return Backbone(model, feature_width(config), config=config.to_dict())
     if half == "vision":
         body, projection = model.vision_model, model.visual_projection
     elif half == "text":
         body, projection = model.text_model, model.text_projection
     else:
         raise ValueError(f"half is 'vision' or 'text', not {half!r}")
-    return Tower(body, body.config.hidden_size, projection, config.to_dict())
+    return Backbone(
+        body, body.config.hidden_size, projection=projection, config=config.to_dict())
 
 
 def feature_width(config):
     """The width of the features of a transformers model, by its config; 0 if it has several."""
     widths = getattr(config, "hidden_sizes", None) or [0]                # of stages, as a ResNet's
     return getattr(config, "hidden_size", 0) or widths[-1]
+
+
+def num_positions(body):
+    """Most tokens that a text model of transformers reads; 0 = any number, or it is none."""
+    positions = getattr(getattr(body, "config", None), "max_position_embeddings", 0) or 0
+    for module in body.modules():
+        table = getattr(module, "position_embeddings", None)
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            # RoBERTa counts from the place after its padding
+            positions = table.num_embeddings - table.padding_idx - 1
+    return positions
 
 
 def mask_of_body(body, mask):

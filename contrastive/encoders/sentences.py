@@ -3,8 +3,8 @@
 
 from pathlib import Path
 
-from contrastive.encoders.models import TextEncoder
 from contrastive.encoders.texts import MAX_LENGTH, build_tokenizer
+from contrastive.encoders.towers import TextEncoder
 from contrastive.core.processes import opening
 from contrastive.core.metrics import normalize
 

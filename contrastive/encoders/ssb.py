@@ -7,7 +7,7 @@ paper as remembered, not looked up; ours = our choice.
 
 from contrastive.core.processes import UserError, opening
 from contrastive.encoders.base import Transformer, masked_mean, published
-from contrastive.encoders.towers import change_dropout
+from contrastive.encoders.freezing import change_dropout
 
 import torch
 import torch.nn as nn

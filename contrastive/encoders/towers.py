@@ -1,342 +1,219 @@
-"""Image encoders by name, and what of an encoder is frozen or dropped out."""
+"""The image encoder and the text encoder of a run: a body and a projection each."""
 
 import functools
 
-from contrastive.data.hub import note_commit
-from contrastive.encoders.base import STATS, Tower, hub_encoder, small_cnn
-from contrastive.encoders.clip_vip import ClipViP
-from contrastive.encoders.vast import vision_tower
-from contrastive.core.files import read_json
-from contrastive.core.processes import UserError, opening, print_main
+from contrastive.core.processes import print_main
+from contrastive.encoders.base import Backbone, SmallText, hub_encoder, mask_of_body, masked_mean
+from contrastive.encoders.image_encoders import BuildOptions, encoder_kind, hub_stats
 
-import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 
-def image_tower(name, kind, embed_dim, *, pretrained, image_size, config=None, num_features=0,
-                num_frames=0):
-    """The Tower of an image encoder.
+def projection_layer(width, embed_dim, bias=False):
+    """The layer from features to embeddings; the identity if embed_dim is 0."""
+    if not embed_dim:
+        return nn.Identity()
+    return nn.Linear(width, embed_dim, bias=bias)
+
+
+class Encoder(nn.Module):
+    """A body, which may be frozen, and a projection, which always learns.
+
+    Attributes:
+        frozen: whether the body does not learn, and stays in eval mode.
+    """
+
+    frozen = False
+
+    def freeze(self):
+        """Freezes the body."""
+        self.frozen = True
+        self.body.requires_grad_(False)
+        self.train(self.training)
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.frozen:
+            self.body.eval()
+        return self
+
+
+class VisionEncoder(Encoder):
+    """Images or clips -> features (B, width) and embeddings (B, D).
+
+    forward: (B, 3, S, S), or (B, T, 3, S, S), of which it takes the mean over the T frames; or
+    features of images (B, width) or of the frames of clips (B, T, width), computed before.
 
     Args:
-        name: as --image-encoder takes it.
-        kind: its EncoderKind.
-        embed_dim: D, which is the width of SSB's tower.
+        name: as --image-encoder takes it; encoders/image_encoders.py has the table.
+        embed_dim: D; 0 = only features.
         pretrained: read published weights.
         image_size: pixels of a side.
         config: of a transformers model that is rebuilt, as a dict.
-        num_features: width of precomputed features.
-        num_frames: T, for a tower that is made for one number of frames.
-    """
-    library_name = name.removeprefix(kind.prefix)
-    if kind.family == "small":
-        return Tower(small_cnn().to(memory_format=torch.channels_last), 128)
-    if kind.family == "ssb":
-        from contrastive.encoders.ssb import VideoTower
-
-        return Tower(VideoTower(num_features, embed_dim), embed_dim)
-    if kind.family == "regions":
-        return Tower(nn.Identity(), num_features)
-    if kind.family == "vast":
-        return vision_tower(name, pretrained, image_size)
-    if kind.family == "video_swin":
-        return video_swin(library_name, pretrained)
-    if kind.family == "clip_vip":
-        return clip_vip_tower(library_name, pretrained, config)
-    if kind.family == "transformers":
-        return transformers_tower(library_name, pretrained, config)
-    if kind.family == "cifar_resnet":
-        return cifar_resnet()
-    if kind.family == "video_vit":
-        return video_vit(library_name, pretrained, image_size, num_frames)
-    if kind.family == "timm":
-        return timm_encoder(library_name, pretrained, image_size)
-    raise ValueError(f"no function builds encoders of the family {kind.family!r}")
-
-
-# ===================================== transformers and torchvision ===============================
-def transformers_tower(name, pretrained, config):
-    """The Tower of a transformers model; of a CLIP its vision tower."""
-    tower = hub_encoder(name, "vision", pretrained, config)
-    stats = STATS["clip" if tower.model_type.startswith("clip") else "imagenet"]
-    if not config:  # a model that is rebuilt has its statistics in model.json
-        stats = hub_stats(name, stats)
-    return tower._replace(stats=stats, frame_features=transformers_features)
-
-
-def clip_vip_tower(name, pretrained, config):
-    """The Tower of CLIP-ViP in place of a CLIP's vision tower."""
-    tower = hub_encoder(name, "vision", pretrained, config)
-    if tower.model_type != "clip":
-        raise UserError(f"--image-encoder clip_vip:{name}: this is a model of the type "
-                        f"{tower.model_type}; give a CLIP")
-    return tower._replace(body=ClipViP(tower.body), stats=STATS["clip"])
-
-
-def hub_stats(name, default):
-    """Mean and standard deviation of a transformers model's pixels.
-
-    Args:
-        default: of a model none of whose files has them; it is printed.
-    """
-    processor = hub_json(name, "processor_config.json").get("image_processor")
-    if not processor:  # as in transformers, which wrote the other file before its version 5
-        processor = hub_json(name, "preprocessor_config.json")
-    mean = processor.get("image_mean") or default[0]
-    std = processor.get("image_std") or default[1]
-    if not processor.get("image_mean") or not processor.get("image_std"):
-        print_main(f"WARNING: {name}: no file that can be read says the statistics of its pixels; "
-                   f"--image-stats encoder takes mean {tuple(mean)}, deviation {tuple(std)}")
-    return tuple(mean), tuple(std)
-
-
-def hub_json(name, file_name):
-    """The content of a JSON file of a transformers model; {} if it has no such file."""
-    from transformers.utils import cached_file
-
-    with opening(name):
-        path = cached_file(name, file_name, _raise_exceptions_for_missing_entries=False)
-    if not path:
-        return {}
-    return read_json(path)
-
-
-def transformers_features(encoder, pixels):
-    """Features (B * T, width) of a transformers model.
-
-    They are its pooled ones, or its class token if its pooler has a layer of its own, which many
-    published weights lack (ViT, DeiT).
-    """
-    frames = pixels.flatten(0, -4)                                       # (B * T, 3, S, S)
-    output = encoder.body(pixel_values=frames)
-    if hasattr(getattr(encoder.body, "pooler", None), "dense"):
-        return output.last_hidden_state[:, 0]
-    return output.pooler_output.flatten(1)                               # a ResNet's has 4 axes
-
-
-def video_swin(name, pretrained):
-    """The Tower of torchvision's Video Swin without its classifier, with weights of Kinetics-400.
-
-    Its body turns clips (B, 3, T, S, S) into (B, width * T / 2).
-    """
-    from torchvision.models import get_model
-
-    with opening(name):
-        body = get_model(name, weights="KINETICS400_V1" if pretrained else None)
-    width = body.head.in_features
-    body.head = nn.Identity()
-    body.avgpool = nn.AdaptiveAvgPool3d((None, 1, 1))
-    return Tower(body, width, stats=STATS["imagenet"], frame_features=swin_features)
-
-
-def swin_features(encoder, pixels):
-    """Features (B * T / 2, width) of Video Swin, which sees the whole clip and halves its steps."""
-    clips = pixels if pixels.ndim == 5 else pixels[:, None]              # (B, T, 3, S, S)
-    features = encoder.body(clips.transpose(1, 2))                       # (B, width * T / 2)
-    features = features.unflatten(1, (encoder.width, -1))                # (B, width, T / 2)
-    return features.transpose(1, 2).flatten(0, 1)
-
-
-# ================================================ timm ============================================
-def timm_encoder(name, pretrained, image_size):
-    """The Tower of a timm model without its classifier."""
-    import timm
-
-    create = functools.partial(timm.create_model, name, pretrained=pretrained, num_classes=0)
-    with opening(name):
-        # A transformer has to know the size; other models do not take this argument.
-        try:
-            body = create(img_size=image_size)
-        except TypeError:
-            body = create()
-    cfg = body.pretrained_cfg
-    if pretrained:
-        note_commit(cfg.get("hf_hub_id") or "")
-    width = getattr(body, "head_hidden_size", 0) or body.num_features
-    return Tower(body, width, stats=(cfg["mean"], cfg["std"]))
-
-
-def cifar_resnet():
-    """The Tower of a ResNet-18 for images of 32 pixels: a 3x3 stem and no max-pooling."""
-    import timm
-
-    body = timm.create_model("resnet18", pretrained=False, num_classes=0)
-    body.conv1 = nn.Conv2d(3, 64, 3, stride=1, padding=1, bias=False)
-    body.maxpool = nn.Identity()
-    return Tower(body, body.num_features, stats=STATS["imagenet"])
-
-
-def video_vit(name, pretrained, image_size, num_frames):
-    """The Tower of a timm ViT that reads all frames of a clip."""
-    tower = timm_encoder(name, pretrained, image_size)
-    with opening(f"video_{name}"):  # any other model of timm lacks what VideoViT uses
-        return tower._replace(body=VideoViT(tower.body, num_frames))
-
-
-class VideoViT(nn.Module):
-    """A timm ViT over the patches of all frames at once, after AVION.
-
-    Each patch gets the embedding of its position, as in an image, and of its frame (`temporal`,
-    zeros at the start). One class token attends to all T * P patches in every layer and is the
-    feature of the clip. Differences from AVION: there is no patch dropout, and positions have
-    weight decay like other matrices. A difference from timm: LayerNorms have AVION's epsilon, 1e-6,
-    with all weights, also with published ones of CLIP, whose own is 1e-5.
-
-    Args:
-        vit: the ViT, whose weights are used in place.
-        frames: T, number of frames of every clip.
+        features: (T, F) of precomputed features.
+        frames: T, for an encoder that is made for one number of frames.
+        projection_bias: whether a new projection has a bias.
     """
 
-    def __init__(self, vit, frames):
+    def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, *,
+                 projection_bias=False, features=(0, 0), frames=0):
         super().__init__()
-        self.vit = vit
-        self.temporal = nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
-        for module in vit.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.eps = 1e-6
+        self.name = name
+        self.kind = encoder_kind(name, config)
+        options = BuildOptions(
+            pretrained=pretrained, image_size=image_size, embed_dim=embed_dim, config=config,
+            num_features=features[1], num_frames=frames)
+        backbone = self.kind.build(name.removeprefix(self.kind.prefix), options)
+        self.body = backbone.body
+        self.width = backbone.width
+        self.config = backbone.config
+        self.model_type = backbone.model_type
+        self.is_clip = backbone.model_type.startswith("clip")
+        self.backbone_stats = backbone.stats
+        self.frame_features = backbone.frame_features
 
-    def forward(self, clips):
-        """Clips (B, T, 3, S, S) -> the class token, (B, width)."""
-        if clips.ndim != 5 or clips.shape[1] != len(self.temporal):
-            raise UserError(f"--image-encoder video_...: made for clips of {len(self.temporal)} "
-                            f"frames, the pixels have the shape {tuple(clips.shape)}")
-        vit = self.vit
-        x = vit.patch_embed(clips.flatten(0, 1))                         # (B * T, P, width)
-        x = x.unflatten(0, clips.shape[:2])                              # (B, T, P, width)
-        class_position = vit.pos_embed[0, :1]                            # (1, width)
-        patch_position = vit.pos_embed[0, 1:]                            # (P, width)
-        x = x + patch_position + self.temporal[:, None]
-        x = x.flatten(1, 2)                                              # (B, T * P, width)
-        token = (vit.cls_token + class_position).expand(len(x), -1, -1)  # (B, 1, width)
-        x = vit.norm_pre(torch.cat([token, x], 1))                       # (B, 1 + T * P, width)
-        return vit.norm(vit.blocks(x)[:, 0])
+        clip_projection = backbone.projection
+        if backbone.is_embedding:
+            self.projection = nn.Identity()
+        elif fits(clip_projection, embed_dim):
+            self.projection = clip_projection
+        else:
+            self.projection = projection_layer(self.width, embed_dim, projection_bias)
+            if clip_projection is not None and pretrained and embed_dim:
+                print_main(f"--embed-dim {embed_dim}: the projections of {name}, of width "
+                           f"{clip_projection.out_features}, are replaced by new ones")
+
+    @functools.cached_property
+    def stats(self):
+        """Mean and standard deviation of the pixels. Raises: UserError if no file says them."""
+        if self.backbone_stats is not None:
+            return self.backbone_stats
+        return hub_stats(self.name.removeprefix(self.kind.prefix))
+
+    def forward(self, pixels):
+        if self.are_features(pixels):
+            features = pixels.flatten(0, -2)                             # (B * T, width)
+        else:
+            features = self.frames(pixels)
+        return self.pool(features, pixels)
+
+    def are_features(self, pixels):
+        """Whether these are features of this encoder, computed before."""
+        return pixels.ndim < 4 and not self.kind.reads_files
+
+    def frames(self, pixels):
+        """Features of each frame, (B * T, width), or of each clip, (B, width).
+
+        Video Swin returns those of fewer time steps than frames.
+        """
+        if self.kind.whole_clips:
+            return self.body(pixels)
+        if self.frame_features:
+            return self.frame_features(self, pixels)
+        frames = pixels
+        if pixels.ndim == 5:
+            frames = pixels.flatten(0, 1)                                # (B * T, 3, S, S)
+        return self.body(frames)
+
+    def pool(self, features, pixels):
+        """Features of frames -> features (B, width) and embeddings (B, D) of images or clips."""
+        embedding = self.projection(features)                            # (B * T, D)
+        has_frames = pixels.ndim == 5
+        if self.are_features(pixels):
+            has_frames = pixels.ndim == 3
+        if has_frames and not self.kind.whole_clips:
+            B = len(pixels)
+            features = features.unflatten(0, (B, -1)).mean(1)            # (B, width)
+            embedding = F.normalize(embedding.float(), dim=-1)
+            embedding = embedding.unflatten(0, (B, -1)).mean(1)          # (B, D)
+        return features, embedding
 
 
-# ======================================== freezing and dropout ====================================
-def freeze_unused(model, tokenizer, spec):
-    """Freezes what gets no gradient (a mask token, a pooler): DDP would wait for it.
+def fits(clip_projection, embed_dim):
+    """Whether a CLIP's own projection is of width D, as wanted; False for None."""
+    return clip_projection is not None and clip_projection.out_features == embed_dim
+
+
+class TextEncoder(Encoder):
+    """Token ids (B, L), or features (B, width) computed before -> embeddings (B, D).
 
     Args:
-        model: TwoTower, which encodes one example to find out.
-        tokenizer: of its text encoder, or None.
-        spec: the content of model.json.
-
-    Raises:
-        UserError: if the encoders cannot read the example, or their texts are all alike.
+        name: "small", or a transformers id or folder.
+        embed_dim: D; 0 = the model's own projection, or none if it has none.
+        pretrained: read published weights.
+        length: most tokens of a text, of the small encoder.
+        vocabulary: number of tokens of the small encoder.
+        pooling: "cls" or "mean" (a CLIP has its own), or "ssb", SSB's head.
+        config: of a transformers model that is rebuilt, as a dict.
+        projection_bias: whether a new projection has a bias.
+        backbone: takes the place of that of the name.
     """
-    shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
-    if spec.get("frames"):
-        shape = (spec["frames"], *shape)
-    inputs = [torch.zeros(1, *shape), None]
-    place = f"{spec['image_encoder']} at --image-size {spec['image_size']}"
-    if spec["text_encoder"]:
-        place += f", {spec['text_encoder']}"
-    model.eval()
-    with opening(place), torch.enable_grad():
-        if tokenizer:
-            inputs[1] = tokenizer(["a"])
-        if spec.get("questions"):
-            inputs.append(inputs[1])
-        if spec.get("modalities"):
-            inputs = model.example(*inputs)
-        outputs = [x for x in model(*inputs) if x is not None]           # (1, D) each
-        sum(x.sum() for x in outputs).backward()
-        if tokenizer:
-            check_pooling(model.text, tokenizer)
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            parameter.requires_grad_(False)
-    model.zero_grad(set_to_none=True)
-    model.train()
 
+    def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, *,
+                 pooling="cls", projection_bias=False, config=None,
+                 backbone=None):
+        super().__init__()
+        if backbone is None and name == "small":
+            backbone = Backbone(SmallText(vocabulary, length), 128)
+        elif backbone is None:
+            backbone = hub_encoder(name, "text", pretrained, config)
+        self.name = name
+        self.body = backbone.body
+        self.width = backbone.width
+        self.config = backbone.config
+        self.model_type = backbone.model_type
+        self.is_clip = backbone.model_type.startswith("clip")
+        self.pooling = pooling
+        self.head = None
+        if pooling == "ssb":
+            from contrastive.encoders.ssb import TextHead
 
-@torch.no_grad()
-def check_pooling(text, tokenizer):
-    """Refuses --text-pooling cls of a causal decoder: its first token sees no other, so all texts
-    with one first token would have one embedding.
+            self.head = TextHead(self.width, embed_dim)
+        clip_projection = backbone.projection
+        clip_dim = embed_dim
+        if clip_projection is not None and not embed_dim:
+            clip_dim = clip_projection.out_features
+        if self.head:
+            self.projection = nn.Identity()
+        elif fits(clip_projection, clip_dim):
+            self.projection = clip_projection
+        else:
+            self.projection = projection_layer(self.width, embed_dim, projection_bias)
 
-    Args:
-        text: TextEncoder, in eval mode.
-        tokenizer: of it.
-    """
-    if text.pooling != "cls" or text.is_clip or not text.model_type:
-        return
-    ids = tokenizer(["a"])["input_ids"]
-    ids = torch.cat([ids, ids], 1)                                       # (1, L)
-    other_ids = ids.clone()
-    other_ids[:, -1] = (ids[:, -1] + 1) % len(tokenizer.tokenizer)
-    states, _ = text.states(ids, torch.ones_like(ids))                   # (1, L, width)
-    other_states, _ = text.states(other_ids, torch.ones_like(ids))
-    if torch.equal(states[:, 0], other_states[:, 0]):
-        raise UserError(f"--text-pooling cls: the first token of {text.name} sees no other token, "
-                        "so its embedding says nothing of the text; give --text-pooling mean")
+    def forward(self, input_ids=None, attention_mask=None, features=None):
+        if features is None:
+            _, features = self.states(input_ids, attention_mask)         # (B, width)
+        return self.projection(features)
 
+    def words(self, input_ids, attention_mask):
+        """States of the tokens, (B, L, width), and embeddings of the texts, (B, D)."""
+        states, features = self.states(input_ids, attention_mask)
+        return states, self.projection(features)
 
-def freeze_bodies(model, choice):
-    """Freezes the bodies of encoders, whose projections learn (--freeze image, text, both).
+    def states(self, input_ids, attention_mask):
+        """States of the tokens, (B, L, width), and features of the texts, (B, width)."""
+        if not self.model_type:
+            states, pooled = self.body(input_ids, attention_mask)        # (B, L, width), (B, width)
+        else:
+            states, pooled = self.transformers_states(input_ids, attention_mask)
+        if self.head:
+            pooled = self.head(states, attention_mask)                   # (B, D)
+        return states, pooled
 
-    Raises:
-        UserError: for a model of which more than the two bodies and projections reads them.
-    """
-    if choice not in ("image", "text", "both"):
-        return
-    reads_words = hasattr(model, "answers") or getattr(model.text, "head", None) is not None
-    kind = model.vision.kind
-    if reads_words or kind.reads_files or kind.family == "vast":
-        raise UserError(f"--freeze {choice}: not with questions, SSB, VGT or VAST, which have no "
-                        "projection of each encoder's features; use --freeze none")
-    if choice in ("image", "both"):
-        model.vision.freeze()
-    if choice in ("text", "both") and model.text is not None:
-        model.text.freeze()
-
-
-def freeze_as_clip4clip(model):
-    """Freezes what CLIP4Clip's own setting (--freeze_layer_num 0) freezes of two CLIP towers.
-
-    These are the embeddings of patches, class, tokens and positions, and the norm before the first
-    layer.
-
-    Raises:
-        UserError: for other towers.
-    """
-    if not model.vision.is_clip or not model.text.is_clip:
-        raise UserError("--freeze clip4clip: both encoders have to be CLIP's; "
-                        "use --freeze none for others")
-    for name, parameter in model.named_parameters():
-        if ".embeddings." in name or ".pre_layrnorm." in name:
-            parameter.requires_grad_(False)
-
-
-def set_drop_path(model, probability):
-    """Drops residual branches of timm's encoders in training (stochastic depth).
-
-    The last branch is dropped with this probability, earlier ones in proportion to their depth.
-    Raises: UserError if no encoder has such branches.
-    """
-    from timm.layers import DropPath
-
-    branches = []
-    for module in model.modules():
-        for name in ("drop_path", "drop_path1", "drop_path2"):
-            if isinstance(getattr(module, name, None), nn.Module):
-                branches.append((module, name))
-    if not branches:
-        raise UserError(f"--drop-path {probability}: the image encoder has no residual branches "
-                        "that timm could drop; give a ViT of timm, or leave out the flag")
-    blocks = list(dict.fromkeys(module for module, _ in branches))
-    for module, name in branches:
-        depth = blocks.index(module) / max(1, len(blocks) - 1)             # 0..1
-        setattr(module, name, DropPath(probability * depth))
-
-
-def change_dropout(module, dropout):
-    """Sets every dropout probability of a module, without those of its children.
-
-    T5's attention has a number under some name with `dropout` in it, others an nn.Dropout.
-    """
-    for name, value in vars(module).items():
-        is_dropout = "dropout" in name
-        if isinstance(module, nn.Dropout) and name == "p":
-            is_dropout = True
-        if is_dropout and isinstance(value, float):
-            setattr(module, name, dropout)
+    def transformers_states(self, input_ids, attention_mask):
+        """States of the tokens and of the texts, (B, L, width) and (B, width)."""
+        mask = attention_mask
+        if self.is_clip:
+            mask = None  # its attention is causal, and padding follows the end token
+        elif self.model_type in ("bert", "distilbert", "t5"):
+            mask = mask_of_body(self.body, attention_mask)
+        output = self.body(input_ids=input_ids, attention_mask=mask)
+        states = output.last_hidden_state
+        if self.is_clip:
+            pooled = output.pooler_output
+        elif self.pooling == "mean":
+            pooled = masked_mean(states, attention_mask)
+        else:
+            pooled = states[:, 0]
+        return states, pooled

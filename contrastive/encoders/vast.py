@@ -24,11 +24,12 @@ import math
 import re
 from typing import NamedTuple
 
-from contrastive.core.processes import UserError, opening
+from contrastive.core.processes import UserError, opening, print_main
 from contrastive.data.hub import note_commit
 from contrastive.data.sound import BANDS, SLICE_LENGTH
 from contrastive.encoders.base import (
-    OPTIONAL_PARTS, STATS, TRANSFORMERS_OPTIONS, Tower, TwoTower, mask_of_body, published)
+    OPTIONAL_PARTS, STATS, TRANSFORMERS_OPTIONS, Backbone, TwoTower, mask_of_body, published)
+from contrastive.encoders.towers import TextEncoder, VisionEncoder
 
 import torch
 import torch.nn as nn
@@ -71,8 +72,8 @@ SIZES = {
 
 
 # ===================================================== vision =====================================
-def vision_tower(name, pretrained, image_size):
-    """The Tower of VAST's vision encoder, timm's EVA giant at the widths of a SIZES entry."""
+def vision_backbone(name, pretrained, image_size):
+    """The Backbone of VAST's vision encoder, timm's EVA giant at the widths of a SIZES entry."""
     import timm
 
     with opening("eva_giant_patch14_clip_224"):
@@ -81,7 +82,7 @@ def vision_tower(name, pretrained, image_size):
             img_size=image_size, **SIZES[name].vision)
     if pretrained:
         note_commit(body.pretrained_cfg.get("hf_hub_id") or "")
-    return Tower(body, body.num_features, stats=STATS["clip"])
+    return Backbone(body, body.num_features, stats=STATS["clip"])
 
 
 # ===================================================== audio ======================================
@@ -214,8 +215,8 @@ class Beats(nn.Module):
 
 
 # ===================================================== texts ======================================
-def bert_tower(encoder, name, *, pretrained=False, vocabulary=0, config=None):
-    """The Tower of VAST's BERT, without a pooler, and with cross-attention, by which it reads a
+def bert_backbone(encoder, name, *, pretrained=False, vocabulary=0, config=None):
+    """The Backbone of VAST's BERT, without a pooler, and with cross-attention, by which it reads a
     clip.
 
     Args:
@@ -250,7 +251,7 @@ def bert_tower(encoder, name, *, pretrained=False, vocabulary=0, config=None):
             body = transformers.BertModel(config, add_pooling_layer=False)
     # no causal mask: CLS is the first token, and would see none of the others
     body.config.is_decoder = False
-    return Tower(body, config.hidden_size, config=config.to_dict())
+    return Backbone(body, config.hidden_size, config=config.to_dict())
 
 
 def subtitle_tokens(tokenizer, subtitles):
@@ -427,6 +428,50 @@ class Vast(TwoTower):
             "subtitle": tokens}
         clips = torch.zeros(1, dtype=torch.long, device=device)
         return [inputs, tokens, Pairs(clips, tokens["input_ids"], tokens["attention_mask"], clips)]
+
+
+def build_vast(spec, tokenizer, pretrained, vision_pretrained):
+    """The Vast of a spec, as models.initial_model builds other models.
+
+    Args:
+        spec: the content of model.json.
+        tokenizer: of the captions.
+        pretrained: read published weights of BERT.
+        vision_pretrained: read those of the image encoder.
+    """
+    vision = VisionEncoder(
+        spec["image_encoder"], 0, vision_pretrained, spec["image_size"],
+        spec.get("vision_config"))
+    vocabulary = len(tokenizer.tokenizer)
+    backbone = bert_backbone(
+        spec["image_encoder"], spec["text_encoder"], pretrained=pretrained,
+        vocabulary=vocabulary, config=spec.get("text_config"))
+    text = TextEncoder(
+        spec["text_encoder"], spec["embed_dim"], backbone=backbone,
+        projection=spec.get("projection", "linear"),
+        projection_bias=spec.get("projection_bias", False))
+    return Vast(vision, text, spec["embed_dim"], spec["modalities"])
+
+
+def modalities_of(args, train):
+    """Those of --modalities that the training data have.
+
+    Raises: UserError if the command line asks for others, or if none is left.
+    """
+    if not hasattr(args, "modalities"):
+        raise UserError(f"--image-encoder {args.image_encoder}: this script does not train it; use "
+                        "python -m variants.mmts_vast")
+    letters = args.modalities
+    if letters != "v":
+        letters = train.available_modalities()
+    if not letters:
+        raise UserError(f"--modalities {args.modalities}: {train.name} has none of them; give v")
+    if letters != args.modalities:
+        if "--modalities" in args.command_line:
+            raise UserError(f"--modalities {args.modalities}: {train.name} has no more than "
+                            f"{letters}; give that, or leave the flag out")
+        print_main(f"--modalities {args.modalities} -> {letters}, which {train.name} has")
+    return letters
 
 
 # ===================================================== released weights ===========================

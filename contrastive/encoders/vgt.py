@@ -32,14 +32,13 @@ docs/mama.md lists the differences from the authors' code.
 import copy
 import math
 
-from contrastive.data.clips import REGION_CLIP, box_numbers
+from contrastive.data.regions import CLIP_FRAMES, box_numbers
 from contrastive.encoders.base import GroupNorm, TwoTower, masked_mean
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-CLIP_FRAMES = REGION_CLIP  # F; K follows from the frames of a video
 BOX_WIDTH = 128
 ANSWER_LENGTH = 5  # tokens of an answer of the vocabulary
 EPS = 1e-12  # of every LayerNorm

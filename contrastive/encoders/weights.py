@@ -11,8 +11,7 @@ from pathlib import Path
 
 from contrastive.encoders.base import OPTIONAL_PARTS
 from contrastive.encoders.clip_vip import convert_clip_vip
-from contrastive.encoders.kinds import encoder_kind
-from contrastive.encoders.vast import convert_vast
+from contrastive.encoders.image_encoders import encoder_kind
 from contrastive.core.processes import UserError, opening, print_main
 
 import torch
@@ -289,6 +288,8 @@ def match_release(model, weights, image_encoder, path):
     elif release == "AVION":
         converted = convert_avion(model, weights)
     elif release == "VAST":
+        from contrastive.encoders.vast import convert_vast
+
         converted = convert_vast(model, weights)
     else:
         raise ValueError(f"no function converts the weights of {release}")

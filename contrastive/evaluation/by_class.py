@@ -9,7 +9,7 @@ from contrastive.core.processes import UserError
 from contrastive.data.images import CIFAR_STATS
 from contrastive.data.views import uniforms
 from contrastive.encoders.base import STATS
-from contrastive.encoders.models import EvalTransform
+from contrastive.encoders.transform import EvalTransform
 from contrastive.evaluation.embed import encode_images, encode_texts
 
 import numpy as np

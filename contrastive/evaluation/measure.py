@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from contrastive.core.processes import UserError
 from contrastive.data.table import Data, frames_of
-from contrastive.encoders.models import EvalTransform
+from contrastive.encoders.transform import EvalTransform
 from contrastive.evaluation import answers
 from contrastive.evaluation.by_class import (
     FeatureOptions, LabelledFeatures, class_metrics, labelled, view_of, zero_shot)

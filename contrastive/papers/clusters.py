@@ -14,8 +14,9 @@ from contrastive.core.processes import UserError, on_main, opening
 from contrastive.data.batches import read_batch
 from contrastive.data.views import key_hash
 from contrastive.encoders.base import TwoTower
-from contrastive.encoders.models import EvalTransform, VisionEncoder
 from contrastive.encoders.sentences import SentenceEncoder
+from contrastive.encoders.towers import VisionEncoder
+from contrastive.encoders.transform import EvalTransform
 from contrastive.evaluation.by_class import recall_by_frequency
 from contrastive.evaluation.embed import encode_images
 from contrastive.evaluation.saved_pieces import pack_pictures

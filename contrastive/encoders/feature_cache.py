@@ -29,35 +29,35 @@ class FeatureCache:
     num_texts: int = 0  # texts T~ of an example that are kept; 0 = the text encoder learns
 
 
-def open_feature_cache(args, run, tower, tokenizer, transform, draw_texts=None):  # noqa: PLR0917
+def open_feature_cache(args, run, model, tokenizer, transform, draw_texts=None):  # noqa: PLR0917
     """The FeatureCache of a run, with the features of all its texts. Collective.
 
     It comes after Run.resume, which may read the weights of the encoders.
 
     Args:
         run: its data and device.
-        tower, tokenizer, transform: as build_towers returns them.
-        draw_texts: function (captions, draws) -> two lists of texts, T and T~ of some examples;
+        model, tokenizer, transform: as build_model returns them.
+        draw_texts: function (captions, u) -> two lists of texts, T and T~ of some examples;
             None = T is a caption, and there is no T~.
     Raises: UserError for an encoder of whole clips.
     """
     cache = FeatureCache(tokenizer)
-    is_frozen = tower.vision.frozen or getattr(tower.text, "frozen", False)
+    is_frozen = model.vision.frozen or getattr(model.text, "frozen", False)
     if not is_frozen or args.feature_cache == "none":
         return cache
     advice = "give --feature-cache none, which computes them in each step"
     root = cache_folder(args.feature_cache)
-    if tower.vision.frozen:
-        if tower.vision.kind.whole_clips:
+    if model.vision.frozen:
+        if model.vision.kind.whole_clips:
             raise UserError(f"--freeze {args.freeze}: the features of {args.image_encoder}, which "
                             f"reads whole clips, are not kept; {advice}")
         cache.images = ImageFeatures(
-            root, hash_of_encoder(tower.vision), functools.partial(encode_frames, tower.vision),
+            root, hash_of_encoder(model.vision), functools.partial(encode_frames, model.vision),
             transform, args.cached_views, device=run.device, workers=args.workers)
-        tower.cached_images = cache.images  # for evaluation
-    if tower.text.frozen:
+        model.cached_images = cache.images  # for evaluation
+    if model.text.frozen:
         cache.num_texts = max(1, args.cached_views)
-        cache.tokenizer = CachedTokenizer(tokenizer, tower.text, root, run.device)
+        cache.tokenizer = CachedTokenizer(tokenizer, model.text, root, run.device)
         cache.tokenizer.load_or_encode(run.train.first_captions(), f"{run.train.name} (train)")
         for name, splits in run.evals.items():
             for split, data in splits.items():
@@ -99,18 +99,18 @@ def drawn_texts(train, draw_texts, num_texts):
     """
     texts = {}
     for start in range(0, len(train), ROWS_AT_ONCE):
-        rows, first_draws, captions = [], [], []
+        rows, choices, captions = [], [], []
         for row in range(start, min(start + ROWS_AT_ONCE, len(train))):
             captions_of_row = train.captions(row)
             for number in range(len(captions_of_row)):
                 rows.append(row)
-                # chooses this caption
-                first_draws.append((number + 0.5) / len(captions_of_row))
+                # of the first number, which chooses a caption
+                choices.append((number + 0.5) / len(captions_of_row))
                 captions.append(captions_of_row)
         for epoch in range(num_texts):
-            draws = kept_text_draws(epoch, rows)                           # (B, 32)
-            draws[:, 0] = first_draws
-            for list_of_texts in draw_texts(captions, draws):
+            u = kept_text_draws(epoch, rows)                               # (B, 32)
+            u[:, 0] = choices
+            for list_of_texts in draw_texts(captions, u):
                 texts.update(dict.fromkeys(list_of_texts))
     return texts
 
