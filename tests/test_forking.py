@@ -51,7 +51,7 @@ def test_a_weighting_is_printed_and_drawn(tmp_path, capsys):
     assert {row["w"] for row in steps(tmp_path / "run")} != {1.0}
 
 
-@pytest.mark.parametrize("words", ["--num-clusters 4", "--no-shifts --no-schedule"])
+@pytest.mark.parametrize("words", ["--num-clusters 4", "--no-shifts --no-schedule --clusters none"])
 def test_a_loss_touches_two_places(words, tmp_path):
     branch = (
         '        elif args.loss == "mine":\n'
