@@ -187,7 +187,7 @@ OWN = SMALL | dict(
     num_clusters=0)                                                        # by the number of items
 FROZEN = SMALL | dict(
     source="ours; published encoders, frozen: their projections learn",
-    # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
+    # these weights and the text encoder, all-MiniLM-L6-v2, come with installed packages
     image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
     image_size=128, text_pooling="mean", cached_views=4,
     max_steps=1000, batch_size=512, lr=3e-4, warmup_fraction=0.05,

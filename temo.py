@@ -205,7 +205,7 @@ CC12M = CC3M | dict(
 OWN = SMALL | dict(source="ours; small encoders from scratch")
 FROZEN = SMALL | dict(
     source="ours; published encoders, frozen: their projections learn",
-    # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
+    # these weights and the text encoder, all-MiniLM-L6-v2, come with installed packages
     image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
     image_size=128, text_pooling="mean", cached_views=4,
     max_steps=1000, batch_size=512, lr=3e-4, warmup_fraction=0.05,

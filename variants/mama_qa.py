@@ -184,9 +184,9 @@ def main(args):
     # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     questions = answers.question_settings(train, args)                     # of the model
-    meta = None
+    meta_data = None
     if mama.has_meta_data(args):
-        meta, eval_sets = common.meta_data(train, eval_sets, args, task=args.task)
+        meta_data, eval_sets = common.meta_data(train, eval_sets, args, task=args.task)
     args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
@@ -231,16 +231,18 @@ def main(args):
     batches = run.batches([view], transform)
     meta_every = args.meta_every if args.weighting == "meta" else 1
     if mama.looks_ahead(args):
-        meta_batches = common.meta_batches(meta, view, transform, run, every=meta_every)
+        meta_batches = common.meta_batches(meta_data, view, transform, run, every=meta_every)
         Theta = common.trained_parameters(plain_model)                     # {name: parameter}
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
+    # the first step, and each quarter of the run
     pictured_steps = {max(1, round(k * steps.total / 4)) for k in range(5)}
     # PyTorch warns of a function that its own forward mode calls
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
-    lines = mama.banner_lines(args, steps.total, meta) | banner_lines(questions, train, args)
+    lines = mama.banner_lines(args, steps.total, meta_data)
+    lines |= banner_lines(questions, train, args)
     run.start(evaluator, shown=("L", "CE", "answered"), **lines)
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "rows": B each
         lr = common.learning_rate(run.step, steps, args)
@@ -257,7 +259,7 @@ def main(args):
             meta_batch = next(meta_batches)
             batch["bad"] += meta_batch["bad"]                              # are listed, too
             examples = inputs, target
-            meta_examples = inputs_of(meta_batch, tokenizer, meta, questions)
+            meta_examples = inputs_of(meta_batch, tokenizer, meta_data, questions)
             losses = look_ahead_losses(plain_model, criterion, accelerator.device)
             if args.weighting == "meta":
                 gradient = weightnet_gradient(                             # Eqs. 9, 12
@@ -296,7 +298,7 @@ def main(args):
 
     # ------------------------------------------- save and evaluate --------------------------------
     if args.meta_set == "val":
-        common.save_meta_names(run, meta)                                  # eval.py leaves them out
+        common.save_meta_names(run, meta_data)                             # eval.py leaves them out
     column = "answer" if args.task == "qa-open" else "question"
     common.save_training_texts(run, answers.rows_with_questions(train), column)      # Figs. 2, 5
     return run.finish(figures="mama")
