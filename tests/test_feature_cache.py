@@ -11,7 +11,7 @@ from contrastive.core.files import read_json
 from contrastive.core.processes import UserError
 from contrastive.data import feature_cache
 from contrastive.data.batches import kept_text_draws
-from contrastive.encoders import weights
+from contrastive.encoders import feature_cache as cached_encoders, weights
 from contrastive.encoders.base import batchnorms
 from contrastive.encoders.feature_cache import CachedTokenizer, encode_frames
 from contrastive.encoders.models import model_of_spec
@@ -27,6 +27,7 @@ import mama
 import mmts
 import ncl
 import temo
+from variants import mama_qa, temo_experts
 from helpers import CPU, few_steps, losses, run_script, tensors_of
 
 SCRIPTS = {"ncl": ncl, "mmts": mmts, "mama": mama, "temo": temo}
@@ -58,13 +59,12 @@ def flags_of(script, data, cache, *more):
             *OF_SCRIPT[script], *more]
 
 
-def image_features(root, num_views=2, encode=None, transform=None):
+def image_features(root, encode=None, transform=None):
     """ImageFeatures of an encoder whose features are the mean colours."""
     transform = transform or common.EvalTransform(SIDE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
     encode = encode or (lambda pixels: pixels.mean((-2, -1)))
     return feature_cache.ImageFeatures(
-        Path(root), "mean colours", encode, transform, num_views, device=CPU, workers=0
-    )
+        Path(root), "mean colours", encode, transform, device=CPU, workers=0)
 
 
 def refuses(words):
@@ -82,9 +82,9 @@ def test_a_frozen_body_does_not_change_and_its_projection_learns(tmp_path, capti
     start = {}
     resume = Run.resume
 
-    def watch(run):
-        start.update({name: x.clone() for name, x in run.trained.state_dict().items()})
-        resume(run)
+    def watch(run, model, *parts, **others):
+        start.update({name: x.clone() for name, x in model.state_dict().items()})
+        resume(run, model, *parts, **others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "resume", watch)
@@ -128,13 +128,14 @@ def test_cached_features_give_the_losses_of_pixels(script, tmp_path, captions_cs
     )
 
 
-def test_the_first_draw_is_the_view_of_seed_0_in_epoch_0(tmp_path, captions_csv):
+def test_the_first_draw_is_the_view_of_seed_0_in_epoch_0(tmp_path, captions_csv, monkeypatch):
     """With random views of I and I~, and T~: until the second epoch such a run is the same."""
-    views = ["--image-aug", "simclr", "--cached-views", 1]
+    monkeypatch.setattr(feature_cache, "NUM_VIEWS", 1)
+    monkeypatch.setattr(cached_encoders, "NUM_VIEWS", 1)
     for cache in ("none", tmp_path / "cache"):
-        used = views if cache != "none" else views[:2]
         few_steps(temo, tmp_path / Path(cache).name, *FLAGS, "--dataset", captions_csv,
-                  "--freeze", "both", "--feature-cache", cache, *used, "--max-steps", 12)
+                  "--freeze", "both", "--feature-cache", cache, "--image-aug", "simclr",
+                  "--max-steps", 12)
     cached, plain = losses(tmp_path / "cache"), losses(tmp_path / "none")
     assert cached[:8] == pytest.approx(plain[:8], rel=1e-4)
     assert cached[9:] != pytest.approx(plain[9:], rel=1e-4)
@@ -175,7 +176,7 @@ def test_views_of_one_augment_are_different_draws(tmp_path, captions_csv):
     train = common.load_data(str(captions_csv), "train")
     augments = [common.Augment(SIDE, 0.3, flip) for flip in (0.5, 0.5, 0.0)]
     index = np.arange(len(train))
-    views = image_features(tmp_path, 3).views(train, augments)
+    views = image_features(tmp_path).views(train, augments)
     (one, two, third), rows = views.choose(7, 2, index)
     assert (rows == index).all() and len(views.tables) == 2
     for other_view in (two, third):  # two crops may both be the whole image
@@ -183,8 +184,8 @@ def test_views_of_one_augment_are_different_draws(tmp_path, captions_csv):
     again, _ = views.choose(7, 2, index)
     next_epoch, _ = views.choose(7, 3, index)
     assert torch.equal(one, again[0]) and not torch.equal(one, next_epoch[0])
-    draws = {tuple(x.tolist()) for k in range(20) for x in views.choose(7, k, index[:1])[0][0]}
-    assert len(draws) == 3
+    draws = {tuple(x.tolist()) for k in range(40) for x in views.choose(7, k, index[:1])[0][0]}
+    assert len(draws) == 4
 
 
 def test_texts_of_a_paraphrase_are_among_those_that_are_kept(tmp_path, captions_csv):
@@ -199,17 +200,10 @@ def test_texts_of_a_paraphrase_are_among_those_that_are_kept(tmp_path, captions_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CachedTokenizer, "encode", watch)
         few_steps(temo, tmp_path / "run", *FLAGS, "--dataset", captions_csv, "--freeze", "both",
-                  "--feature-cache", tmp_path / "cache", "--cached-views", 2, "--max-steps", 30)
+                  "--feature-cache", tmp_path / "cache", "--max-steps", 30)
     assert len(encoded) == 4  # the captions of train, val and test, and T~, each at once
     first, second = kept_text_draws(0, [3]), kept_text_draws(1, [3])
     assert first.shape == (1, 32) and not (first == second).any()
-
-
-def test_too_few_draws_for_two_views(tmp_path, captions_csv):
-    for views in (0, 1):
-        with refuses(f"--cached-views {views}: a step has 2 views of an image that have to"):
-            few_steps(temo, tmp_path / f"{views}", *FLAGS, "--dataset", captions_csv,
-                      "--freeze", "image", "--feature-cache", tmp_path, "--cached-views", views)
 
 
 # ----------------------------------------------- files --------------------------------------------
@@ -270,11 +264,11 @@ def test_a_large_table_is_read_from_its_files(tmp_path, captions_csv, monkeypatc
     monkeypatch.setattr(feature_cache, "ROWS_IN_FILE", 32)
     monkeypatch.setattr(feature_cache, "MAX_IN_MEMORY", 0)
     parts = image_features(tmp_path / "parts").views(train, augments)
-    assert parts.tables[0].tensor is None and len(parts.tables[0].blocks) == 6
+    assert parts.tables[0].tensor is None and len(parts.tables[0].blocks) == 12
     index = np.array([70, 0, 31, 32, 33])
     for a, b in zip(whole.choose(1, 1, index)[0], parts.choose(1, 1, index)[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert [len(block) for block in parts.tables[0].blocks] == [32, 32, len(train) - 64] * 2
+    assert [len(block) for block in parts.tables[0].blocks] == [32, 32, len(train) - 64] * 4
 
 
 def test_what_cannot_be_read_is_replaced_in_training_and_left_out_in_evaluation(tmp_path):
@@ -336,17 +330,6 @@ def test_killed_while_features_are_computed(tmp_path, captions_csv):
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
 
 
-# ----------------------------------------------- evaluation ---------------------------------------
-def test_neighbours_are_measured_beside_those_of_the_frozen_features(tmp_path):
-    """In place of the untrained encoder."""
-    rows = [(f"{k:03}.png", helpers.caption(k), helpers.CLASSES[k % 3]) for k in range(60)]
-    helpers.write_images(tmp_path, range(60))
-    csv = helpers.write_rows(tmp_path / "c.csv", ["image", "caption", "label"], rows)
-    summary = run_script(ncl, tmp_path / "run", *flags_of("ncl", csv, tmp_path / "cache"))
-    trivial = summary["chance"][str(csv)]["trivial"]
-    assert set(trivial) == {"pixels", "colours", "frozen"}
-
-
 # ----------------------------------------------- refusals -----------------------------------------
 def test_flags_that_are_refused(tmp_path, capsys):
     refused = functools.partial(helpers.refused, capsys=capsys)
@@ -356,17 +339,20 @@ def test_flags_that_are_refused(tmp_path, capsys):
         ncl.parse_args, ["--feature-cache", "x", "--freeze", "clip4clip"])
     assert "--freeze" in refused(mmts.parse_args, ["--freeze", "clip4clip"])
     assert "--image-expert reads pixels" in refused(
-        temo.parse_args, ["--freeze", "image", "--image-expert", "x"])
+        temo_experts.parse_args, ["--freeze", "image", "--image-expert", "x"])
 
 
-@pytest.mark.parametrize("flags, reason", [
-    (["--image-encoder", "video_vit_tiny_patch16_224", "--frames", 2], "reads whole clips"),
-    (["--task", "qa-open", "--answers", 4], "not with questions, SSB, VGT or VAST"),
-])
-def test_encoders_that_are_refused(flags, reason, tmp_path):
+ENCODERS = [
+    (mama, ["--image-encoder", "video_vit_tiny_patch16_224", "--weighting", "none"],
+     "reads whole clips"),
+    (mama_qa, ["--answers", 4, "--weighting", "none"], "not with questions, SSB, VGT or VAST")]
+
+
+@pytest.mark.parametrize("script, flags, reason", ENCODERS)
+def test_encoders_that_are_refused(script, flags, reason, tmp_path):
     with refuses(reason):
-        few_steps(mama, tmp_path / "run", *FLAGS, "--dataset", "moving-emoji", "--clips", 16, 4, 4,
-                  "--weighting", "none", "--freeze", "image", "--feature-cache", tmp_path, *flags)
+        few_steps(script, tmp_path / "run", *FLAGS, "--dataset", "moving-emoji", "--clips", 16, 4,
+                  4, "--frames", 2, "--freeze", "image", "--feature-cache", tmp_path, *flags)
 
 
 # ----------------------------------------------- --recipe frozen ----------------------------------

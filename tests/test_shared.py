@@ -103,7 +103,6 @@ UNREAD = {
     "baseline": "a preset: the parser reads it",
     "row": "a preset: the parser reads it",
     "epochs": "--max-steps is given",
-    "cached_views": "with --freeze",
     "feature_cache": "with --freeze",
 }
 SMALL = (

@@ -548,9 +548,6 @@ class Parser(OneLineErrorParser):
             help="folder in which the features of frozen encoders are kept, computed once; empty = "
                  "contrastive-temperature in the user's cache folder; none = compute them in each "
                  "step")
-        add("--cached-views", type=int_ge0, default=4,
-            help="random views of each image, and texts T~, whose features are kept and from which "
-                 "each epoch draws; 0 = the plain image alone")
 
     def add_optimisation_flags(self):
         add = self.add_argument_group("optimisation").add_argument
