@@ -443,8 +443,9 @@ def evaluate_normalized(pieces, args, temperature, text_queue, video_queue):
     mode = args.normalize
     if mode not in results:  # no queue: before the first step, and for other data sets
         mode = "none"
-    metrics = {name: value for name, value in results[mode].items() if name != "error"}
-    return metrics | {"normalize": results, "normalized_by": mode}
+    metrics = results[mode] | {"normalize": results, "normalized_by": mode}
+    del metrics["error"]                                                   # stays in "normalize"
+    return metrics
 
 
 def save_queues(run, temperature, text_queue, video_queue):
