@@ -24,6 +24,7 @@ from contrastive.core.processes import (
     mean_over_processes,    # of the columns of a log
     positive_index,         # the column of each row's own pair: (B,)
     rank,                   # index of this process
+    require_gpu,            # refuses a paper's recipe without one
     print_main,             # print on the main process
     set_seed,               # of all random generators
     to_device,              # copies a tensor without making the host wait
@@ -73,15 +74,18 @@ from contrastive.papers.baselines import (  # losses of other papers
     cwcl_loss, dystress_temperature, focal_weights, hardest_negative_loss, l2rw_weights,
     spl_weights, ts_temperature)
 from contrastive.papers.clusters import (  # of captions (MM-TS)
-    check_source, head_mid_tail, k_means, largest_first, open_clusters)
-from contrastive.papers.meta import meta_data  # a few clean examples (MAMA)
+    check_cluster_source, head_mid_tail, k_means, largest_first, open_clusters)
+from contrastive.papers.mama_records import (  # for the log and the figures of MAMA
+    mismatch_columns, save_pairs, save_training_texts)
+from contrastive.papers.meta import (  # a few clean examples (MAMA)
+    meta_batches, meta_data, save_meta_names)
 from contrastive.papers.text_pairs import (  # T and T~ (TeMo)
     Paraphrases, drop_and_swap, text_pair, text_words)
 
 # ---- contrastive/engine: the flags and the book-keeping of a run ----
 from contrastive.engine.flags import OneLineErrorParser, Parser  # argparse with recipes
-from contrastive.engine.grad_cache import (  # --chunk-size
-    GradCache, random_state, set_random_state)
+from contrastive.engine.functional import functional_encoder, trained_parameters
+from contrastive.engine.grad_cache import GradCache  # --chunk-size
 from contrastive.engine.precision import tf32  # for encoders, on GPUs
 from contrastive.engine.run import Run, count_steps, adjust_flags_to_data
 

@@ -157,7 +157,7 @@ def flags_of_run(args):
         value = getattr(args, name)
         if value:
             flags[name] = value
-    flags.update(workers=args.workers, watch_test=False)
+    flags.update(workers=args.workers)
     flags.setdefault("eval_datasets", [])
     flags.setdefault("extra_pairs", [])
     return argparse.Namespace(**flags)

@@ -3,10 +3,10 @@
 
 Captions form clusters of very different size. Where thousands of captions say nearly the same,
 pushing all pairs apart destroys what they share; a rare caption must be told from its neighbours.
-MM-TS gives each sample of a batch its own temperature, which is higher for larger clusters of
-captions. All temperatures swing together along a cosine over training, between telling instances
-apart (low) and keeping groups together (high); in a max-margin loss they are margins. No parameters
-are added, and the clusters are made once, before training.
+MM-TS gives each sample its own temperature, which is the higher the larger the cluster of its
+caption is. All temperatures also follow a cosine over training, between group-wise discrimination
+(high) and instance discrimination (low). In a max-margin loss they are margins. No parameters are
+added, and the clusters are made once, before training.
 
 Equations (s_ij: cosine of anchor i and candidate j of the global batch; t: optimiser step)
     (2, 10, 11) L_v2t, L_t2v: -1/N sum_i log( exp(s_ii / tau_i) / sum_j exp(s_ij / tau_i) )
@@ -18,16 +18,17 @@ Equations (s_ij: cosine of anchor i and candidate j of the global batch; t: opti
 
 Symbols
     v, t        image, text           (B, D)  embeddings of this process
-    tau_i, m_i  tau, margin           (B,)    of an anchor: divides cosines; a difference of cosines
-    alpha       alpha                 ()      range of the swing, twice its amplitude; CC3M 0.04
-    sh-, sh+    sh_min, sh_max        ()      of the smallest and largest cluster; CC3M 0.05, 0.10
+    tau_i, m_i  tau, margin           (B,)    of anchor i; tau divides cosines, a margin is added
+    alpha       alpha                 ()      range of the schedule, highest - lowest; CC3M 0.04
+    sh-, sh+    sh_min, sh_max        ()      --shift-min, --shift-max; CC3M 0.05, 0.10
     T           period                ()      optimiser steps; authors' code a fifth of the run
     K_c         sizes                 (K,)    captions in cluster c, largest first; 200 clusters
 
 Commands
     accelerate launch mmts.py                            # moving emoji, 71 s on two CPU cores
     accelerate launch mmts.py --baseline                 # one fixed temperature, all else equal
-    accelerate launch mmts.py --no-schedule              # ICS alone; --no-shifts: TS alone
+    accelerate launch mmts.py --no-schedule              # the shifts alone (ICS in Table 4)
+    accelerate launch mmts.py --no-shifts                # the schedule alone (TS in Table 4)
     accelerate launch mmts.py --dataset cc3m             # the paper's run
     accelerate launch mmts.py --dataset captions.csv     # own data: image, caption
 
@@ -55,7 +56,7 @@ def base_temperature(step, period, alpha):
 
     Args:
         step, period: t and T, in optimiser steps.
-        alpha: range of the swing; 0 = no schedule.
+        alpha: highest minus lowest value; 0 = no schedule.
     """
     return alpha / 2 * math.cos(2 * math.pi * step / period)
 
@@ -100,17 +101,17 @@ def clip_loss(image, text, tau, label_smoothing=0.0, *, terms=None):
 
     Args:
         image, text: (B, D) embeddings of this process; row i of both is a positive pair.
-        tau: temperature > 0: a number, () or (B,). tau_i serves image i in image -> text and text i
-            in text -> image.
-        label_smoothing: part of the target that is spread over all candidates.
+        tau: temperature > 0: a number, () or (B,). tau_i is that of both anchors, image i and text
+            i.
+        label_smoothing: part of the target that is spread over all candidates; VAST 0.1.
         terms: dict that receives L_v2t and L_t2v, means over the anchors.
     Returns: (), float32. A random guess is about ln N.
     """
     image, text = normalize(image), normalize(text)                        # (B, D)
     tau = per_anchor(tau, image)                                           # () or (B, 1)
     target = positive_index(image)                                         # (B,)
-    # tau_i belongs to the anchor: the transpose of the first direction's logits would divide by
-    # the temperatures of the candidates
+    # both directions need logits of their own: tau_i divides the row of its anchor, and in a
+    # transpose it would divide a column
     loss_v2t = info_nce_per_anchor(image, target, tau, candidates=gather(text),
                                    label_smoothing=label_smoothing).mean()
     loss_t2v = info_nce_per_anchor(text, target, tau, candidates=gather(image),
@@ -200,7 +201,7 @@ CC3M = dict(
     epochs=30.0, batch_size=512, lr=2e-4, lr_end=1e-5, weight_decay=0.02, beta2=0.999,
     grad_clip=0.0, warmup_epochs=0.35,                                     # 2,000 steps
     cluster_encoder="distilbert/distilbert-base-uncased",
-    randaugment_ops=2, randaugment_magnitude=21, randaugment_strengths="cc3m",
+    randaugment_ops=2, randaugment_magnitude=21,
     mixed_precision="bf16", eval_datasets=["coco", "flickr30k"], log_every=50, save_every=1000)
 EPIC = dict(
     source="paper; encoders, views and optimiser from AVION",
@@ -232,17 +233,17 @@ def parse_args(argv=None):
 
 
 def add_method_flags(parser):
-    """Adds the group of the method's flags, which is returned."""
+    """Adds the flags of the method, here and in VAST's variant. Returns: their group."""
     yes_or_no = argparse.BooleanOptionalAction
     method = parser.add_argument_group("method")
     method.add_argument("--loss", choices=["clip", "max-margin"], default="clip",
                         help="InfoNCE with temperatures, or the max-margin loss with margins")
     method.add_argument("--baseline", action="store_true",
-                        help="the paper's baseline with everything else equal: one --tau or "
-                             "--margin for all, --no-schedule --no-shifts")
+                        help="train the paper's baseline, one --tau or --margin for all, with "
+                             "everything else equal: sets --no-schedule --no-shifts")
     method.add_argument("--schedule", action=yes_or_no, default=True,
-                        help="temperatures or margins swing along a cosine over the run (TS of "
-                             "Tables 4 and 9)")
+                        help="temperatures or margins follow a cosine over the run (TS of Tables "
+                             "4 and 9)")
     method.add_argument("--shifts", action=yes_or_no, default=True,
                         help="each sample has a temperature or margin by the size of its cluster "
                              "(ICS of Tables 4 and 9); else --tau or --margin for all")
@@ -307,8 +308,8 @@ def check_flags(parser, args):
 
 
 def check_range(parser, args):
-    """Refuses temperatures of 0 or less and margins below 0; and, with the loss that the recipe
-    does not have, a range that is still the recipe's."""
+    """Refuses a range of temperatures or margins that is out of bounds, and the recipe's range if
+    --loss is not the recipe's."""
     has_margins = args.loss == "max-margin"
     low, high = range_of_run(args)
     parser.require(has_margins or low > 0,
@@ -327,13 +328,13 @@ def check_range(parser, args):
         needed += ["--shift-min", "--shift-max"]
     missing = [flag for flag in needed if flag not in args.command_line]
     parser.require(not missing,
-                   f"--loss {args.loss}: add {' '.join(missing)}; the recipe's values are for its "
-                   "own loss; paper: --alpha 0.2 --shift-min 0.17 --shift-max 0.3 for margins, 0.04, "
-                   "0.05 and 0.1 for temperatures")
+                   f"--loss {args.loss}: add {' '.join(missing)}, since the recipe's values are of "
+                   "the other loss; paper: --alpha 0.2 --shift-min 0.17 --shift-max 0.3 for "
+                   "margins, 0.04, 0.05 and 0.1 for temperatures")
 
 
 # ------------------------------------------------------- schedule and shifts of a run -------------
-def swing_of_run(args, total_steps):
+def period_and_alpha(args, total_steps):
     """T in steps and alpha of Eq. 7 for a run of total_steps; alpha is 0 with --no-schedule."""
     if args.schedule:
         return total_steps / args.periods, args.alpha
@@ -341,16 +342,16 @@ def swing_of_run(args, total_steps):
 
 
 def fixed_tau_or_margin(args):
-    """The temperature or margin of all samples with --no-shifts, around which a schedule swings."""
+    """The temperature or margin of all samples with --no-shifts; a schedule is added to it."""
     if args.loss == "max-margin":
         return args.margin
     return args.tau
 
 
 def shifts_of(clusters, args):
-    """(K + 1,) sh(c) of each cluster, the last one (index -1) for examples without a cluster.
+    """(K + 1,) sh(c) of each cluster; the last, at index -1, is for examples without a cluster.
 
-    With --no-shifts --tau or --margin for all.
+    With --no-shifts all are --tau or --margin.
     """
     if not args.shifts:
         num_clusters = 0 if clusters is None else len(clusters.sizes)
@@ -365,15 +366,15 @@ def range_of_run(args):
     if args.shifts:
         extremes = [args.shift_min, args.shift_max]
     shifts = torch.tensor(extremes, dtype=torch.float64)                   # (1,) or (2,)
-    # through sample_temperature, so that a fork's own schedule is checked as well: 64 steps of a
-    # period have the extremes of the cosine
-    total_steps = round(64 * min(args.periods, 100))
-    period, alpha = swing_of_run(args, 64 * args.periods)
+    # a period of 64 steps reaches the extremes of the cosine; they are not computed from a formula,
+    # so that an edited sample_temperature is checked, too
+    num_steps = round(64 * min(args.periods, 100))
+    period, alpha = period_and_alpha(args, 64 * args.periods)
     values = []
-    for step in range(total_steps + 1):
+    for step in range(num_steps + 1):
         values.append(sample_temperature(step, shifts, period, alpha))
     values = torch.stack(values)                                           # (steps, 1 or 2)
-    # without rounding errors, which could lie below 0
+    # rounded, since 0 could come out as -1e-17
     return round(values.min().item(), 12), round(values.max().item(), 12)
 
 
@@ -383,7 +384,7 @@ def curves_of_clusters(clusters, args, total_steps):
     Returns: {"steps": (S,), "values": (S, K)}.
     """
     shifts = shifts_of(clusters, args)[:-1]                                # (K,)
-    period, alpha = swing_of_run(args, total_steps)
+    period, alpha = period_and_alpha(args, total_steps)
     num_points = min(total_steps, max(1000, round(20 * args.periods)))
     steps = torch.linspace(0, total_steps, num_points + 1).round().unique()              # (S,)
     values = [sample_temperature(step, shifts, period, alpha) for step in steps.tolist()]
@@ -392,11 +393,12 @@ def curves_of_clusters(clusters, args, total_steps):
 
 # ======================================================= main =====================================
 def main(args):
-    """One run: data, model, clusters, view, loop, evaluation. Returns the summary."""
+    """One run: data, model, clusters, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes start, so that a wrong path fails fast
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
+    # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
-    common.check_source(train, args.clusters)
+    common.check_cluster_source(train, args.clusters)
     args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
@@ -406,7 +408,7 @@ def main(args):
     common.set_seed(args.seed)
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
-    # after the model, whose first weights do not depend on the random numbers of K-Means
+    # after the model, so that its initial weights do not depend on the clusters
     clusters = common.open_clusters(
         run.folder, args, train, accelerator.device,
         functools.partial(cluster_captions, seed=args.seed))
@@ -435,9 +437,9 @@ def main(args):
     batches = run.batches([common.training_view(args)], transform, cache)
 
     # ------------------------------------------- loop ---------------------------------------------
-    quantity = "margin" if args.loss == "max-margin" else "tau"            # its name in the log
+    quantity = "margin" if args.loss == "max-margin" else "tau"            # a column of the log
     shifts = shifts_of(clusters, args)                                     # (K + 1,)
-    period, alpha = swing_of_run(args, steps.total)
+    period, alpha = period_and_alpha(args, steps.total)
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
         method_metrics=functools.partial(common.head_mid_tail, clusters=clusters))
@@ -449,9 +451,9 @@ def main(args):
         image, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokenizer(texts))
 
-        cluster, num_missing = torch.full((len(texts),), -1), 0            # (B,)
+        cluster = torch.full((len(texts),), -1)                            # (B,) -1: no cluster
+        num_missing = 0
         if args.shifts:
-            # an example that was not clustered has index -1, which is the last of shifts
             cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,)
         tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha)     # (B,)
         tau_or_margin = common.to_device(tau_or_margin, accelerator.device)
@@ -474,14 +476,14 @@ def main(args):
         optimizer.zero_grad()
         temperature.clamp()
 
-        # the log has means over processes: times their number, it has the sum
+        # the log has means over processes: times their number, not_in_clusters is a sum
         log_row = {quantity: tau_or_margin.mean(), **terms,
                    "not_in_clusters": common.world_size() * num_missing}
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
         run.end_step(batch, loss, log_row, [image, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    if accelerator.is_main_process and clusters is not None and not args.learnable_tau:
+    if common.rank() == 0 and clusters is not None and not args.learnable_tau:
         common.write_tensors(run.folder / "temperatures.safetensors",      # for Figs. 3 to 11
                              curves_of_clusters(clusters, args, steps.total))
     return run.finish(figures="mmts")

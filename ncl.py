@@ -1,21 +1,22 @@
 """NCL: Normalized Contrastive Learning for Text-Video Retrieval (Park et al., EMNLP 2022).
 
-In retrieval, a softmax lets each query spread a probability of 1 over the items. Some items, called
-hubs, collect much of it and are returned for queries that are not theirs; others are never found.
-NCL adds a bias to each text and video, computed from the similarity matrix by Sinkhorn-Knopp, so
-that all items collect the same share. The biases add no parameters, and the encoders stay what they
-are. In training the biases come from the batch; at test time from training queries in a queue.
+A softmax over the items gives the retrieval probabilities of a query, which sum to 1. Summed over
+all queries, each item should receive 1, too. But some receive much more and are retrieved for wrong
+queries, and others much less and are missed. NCL adds a bias to the cosines of each text and each
+video that makes these sums equal. Sinkhorn-Knopp computes it from the similarity matrix: in
+training of the batch, at test time of a queue of training queries. No parameters are added.
 
 Equations (s_ij = <t_i, v_j>, without the paper's 1 / gamma; rows are texts, columns videos)
     (2, 3)   P_t2v(v_j | t_i) = exp(s_ij / gamma) / sum_k exp(s_ik / gamma), P_v2t likewise
-    (4)      L = 1/2 (L_t2v + L_v2t), each the mean cross-entropy of the pairs    ncl_loss
-    (5)      error = mean_j |1 - sum_i P_t2v(v_j | t_i)|         common.normalization_error
-    (6, 12)  sim*(t_i, v_j) = a_i + b_j + s_ij replaces s_ij   ncl_loss, retrieval_biases
+    (4)      L = 1/2 (L_t2v + L_v2t), L_t2v = -1/B sum_i log P_t2v(v_i | t_i)           ncl_loss
+    (5)      error = mean_j |1 - sum_i P_t2v(v_j | t_i)|              common.normalization_error
+    (6, 12)  sim*(t_i, v_j) = a_i + b_j + s_ij replaces s_ij                biased_cross_entropy
     (7 to 9) P = diag(alpha) exp(S / gamma) diag(beta), rows sum to 1/m and columns to 1/n
-    (10, 11) a_i = gamma log(alpha_i / sum alpha), b_j likewise           sinkhorn_biases
+    (10, 11) a_i = gamma log(alpha_i / sum alpha), b_j likewise                  sinkhorn_biases
+    Sec. 3.4 b_j from K training queries in place of the test's  QueryQueue, retrieval_biases
 
 Symbols
-    t, v        text, video          (B, D)     embeddings of this process; text comes first
+    t, v        text, video          (B, D)     embeddings of this process
     gamma       gamma, --tau         ()         divides the cosine; 1 / CLIP's logit scale
     a, b        a, b                 (m,), (n,) biases, in units of the cosine
     K           --queue-size         ()         training queries in the queue; paper 16,384
@@ -25,7 +26,7 @@ Commands
     accelerate launch ncl.py --baseline                       # InfoNCE, everything else equal
     accelerate launch ncl.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS
     accelerate launch ncl.py --dataset clips.csv --video-dir VIDEOS       # own: video, caption
-    python eval.py --checkpoint RUN --normalize queue         # biases at test time for any run
+    python eval.py --checkpoint RUN --normalize oracle        # biases from the test queries
 
 docs/ncl.md: commands for every table, recipes, differences from the paper, results.
 variants/ncl_ssb.py: NCL on SSB (Table 4). To try an idea of your own, copy this file and edit it
@@ -41,7 +42,7 @@ import common
 from common import (
     Evaluator, GradCache, Parser, Run, Temperature, clean_exit, fp32, gather, int_ge1, normalize,
     one_number, positive_index, retrieval_both_ways, row_blocks)
-from common import hardest_negative_loss  # noqa: F401  of SSB (variants/ncl_ssb.py)
+from common import hardest_negative_loss  # noqa: F401  the loss of SSB, a public name here
 
 import torch
 import torch.nn as nn
@@ -50,17 +51,18 @@ import torch.nn.functional as F
 
 # ======================================================= METHOD ===================================
 def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
-    """Biases that give each row and column of exp((a + b + sim) / gamma) its share (Eqs. 7 to 11).
+    """Biases that bring the row and column sums of exp((a + b + sim) / gamma) to the priors, up to
+    a common factor (Eqs. 7 to 11).
 
-    It works in the log domain, where exp(1 / 0.01) does not overflow. Each round normalises rows,
-    then columns, so that the columns are exact at the end. (The paper prints Eqs. 8 and 9 with
-    their right-hand sides exchanged.)
+    In the log domain exp(1 / 0.01) does not overflow. Each round normalises rows, then columns, so
+    the column sums are exact at the end. (The paper prints Eqs. 8 and 9 with their right-hand sides
+    exchanged.)
 
     Args:
         sim: (m, n) cosines; rows are texts (or queries), columns videos (or items).
         gamma: temperature > 0, a number or ().
         iterations: rounds of Sinkhorn-Knopp, >= 1.
-        row_prior, col_prior: shares (m,), (n,) that sum to 1; None = 1/m, 1/n.
+        row_prior, col_prior: (m,), (n,) that sum to 1; None = 1/m and 1/n for all.
     Returns: a (m,), b (n,), float32 or float64.
     """
     gamma = one_number(gamma, "gamma")
@@ -68,16 +70,16 @@ def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
     if sim.dtype != torch.float64:
         sim = sim.float()
     logits = sim / gamma                                                   # (m, n)
-    log_row_share = -math.log(m)
+    log_row_prior = -math.log(m)
     if row_prior is not None:
-        log_row_share = row_prior.to(logits).log()                         # (m,)
-    log_col_share = -math.log(n)
+        log_row_prior = row_prior.to(logits).log()                         # (m,)
+    log_col_prior = -math.log(n)
     if col_prior is not None:
-        log_col_share = col_prior.to(logits).log()                         # (n,)
+        log_col_prior = col_prior.to(logits).log()                         # (n,)
     log_beta = logits.new_zeros(n)                                         # (n,)
     for _ in range(iterations):
-        log_alpha = log_row_share - torch.logsumexp(logits + log_beta, dim=1)            # (m,)
-        log_beta = log_col_share - torch.logsumexp(logits + log_alpha[:, None], dim=0)   # (n,)
+        log_alpha = log_row_prior - torch.logsumexp(logits + log_beta, dim=1)            # (m,)
+        log_beta = log_col_prior - torch.logsumexp(logits + log_alpha[:, None], dim=0)   # (n,)
     a = gamma * log_alpha.log_softmax(0)                                   # (m,) Eq. 10
     b = gamma * log_beta.log_softmax(0)                                    # (n,) Eq. 11
     return a, b
@@ -87,13 +89,7 @@ def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
 # kept for the backward; keyword arguments stay whole
 @row_blocks
 def biased_cross_entropy(anchor, target, *, candidates, bias, gamma):
-    """Mean cross-entropy of anchors with biased cosines (Eqs. 2, 3, 12): (b, D), (b,) -> ().
-
-    Args:
-        candidates: (N, D).
-        bias: (N,) of the candidates, or 0.
-        gamma: temperature.
-    """
+    """Mean cross-entropy with biases (Eqs. 2, 3, 12): (b, D), (b,), (N, D), (N,) or 0 -> ()."""
     logits = (anchor @ candidates.T + bias) / gamma                        # (b, N)
     return F.cross_entropy(logits, target)                                 # ()
 
@@ -108,7 +104,7 @@ def ncl_loss(text, video, gamma, iterations=4, detach=True, *, terms=None):
         iterations: rounds of Sinkhorn-Knopp; 0 = no biases, InfoNCE.
         detach: stop the gradient through the biases. The paper does not say; at convergence it is
             zero (Eq. 28).
-        terms: a dict, which receives "L_t2v" and "L_v2t", means over the pairs, for the log.
+        terms: dict that receives L_t2v and L_v2t, means over the anchors.
     Returns: (), float32. A random guess is about ln N.
     """
     gamma = one_number(gamma, "gamma")
@@ -116,24 +112,24 @@ def ncl_loss(text, video, gamma, iterations=4, detach=True, *, terms=None):
     all_texts, all_videos = gather(text), gather(video)                    # (N, D)
     a, b = 0.0, 0.0
     if iterations > 0:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+        with torch.set_grad_enabled(not detach):
             a, b = sinkhorn_biases(all_texts @ all_videos.T, gamma, iterations)          # (N,)
     target = positive_index(text)                                          # (B,)
-    # a_i is the same for all videos of text i, and cancels in the softmax over them; so does b_j
-    # in the softmax over texts
-    t2v = biased_cross_entropy(text, target, candidates=all_videos, bias=b, gamma=gamma)
-    v2t = biased_cross_entropy(video, target, candidates=all_texts, bias=a, gamma=gamma)
+    # the candidates' biases alone: that of the anchor is in all of its logits, and the softmax
+    # cancels it
+    loss_t2v = biased_cross_entropy(text, target, candidates=all_videos, bias=b, gamma=gamma)
+    loss_v2t = biased_cross_entropy(video, target, candidates=all_texts, bias=a, gamma=gamma)
     if terms is not None:
-        terms.update({"L_t2v": t2v, "L_v2t": v2t})
-    return (t2v + v2t) / 2
+        terms.update({"L_t2v": loss_t2v, "L_v2t": loss_v2t})
+    return (loss_t2v + loss_v2t) / 2
 
 
 # ------------------------------------------------------- test time --------------------------------
 def retrieval_biases(items, queries, gamma, iterations=4):
-    """Biases b of the items, from queries in place of those of the test (Sec. 3.4).
+    """Biases b of the items for a set of queries, at test time those of the queue (Sec. 3.4).
 
-    The same numbers as b of sinkhorn_biases(queries @ items.T), 1,024 queries at a time. Edit both
-    together.
+    They are b of sinkhorn_biases(queries @ items.T), computed from 1,024 queries at a time: edit
+    both functions together.
 
     Args:
         items: (n, D) embeddings.
@@ -156,10 +152,10 @@ def retrieval_biases(items, queries, gamma, iterations=4):
 
 
 class QueryQueue(nn.Module):
-    """The last `size` training queries, the same on all processes, for use at test time alone.
+    """The last K training queries of one modality, the same on all processes, for test time alone.
 
     Args:
-        size: K, number of queries.
+        size: K.
         dim: D, width of a query.
     """
 
@@ -173,8 +169,8 @@ class QueryQueue(nn.Module):
         """Adds the embeddings of a step, (B, D) on each process, normalised here."""
         x = gather(normalize(x))                                           # (N, D)
         size = len(self.queries)
-        numbers = self.count + torch.arange(len(x), device=x.device)       # (N,) as they arrive
-        rows = numbers[-size:] % size                                      # (min(N, size),)
+        numbers = self.count + torch.arange(len(x), device=x.device)       # (N,)
+        rows = numbers[-size:] % size                                      # the oldest are replaced
         self.queries[rows] = x[-size:].to(self.queries)
         self.count += len(x)
 
@@ -187,15 +183,15 @@ class QueryQueue(nn.Module):
 
 
 def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
-    """Retrieval without biases, with those of training and with those of test queries (Table 5).
+    """Retrieval in three modes (Table 5): 'none' without biases, 'queue' with those from training
+    queries, 'oracle' with those from the test queries.
 
     Args:
-        pieces: EvaluationPieces of a split, with captions.
+        pieces: EvaluationPieces: embeddings of a split, which has captions.
         gamma, iterations: as in sinkhorn_biases.
-        texts, videos: (K, D) training queries; without them there is no entry 'queue'.
-    Returns:
-        {'none', 'queue', 'oracle': {'text_to_image', 'image_to_text', 'R-Mean', 'error'}}, and
-        {'none', 'queue', 'oracle': (biases of images (M,), of texts (C,))}.
+        texts, videos: (K, D) training queries; without them there is no 'queue'.
+    Returns: two dicts by mode: metrics {'text_to_image', 'image_to_text', 'R-Mean', 'error'}; and
+        biases of images (M,) and of texts (C,).
     """
     device = pieces.device
     image = normalize(pieces.image.to(device))                             # (M, D)
@@ -281,7 +277,7 @@ RECIPES = {
     "cc12m": IMAGES,
     "own": OWN,
     "frozen": FROZEN}
-# InfoNCE; its reported retrieval has no biases
+# InfoNCE, whose reported retrieval has no biases
 BASELINE = {True: dict(loss="infonce", normalize="none")}
 
 
@@ -322,7 +318,8 @@ def check_flags(parser, args):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes start, so that a wrong path fails fast
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
+    # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
@@ -383,11 +380,11 @@ def main(args):
         terms = {}                                                         # for the log
         if args.loss == "ncl":
             loss = ncl_loss(text, video, gamma, args.iterations, terms=terms)
+        elif args.loss == "infonce":
+            loss = ncl_loss(text, video, gamma, iterations=0, terms=terms)
         else:
-            loss = baseline_loss(args, text, video, gamma, terms)
+            raise ValueError(f"--loss {args.loss} has no branch in this loop")
 
-        # DDP takes the mean over processes, and the gradient of gather their sum: together it is
-        # the gradient of the mean over the global batch
         accelerator.backward(loss)
         common.average_gradients(temperature.parameters())
         if args.grad_clip:
@@ -405,16 +402,10 @@ def main(args):
         run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    run.restore_best()                                                     # of --eval-epoch best
+    # with --eval-epoch best, so that queues and weights are of the same step
+    run.restore_best()
     save_queues(run, temperature, text_queue, video_queue)
     return run.finish(figures="ncl")
-
-
-def baseline_loss(args, text, video, gamma, terms):
-    """The loss of a baseline (--loss), (); terms receives its terms for the log."""
-    if args.loss == "infonce":
-        return ncl_loss(text, video, gamma, iterations=0, terms=terms)
-    raise ValueError(f"--loss {args.loss} has no branch in baseline_loss")
 
 
 @torch.no_grad()
@@ -432,14 +423,14 @@ def batch_errors(text, video, gamma, iterations):
 
 @torch.no_grad()
 def evaluate_normalized(pieces, args, temperature, text_queue, video_queue):
-    """The retrieval metrics of a set with the biases of --normalize, and those of all its modes.
+    """The retrieval metrics of a data set in the mode of --normalize, and those of all modes.
 
     Args:
         pieces: EvaluationPieces of a split, which receive the biases, for the pictures.
     """
     gamma = float(temperature())
     texts = videos = None
-    if pieces.data.name == args.dataset:  # the only set that has a queue
+    if pieces.data.name == args.dataset:  # the queues hold its training queries
         texts = text_queue.get()                                           # (K, D)
         videos = video_queue.get()
         if pieces.data.split == "test":                                    # for Fig. 5
@@ -447,8 +438,7 @@ def evaluate_normalized(pieces, args, temperature, text_queue, video_queue):
                 pieces, gamma, args.iterations, texts, videos)
     results, pieces.biases = normalized_retrieval(pieces, gamma, args.iterations, texts, videos)
     mode = args.normalize
-    if mode not in results:
-        # no queue: before the first step, and for other sets than the run's
+    if mode not in results:  # no queue: before the first step, and for other data sets
         mode = "none"
     metrics = {name: value for name, value in results[mode].items() if name != "error"}
     return metrics | {"normalize": results, "normalized_by": mode}
@@ -457,7 +447,7 @@ def evaluate_normalized(pieces, args, temperature, text_queue, video_queue):
 def save_queues(run, temperature, text_queue, video_queue):
     """Writes the queues and gamma, for eval.py --normalize queue and the pictures."""
     if common.rank() == 0:
-        gamma = torch.as_tensor(temperature(), dtype=torch.float64).detach().reshape(1)
+        gamma = torch.tensor([float(temperature())], dtype=torch.float64)
         common.write_tensors(run.folder / "queues.safetensors", {
             "texts": text_queue.get(), "videos": video_queue.get(), "gamma": gamma})
 

@@ -184,7 +184,7 @@ CC3M = dict(
     epochs=30.0, batch_size=2048, lr=2e-4, lr_end=1e-5, weight_decay=0.02, beta2=0.999,
     grad_clip=0.0, warmup_epochs=1.4,                                      # 2,000 steps
     baseline_rates="--lr 8e-4",
-    randaugment_ops=2, randaugment_magnitude=21, randaugment_strengths="cc3m",
+    randaugment_ops=2, randaugment_magnitude=21,
     mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"],
     log_every=50, save_every=1000)
 CC12M = CC3M | dict(
@@ -331,7 +331,8 @@ def has_unimodal_terms(args):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes start, so that a wrong path fails fast
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
+    # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs

@@ -448,7 +448,8 @@ def check_image_flags(parser, args):
 def main(args):  # noqa: C901, PLR0912
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes start, so that a wrong path fails fast
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
+    # before the process group starts, so that a wrong path fails fast
     splits = common.labelled_splits(args)                                  # {train, val, test, ...}
     train = splits["train"]
     eval_sets = {args.dataset: val_and_test(splits)}
@@ -456,7 +457,7 @@ def main(args):  # noqa: C901, PLR0912
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
     labels = torch.from_numpy(np.asarray(train.labels))                    # (M,)
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
-    if args.eval_epoch == "best" and not args.eval_every:                  # App. A.2
+    if args.eval_epoch == "best" and args.eval_every <= 0:                 # App. A.2
         args.eval_every = 20 * steps.per_epoch
 
     # ------------------------------------------- model and optimizer ------------------------------

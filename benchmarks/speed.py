@@ -255,7 +255,7 @@ def cc3m_views(rounds, n=512, batch=64):
     args = temo.parse_args(["--dataset", "cc3m"])
     files = jpegs(16, (500, 400))
     num_rows = MAX_ROWS_AS_LISTS + 1  # not as lists
-    randaugment = (args.randaugment_ops, args.randaugment_magnitude, args.randaugment_strengths)
+    randaugment = (args.randaugment_ops, args.randaugment_magnitude)
     view = common.Augment(args.image_size, args.crop_min, randaugment=randaugment)
     with tempfile.TemporaryDirectory() as folder:
         for k, file in enumerate(files):

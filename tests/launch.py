@@ -9,16 +9,11 @@ import socket
 import sys
 
 from contrastive import core
-from contrastive.core.files import read_json
 
-import pytest
 import torch.multiprocessing
 from accelerate.state import AcceleratorState
 from torch.utils.data._utils import signal_handling
 
-from helpers import drift, few_steps, load_file, run_script, steps, tensors_of
-from tools.check import select
-from variants import mama_qa
 
 
 def own_children():
@@ -86,20 +81,3 @@ def ranks(folder, work):
         (code, log.read_text(errors="replace").replace("\x1b[A", ""))
         for code, log in zip(codes, logs)
     ]
-
-
-def one_and_two(folder, flags, lr, names):
-    """variants/mama_qa.py by one process and by two gives the same losses, weights and numbers (of
-    these names in the log)."""
-    few_steps(mama_qa, folder / "start", *flags, "--max-steps", 1, "--lr", 0)
-    run_script(mama_qa, folder / "one", *flags, "--lr", lr)
-    done = ranks(folder, lambda rank: run_script(mama_qa, folder / "two", *flags, "--lr", lr))
-    assert [code for code, _ in done] == [0, 0], done
-    for a, b in zip(*(steps(folder / name) for name in ("one", "two")), strict=True):
-        assert [b[k] for k in names] == pytest.approx([a[k] for k in names], rel=1e-2, abs=1e-4)
-    start = select(tensors_of(folder / "start", 1), lambda path: path.startswith("model/"))
-    start = {name.removeprefix("model/"): tensor for name, tensor in start.items()}
-    a, b = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
-    assert drift(b, a, start) < 0.1
-    a, b = (read_json(folder / name / "summary.json") for name in ("one", "two"))
-    assert a["test"] == b["test"] and a["chance"] == b["chance"]

@@ -14,11 +14,9 @@ from contrastive.core.metrics import answer_vocabulary, question_metrics
 import pytest
 import torch
 
-import launch
 import mama
 from helpers import (
-    CPU, drift, evaluated, few_steps, losses, refused, run_script, steps, tensors_of)
-from tools.check import select
+    CPU, evaluated, refused, run_script, steps)
 from variants import mama_qa
 
 INF = math.inf
@@ -310,34 +308,6 @@ def test_a_vocabulary_of_three_answers(tmp_path):
     summary = main(tmp_path / "run", *"--task qa-open --answers 3".split())
     assert 0 < summary["test"]["moving-emoji"]["upper_bound"] < 50
     assert len(common.load_model(tmp_path / "run")[0].answers) == 3
-
-
-# as near as gradients are
-SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()
-
-
-def is_of_model(path):
-    return path.startswith("model/")
-
-
-def test_chunks_are_exact(tmp_path):
-    """--chunk-size encodes questions and choices in parts: losses and weights are the same."""
-    flags = [*"--task qa-choice --weighting none".split(), *SGD]
-    states = []
-    for name, chunk, lr in (("start", 0, 0), ("whole", 0, 0.02), ("parts", 5, 0.02)):
-        folder = tmp_path / name
-        few_steps(mama_qa, folder, *flags, "--chunk-size", chunk, "--lr", lr, base=BASE)
-        states.append(select(tensors_of(folder, 2), is_of_model))
-    start, whole, parts = states
-    assert drift(parts, whole, start) < 0.05
-    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
-
-
-def test_two_processes_are_one(tmp_path):
-    """Losses, weights of the samples and accuracies, with the meta step."""
-    words = "--task qa-open --batch-size 8 --meta-batch-size 4 --meta-every 1 --max-steps 4"
-    names = ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos")
-    launch.one_and_two(tmp_path, [*BASE, *SGD, *words.split()], 0.005, names)
 
 
 def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path):

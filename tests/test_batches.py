@@ -348,9 +348,9 @@ def test_samples_without_caption_are_left_out_of_an_index(tmp_path):
     samples["000007"]["txt"] = b" "
     write_tar(tmp_path / "train-0.tar", samples)
     write_tar(tmp_path / "test-0.tar", tar_samples(range(30, 32), "jpg", "txt"))
-    train = common.load_data(str(tmp_path), "train", val_fraction=0.01)
+    train = common.load_data(str(tmp_path), "train", holdout_fraction=0.01)
     assert "2 samples left out, first 000005" in train.note
-    keys = {*train.keys(), *common.load_data(str(tmp_path), "val", val_fraction=0.01).keys()}
+    keys = {*train.keys(), *common.load_data(str(tmp_path), "val", holdout_fraction=0.01).keys()}
     assert keys == {*samples} - {"000005", "000007"}
 
 

@@ -77,7 +77,7 @@ def opened(folder, train, source, **flags):
     defaults = dict(clusters=str(source), cluster_encoder="tf-idf", num_clusters=3, seed=0)
     defaults.update(dataset="made", image_size=16, workers=0, resume="")
     args = SimpleNamespace(**defaults | flags)
-    clusters_module.check_source(train, args.clusters)
+    clusters_module.check_cluster_source(train, args.clusters)
     kmeans = functools.partial(mmts.cluster_captions, seed=args.seed)
     return clusters_module.open_clusters(folder, args, train, CPU, kmeans)
 

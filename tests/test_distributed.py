@@ -1,12 +1,11 @@
-"""One run on any number of processes: real gloo processes against one process with the same global
-batch."""
+"""One step on any number of processes: gradients, weights and queues of 2 and 4 gloo processes are
+those of one with the same global batch. (Whole runs: test_promises.py.)"""
 
 import json
 import os
 import re
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -31,166 +30,139 @@ import ncl
 import temo
 import temperature_schedules as ts
 from helpers import evaluated, run_script, unit, write_captions
-from test_losses import LOSSES, D, N, parameters
+from loss_table import LOSSES, D, N, parameters
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, WHOLE = 12, slice(0, N)  # of the towers' inputs; the rows of the global batch
+WIDTH, WHOLE = 12, slice(0, N)  # of the encoders' inputs; the rows of the global batch
 IN_CHUNKS = "temo", "multimodal", "cwcl", "mmts, max-margin", "mama"
 STEPS = [(name, 0) for name in LOSSES] + [(name, 3) for name in IN_CHUNKS]  # loss, chunk
 
 
-# ----------------------------------------------- what a process comes to --------------------------
-class Towers(nn.Module):
-    """Inputs (2, b, WIDTH) for each modality -> I, T, I~, T~ of (b, D), in one forward as in
-    temo.py."""
+# ----------------------------------------------- what a process computes --------------------------
+class Encoders(nn.Module):
+    """Inputs (2, b, WIDTH) for each modality -> I, T, I~, T~ of (b, D), in one forward."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
         self.image = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout), nn.Linear(WIDTH, D)
-        )
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout), nn.Linear(WIDTH, D))
         self.text = nn.Linear(WIDTH, D)
 
-    def forward(self, x):
-        image = self.image(torch.cat([x["pixels"][0], x["pixels"][1]]))  # (2b, D)
-        text = self.text(torch.cat([x["tokens"][0], x["tokens"][1]]))  # (2b, D)
-        (a, b), (c, d) = image.chunk(2), text.chunk(2)
-        return a, c, b, d
+    def forward(self, pixels, tokens):
+        image = self.image(torch.cat([pixels["first"], pixels["second"]]))  # (2b, D)
+        text = self.text(torch.cat([tokens["first"], tokens["second"]]))  # (2b, D)
+        image, image_aug = image.chunk(2)
+        text, text_aug = text.chunk(2)
+        return image, text, image_aug, text_aug
 
 
-def towers(dtype, dropout=0.0):
+def build_encoders(dtype, dropout=0.0):
     torch.manual_seed(0)
-    return Towers(dropout).to(dtype)
+    return Encoders(dropout).to(dtype)
 
 
 def inputs(rows, dtype=torch.float64):
-    """These rows of the global batch, a nested dict of (b, WIDTH) tensors; texts are near their
-    images."""
+    """These rows of the global batch, (b, WIDTH) tensors; texts are near their images."""
     x = torch.randn(4, N, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x[1:] += x[0]
-    x = x[:, rows].to(dtype)
-    return {"pixels": {0: x[0], 1: x[2]}, "tokens": {0: x[1], 1: x[3]}}
+    image, text, image_aug, text_aug = x[:, rows].to(dtype)
+    return {
+        "pixels": {"first": image, "second": image_aug},
+        "tokens": {"first": text, "second": text_aug}}
 
 
 def step(name, dtype, rows, chunk=0, dropout=0.0):
-    """The mean loss and the gradients (of towers, and of tau where it is learnt), as a script's
-    loop has them."""
-    model = towers(dtype, dropout)
+    """The mean loss, and the gradients of encoders and learnt tau, as a script's loop has them."""
+    model = build_encoders(dtype, dropout)
     p = parameters(rows, dtype)
     accelerator = Accelerator(cpu=True)
-    wrapped = accelerator.prepare(model)  # DDP must outlive the backward
-    assert isinstance(wrapped, DistributedDataParallel) == (world_size() > 1)
-    chunks = common.Chunks(wrapped, wrapped, accelerator, chunk)
-    loss = LOSSES[name](chunks.encode(inputs(rows, dtype)), p)
-    chunks.backward(loss)
-    learnt = [p.tau] if p.tau.grad is not None else []
-    common.average_gradients(learnt)
-    mean = core.processes.mean_over_processes({"L": loss.detach()}, "cpu")["L"]
-    return [
-        torch.tensor(mean, dtype=torch.float64),
-        *(x.grad.clone() for x in (*model.parameters(), *learnt)),
-    ]
+    prepared = accelerator.prepare(model)  # DDP must outlive the backward
+    assert isinstance(prepared, DistributedDataParallel) == (world_size() > 1)
+    grad_cache = common.GradCache(prepared, accelerator, chunk)
+    loss = LOSSES[name](grad_cache.encode(**inputs(rows, dtype)), p)
+    accelerator.backward(loss)
+    trained = [*model.parameters()]
+    if p.tau.grad is not None:
+        common.average_gradients([p.tau])
+        trained.append(p.tau)
+    means = core.processes.mean_over_processes({"loss": loss.detach()}, "cpu")
+    return [torch.tensor(means["loss"], dtype=dtype), *(x.grad.clone() for x in trained)]
 
 
-def of_mama(rows):
-    """Gradients of the weight network and weights of pairs, for these rows of a batch and of
-    meta-data."""
+def weights_of_mama(rows):
+    """Gradients of the weight network and weights of pairs, for these rows of two batches."""
     x = inputs(rows)
     theta = {"video": unit(WIDTH, D, seed=4), "text": unit(WIDTH, D, seed=5)}
 
-    def losses(parameters, k):
-        return mama.angular_margin_loss(
-            x["pixels"][k] @ parameters["video"], x["tokens"][k] @ parameters["text"], 0.2, 0.2
-        )
+    def losses(parameters, batch):
+        video = x["pixels"][batch] @ parameters["video"]
+        text = x["tokens"][batch] @ parameters["text"]
+        return mama.angular_margin_loss(video, text, 0.2, 0.2)
 
     torch.manual_seed(0)
     net = mama.WeightNet(10).double()
-    gradients = [
-        mama.weightnet_gradient(losses, theta, 0, 1, net, 0.05, how)
-        for how in ("forward", "second-order")
-    ]
-    look_ahead = mama.LookAhead(losses, theta, 0, 1)
-    l2rw = mama.baseline_weight(Namespace(weighting="l2rw"), None, 0.0, look_ahead)
-    weights = l2rw, mama.spl_weights(losses(theta, 0), 0.5)
-    return [*gradients[0], *gradients[1], *map(gather, weights)]
+    results = []
+    for method in ("forward", "second-order"):
+        results += mama.weightnet_gradient(losses, theta, "first", "second", net, 0.05, method)
+    gain = mama.meta_gain(losses, theta, "first", "second")
+    results.append(gather(mama.l2rw_weights(gain)))
+    results.append(gather(mama.spl_weights(losses(theta, "first"), 0.5)))
+    return results
 
 
 def queues(rows):
-    """NCL's and TS's queue after three global batches of which a process has these rows; they hold
-    1.5 of them."""
-    of_ncl, of_ts = ncl.QueryQueue(24, WIDTH), ts.Queue(24, WIDTH)
+    """NCL's and TS's queue after three global batches; they hold one and a half."""
+    queue_of_ncl, queue_of_ts = ncl.QueryQueue(24, WIDTH), ts.Queue(24, WIDTH)
     x = inputs(WHOLE, torch.float32)["tokens"]
-    for batch in (x[0], x[1], -x[0]):
-        of_ncl.push(batch[rows])
-        of_ts.push(batch[rows])
-    return of_ncl.get(), of_ts.keys
+    for batch in (x["first"], x["second"], -x["first"]):
+        queue_of_ncl.push(batch[rows])
+        queue_of_ts.push(batch[rows])
+    return queue_of_ncl.get(), queue_of_ts.keys
 
 
-def in_pieces(_):
-    """Embeddings for an evaluation, two rows at a time: the first process has one, the last the
-    others."""
+def embeddings_in_pieces(_):
+    """Of an evaluation, two rows at a time: the first process has one, the last the others."""
     x = torch.arange(15.0).view(5, 3)
-    return [
-        gather_rows(
-            [x[:1]] * (rank() == 0) + [x[1:3], x[3:]] * (rank() == world_size() - 1), piece=2)
-    ]
+    parts = []
+    if rank() == 0:
+        parts.append(x[:1])
+    if rank() == world_size() - 1:
+        parts += [x[1:3], x[3:]]
+    return [gather_rows(parts, piece=2)]
 
 
-OTHERS = {"mama": of_mama, "queues": queues, "pieces": in_pieces}
+OTHERS = {"mama": weights_of_mama, "queues": queues, "pieces": embeddings_in_pieces}
 
 
-def outcome(rows):
-    """{what: tensors} that a process with these rows of the global batch comes to, together with
-    the others."""
-    steps = {f"{name} {chunk}": step(name, torch.float64, rows, chunk) for name, chunk in STEPS}
-    return steps | {name: make(rows) for name, make in OTHERS.items()}
+def results_of(rows):
+    """{name: tensors} that a process with these rows has, together with the others."""
+    results = {name: make(rows) for name, make in OTHERS.items()}
+    for name, chunk in STEPS:
+        results[f"{name} {chunk}"] = step(name, torch.float64, rows, chunk)
+    return results
 
 
-def errors(a, b):
+def errors(tensors, expected):
     """Relative errors of the tensors of two lists, in their norms."""
-    return [((x - y).norm() / y.norm()).item() for x, y in zip(a, b, strict=True)]
-
-
-def main_works(path):
-    """All wait for long work of the main process, and its failure is everyone's."""
-
-    def write():
-        time.sleep(0.5)
-        path.write_text("made")
-        return "done"
-
-    def fail():
-        raise UserError("too few")
-
-    assert on_main(write) == "done" and path.exists()
-    with pytest.raises(UserError, match="too few"):
-        on_main(fail)
+    return [((x - y).norm() / y.norm()).item() for x, y in zip(tensors, expected, strict=True)]
 
 
 def compare(place, folder, worlds):
-    """All that needs a group, in one start of processes, of which this is number `place`: writes
-    {what: errors against one process} of each world, as WORLD_PLACE.json."""
+    """All that needs a group, in one start of processes: writes {name: errors against one process}
+    of process `place` in each world, as WORLD_PLACE.json."""
     torch.set_num_threads(1)
-    alone = outcome(WHOLE)  # before there is a group
+    alone = results_of(WHOLE)  # before there is a group
     for size in worlds:
         AcceleratorState._reset_state(True)
         if place >= size:
             continue
-        os.environ.update(
-            RANK=str(place), LOCAL_RANK=str(place), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
-        )
-        dist.init_process_group(
-            "gloo",
-            f"file://{folder}/init_{size}",
-            rank=place,
-            world_size=size,
-        )
-        ours = outcome(slice(place * N // size, (place + 1) * N // size))
-        main_works(Path(folder, f"done_{size}"))
-        found = {
-            what: errors(tensors, alone[re.sub(" 3$", " 0", what)])
-            for what, tensors in ours.items()
-        }
+        os.environ.update(RANK=str(place), LOCAL_RANK=str(place))
+        os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+        group = f"file://{folder}/init_{size}"
+        dist.init_process_group("gloo", group, rank=place, world_size=size)
+        found = {}
+        for name, tensors in results_of(slice(place * N // size, (place + 1) * N // size)).items():
+            found[name] = errors(tensors, alone[re.sub(" 3$", " 0", name)])
         Path(folder, f"{size}_{place}.json").write_text(json.dumps(found))
         dist.destroy_process_group()
 
@@ -201,39 +173,57 @@ def differences(tmp_path_factory):
     """What `compare` wrote on each rank of two and of four processes."""
     folder, worlds = tmp_path_factory.mktemp("processes"), (2, 4)
     launch.spawn(compare, (str(folder), worlds), 4)
-    return [
-        json.loads((folder / f"{size}_{place}.json").read_text())
-        for size in worlds
-        for place in range(size)
-    ]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 @pytest.mark.parametrize("name, chunk", STEPS)
 def test_gradients_are_those_of_one_process(differences, name, chunk):
     """With chunks, processes wait for each other in the last one only."""
-    assert max(max(of_rank[f"{name} {chunk}"]) for of_rank in differences) < 1e-10
+    assert len(differences) == 6
+    for found in differences:
+        assert max(found[f"{name} {chunk}"]) < 1e-10
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_processes_together_come_to_what_one_does(differences, what):
-    assert max(max(of_rank[what]) for of_rank in differences) <= (1e-10 if what == "mama" else 0)
+@pytest.mark.parametrize("name, limit", [("mama", 1e-10), ("queues", 0), ("pieces", 0)])
+def test_processes_together_compute_what_one_does(differences, name, limit):
+    assert len(differences) == 6
+    for found in differences:
+        assert max(found[name]) <= limit
 
 
 def test_chunks_replay_dropout():
     """The second encoding sees the masks of the first: the gradient is that of one graph over the
     same masks."""
     found = step("multimodal", torch.float64, WHOLE, 3, dropout=0.5)
-    after, p, model = torch.rand(1), parameters(), towers(torch.float64, 0.5)
-    parts = [model(inputs(slice(i, i + 3))) for i in range(0, N, 3)]
+    after, p, model = torch.rand(1), parameters(), build_encoders(torch.float64, 0.5)
+    parts = [model(**inputs(slice(i, i + 3))) for i in range(0, N, 3)]
     loss = LOSSES["multimodal"]([torch.cat(e) for e in zip(*parts)], p)
     loss.backward()
-    assert (
-        max(errors(found, [loss.detach(), *(x.grad for x in (*model.parameters(), p.tau))])) < 1e-10
-    )
+    expected = [loss.detach(), *(x.grad for x in (*model.parameters(), p.tau))]
+    assert max(errors(found, expected)) < 1e-10
     assert torch.rand(1) == after  # and the random state goes on as if encoded once
 
 
 # ----------------------------------------------- how processes start and end ----------------------
+def test_all_wait_for_long_work_of_the_main_process_and_share_its_failure(tmp_path):
+    path = tmp_path / "made"
+
+    def write():
+        path.write_text("made")
+        return "done"
+
+    def fail():
+        raise UserError("too few")
+
+    def work(_):
+        core.processes.join(cpu=True)
+        assert on_main(write) == "done" and path.exists()
+        with pytest.raises(UserError, match="too few"):
+            on_main(fail)
+
+    assert [code for code, _ in launch.ranks(tmp_path, work)] == [0, 0]
+
+
 @pytest.mark.parametrize(
     "error, code, words",
     [
@@ -258,14 +248,14 @@ def test_a_sharded_model_is_refused(monkeypatch):
     made = Namespace(distributed_type=DistributedType["FSDP"], log_with=[])
     monkeypatch.setattr(accelerate, "Accelerator", lambda **_: made)
     with pytest.raises(UserError, match="accelerate is configured for FSDP"):
-        core.processes.set_up(
+        core.processes.make_accelerator(
             Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir=".")
         )
 
 
 def test_no_variable_of_accelerate_divides_the_gradient(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    accelerator = core.processes.set_up(
+    accelerator = core.processes.make_accelerator(
         Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir=".")
     )
     x = torch.ones((), requires_grad=True)
@@ -293,7 +283,7 @@ from contrastive.core import processes
 os.environ["LOCAL_WORLD_SIZE"] = "1"
 args = argparse.Namespace(cpu=False, seed=0, tracker="", mixed_precision="no", output_dir=".")
 with processes.clean_exit():
-    model = processes.set_up(args).prepare(torch.nn.Linear(1, 1))
+    model = processes.make_accelerator(args).prepare(torch.nn.Linear(1, 1))
     model(torch.full((1, 1), processes.rank() + 1.0)).sum().backward()     # dy/dw = 1 and 2
     threads, slope = torch.get_num_threads(), next(model.parameters()).grad.item()
     sys.stdout.write(f"{threads} of {contrastive.CORES} {type(model).__name__} {slope}\\n")"""

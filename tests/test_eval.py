@@ -41,7 +41,7 @@ RUNS = {  # name: (script, its flags; words in capitals are folders)
     "temo": (temo, f"{LARGER} --eval-every 2"),
     "squashed": (temo, "--eval-resize squash --text-length 4 --eval-datasets CLASSES emoji"),
     "law": (temo, "--dataset moving-emoji --clip-law zipf --clips 40 8 60"),
-    "backbone": (temo, f"--dataset moving-emoji {CLIPS} --knn-features backbone"),
+    "neighbours": (temo, f"--dataset moving-emoji {CLIPS}"),
     "videos": (
         temo,
         f"--dataset moving-emoji {CLIPS} --frame-sampling middle --eval-datasets VIDEOS",
@@ -139,12 +139,11 @@ def evaluate(*flags, pictures=False):
         return eval_py.main(eval_py.parse_args([*SMALL, *map(str, flags)]))
 
 
-def embedded(run, data, which):
-    """Of `encode_images` of a run's model: 1 embeddings, 2 features; unit rows."""
+def embedded(run, data):
+    """The embeddings of the images of data by a run's model, unit rows."""
     model, _, transform = common.load_model(run)
-    return F.normalize(
-        evaluation.embed.encode_images(model, data, transform, torch.device("cpu"))[which], dim=1
-    )
+    encoded = evaluation.embed.encode_images(model, data, transform, torch.device("cpu"))
+    return F.normalize(encoded.image, dim=1)
 
 
 # ---------------------------------------- as in training -----------------------------------------
@@ -173,21 +172,21 @@ def test_what_training_printed_is_printed_without_a_flag(name, runs, capsys):
     assert ("by all test queries, so no fair result" in said) == (name == "oracle")
 
 
-def test_repeated_texts_are_right_unless_a_paper_or_the_run_says_otherwise(sets, tmp_path, capsys):
+def test_repeated_texts_are_right_but_in_published_sets(sets, tmp_path, capsys):
     names = helpers.write_images(tmp_path, range(40))
     rows = [
         (x, f"a {('pear', 'plum')[i % 2]}", "test" if i < 20 else "train")
         for i, x in enumerate(names)
     ]
     csv = helpers.write_rows(tmp_path / "twice.csv", ["image", "words", "split"], rows)
-    flags = "--caption-column words --batch-size 8 --same-text wrong".split()
+    flags = "--caption-column words --batch-size 8".split()
     folder, own, of_run = train(tmp_path / "r", ["--dataset", csv, *flags])
     found = evaluate("--checkpoint", folder)["datasets"]
     for said in (capsys.readouterr().out, "\n".join(of_run)):
-        assert "20 captions, 20 repeated captions wrong; in brackets: chance" in said
+        assert "20 captions, 20 repeated captions positive; in brackets: chance" in said
     assert found[str(csv)]["metrics"] == own[str(csv)]
-    assert found[str(csv)]["chance"]["image_to_text"]["R@1"] == pytest.approx(5)
-    # by the papers
+    assert found[str(csv)]["chance"]["image_to_text"]["R@1"] == pytest.approx(50)
+    # by the papers' protocols
     assert common.load_data("coco", "test", data_dir=str(sets / "coco")).same_text == "wrong"
     assert common.load_data("emoji", "test").same_text == "positive"
 
@@ -211,13 +210,13 @@ def test_rows_that_were_trained_on_are_left_out_of_a_test_file(tmp_path, capsys)
     assert "rows left out, whose files were trained on" in said and "has changed" not in said
 
 
-def test_neighbours_by_the_features(runs):
+def test_neighbours_by_the_embeddings(runs):
     """A run and eval.py, against one neighbour by hand."""
-    folder, own, _ = runs("backbone")
+    folder, own, _ = runs("neighbours")
     options = dict(clips=[60, 8, 16], frames=2)
     known, asked = (
         common.load_data("moving-emoji", split, **options) for split in ("train", "test"))
-    near = (embedded(folder, asked, 2) @ embedded(folder, known, 2).T).argmax(1)
+    near = (embedded(folder, asked) @ embedded(folder, known).T).argmax(1)
     hits = known.labels[near.numpy()] == asked.labels
     right = 100 * np.mean([hits[asked.labels == c].mean() for c in np.unique(asked.labels)])
     assert own["moving-emoji"]["knn@1"]["mean_per_class"] == pytest.approx(right)
@@ -229,7 +228,7 @@ def test_val_of_a_set_without_one_is_what_the_run_held_out(sets, tmp_path):
     asked = ["--split", "val", "--tasks", "zero-shot", "knn", "--checkpoint"]
     with pytest.raises(UserError, match="cifar10 has no val split"):
         evaluate(*asked, train(tmp_path / "all", flags, ts)[0])
-    held = evaluate(*asked, train(tmp_path / "held", [*flags, "--hold-out-val"], ts)[0])
+    held = evaluate(*asked, train(tmp_path / "held", [*flags, "--holdout-fraction", 0.05], ts)[0])
     assert held["datasets"]["cifar10"]["metrics"]["images"] == 10
 
 

@@ -28,7 +28,6 @@ import mmts
 import ncl
 import temo
 from helpers import CPU, few_steps, losses, run_script, tensors_of
-from tools import check
 from variants import mama_qa, temo_experts
 
 SCRIPTS = {"ncl": ncl, "mmts": mmts, "mama": mama, "temo": temo}
@@ -97,7 +96,7 @@ def test_a_frozen_body_does_not_change_and_its_projection_learns(tmp_path, capti
     moments = [name for name in end if name.endswith("/exp_avg")]
     assert len(moments) == 2  # of the two projections
     spec = read_json(tmp_path / "run" / "model.json")
-    assert spec["freeze"] == "both" and spec["projection"] == "linear"
+    assert spec["freeze"] == "both"
 
 
 def test_a_frozen_encoder_stays_in_eval_mode():
@@ -110,26 +109,6 @@ def test_a_frozen_encoder_stays_in_eval_mode():
     before = {name: x.clone() for name, x in model.state_dict().items()}
     model(torch.rand(4, 3, SIDE, SIDE))
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-
-
-def test_a_model_without_these_flags_is_as_before():
-    """model.json of older runs has neither `freeze` nor `projection`."""
-    model, _ = model_of_spec(dict(SPEC), None, False)
-    assert not model.vision.frozen and isinstance(model.vision.projection, torch.nn.Linear)
-    assert all(p.requires_grad for p in model.parameters())
-
-
-def test_projection_mlp(tmp_path, captions_csv):
-    """Two layers with a GELU, in training, in model.json and after loading."""
-    run_script(ncl, tmp_path / "run",
-               *flags_of("ncl", captions_csv, tmp_path / "cache", "--projection", "mlp"))
-    model, _, _ = load_model(tmp_path / "run")
-    first, gelu, second = model.text.projection
-    assert isinstance(gelu, torch.nn.GELU) and first.out_features == 32 and second.bias is None
-    x = torch.randn(3, 128)
-    hidden = x @ first.weight.T + first.bias
-    expected = torch.nn.functional.gelu(hidden) @ second.weight.T
-    torch.testing.assert_close(model.text(features=x), expected)
 
 
 # ----------------------------------------------- cached = not cached ------------------------------
@@ -358,14 +337,6 @@ def test_killed_while_features_are_computed(tmp_path, captions_csv):
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
 
 
-def test_frozen_encoders_keep_the_promises(tmp_path, captions_csv, capsys):
-    """On two processes, in chunks, and killed in a step and resumed."""
-    code = check.main([temo.__file__, "--dataset", str(captions_csv), "--freeze", "both",
-                       "--feature-cache", str(tmp_path / "cache")])
-    assert code == 0, capsys.readouterr().out
-
-
-# ----------------------------------------------- evaluation ---------------------------------------
 # ----------------------------------------------- refusals -----------------------------------------
 def test_flags_that_are_refused(tmp_path, capsys):
     refused = functools.partial(helpers.refused, capsys=capsys)

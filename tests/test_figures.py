@@ -5,9 +5,10 @@ from types import SimpleNamespace
 from contrastive.core.files import write_json
 from contrastive.core.metrics import retrieval_ranks
 from contrastive.core.processes import UserError
+from contrastive.engine.run import evaluation_interval
 from contrastive.evaluation.measure import usual_tasks
 from contrastive.evaluation.pieces import EvaluationPieces
-from contrastive.evaluation.report import table
+from contrastive.evaluation.report import table, val_line
 from contrastive.evaluation.saved_pieces import SavedPieces, read_pieces, save_pieces
 from contrastive.figures import base, mama, temo, ts
 
@@ -229,6 +230,27 @@ def test_one_caption_is_no_captions():
     text = table("a (test)", {"images": 1, "captions": 1, "captions_cut": 1}, {})
     assert "1 image, 1 caption, 1 caption cut;" in text
     assert "one of 1 image is worth 100.0 points" in text
+
+
+def test_the_line_of_an_evaluation_has_its_main_numbers():
+    """Both directions, text -> image first; of several sets each with its name, without folders."""
+    retrieval = {"text_to_image": {"R@1": 10.04}, "image_to_text": {"R@1": 2.0}}
+    assert val_line({"/tmp/x.csv": retrieval}) == "val  R@1 10.0 / 2.0"
+    assert val_line({"/tmp/x.csv": retrieval, "questions": {"accuracy": 7.0}}) == (
+        "val  R@1 10.0 / 2.0 (x.csv), accuracy 7.0 (questions)")
+    assert val_line({"cifar10-lt": {"knn@1": {"top1": 30.0}}}) == "val  kNN@1 30.0"
+    assert val_line({}) == ""
+
+
+def test_a_run_is_evaluated_five_to_eight_times_by_default():
+    evals = {"a": {"val": None, "test": None}}
+    for last in (5, 7, 12, 100, 500, 501, 10**6):
+        interval = evaluation_interval(SimpleNamespace(eval_every=-1), evals, last)
+        steps = {0, last, *range(0, last, interval)}
+        assert 5 <= len(steps) <= 8, (last, interval)
+    assert evaluation_interval(SimpleNamespace(eval_every=9), evals, 100) == 9
+    without_val = {"a": {"test": None}}
+    assert evaluation_interval(SimpleNamespace(eval_every=-1), without_val, 100) == 0
 
 
 def test_emoji_have_no_neighbours_where_raw_pixels_are_above_towers():

@@ -460,11 +460,7 @@ def test_flags_of_other_code_bases(capsys):
 
 
 @pytest.mark.parametrize("words, where", [
-    ("--val-fraction 0.1", "for your own data, or beside --hold-out-val"),  # emoji has a val
-    ("--dataset cifar10 --val-fraction 0.1", "for your own data, or beside --hold-out-val"),
-    ("--hold-out-val", "for a named set that has no val split"),
-    ("--dataset x.csv --hold-out-val", "for a named set that has no val split"),
-    ("--dataset x.csv --eval-datasets coco --test-fraction 0.1", "for your own data without other"),
+    ("--holdout-fraction 0.1", "for your own data, or a named set that has no val"),  # emoji has
     ("--dataset coco --caption-column a", "for your own data"),
     ("--dataset coco --label-column=a", "for your own data")])
 def test_flags_without_effect_on_the_data(words, where, capsys):
@@ -473,10 +469,9 @@ def test_flags_without_effect_on_the_data(words, where, capsys):
 
 
 @pytest.mark.parametrize("words", [
-    "--dataset x.csv --val-fraction 0.1 --test-fraction 0.1 --image-column a",
-    "--dataset cifar10 --hold-out-val --val-fraction 0.1",
-    "--eval-datasets imagenet --hold-out-val",
-    "--dataset x.csv --eval-datasets y --test-fraction 0.1",
+    "--dataset x.csv --holdout-fraction 0.1 --image-column a",
+    "--dataset cifar10 --holdout-fraction 0.1",
+    "--eval-datasets imagenet --holdout-fraction 0.1",
     "--dataset coco --eval-datasets x.csv --caption-column a"])
 def test_flags_with_effect_on_some_of_the_data(words):
     temo.parse_args(words.split())
@@ -485,13 +480,13 @@ def test_flags_with_effect_on_some_of_the_data(words):
 def test_options_of_a_set_that_is_evaluated():
     """Folders, columns and captions of the training set are its own."""
     words = ("--dataset x.csv --eval-datasets coco y.csv --data-dir a --video-dir b "
-             "--caption-column c --join-captions --unfold-captions --frames 3")
+             "--caption-column c --unfold-captions --frames 3")
     args = temo.parse_args(words.split())
     own, named, other = (data_sets.data_options(args, name) for name in (None, "coco", "y.csv"))
     assert own == DataOptions(
         frames=3, image_size=64, frame_sampling="uniform", data_dir="a", video_dir="b",
-        caption_column="c", join_captions=True, unfold_captions=True, hold_out_test=False)
-    assert (named.caption_column, named.join_captions, named.data_dir) == ("", False, "")
-    assert (other.caption_column, other.join_captions, other.data_dir) == ("c", True, "")
+        caption_column="c", unfold_captions=True, hold_out_test=False)
+    assert (named.caption_column, named.data_dir) == ("", "")
+    assert (other.caption_column, other.data_dir) == ("c", "")
     assert named.video_dir == other.video_dir == "b" and not other.unfold_captions
     assert data_sets.data_options(args, "coco", "d").data_dir == "d"

@@ -163,14 +163,14 @@ def test_the_count_of_either_paper_will_do(hub, monkeypatch):
 def test_a_split_that_a_set_lacks(hub):
     where = {"data_dir": str(hub / "cifar100")}
     held, rest = (
-        common.load_data("cifar100", s, hold_out_val=True, **where) for s in ("val", "train")
+        common.load_data("cifar100", s, holdout_fraction=0.05, **where) for s in ("val", "train")
     )
     assert held.column("key") == ["33"]  # no names: numbers of rows
     assert rest.column("key") == [str(row) for row in range(33)]
     complains(
         "cifar100",
         "val",
-        "cifar100 has no val split; it has: train, test; --hold-out-val takes",
+        "cifar100 has no val split; it has: train, test; --holdout-fraction 0.05 takes",
         **where,
     )
     complains("cc3m", "test", "cc3m has no test split; it has: train, val")
@@ -449,13 +449,13 @@ def test_cifar_long_tail(tmp_path):
     ):
         # the usual tail, in any other program
         common.load_data("cifar10-lt", "train", data_dir=root)
-    # by its plain name it has no val: everything is trained on, or --hold-out-val takes one out;
+    # by its plain name it has no val: everything is trained on, or --holdout-fraction 0.05 takes one out;
     # cifar10-lt has one
-    plain, held = (open_sets(0, name="cifar10", hold_out_val=h) for h in (False, True))
+    plain, held = (open_sets(0, name="cifar10", holdout_fraction=h) for h in (0, 0.05))
     assert set(plain) == {"train", "test"} and len(plain["train"]) == 200
     train, val = ({*held[s].keys()} for s in ("train", "val"))
     assert val and not train & val and len(train | val) == 200
-    same = open_sets(9, hold_out_val=True)
+    same = open_sets(9, holdout_fraction=0.05)
     assert all([*sets[s].keys()] == [*same[s].keys()] for s in sets)
 
 

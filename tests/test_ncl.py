@@ -235,9 +235,6 @@ def test_the_loss_is_that_of_its_terms_and_the_baseline_has_no_biases(tmp_path):
     assert summary["method"] == "infonce" and metrics["normalized_by"] == "none"
     assert metrics["text_to_image"] == metrics["normalize"]["none"]["text_to_image"]
     assert all("error_normalized" in row for row in steps(tmp_path / "baseline"))
-    args = SimpleNamespace(loss="mine")
-    with pytest.raises(ValueError, match="--loss mine has no branch"):
-        ncl.baseline_loss(args, *pairs(), 0.1, {})
 
 
 def test_the_baseline_beside_another_loss_is_refused(capsys):

@@ -103,10 +103,6 @@ UNREAD = {
     "baseline": "a preset: the parser reads it",
     "row": "a preset: the parser reads it",
     "epochs": "--max-steps is given",
-    "hold_out_val": "of named sets without a val split",
-    "val_fraction": "of data without splits",
-    "test_fraction": "of data without splits",
-    "watch_test": "of sets without a val split",
     "cached_views": "with --freeze",
     "feature_cache": "with --freeze",
 }

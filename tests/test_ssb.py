@@ -13,10 +13,8 @@ import torch
 import transformers as T
 from safetensors.torch import load_file
 
-import launch
 from helpers import (
-    drift, evaluated, few_steps, losses, refused, run_script, steps, tensors_of, unit, write_rows)
-from tools.check import select
+    refused, run_script, steps, unit, write_rows)
 from variants import ncl_ssb
 from variants.ncl_ssb import captioning_loss, support_summary
 
@@ -131,9 +129,10 @@ def flags(root, *more):
     return [str(flag) for flag in (*towers, *rest.split(), *more)]
 
 
-def test_a_run_loads_and_evaluates_without_the_decoder(root, tmp_path, capsys):
+def test_a_model_is_saved_without_the_decoder(root, tmp_path, capsys):
     folder = tmp_path / "r"
-    summary, log = run_script(ncl_ssb, folder, *flags(root, "--lr", "1e-2")), steps(folder)
+    run_script(ncl_ssb, folder, *flags(root, "--lr", "1e-2"))
+    log = steps(folder)
     assert "own (reconstruction)" in capsys.readouterr().out  # values of no paper
     for row in log:
         expected = 15 * (row["L_t2v"] + row["L_v2t"]) / 2 + 10 * row["L_cap"]
@@ -142,31 +141,6 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, tmp_path, capsys):
     names = load_file(folder / "model.safetensors").keys()
     assert not [n for n in names if "decoder" in n or "captioner" in n]
     assert "text.head.conv.weight" in names
-
-    (found,) = evaluated(folder, "--tasks", "retrieval").values()
-    trained = summary["test"][str(root / "clips.csv")]  # with the biases of its queue, as eval.py
-    assert found["metrics"]["text_to_image"] == trained["text_to_image"]
-
-
-def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
-    """SGD without dropout, so that a step is as near as the gradients are; the decoder's weights,
-    too."""
-    words = "--optimizer sgd --lr 1e-3 --grad-clip 0 --dropout 0 --no-text-dropout --max-steps 2"
-    plain = flags(root, *words.split())
-    for name, more in (("start", ["--lr", 0]), ("whole", []), ("chunks", ["--chunk-size", 3])):
-        few_steps(ncl_ssb, tmp_path / name, *plain, *more)
-    ended = launch.ranks(tmp_path, lambda _: few_steps(ncl_ssb, tmp_path / "two", *plain))
-    assert [code for code, _ in ended] == [0, 0], ended
-    def is_trained(path):
-        return path.startswith(("model/", "captioner/"))
-
-    start, whole, *others = (
-        select(tensors_of(tmp_path / name, 2), is_trained)
-        for name in ("start", "whole", "chunks", "two")
-    )
-    for name, of in zip(("chunks", "two"), others):
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
-        assert drift(of, whole, start) < 0.05, name
 
 
 def test_the_margin_loss_has_no_biases_at_a_temperature_that_nothing_trained(root, tmp_path):

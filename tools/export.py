@@ -39,8 +39,6 @@ def require_text_tower(run, spec):
             f"questions, or texts read by {spec['text_encoder'] or 'nothing'}, not one of "
             f"{TEXT_TOWERS}")
     pooling = spec.get("text_pooling")
-    projection = spec.get("projection", "linear")
-    require(projection == "linear", run, f"--projection {projection}")
     require(pooling in POOLERS and spec.get("eval_crop", 1) == 1, run,
             f"--text-pooling {pooling}, or --eval-crop")
     require(not spec.get("projection_bias"), run, "--projection-bias")

@@ -52,14 +52,14 @@ def hard_negatives(sim, tau, draws):
     weights.fill_diagonal_(0)
     total = weights.cumsum(1)                                              # (N, N)
     drawn = torch.searchsorted(total, draws[:, None] * total[:, -1:], right=True)        # (N, 1)
-    # NaN, with which the run stops after this step, gives N
+    # searchsorted gives N for NaN, at which end_step stops the run
     return drawn[:, 0].clamp(max=len(sim) - 1)
 
 
 @torch.no_grad()
 def hard_pairs(image, text, tokens, draws, *, tau, length):
-    """The Pairs of this process's clips: each with its own caption, with the caption that it has
-    drawn, and with the captions of the global batch that have drawn it. Collective.
+    """The Pairs of this process's clips: each with its own caption, with the caption that was drawn
+    for it, and with the captions of the global batch for which it was drawn. Collective.
 
     Each of the 3 N pairs of the global batch belongs to the process of its clip, so no process
     encodes another's clips.
@@ -69,18 +69,18 @@ def hard_pairs(image, text, tokens, draws, *, tau, length):
         tokens: {input_ids, attention_mask: (B, L)} of its captions.
         draws: (B, 2) numbers in 0..1.
         tau: temperature of the sampling, a number or ().
-        length: most tokens of a caption, to which all processes pad theirs.
+        length: number of tokens to which captions are padded, the same on all processes.
     """
     pad = length - tokens["input_ids"].shape[1]
     ids = gather(F.pad(tokens["input_ids"], (0, pad)))                     # (N, length)
     mask = gather(F.pad(tokens["attention_mask"], (0, pad)))               # (N, length)
     sim = gather(normalize(image.float())) @ gather(normalize(text.float())).T           # (N, N)
     draws = gather(draws.to(image.device))                                 # (N, 2)
-    numbers = torch.arange(len(sim), device=image.device)                  # (N,) clips and texts
+    index = torch.arange(len(sim), device=image.device)                    # (N,) of true pairs
     hard_texts = hard_negatives(sim, tau, draws[:, 0])                     # (N,) of the clips
     hard_clips = hard_negatives(sim.T, tau, draws[:, 1])                   # (N,) of the texts
-    pair_clips = torch.cat([numbers, numbers, hard_clips])                 # (3 N,)
-    pair_texts = torch.cat([numbers, hard_texts, numbers])                 # (3 N,)
+    pair_clips = torch.cat([index, index, hard_clips])                     # (3 N,)
+    pair_texts = torch.cat([index, hard_texts, index])                     # (3 N,)
     order = pair_clips.argsort(stable=True)
     pair_clips, pair_texts = pair_clips[order], pair_texts[order]
     target = (pair_clips == pair_texts).long()                             # (3 N,)
@@ -101,9 +101,8 @@ def matching_loss(logits, target, num_clips):
 
 
 class MatchingCache(GradCache):
-    """A GradCache that always encodes in two passes, and whose second pass, in the backward of the
-    contrastive loss, adds the gradient of the matching loss. Only the last chunk averages over
-    processes.
+    """A GradCache that always encodes in two passes. The second, in the backward pass of the
+    contrastive loss, adds the gradient of the matching loss.
 
     Args:
         model, accelerator: as of GradCache.
@@ -141,7 +140,7 @@ class MatchingCache(GradCache):
              text_gradient[start:stop].to(text.dtype)])
 
 
-class LearntDivisor(nn.Module):
+class LinearTemperature(nn.Module):
     """VAST's temperature: learnt as the number that divides the cosines, not as its logarithm.
 
     Args:
@@ -227,11 +226,12 @@ def check_flags(parser, args):
 
 # ======================================================= main =====================================
 def main(args):
-    """One run: data, model, clusters, view, loop, evaluation. Returns the summary."""
+    """One run: data, model, clusters, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes start, so that a wrong path fails fast
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
+    # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
-    common.check_source(train, args.clusters)
+    common.check_cluster_source(train, args.clusters)
     args = common.adjust_flags_to_encoder(args)      # VAST has a text encoder of its own
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
@@ -241,12 +241,13 @@ def main(args):
     common.set_seed(args.seed)
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
+    # after the model, so that its initial weights do not depend on the clusters
     clusters = common.open_clusters(
         run.folder, args, train, accelerator.device,
         functools.partial(cluster_captions, seed=args.seed))
     temperature = Temperature(args.tau)
     if args.learnable_tau:
-        temperature = LearntDivisor(first_tau(args, model), args.tau_clamp)
+        temperature = LinearTemperature(first_tau(args, model), args.tau_clamp)
     temperature.to(accelerator.device)
     optimizer = common.make_optimizer([model, temperature], args)
     parameters = [*model.parameters(), *temperature.parameters()]
@@ -266,9 +267,9 @@ def main(args):
     batches = run.batches([common.training_view(args)], transform)
 
     # ------------------------------------------- loop ---------------------------------------------
-    quantity = "margin" if args.loss == "max-margin" else "tau"            # its name in the log
+    quantity = "margin" if args.loss == "max-margin" else "tau"            # a column of the log
     shifts = mmts.shifts_of(clusters, args)                                # (K + 1,)
-    period, alpha = mmts.swing_of_run(args, steps.total)
+    period, alpha = mmts.period_and_alpha(args, steps.total)
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
         method_metrics=functools.partial(common.head_mid_tail, clusters=clusters))
@@ -281,7 +282,8 @@ def main(args):
         image, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokens)
 
-        cluster, num_missing = torch.full((len(texts),), -1), 0            # (B,)
+        cluster = torch.full((len(texts),), -1)                            # (B,) -1: no cluster
+        num_missing = 0
         if args.shifts:
             cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,)
         tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha)     # (B,)
@@ -298,11 +300,13 @@ def main(args):
             loss = max_margin_loss(image, text, tau_or_margin, terms=terms)
         else:
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
+        # column 0 has chosen the captions
         draws = torch.from_numpy(batch["draws"][:, 1:3])                   # (B, 2)
         pairs = hard_pairs(image, text, tokens, draws, tau=negatives_tau, length=args.text_length)
         grad_cache.start_pairs(pairs, len(texts))
 
-        accelerator.backward(loss)                                         # and that of the pairs
+        # grad_cache adds the gradient of the matching loss
+        accelerator.backward(loss)
         loss = loss.detach() + args.matching_weight * grad_cache.loss      # ()
         common.average_gradients(temperature.parameters())
         if args.grad_clip:
@@ -311,14 +315,14 @@ def main(args):
         optimizer.zero_grad()
         temperature.clamp()
 
-        # the log has means over processes: times their number, it has the sum
+        # the log has means over processes: times their number, not_in_clusters is a sum
         log_row = {quantity: tau_or_margin.mean(), **terms, "L_match": grad_cache.loss,
                    "not_in_clusters": common.world_size() * num_missing}
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
         run.end_step(batch, loss, log_row, [image, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    if accelerator.is_main_process and clusters is not None and not args.learnable_tau:
+    if common.rank() == 0 and clusters is not None and not args.learnable_tau:
         common.write_tensors(run.folder / "temperatures.safetensors",      # for Figs. 3 to 5, 11
                              mmts.curves_of_clusters(clusters, args, steps.total))
     return run.finish(figures="mmts")

@@ -12,7 +12,7 @@ Equations (c(x): x at unit length; S_i: the global batch without the rows of cap
     L_cap = mean_i mean_l -log p(t_il | t_i1 .. t_i,l-1; z_i), p by T5's decoder    captioning_loss
 
 Commands
-    accelerate launch -m variants.ncl_ssb --dataset msrvtt --data-dir ANNOTATIONS \
+    accelerate launch -m variants.ncl_ssb --dataset msrvtt --data-dir ANNOTATIONS \\
         --feature-dir MOTION APPEARANCE
     accelerate launch -m variants.ncl_ssb --baseline ...         # SSB
 
@@ -63,8 +63,8 @@ def support_summary(text, videos, video_id, video_ids, tau=0.1):
 def captioning_loss(z, input_ids, attention_mask, decoder):
     """L_cap: the loss of generating each caption from the summary of its support set.
 
-    The mean over a caption's tokens is ours (memory: the paper has their sum): with it, 10 times
-    this loss is about as large as the other loss.
+    The mean over a caption's tokens is ours (as we remember SSB, it has their sum): with it, 10
+    times this loss is about as large as the other loss.
 
     Args:
         z: (B, D) summaries.
@@ -81,7 +81,7 @@ def captioning_loss(z, input_ids, attention_mask, decoder):
 
 # ======================================================= flags ====================================
 # A word beside each value says where it comes from. NCL: Sec. 4 and App. C of the NCL paper;
-# memory: the SSB paper as remembered, not looked up; ours: our choice.
+# memory: the SSB paper as we remember it, not looked up; ours: our choice.
 SSB = dict(
     source="reconstruction",
     image_encoder="ssb", text_encoder="google-t5/t5-base", pretrained=True,  # NCL
@@ -101,7 +101,8 @@ RECIPES = {
     "msvd": SSB | dict(frames=64),                                         # ours
     "activitynet": ACTIVITYNET,
     "own": SSB | dict(unfold_captions=False, queue_size=2000, log_every=10)}
-# SSB; the sum over the batch, as in VSE++'s code, fits App. C's factor of 15 (ours)
+# SSB. Its loss is a sum over the batch of 64, as in VSE++'s code, and ours a mean: hence the scale.
+# (A sum fits the factor of 15 in App. C, but the paper does not say it.)
 BASELINE = {True: dict(loss="max-margin", loss_scale=64.0, normalize="none")}
 
 
@@ -177,7 +178,8 @@ def check_flags(parser, args):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes start, so that a wrong path fails fast
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
+    # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
@@ -189,7 +191,7 @@ def main(args):
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
     set_dropout(model, args.dropout, args.text_dropout)
     temperature = Temperature(args.tau)                                    # fixed
-    # what is saved beside the model; not in DDP
+    # outside DDP: average_gradients does for these what DDP does for the model
     loss_modules = nn.ModuleDict({
         "texts": QueryQueue(args.queue_size, args.embed_dim),
         "videos": QueryQueue(args.queue_size, args.embed_dim)})
@@ -212,12 +214,12 @@ def main(args):
     grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views --------------------------------------------
-    features = common.Augment(args.image_size)                             # as they are
-    batches = run.batches([features], transform)
+    plain_view = common.Augment(args.image_size)                           # features as they are
+    batches = run.batches([plain_view], transform)
 
     # ------------------------------------------- loop ---------------------------------------------
     method_metrics = None
-    if args.loss != "max-margin":  # which trains no temperature for biases
+    if args.loss != "max-margin":  # which has no temperature, and biases need one
         method_metrics = functools.partial(
             evaluate_normalized, args=args, temperature=temperature,
             text_queue=loss_modules["texts"], video_queue=loss_modules["videos"])
@@ -239,11 +241,15 @@ def main(args):
         terms = {}                                                         # for the log
         if args.loss == "ncl":
             loss = ncl_loss(text, video, gamma, args.iterations, terms=terms)
+        elif args.loss == "infonce":
+            loss = ncl_loss(text, video, gamma, iterations=0, terms=terms)
+        elif args.loss == "max-margin":
+            loss = hardest_negative_loss(text, video, args.margin, terms=terms)
         else:
-            loss = baseline_loss(args, text, video, gamma, terms)
+            raise ValueError(f"--loss {args.loss} has no branch in this loop")
         loss = args.loss_scale * loss
         if args.captioning_weight:
-            # a batch may hold a video twice
+            # identifies videos: a batch may hold two captions of one
             hashes = [common.key_hash(key) for key in batch["keys"]]
             video_id = common.to_device(torch.tensor(hashes), accelerator.device)        # (B,)
             summary = support_summary(text, gather(video), video_id, gather(video_id),
@@ -269,19 +275,11 @@ def main(args):
         run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    run.restore_best()                                                     # of --eval-epoch best
+    # with --eval-epoch best, so that queues and weights are of the same step
+    run.restore_best()
     if args.loss != "max-margin":
         save_queues(run, temperature, loss_modules["texts"], loss_modules["videos"])
     return run.finish(figures="ncl")
-
-
-def baseline_loss(args, text, video, gamma, terms):
-    """The loss of a baseline (--loss), (); terms receives its terms for the log."""
-    if args.loss == "infonce":
-        return ncl_loss(text, video, gamma, iterations=0, terms=terms)
-    if args.loss == "max-margin":
-        return hardest_negative_loss(text, video, args.margin, terms=terms)
-    raise ValueError(f"--loss {args.loss} has no branch in baseline_loss")
 
 
 if __name__ == "__main__":

@@ -173,13 +173,14 @@ def parse_args(argv=None):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes start, so that a wrong path fails fast
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
+    # before the process group starts, so that a wrong path fails fast
     splits = common.labelled_splits(args)                                  # {train, val, test, ...}
     train = splits["train"]
     eval_sets = {args.dataset: val_and_test(splits)}
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
-    if args.eval_epoch == "best" and not args.eval_every:                  # App. A.2
+    if args.eval_epoch == "best" and args.eval_every <= 0:                 # App. A.2
         args.eval_every = 20 * steps.per_epoch
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
 
@@ -218,7 +219,7 @@ def main(args):
     run.start(evaluator, pair=("view1", "view2"),
               after_val=functools.partial(log_spheres, head=head), score="val_mean",
               classes=f"{len(sizes)}, {sizes.max()} to {sizes[sizes > 0].min()} images")
-    for batch in batches:
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         if run.step % steps.per_epoch == 0:

@@ -77,7 +77,7 @@ CC3M = dict(
     text_length=30, text_pooling="cls", clean_captions=True,
     epochs=30.0, batch_size=2048, lr=8e-4, lr_end=1e-5, weight_decay=0.02, beta2=0.999,
     grad_clip=0.0, warmup_epochs=1.4,                                      # 2,000 steps
-    randaugment_ops=2, randaugment_magnitude=21, randaugment_strengths="cc3m",
+    randaugment_ops=2, randaugment_magnitude=21,
     mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"],
     log_every=50, save_every=1000)
 OWN = SMALL | dict(source="ours; small encoders from scratch")
@@ -133,7 +133,8 @@ def check_flags(parser, args):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
-    # before the processes start, so that a wrong path fails fast
+    common.require_gpu(args)                         # for a paper's recipe, unless --cpu
+    # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
@@ -186,10 +187,10 @@ def main(args):
     run.start(evaluator, shown=("L_MM", "loss", "tau"))
     if run.step == 0:                                                      # for Figs. 4 and 5
         common.save_similarities(run.val_pieces, run.folder / "similarity_before.json")
-    for batch in batches:
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
-        texts = common.pick(batch["captions"], batch["draws"])
+        texts = common.pick(batch["captions"], batch["draws"])             # B captions
         image, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokenizer(texts))
 

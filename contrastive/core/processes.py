@@ -5,6 +5,7 @@ import datetime
 import errno
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ LAUNCHED = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" i
 # process does alone, takes long.
 TIMEOUT = datetime.timedelta(hours=3)
 MAX_MESSAGE = 400  # characters of a library's message, which may hold a whole cell of a table
+AT_FAILED_START = []  # functions that undo what a run has made before it starts
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # also above a quota or a limit of files
 
 
@@ -81,6 +83,9 @@ def clean_exit():
     is not shut down: gloo's threads sometimes abort it, and it would wait for ever for loader
     workers, which ignore SIGTERM. A launcher ends the other processes.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # a file name must not end a run whose output is ASCII or Latin-1
+        stream.reconfigure(errors="backslashreplace")
     if LAUNCHED:
         # `accelerate launch` of one process passes no signal on
         end_with_parent(signal.SIGTERM)
@@ -94,9 +99,14 @@ def clean_exit():
     except UserError as error:
         print_error(error)
         code = 2
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
         code = 1
+        if str(error).startswith("DataLoader worker"):  # torch raises it wherever the program is
+            print_error(f"{first_line(error)} The machine may lack memory: give fewer --workers")
+        else:
+            traceback.print_exc()
+    for remove in AT_FAILED_START:
+        remove()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -145,6 +155,14 @@ def set_seed(seed):
     seed_generators(seed)
 
 
+def require_gpu(args):
+    """Refuses a paper's recipe without a GPU, before any data are read, unless --cpu is given."""
+    is_paper = args.recipe_source.startswith(("paper", "the paper"))
+    if is_paper and not args.cpu and not torch.cuda.is_available():
+        with opening(f"recipe {args.recipe} needs a GPU; without one add --cpu; torch"):
+            torch.cuda.init()  # raises torch's reason, such as an old driver
+
+
 def make_accelerator(args):
     """The Accelerator that the flags ask for: processes, device, precision and tracker.
 
@@ -167,6 +185,10 @@ def make_accelerator(args):
             kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=TIMEOUT)], dynamo_backend="no",
             # else a variable of its launcher's could divide each gradient
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
+    compiler = os.environ.get("CXX", "g++")
+    if args.compile and not shutil.which(compiler):
+        raise UserError(f"--compile: there is no C++ compiler {compiler} here; install one, or "
+                        "leave out --compile")
     if args.tracker and not accelerator.log_with:
         # accelerate leaves a tracker that is not installed out without a word
         raise UserError(f"--tracker {args.tracker}: not installed: pip install {args.tracker}")

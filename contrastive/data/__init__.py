@@ -37,7 +37,7 @@ from contrastive.data.options import DataOptions
 from contrastive.data.registry import SETS, SPLITS, find_data_set, partition_name
 from contrastive.data.splits import (
     add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, without_trained)
-from contrastive.data.table import EmptySplit, join_captions, with_note
+from contrastive.data.table import EmptySplit, with_note
 from contrastive.data.user_data import open_user_data
 
 
@@ -64,10 +64,8 @@ def load_data(name, split, options=None, **flags):
     data = open_split(name, split, options)
     if options.feature_dir:
         data = check_feature_windows(name, data)
-    if options.join_captions:
-        data = join_captions(data)
     data = with_modalities(data, options)
-    data = dataclasses.replace(data, same_text=same_text_of(name, options))
+    data = dataclasses.replace(data, same_text=same_text_of(name))
     if split == "train":
         data = prepare_for_training(data, options)
     return data
@@ -86,19 +84,19 @@ def open_split(name, split, options):
         return data
     message = f"{name} has no {split} split; it has: {', '.join(splits)}"
     if split == "val" and data_set is not None and data_set.lacks_only_val():
-        message += "; --hold-out-val takes one out of train"
+        message += "; --holdout-fraction 0.05 takes one out of train"
     raise EmptySplit(message)
 
 
 @functools.lru_cache(maxsize=32)
 def open_named(name, split, options):
-    """One split of a data set by name, None if it has no such split. With --hold-out-val a part of
-    train becomes val where val alone is missing."""
+    """One split of a data set by name, None if it has no such split. With --holdout-fraction a
+    part of train becomes val where val alone is missing."""
     data_set = find_data_set(name)
     from_hub = not options.data_dir and (data_set.repository or data_set.full_set)
     if options.revision and not from_hub:
         refuse_revision(name, options)
-    if split != "test" and options.hold_out_val and data_set.lacks_only_val():
+    if split != "test" and options.holdout_fraction and data_set.lacks_only_val():
         train = with_count(data_set, data_set.load(name, "train", options))
         return hold_out({"train": train}, ["val"], options, least=0).get(split)
     if split not in data_set.splits:
@@ -196,12 +194,10 @@ def with_modalities(data, options):
     return data
 
 
-def same_text_of(name, options):
+def same_text_of(name):
     """Whether retrieval takes another item's caption with the same words for "positive" or
     "wrong"."""
     data_set = find_data_set(name)
-    if options.same_text != "auto":
-        return options.same_text
     if data_set is None or data_set.is_drawn or data_set.function is not None:
         return "positive"
     return "wrong"  # in published sets
@@ -252,8 +248,6 @@ def data_options(args, name=None, folder=""):
         options = options.without(map(name_of, COLUMN_FLAGS))
     if name != training_set:
         options = options.without(OF_TRAINING_SET)
-        if is_named:  # its protocol says whether captions are joined
-            options = options.without(["join_captions"])
     elif tests_on_other_data(args):
         options = options.replace(hold_out_test=False)
     if folder:
@@ -292,11 +286,11 @@ def open_data(args):
         if own_val:
             has_val = True
             evaluation_sets[args.dataset] = own_val
-    if args.eval_every and not has_val and not getattr(args, "watch_test", False):
+    if args.eval_every > 0 and not has_val:
         raise UserError(
             f"--eval-every {args.eval_every}: {', '.join(evaluation_sets)} without a val split, "
-            "which it would evaluate; --hold-out-val takes one out of train, --watch-test "
-            "evaluates test in its place, --eval-every 0 evaluates only at the end")
+            "which it would evaluate; --holdout-fraction 0.05 takes one out of train, --eval-every "
+            "0 evaluates only at the end")
     for word in args.extra_pairs:
         train = add_pairs(train, open_pairs(word, args), evaluation_sets, f"--extra-pairs {word}")
     return train, evaluation_sets
@@ -367,12 +361,12 @@ def open_pairs(word, args):
     return load_data(name, "train", options)
 
 
-def splits_of(name, hold_out_val=False):
+def splits_of(name, holdout_fraction=0.0):
     """Names of the splits of a data set, as far as they are known before it is opened."""
     data_set = find_data_set(name)
     if data_set is None:
         return SPLITS
     splits = tuple(data_set.splits)
-    if hold_out_val and data_set.lacks_only_val():
+    if holdout_fraction and data_set.lacks_only_val():
         splits += ("val",)
     return splits

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from contrastive import CORES
 from contrastive.core.processes import (
@@ -64,12 +65,42 @@ def epoch_batches(num_rows, batch_size, seed, first_step, last_step, *, shards=N
         yield epoch, order[start:start + batch_size]
 
 
-# ---- one sample ----
-class Samples(torch.utils.data.Dataset):
-    """(epoch, row number) -> an item: cropped uint8 views, captions, and what could not be read.
+# ---- raw batches ----
+class RawBatch(NamedTuple):
+    """A batch whose views have no colours and no normalisation yet."""
 
-    The next row that can be read takes the place of one that cannot. After TRIES that cannot, the
-    views of the item are None.
+    epoch: int
+    index: np.ndarray  # (B,) row numbers
+    rows: np.ndarray  # (B,) those that were read, in place of bad ones
+    # V tensors (B, [T,] 3, S, S), uint8 or, of pixels in memory, float; or of features; None if
+    # nothing could be read in place of a row
+    views: list | None
+    captions: list  # B lists of str
+    keys: list  # B names of rows
+    bad: list  # [(key, reason)] of rows that could not be read
+    sound_and_text: dict  # as join_sounds_and_texts makes it
+
+
+def raw_batch(data, seed, epoch, index, *, rows=None, views, bad=(), sounds_and_texts=()):
+    """The RawBatch of views of a training set, whatever they come from.
+
+    Args: rows: None = index.
+    """
+    if rows is None:
+        rows = index
+    captions = []
+    keys = []
+    for number, row in zip(index, rows):
+        captions.append(data.training_captions(row, seed, epoch, number))
+        keys.append(data.key(row))
+    return RawBatch(epoch, index, rows, views, captions, keys, list(bad),
+                    join_sounds_and_texts(sounds_and_texts))
+
+
+class RawBatches(torch.utils.data.Dataset):
+    """(epoch, row numbers) -> the RawBatch of files, for workers of a loader.
+
+    The next row that can be read takes the place of one that cannot.
     """
 
     def __init__(self, data, augments, seed):
@@ -77,37 +108,51 @@ class Samples(torch.utils.data.Dataset):
         self.augments = augments
         self.seed = seed
 
-    def __getitems__(self, epochs_and_rows):
-        """Items of a list of (epoch, row number). The table is asked once for all their files."""
-        sources = self.data.sources[[index for _, index in epochs_and_rows]]["source"]
-        items = []
-        for (epoch, index), source in zip(epochs_and_rows, sources):
-            items.append(self.item(epoch, index, source))
-        return items
+    def __getitem__(self, epoch_and_index):
+        epoch, index = epoch_and_index
+        # the table is asked once for all files
+        sources = self.data.sources[index.tolist()]["source"]
+        samples = []
+        bad = []
+        for number, source in zip(index.tolist(), sources):
+            samples.append(self.read(epoch, number, source, bad))
+        views = None
+        if all(sample.views is not None for sample in samples):
+            views = [torch.stack(view) for view in zip(*[sample.views for sample in samples])]
+        return raw_batch(
+            self.data, self.seed, epoch, index, rows=np.array([sample.row for sample in samples]),
+            views=views, bad=bad,
+            sounds_and_texts=[sample.sound_and_text for sample in samples])
 
-    def item(self, epoch, index, source):
-        """The item of a row whose cell of the column source is given."""
+    def read(self, epoch, number, source, bad):
+        """The Sample of a row whose cell of the column source is given.
+
+        Args: bad: to which [(key, reason)] of rows is added that cannot be read.
+        """
         data = self.data
-        draws = frame_draws(data.clip, self.seed, epoch, index)
-        item = {"views": None, "captions": None, "keys": "", "index": index, "rows": index,
-                "epochs": epoch, "bad": [], "sound_and_text": {}}
+        draws = frame_draws(data.clip, self.seed, epoch, number)
         for attempt in range(min(TRIES, len(data))):
-            row = (index + attempt) % len(data)
+            row = (number + attempt) % len(data)
             try:
                 if attempt == 0:
                     image = data.read_source(source, draws)
                 else:
                     image = data.read(row, draws)
-                item["sound_and_text"] = draw_sound_and_text(data, row, self.seed, epoch, index)
+                sound_and_text = draw_sound_and_text(data, row, self.seed, epoch, number)
             except Exception as error:
-                item["bad"].append((data.key(row), first_line(error)))
+                bad.append((data.key(row), first_line(error)))
                 continue
-            item["views"] = crop_views(image, self.augments, self.seed, epoch, index)
-            item["captions"] = data.training_captions(row, self.seed, epoch, index)
-            item["keys"] = data.key(row)
-            item["rows"] = row
-            break
-        return item
+            views = crop_views(image, self.augments, self.seed, epoch, number)
+            return Sample(row, views, sound_and_text)
+        return Sample(number, None, {})
+
+
+class Sample(NamedTuple):
+    """What was read of one row."""
+
+    row: int
+    views: list | None  # of (3, S, S) or (T, 3, S, S); None after TRIES that cannot be read
+    sound_and_text: dict
 
 
 def frame_draws(clip, seed, epoch, number):
@@ -134,25 +179,6 @@ def crop_views(image, augments, seed, epoch, number):
         draws = uniforms(seed, epoch, [number], augment.DRAWS, stream)[0]
         views.append(augment.crop_one(image, draws))
     return views
-
-
-def collate(items):
-    """Joins items to a raw batch; its views are None if those of one item are."""
-    batch = {}
-    for name in items[0]:
-        batch[name] = [item[name] for item in items]
-    for name in ("index", "rows", "epochs"):
-        batch[name] = np.array(batch[name])
-    if None in batch["views"]:
-        batch["views"] = None
-    else:
-        batch["views"] = [torch.stack(view) for view in zip(*batch["views"])]
-    bad = []
-    for pairs in batch["bad"]:
-        bad += pairs
-    batch["bad"] = bad
-    batch["sound_and_text"] = join_sounds_and_texts(batch.pop("sound_and_text", []))
-    return batch
 
 
 def join_sounds_and_texts(parts):
@@ -221,6 +247,11 @@ def loader(dataset, workers, seed=0, **options):
     generator = torch.Generator().manual_seed(seed)
     return torch.utils.data.DataLoader(
         dataset, num_workers=workers, generator=generator, **options)
+
+
+def unchanged(batch):
+    """Stands for a collate_fn where the dataset already makes batches."""
+    return batch
 
 
 def set_up_worker(worker):
@@ -310,20 +341,15 @@ class Batches:
 
     # ---- from files or memory to raw batches ----
     def raw(self):
-        """Iterator of raw batches of this process, as `collate` makes them. Their views have no
-        colours and no normalisation yet: uint8, or of pixels in memory float, on the device."""
+        """Iterator of the RawBatches of this process."""
         if self.cached_views is not None:
             return self.choose_features()
         if self.data.pixels is not None:
             return self.crop_in_memory()
-        samples = Samples(self.data, self.augments, self.seed)
-        return self.load(samples, batch_sampler=self.epochs_and_rows())
-
-    def load(self, items, **options):
-        """Iterator of the raw batches of a dataset of items."""
-        pin_memory = self.device.type == "cuda"
         return iter(loader(
-            items, self.workers, self.seed, collate_fn=collate, pin_memory=pin_memory, **options))
+            RawBatches(self.data, self.augments, self.seed), self.workers, self.seed,
+            sampler=self.local_batches(), batch_size=None, collate_fn=unchanged,
+            pin_memory=self.device.type == "cuda"))
 
     def local_batches(self):
         """Yields (epoch, row numbers of this process) of each step."""
@@ -337,13 +363,8 @@ class Batches:
         for epoch, index in plan:
             yield epoch, index[start:start + self.local]
 
-    def epochs_and_rows(self):
-        """Yields the list of (epoch, row number) of each step."""
-        for epoch, index in self.local_batches():
-            yield [(epoch, i) for i in index.tolist()]
-
     def crop_in_memory(self):
-        """Yields raw batches of data in memory, cropped in batch on the device."""
+        """Yields RawBatches of data in memory, cropped in batch on the device."""
         data = self.data
         pixels = data.pixels.to(self.device)                            # (M, [T,] 3, H, W) uint8
         for epoch, index in self.local_batches():
@@ -352,25 +373,17 @@ class Batches:
             for stream, augment in enumerate(self.augments, 1):
                 draws = uniforms(self.seed, epoch, index, augment.DRAWS, stream)
                 views.append(crop_batch(augment, images, draws))
-            captions = [data.training_captions(i, self.seed, epoch, i) for i in index]
             sounds_and_texts = [
                 draw_sound_and_text(data, i, self.seed, epoch, i) for i in index]
-            yield {"views": views, "captions": captions, "keys": [data.key(i) for i in index],
-                   "index": index, "rows": index, "epochs": np.full(len(index), epoch), "bad": [],
-                   "sound_and_text": join_sounds_and_texts(sounds_and_texts)}
+            yield raw_batch(data, self.seed, epoch, index, views=views,
+                            sounds_and_texts=sounds_and_texts)
 
     def choose_features(self):
-        """Yields raw batches whose views are features of a frozen encoder."""
-        data = self.data
+        """Yields RawBatches whose views are features of a frozen encoder."""
         for epoch, index in self.local_batches():
             views, rows = self.cached_views.choose(self.seed, epoch, index)
-            captions, keys = [], []
-            for i, row in zip(index, rows):
-                captions.append(data.training_captions(row, self.seed, epoch, i))
-                keys.append(data.key(row))
-            bad = [(data.key(i), UNREADABLE) for i in index[index != rows]]
-            yield {"views": views, "captions": captions, "keys": keys, "index": index,
-                   "rows": rows, "epochs": np.full(len(index), epoch), "bad": bad}
+            bad = [(self.data.key(i), UNREADABLE) for i in index[index != rows]]
+            yield raw_batch(self.data, self.seed, epoch, index, rows=rows, views=views, bad=bad)
 
     # ---- from raw batches to batches ----
     def __iter__(self):
@@ -380,14 +393,14 @@ class Batches:
             start = time.perf_counter()
             raw = next(raw_batches)
             seconds = time.perf_counter() - start
-            if raw["views"] is None:  # this process ends alone, and a launcher ends the others
+            if raw.views is None:  # this process ends alone, and a launcher ends the others
                 raise UserError(f"{TRIES} samples in a row cannot be read, the first: "
-                                + ": ".join(raw["bad"][0]))
+                                + ": ".join(raw.bad[0]))
             yield {
-                "views": self.finish_views(raw, finish), "captions": raw["captions"],
-                "keys": raw["keys"], "index": raw["index"], "rows": raw["rows"],
+                "views": self.finish_views(raw, finish), "captions": raw.captions,
+                "keys": raw.keys, "index": raw.index, "rows": raw.rows,
                 "draws": self.text_draws(raw),
-                "epoch": int(raw["epochs"][0]), "seconds": seconds, "bad": raw["bad"]}
+                "epoch": raw.epoch, "seconds": seconds, "bad": raw.bad}
 
     def text_draws(self, raw):
         """(B, 32) random numbers for the texts of a raw batch.
@@ -395,12 +408,11 @@ class Batches:
         The first chooses a caption. Of a frozen text encoder the others are those of seed 0 in one
         of the epochs whose texts are kept.
         """
-        epochs, index = raw["epochs"], raw["index"]
-        draws = uniforms(self.seed, epochs, index, TEXT_DRAWS)
+        draws = uniforms(self.seed, raw.epoch, raw.index, TEXT_DRAWS)
         if self.num_texts:
-            choice = uniforms(self.seed, epochs, index, 1, TEXT_CHOICE)[:, 0]           # (B,)
+            choice = uniforms(self.seed, raw.epoch, raw.index, 1, TEXT_CHOICE)[:, 0]    # (B,)
             kept_epochs = (choice * self.num_texts).astype(np.int64)
-            draws[:, 1:] = kept_text_draws(kept_epochs, raw["rows"])[:, 1:]
+            draws[:, 1:] = kept_text_draws(kept_epochs, raw.rows)[:, 1:]
         return draws
 
     def colour_functions(self):
@@ -413,15 +425,15 @@ class Batches:
     def finish_views(self, raw, functions):
         """V views (B, [T,] 3, S, S) of a raw batch with colours and normalisation."""
         if self.cached_views is not None:
-            return raw["views"]
+            return raw.views
         draws = []
         for stream, augment in enumerate(self.augments, 1):
-            draws.append(uniforms(self.seed, raw["epochs"], raw["index"], augment.DRAWS, stream))
+            draws.append(uniforms(self.seed, raw.epoch, raw.index, augment.DRAWS, stream))
         draws = to_device(torch.from_numpy(np.stack(draws)), self.device)   # (V, B, DRAWS)
         views = []
-        for view, function, u in zip(raw["views"], functions, draws):
+        for view, function, u in zip(raw.views, functions, draws):
             view = self.finish_view(view, function, u)
-            views.append(clip_inputs(view, raw["sound_and_text"], self.transform))
+            views.append(clip_inputs(view, raw.sound_and_text, self.transform))
         return views
 
     def finish_view(self, view, function, draws):

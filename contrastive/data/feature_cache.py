@@ -31,7 +31,7 @@ from contrastive.data.views import uniforms
 import numpy as np
 import torch
 
-FORMAT = 1  # a part of every hash; it changes when the same flags give other features
+FORMAT = 2  # a part of every hash; it changes when the same flags give other features
 ROWS_IN_FILE = 4096
 MAX_IN_MEMORY = 2**30  # bytes of features that are kept as a tensor on the device
 # Images or frames that are encoded at a time. On a CPU each takes 1.5 times as long in batches of

@@ -107,7 +107,7 @@ def open_all(name, options):
     """{split: Data} of the splits that a data set has."""
     options = options.replace(by_class=True)
     splits = {}
-    existing = splits_of(name, options.hold_out_val)
+    existing = splits_of(name, options.holdout_fraction)
     for split in ("train", "val", "test"):
         if split in existing:
             splits[split] = load_data(name, split, options)
@@ -161,7 +161,7 @@ def long_tail(data, ratio, seed, n_max=None):
 def cut_full_set(full_set, options):
     """{train, val, test}: val is a tenth of each class, none of it in index_file, and train a long
     tail of all other images."""
-    options = options.replace(hold_out_val=False)
+    options = options.replace(holdout_fraction=0.0)
     data = load_data(full_set, "train", options)
     labels = np.asarray(data.labels)                                        # (M,)
     index_rows = rows_of_file(full_set, "index", options.index_file, len(data))

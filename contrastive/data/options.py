@@ -30,22 +30,15 @@ class DataOptions:
     regions: int = 0
     # Folder of the videos. "" = data_dir.
     video_dir: str = ""
-    # Whether a part of train becomes val, in a data set by name that has no val.
-    hold_out_val: bool = False
-    # Parts of train that become val and test where they are missing.
-    val_fraction: float = HELD_OUT_FRACTION
-    test_fraction: float = HELD_OUT_FRACTION
-    # In evaluation, whether another item's caption with the same words is "positive" or "wrong".
-    # "auto" = as in the papers: wrong in published data sets, positive in all others.
-    same_text: str = "auto"
+    # Part of train that becomes val, and of the user's data test, where they are missing.
+    # 0 = HELD_OUT_FRACTION of the user's data, nothing of a data set by name.
+    holdout_fraction: float = 0.0
 
     # ---- of the training set, and of any file of the user ----
     # Columns of a table, or extensions in a tar. "" = the first usual name.
     image_column: str = ""
     caption_column: str = ""
     label_column: str = ""
-    # Whether the captions of an example are joined to one paragraph.
-    join_captions: bool = False
 
     # ---- of the training set alone ----
     # Folder of the annotation files, and where relative paths begin.

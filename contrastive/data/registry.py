@@ -42,7 +42,7 @@ class DataSet:
         return module.load(name, split, options)
 
     def lacks_only_val(self):
-        """Whether --hold-out-val can give this set the one split that it has not."""
+        """Whether --holdout-fraction can give this set the one split that it has not."""
         return set(self.splits) == {"train", "test"}
 
 

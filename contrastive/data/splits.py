@@ -34,10 +34,9 @@ def hash_fraction(key):
 def hold_out(splits, missing, options, least=FEW_ROWS):
     """Takes missing splits out of train.
 
-    A hash of each name decides which pictures or videos they get: val_fraction and test_fraction of
-    train, but at least `least`, or a sixth of train if that is less. Above this number a row is in
-    the same split whatever the other rows are. Test is the same for any val_fraction. At most
-    MAX_HELD_OUT rows of a split are evaluated.
+    A hash of each name decides which pictures or videos they get: holdout_fraction of train, but at
+    least `least`, or a sixth of train if that is less. Above this number a row is in the same split
+    whatever the other rows are. At most MAX_HELD_OUT rows of a split are evaluated.
 
     Args:
         splits: {split: Data}.
@@ -50,7 +49,8 @@ def hold_out(splits, missing, options, least=FEW_ROWS):
     # "video" of sets with several rows, or several names, of a video
     names = train.column("video") or train.keys()
     fractions = np.array([hash_fraction(name) for name in names])           # (M,)
-    masks = choose_rows(fractions, missing, options, least)
+    share = options.holdout_fraction or HELD_OUT_FRACTION
+    masks = choose_rows(fractions, missing, share, least)
     is_train = ~(masks["val"] | masks["test"])
     result = dict(splits)
     num_held_out = len(train) - is_train.sum()
@@ -65,27 +65,29 @@ def hold_out(splits, missing, options, least=FEW_ROWS):
     return result
 
 
-def choose_rows(fractions, missing, options, least=FEW_ROWS):
-    """{"val": (M,) bool, "test": (M,) bool} of the rows that are held out."""
+def choose_rows(fractions, missing, share, least=FEW_ROWS):
+    """{"val": (M,) bool, "test": (M,) bool} of the rows that are held out.
+
+    Args:
+        fractions: (M,) hash_fraction of the rows.
+        missing: val, test, both or none.
+        share: part of the rows that each missing split gets.
+        least: pictures or videos in each missing split.
+    """
     units = np.unique(fractions)                    # (U,) ascending, one of each picture or video
     least = min(least, len(units) // 6)
-    # Test begins behind the usual part of val, so that it is the same for any val_fraction.
+    # Test begins behind val.
     test = units[:0]
     if "test" in missing:
         start = 0.0
         if "val" in missing:
-            start = HELD_OUT_FRACTION
+            start = share
         candidates = units[units >= start]
-        num_test = np.sum(candidates < start + options.test_fraction)
-        test = candidates[:max(least, num_test)]
-    # Val begins at 0, and goes on behind test.
+        test = candidates[:max(least, np.sum(candidates < start + share))]
     val = units[:0]
     if "val" in missing:
         candidates = np.setdiff1d(units, test)
-        end_of_val = options.val_fraction
-        if "test" in missing and end_of_val > HELD_OUT_FRACTION:
-            end_of_val += options.test_fraction  # test lies inside this range
-        val = candidates[:max(least, np.sum(candidates < end_of_val))]
+        val = candidates[:max(least, np.sum(candidates < share))]
     return {"val": np.isin(fractions, val), "test": np.isin(fractions, test)}
 
 
@@ -97,7 +99,7 @@ def held_out_split(train, split, mask, fractions):
     data = with_note(train.select(rows, split), f"held out of {len(train):,}")
     if len(rows) < FEW_ROWS:
         data = with_note(
-            data, f"WARNING: fewer than {FEW_ROWS} rows, --{split}-fraction holds out more")
+            data, f"WARNING: fewer than {FEW_ROWS} rows, --holdout-fraction holds out more")
     return data
 
 

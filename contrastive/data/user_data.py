@@ -14,7 +14,8 @@ from pathlib import Path
 
 from contrastive.core.processes import opening
 from contrastive.core.words import counted, listed, shortened
-from contrastive.data.annotations import Videos, video_folder, window_key, with_sound
+from contrastive.data.annotations import (
+    Videos, video_folder, window_key, with_sound, with_subtitle_note)
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
     SPLIT_WORDS, files_below, is_like_a_split, media_kind, read_folder, sort_by_split, sort_files,
@@ -546,6 +547,7 @@ def with_sound_and_subtitles(data, table, options, root):
     if "s" in options.modalities and "subtitle" in table.column_names:
         subtitles = texts_of(table, "subtitle")
         data = with_column(data, "subtitle", subtitles, datasets.Value("string"))
+        data = with_subtitle_note(data, options)
     if "a" not in options.modalities:
         return data
     files = [None] * len(table)

@@ -1,7 +1,6 @@
 """Random numbers by the name of a sample, and random views of images."""
 
 import dataclasses
-import functools
 import hashlib
 from typing import NamedTuple
 
@@ -93,8 +92,7 @@ class Augment:
         scale_min: smallest area of the random crop, as a part of the image; 1 = no random crop.
         flip, jitter_p, grey, blur: probabilities.
         brightness, contrast, saturation, hue: strengths, as of torchvision's ColorJitter.
-        randaugment: (operations, magnitude out of 30, strengths) as randaugment() takes them; the
-            last one may be missing; (0, 0) = off.
+        randaugment: (operations, magnitude out of 30) as randaugment() takes them; (0, 0) = off.
         squash: whether the whole image becomes a square if there is no random crop.
     """
 
@@ -329,47 +327,42 @@ def resize_weights(start, length, size, side):
 
 
 # ---- RandAugment ----
-# Operations on an RGB picture of Pillow, with a strength. Those that move pixels take the keywords
-# of Pillow's transforms as well: how it interpolates, and the colour beside the picture.
-CC3M_TRANSFORM = {"resample": Image.Resampling.BILINEAR, "fillcolor": (128, 128, 128)}
+# Operations on an RGB picture of Pillow, with a strength: those of torchvision in its order, with
+# the strengths of the trainer of CC3M. It has magnitudes of 0..10, and grey beside a moved picture.
+# It multiplies light and sharpness by a factor of 0.1 to 1.9, always with the same sign, and its
+# shifts end at 10 pixels whatever the size is.
+GREY = (128, 128, 128)
 
 
 def identity(picture, strength):
     return picture
 
 
-def shear_x(picture, strength, **transform):
-    return transform_affine(picture, (1, strength, 0, 0, 1, 0), **transform)
+def shear_x(picture, strength):
+    return transform_affine(picture, (1, strength, 0, 0, 1, 0))
 
 
-def shear_y(picture, strength, **transform):
-    return transform_affine(picture, (1, 0, 0, strength, 1, 0), **transform)
+def shear_y(picture, strength):
+    return transform_affine(picture, (1, 0, 0, strength, 1, 0))
 
 
-def translate_x(picture, strength):
-    return shift_x(picture, int(strength * picture.width))
+def shift_x(picture, pixels):
+    return transform_affine(picture, (1, 0, -pixels, 0, 1, 0))
 
 
-def translate_y(picture, strength):
-    return shift_y(picture, int(strength * picture.height))
+def shift_y(picture, pixels):
+    return transform_affine(picture, (1, 0, 0, 0, 1, -pixels))
 
 
-def shift_x(picture, pixels, **transform):
-    return transform_affine(picture, (1, 0, -pixels, 0, 1, 0), **transform)
+def transform_affine(picture, matrix):
+    """At each (x, y) the pixel at (a x + b y + c, d x + e y + f), of the matrix (a, b, c, d, e,
+    f)."""
+    return picture.transform(picture.size, Image.Transform.AFFINE, matrix,
+                             resample=Image.Resampling.BILINEAR, fillcolor=GREY)
 
 
-def shift_y(picture, pixels, **transform):
-    return transform_affine(picture, (1, 0, 0, 0, 1, -pixels), **transform)
-
-
-def transform_affine(picture, matrix, **transform):
-    """At each (x, y) the pixel at (a x + b y + c, d x + e y + f), of the matrix (a, b, c, d, e, f);
-    without keywords the nearest one, and black outside."""
-    return picture.transform(picture.size, Image.Transform.AFFINE, matrix, **transform)
-
-
-def rotate(picture, strength, **transform):
-    return picture.rotate(strength, **transform)
+def rotate(picture, degrees):
+    return picture.rotate(degrees, resample=Image.Resampling.BILINEAR, fillcolor=GREY)
 
 
 def brightness(picture, strength):
@@ -392,8 +385,8 @@ class Operation(NamedTuple):
     """An operation of RandAugment."""
 
     change: object  # function(picture, strength) -> picture
-    # At magnitude 30; 0 = has none. Of shears and light a factor, of shifts a part of the side or
-    # pixels, of rotations degrees.
+    # At magnitude 30; 0 = has none. Of shears and light a factor, of shifts pixels, of rotations
+    # degrees.
     max_strength: float
     min_strength: float = 0  # at magnitude 0
     has_random_sign: bool = True
@@ -403,51 +396,36 @@ class Operation(NamedTuple):
         return self.min_strength + (self.max_strength - self.min_strength) * magnitude / 30
 
 
-TORCHVISION_OPERATIONS = {  # in torchvision's order
+OPERATIONS = {
     "Identity": Operation(identity, 0),
     "ShearX": Operation(shear_x, 0.3),
     "ShearY": Operation(shear_y, 0.3),
-    "TranslateX": Operation(translate_x, 150 / 331),
-    "TranslateY": Operation(translate_y, 150 / 331),
+    "TranslateX": Operation(shift_x, 10),
+    "TranslateY": Operation(shift_y, 10),
     "Rotate": Operation(rotate, 30),
-    "Brightness": Operation(brightness, 0.9),
-    "Sharpness": Operation(sharpness, 0.9),
+    "Brightness": Operation(brightness, 0.9, -0.9, has_random_sign=False),
+    "Sharpness": Operation(sharpness, 0.9, -0.9, has_random_sign=False),
     "AutoContrast": Operation(auto_contrast, 0),
     "Equalize": Operation(equalize, 0),
 }
-# The trainer of CC3M has magnitudes of 0..10. It multiplies light and sharpness by a factor of 0.1
-# to 1.9, always with the same sign, and its shifts end at 10 pixels whatever the size is.
-CC3M_OPERATIONS = TORCHVISION_OPERATIONS | {
-    "ShearX": Operation(functools.partial(shear_x, **CC3M_TRANSFORM), 0.3),
-    "ShearY": Operation(functools.partial(shear_y, **CC3M_TRANSFORM), 0.3),
-    "TranslateX": Operation(functools.partial(shift_x, **CC3M_TRANSFORM), 10),
-    "TranslateY": Operation(functools.partial(shift_y, **CC3M_TRANSFORM), 10),
-    "Rotate": Operation(functools.partial(rotate, **CC3M_TRANSFORM), 30),
-    "Brightness": Operation(brightness, 0.9, -0.9, has_random_sign=False),
-    "Sharpness": Operation(sharpness, 0.9, -0.9, has_random_sign=False),
-}
-OPERATIONS = {"torchvision": TORCHVISION_OPERATIONS, "cc3m": CC3M_OPERATIONS}
 
 
-def randaugment(image, u, operations, magnitude, strengths="torchvision"):
-    """Applies random OPERATIONS, each with probability 1/2.
-
-    Choices, signs and strengths are those of torchvision's v2.RandAugment, and so are the images if
-    it gets pictures of Pillow.
+def randaugment(image, u, operations, magnitude):
+    """Applies random OPERATIONS, each with probability 1/2, which draws choose as those of
+    torchvision's v2.RandAugment.
 
     Args:
         image: (..., 3, H, W) uint8.
         u: (DRAWS,).
         operations: how many are chosen.
         magnitude: out of 30.
-        strengths: "torchvision", or "cc3m" for those of the CC3M trainer.
     """
     high = int(u[Draw.RANDAUGMENT_HIGH] * 2**24)
     low = int(u[Draw.RANDAUGMENT_LOW] * 2**24)
     generator = torch.Generator().manual_seed(high * 2**24 + low)
     frames = image.reshape(-1, *image.shape[-3:]).permute(0, 2, 3, 1)           # (M, H, W, 3)
     pictures = [Image.fromarray(frame) for frame in frames.numpy()]
-    choices = list(OPERATIONS[strengths].values())
+    choices = list(OPERATIONS.values())
     for _ in range(operations):
         if torch.rand((), generator=generator) >= 0.5:
             continue
@@ -475,8 +453,7 @@ def training_view(args, kind="same"):
         raise ValueError(f"kind={kind!r}: give 'same', 'simclr' or 'crop'")
     randaugment = (0, 0)                                                   # off
     if args.randaugment_ops:
-        randaugment = (args.randaugment_ops, args.randaugment_magnitude,
-                       args.randaugment_strengths)
+        randaugment = (args.randaugment_ops, args.randaugment_magnitude)
     return Augment(args.image_size, args.crop_min, args.flip, args.jitter_p,
                    brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
                    randaugment=randaugment, squash=args.eval_resize == "squash")

@@ -21,7 +21,7 @@ from contrastive.encoders.weights import init_from
 VAST_TEXT_ENCODER, VAST_WIDTH = "google-bert/bert-base-uncased", 512
 TOKENIZER_TEXTS = 200_000  # captions from which a tokenizer learns its vocabulary
 MODEL_FLAGS = (
-    "image_encoder", "text_encoder", "embed_dim", "projection", "projection_bias", "freeze",
+    "image_encoder", "text_encoder", "embed_dim", "projection_bias", "freeze",
     "image_size", "text_length", "text_pooling", "image_stats", "eval_resize", "eval_crop",
     "clean_captions")
 
@@ -225,13 +225,12 @@ def initial_model(spec, tokenizer, pretrained, vision_pretrained):
     embed_dim = spec["embed_dim"]
     if is_vgt:
         embed_dim = 0  # it has projections of its own
-    projection = {  # the spec of a CLIP by name lacks the keys
-        "projection": spec.get("projection", "linear"),
-        "projection_bias": spec.get("projection_bias", False)}
+    # the spec of a CLIP by name, and of most scripts, lacks the key
+    projection_bias = spec.get("projection_bias", False)
     vision = VisionEncoder(
         spec["image_encoder"], embed_dim, vision_pretrained, spec["image_size"],
         spec.get("vision_config"), features=spec.get("features", (0, 0)),
-        frames=spec.get("frames", 0), **projection)
+        frames=spec.get("frames", 0), projection_bias=projection_bias)
     text = None
     if spec["text_encoder"]:
         vocabulary = 0
@@ -239,7 +238,8 @@ def initial_model(spec, tokenizer, pretrained, vision_pretrained):
             vocabulary = len(tokenizer.tokenizer)
         text = TextEncoder(
             spec["text_encoder"], embed_dim, pretrained, spec["text_length"], vocabulary,
-            pooling=spec["text_pooling"], config=spec.get("text_config"), **projection)
+            pooling=spec["text_pooling"], config=spec.get("text_config"),
+            projection_bias=projection_bias)
     complete_spec(spec, vision, text)
     if is_vgt:
         from contrastive.encoders.vgt import VGT

@@ -10,17 +10,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
-def projection_layer(width, embed_dim, kind="linear", bias=False):
-    """The layer from features to embeddings (--projection); the identity if embed_dim is 0."""
+def projection_layer(width, embed_dim, bias=False):
+    """The layer from features to embeddings; the identity if embed_dim is 0."""
     if not embed_dim:
         return nn.Identity()
-    if kind == "linear":
-        return nn.Linear(width, embed_dim, bias=bias)
-    if kind == "mlp":
-        hidden = 2 * embed_dim
-        return nn.Sequential(
-            nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, embed_dim, bias=bias))
-    raise ValueError(f"projection is 'linear' or 'mlp', not {kind!r}")
+    return nn.Linear(width, embed_dim, bias=bias)
 
 
 class Encoder(nn.Module):
@@ -57,14 +51,13 @@ class VisionEncoder(Encoder):
         pretrained: read published weights.
         image_size: pixels of a side.
         config: of a transformers model that is rebuilt, as a dict.
-        projection: "linear" or "mlp".
         features: (T, F) of precomputed features.
         frames: T, for an encoder that is made for one number of frames.
         projection_bias: whether a new projection has a bias.
     """
 
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, *,
-                 projection="linear", projection_bias=False, features=(0, 0), frames=0):
+                 projection_bias=False, features=(0, 0), frames=0):
         super().__init__()
         self.name = name
         self.kind = encoder_kind(name, config)
@@ -83,14 +76,13 @@ class VisionEncoder(Encoder):
         clip_projection = backbone.projection
         if backbone.is_embedding:
             self.projection = nn.Identity()
-        elif fits(clip_projection, embed_dim, projection):
+        elif fits(clip_projection, embed_dim):
             self.projection = clip_projection
         else:
-            self.projection = projection_layer(self.width, embed_dim, projection, projection_bias)
+            self.projection = projection_layer(self.width, embed_dim, projection_bias)
             if clip_projection is not None and pretrained and embed_dim:
-                print_main(f"--embed-dim {embed_dim}, --projection {projection}: the projections "
-                           f"of {name} are linear, of width {clip_projection.out_features}, and "
-                           "are replaced by new ones")
+                print_main(f"--embed-dim {embed_dim}: the projections of {name}, of width "
+                           f"{clip_projection.out_features}, are replaced by new ones")
 
     @functools.cached_property
     def stats(self):
@@ -138,11 +130,9 @@ class VisionEncoder(Encoder):
         return features, embedding
 
 
-def fits(clip_projection, embed_dim, projection):
-    """Whether a CLIP's own projection is linear and of width D, as wanted; False for None."""
-    if clip_projection is None or projection != "linear":
-        return False
-    return clip_projection.out_features == embed_dim
+def fits(clip_projection, embed_dim):
+    """Whether a CLIP's own projection is of width D, as wanted; False for None."""
+    return clip_projection is not None and clip_projection.out_features == embed_dim
 
 
 class TextEncoder(Encoder):
@@ -155,14 +145,13 @@ class TextEncoder(Encoder):
         length: most tokens of a text, of the small encoder.
         vocabulary: number of tokens of the small encoder.
         pooling: "cls" or "mean" (a CLIP has its own), or "ssb", SSB's head.
-        projection: "linear" or "mlp".
         config: of a transformers model that is rebuilt, as a dict.
         projection_bias: whether a new projection has a bias.
         backbone: takes the place of that of the name.
     """
 
     def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, *,
-                 pooling="cls", projection="linear", projection_bias=False, config=None,
+                 pooling="cls", projection_bias=False, config=None,
                  backbone=None):
         super().__init__()
         if backbone is None and name == "small":
@@ -187,10 +176,10 @@ class TextEncoder(Encoder):
             clip_dim = clip_projection.out_features
         if self.head:
             self.projection = nn.Identity()
-        elif fits(clip_projection, clip_dim, projection):
+        elif fits(clip_projection, clip_dim):
             self.projection = clip_projection
         else:
-            self.projection = projection_layer(self.width, embed_dim, projection, projection_bias)
+            self.projection = projection_layer(self.width, embed_dim, projection_bias)
 
     def forward(self, input_ids=None, attention_mask=None, features=None):
         if features is None:

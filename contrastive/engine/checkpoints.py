@@ -50,6 +50,7 @@ def save(run, keep=2):
     """
     states = random_states(run.device)
     states["positions"] = run.data.positions
+    states["threads"] = torch.get_num_threads()
     processes = gather_objects(states)
     on_main(write, run, processes, keep)
 
@@ -90,6 +91,7 @@ def load(run):
     """
     path = checkpoint_to_load(run)
     if path is None:
+        print_main(f"--resume: {run.folder} has no checkpoint yet: starts at step 0")
         return
     state = load_parts(run, path, run.parts)
     run.step = state["step"]
@@ -100,11 +102,15 @@ def load(run):
                         "for; give more of them")
     # what identifies the data is the same on all processes, however many there are now
     run.positions = state["processes"][0]["positions"]
+    threads = state["processes"][0]["threads"]
     if len(state["processes"]) == world_size():
         restore_random_states(state["processes"][rank()], run.device)
     else:
         print_main(f"--resume: {len(state['processes'])} processes before, {world_size()} now: "
-                   "random states of dropout are not restored")
+                   "equal but for rounding, and random states of dropout are not restored")
+    if threads != torch.get_num_threads():
+        print_main(f"--resume: {threads} threads before, {torch.get_num_threads()} now: equal but "
+                   "for rounding")
     print_main(f"resumed {path} at step {run.step} of {run.last}")
 
 

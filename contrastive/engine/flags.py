@@ -19,7 +19,7 @@ from contrastive.core.number_types import (
     part_and_factor, positive_float, rate)
 from contrastive.core.processes import print_main
 from contrastive.core.words import command_of, flag_of, name_of
-from contrastive.data import COLUMN_FLAGS, names_of_evaluation_sets, tests_on_other_data
+from contrastive.data import COLUMN_FLAGS, names_of_evaluation_sets
 from contrastive.data.registry import find_data_set, flags_of, partition_name
 from contrastive.encoders.weights import packaged_encoders
 from contrastive.engine.checkpoints import folder_of
@@ -29,6 +29,8 @@ YES_OR_NO = argparse.BooleanOptionalAction
 # come, and those of the machine.
 LENGTHS_AND_LR = ("epochs", "max_steps", "lr")
 OF_MACHINE = (
+    # a data set may have moved; Batches compares its content
+    "dataset",
     "resume", "cpu", "compile", "save_every", "eval_every", "log_every", "tracker", "data_dir",
     "video_dir", "max_bad_fraction", "workers", "chunk_size", "grad_checkpointing",
     "mixed_precision")
@@ -353,12 +355,8 @@ class Parser(OneLineErrorParser):
         data_sets = list(map(find_data_set, names))
         lacks_val = any(known and known.lacks_only_val() for known in data_sets)
         has_user_data = None in data_sets
-        has_test_fraction = data_sets[1:].count(None) or not tests_on_other_data(args)
-        self.only(lacks_val, "for a named set that has no val split", "--hold-out-val")
-        self.only(has_user_data or (lacks_val and args.hold_out_val),
-                  "for your own data, or beside --hold-out-val", "--val-fraction")
-        self.only(has_user_data and has_test_fraction,
-                  "for your own data without other --eval-datasets", "--test-fraction")
+        self.only(has_user_data or lacks_val,
+                  "for your own data, or a named set that has no val split", "--holdout-fraction")
         self.only(has_user_data, "for your own data", *COLUMN_FLAGS)
 
     def flags_of(self, title):
@@ -412,10 +410,7 @@ class Parser(OneLineErrorParser):
             help="operations of RandAugment, each with probability 1/2; CC3M code 2; 0 = off")
         add("--randaugment-magnitude", type=between(0, 30, int), default=0,
             help="magnitude of RandAugment, 0..30, beside --randaugment-ops; CC3M code 21 (7 of "
-                 "its 10)")
-        add("--randaugment-strengths", choices=["torchvision", "cc3m"], default="torchvision",
-            help="strengths at magnitude 30: torchvision's; or the CC3M code's, shifts by 10 "
-                 "pixels, brightness and sharpness times 1.9, grey outside")
+                 "its 10); at 30 shifts are 10 pixels, light and sharpness 1.9 times as strong")
 
     def add_simclr_view_flags(self):
         """Adds the flags of common.simclr_view; defaults are SimCLR's, of colours SLIP's."""
@@ -487,26 +482,14 @@ class Parser(OneLineErrorParser):
 
     def add_evaluation_flags(self):
         add = self.add_argument_group("evaluation").add_argument
-        add("--hold-out-val", action=YES_OR_NO, default=False,
-            help="hold a val split out of train, for a named set that has none")
-        add("--val-fraction", type=between(0.001, 0.9), default=0.05,
-            help="share of train that becomes the val split where there is none, 0.001..0.9; of "
-                 "small own data more: 20 images or videos, or a sixth of all")
-        add("--test-fraction", type=between(0.001, 0.9), default=0.05,
-            help="share of own data that becomes the test split where there is none, as "
-                 "--val-fraction")
+        add("--holdout-fraction", type=between(0, 0.45), default=0.0,
+            help="share of train, 0..0.45, that becomes the val split, and of own data the test "
+                 "split, where there is none; of small own data more: 20 images or videos, or a "
+                 "sixth of all; 0 = 0.05 of own data, nothing of a named set")
         add("--eval-epoch", type=last_best_or_epoch, default="last", metavar="last|best|N",
             help="weights that are saved and tested: of the last step; of the evaluation with the "
                  "best result on val; or of epoch N, after which the run ends")
         if self.texts:
-            add("--watch-test", action=YES_OR_NO, default=False,
-                help="during training evaluate the test split of a set that has no val split, such "
-                     "as ImageNet, for curves; nothing may be chosen by it")
-            add("--knn-features", choices=["projected", "backbone"], default="projected",
-                help="features of kNN: after the projection (TeMo's code), or before it")
-            add("--same-text", choices=["auto", "positive", "wrong"], default="auto",
-                help="whether a caption that repeats a positive's word for word counts as one in "
-                     "retrieval; auto: as the set's protocol has it")
             add("--eval-datasets", nargs="*", default=[], metavar="SET",
                 help="sets to test on, in place of --dataset: NAME[=DIR] or a file; if none of "
                      "them has a val split, your own --dataset gives one")
@@ -522,8 +505,6 @@ class Parser(OneLineErrorParser):
             help="longest caption in tokens, 4..4096; longer ones are cut")
         add("--clean-captions", action=YES_OR_NO, default=False,
             help="captions in lower case, without punctuation, at most 30 words (CC3M trainer)")
-        add("--join-captions", action=YES_OR_NO, default=False,
-            help="join all captions of a video to one paragraph")
         add("--unfold-captions", action=YES_OR_NO, default=False,
             help="an example is a pair of an image or video and one caption, not all its captions")
 
@@ -571,9 +552,6 @@ class Parser(OneLineErrorParser):
             help="encoders that do not learn, only their projections do: none, image, text or "
                  "both; clip4clip (ncl.py): a CLIP's embeddings and first norms, as in CLIP4Clip's "
                  "scripts")
-        add("--projection", choices=["linear", "mlp"], default="linear",
-            help="layer from the features of each encoder to its embedding: linear, or two layers "
-                 "with a GELU and 2 D hidden units")
         add("--feature-cache", default="", metavar="DIR",
             help="folder in which the features of frozen encoders are kept, computed once; empty = "
                  "contrastive-temperature in the user's cache folder; none = compute them in each "
@@ -633,9 +611,9 @@ class Parser(OneLineErrorParser):
         add("--save-every", type=int_ge0, default=500,
             help="steps between checkpoints, which are also written before each evaluation and at "
                  "the end; 0 = only then")
-        add("--eval-every", type=int_ge0, default=0,
+        add("--eval-every", type=between(-1, 10**9, int), default=-1,
             help="steps between evaluations of the val split, beside those at start and end; 0 = "
-                 "only these")
+                 "only these; -1 = a sixth of the run")
         add("--log-every", type=int_ge0, default=10,
             help="steps between rows of the log; 0 = one at the end")
         add("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="",

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from contrastive import CORES
-from contrastive.core.files import flatten, logged_rows, whole_file
+from contrastive.core.files import flatten, logged_rows, slug, whole_file
 from contrastive.core.processes import barrier, opening, rank
 
 import torch
@@ -63,12 +63,16 @@ class Log:
         config = {}
         for name, value in vars(run.args).items():
             config[name] = value if isinstance(value, (int, float, str)) else str(value)
-        wandb = {"id": run.folder.name, "name": run.folder.name, "resume": "allow",
-                 "dir": str(run.folder)}
+        name = run.folder.name
+        wandb = {"id": slug(name), "name": name, "resume": "allow", "dir": str(run.folder)}
         project = "tracker"  # a folder of tensorboard's
         if self.tracker == "wandb":
             project = os.environ.get("WANDB_PROJECT", "contrastive")
-        self.accelerator.init_trackers(project, config=config, init_kwargs={"wandb": wandb})
+        # a resumed run has each step once
+        tensorboard = {"purge_step": run.step + 1}
+        with opening(f"--tracker {self.tracker}"):
+            self.accelerator.init_trackers(
+                project, config=config, init_kwargs={"wandb": wandb, "tensorboard": tensorboard})
 
     def write(self, row):
         """Adds a row: a dict of numbers with `step`; nested dicts stay nested in the file."""

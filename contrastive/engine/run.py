@@ -2,8 +2,10 @@
 
 import collections
 import copy
+import functools
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -17,7 +19,7 @@ from contrastive.encoders.base import batchnorms
 from contrastive.engine import checkpoints
 from contrastive.engine.banner import banner
 from contrastive.engine.log import Log, commit, peak_memory_mib, versions
-from contrastive.evaluation.report import report
+from contrastive.evaluation.report import report, val_line
 from contrastive.core.files import write_json, write_tensors
 from contrastive.core.metrics import embedding_health, normalize
 from contrastive.core.words import command_of
@@ -25,14 +27,16 @@ from contrastive.evaluation.retrieval import query_ranks
 from contrastive.evaluation.saved_pieces import MAX_PICTURES, save_pieces
 from contrastive.figures import draw
 from contrastive.core.processes import (
-    UserError, barrier, gather, gather_objects, mean_over_processes, on_main, opening, print_main,
-    rank, to_device, world_size)
+    AT_FAILED_START, UserError, barrier, gather, gather_objects, mean_over_processes, on_main,
+    opening, print_main, rank, to_device, world_size)
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 ENOUGH_STEPS = 500  # at least, of a run on own data without --epochs and --max-steps
+SECONDS_BETWEEN_CHECKPOINTS = 60  # at most, so that kill -9 loses no more; not with --save-every 0
+NUM_EVALUATIONS = 6  # on val after the first step, with --eval-every -1
 
 
 # ===================================================== lengths ====================================
@@ -66,6 +70,22 @@ def last_step(args, steps):
         raise UserError(f"--eval-epoch {args.eval_epoch:g}: the run ends after epoch "
                         f"{steps.total / steps.per_epoch:g}; give an earlier one, or more --epochs")
     return step
+
+
+def evaluation_interval(args, evals, last):
+    """The steps between evaluations on val, 0 = none on the way: --eval-every, or of -1 as many as
+    make NUM_EVALUATIONS, if there is a split to evaluate.
+
+    Args:
+        evals: {name: {split: data}} to evaluate.
+        last: the last step.
+    """
+    if args.eval_every >= 0:
+        return args.eval_every
+    has_val = any("val" in splits for splits in evals.values())
+    if not has_val:
+        return 0
+    return math.ceil(last / NUM_EVALUATIONS)
 
 
 def adjust_flags_to_data(args, train):
@@ -142,7 +162,9 @@ def make_folder(path):
 class StepReport(NamedTuple):
     """What the processes have told each other after a step."""
 
-    maxima: torch.Tensor  # (3,) signal, number of bad samples, 1 if the loss is not finite
+    # (4,) signal, number of bad samples, 1 if the last checkpoint is a minute old, 1 if the loss is
+    # not finite
+    maxima: torch.Tensor
     ready: object  # CUDA event after which the maxima lie on the CPU, or None
     step: int
     keys: list  # of the samples of this process
@@ -182,10 +204,10 @@ class Run:
         self.evals = evals
         self.steps = steps
         self.last = last or last_step(args, steps)
+        self.eval_every = evaluation_interval(args, evals, self.last)
         self.best_step = 0  # of the evaluation with the best result on val; 0 = none yet
         self.has_best = False  # whether its weights are restored
         self.step = 0
-        self.require_gpu()
         self.require_val()
         self.folder = on_main(self.open_folder)
         self.commit = commit()  # as it is now: files may change
@@ -199,24 +221,18 @@ class Run:
         self.report_delay = 1 if self.device.type == "cuda" else 0
         self.signal_here = 0  # number of the signal that this process has received
         self.signal = 0  # the same over all processes
+        self.minute_is_over = False  # since the last checkpoint, the same over all processes
         self.in_loop = False
 
     # ---------------------------------------- set-up ----------------------------------------------
-    def require_gpu(self):
-        """Refuses a paper's recipe without a GPU unless the user asks for the CPU."""
-        gpu_is_missing = not self.args.cpu and not torch.cuda.is_available()
-        if gpu_is_missing and self.args.recipe_source.startswith(("paper", "the paper")):
-            with opening(f"recipe {self.args.recipe} needs a GPU; without one add --cpu; torch"):
-                torch.cuda.init()  # raises torch's reason, such as an old driver
-
     def require_val(self):
         """Refuses --eval-epoch best without evaluations on val."""
         if self.args.eval_epoch != "best":
             return
         if not any("val" in splits for splits in self.evals.values()):
             raise UserError("--eval-epoch best: no set that is evaluated has a val split; see "
-                            "--hold-out-val and --eval-datasets")
-        if not self.args.eval_every:
+                            "--holdout-fraction and --eval-datasets")
+        if not self.eval_every:
             raise UserError("--eval-epoch best: there is no evaluation during training; add "
                             "--eval-every N")
 
@@ -236,6 +252,8 @@ class Run:
             folder = make_folder(Path(args.output_dir) / name)
         with opening(folder):
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        if not args.resume:
+            AT_FAILED_START.append(functools.partial(shutil.rmtree, folder, ignore_errors=True))
         return folder
 
     def has_checkpoint(self):
@@ -265,7 +283,6 @@ class Run:
         self.num_parameters += sum(p.numel() for p in self.loss_parameters().values())
         if self.args.resume:
             checkpoints.load(self)
-        self.first = self.step
         self.log = Log(self)
 
     def loss_parameters(self):
@@ -316,21 +333,23 @@ class Run:
         if self.step < self.last:
             on_main(checkpoints.remove_final_files, self)
         self.log.open(self)
+        AT_FAILED_START.clear()
         self.note_best_step()
         self.write_args()
         print_main(banner(self, lines))
+        # in a file or a pipe, log_step writes lines in place of a bar
+        self.has_bar = rank() == 0 and sys.stderr.isatty()
         # a checkpoint is written before the evaluation of its step
         if self.step == 0 or self.is_due("eval", self.step):
             self.evaluate_val()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
-        # in a file or a pipe, log_step writes lines in place of a bar
-        self.has_bar = rank() == 0 and sys.stderr.isatty()
         self.bar = tqdm(total=self.last, initial=self.step, disable=not self.has_bar,
                         dynamic_ncols=True, unit="step")
         for module in [self.model, *self.loss_modules.values()]:
             module.train()
         self.restart_clock()
+        self.saved_at = time.monotonic()
         self.in_loop = True
 
     def write_args(self):
@@ -346,8 +365,8 @@ class Run:
 
     def is_due(self, action, step):
         """Whether 'log', 'eval' or 'save' is due after so many steps; always after the last one."""
-        intervals = {"log": self.args.log_every, "eval": self.args.eval_every,
-                     "save": self.args.save_every}
+        intervals = {
+            "log": self.args.log_every, "eval": self.eval_every, "save": self.args.save_every}
         interval = intervals[action]
         if step == self.last:
             return True
@@ -369,7 +388,7 @@ class Run:
         self.step += 1
         log = self.is_due("log", self.step)
         evaluate = self.is_due("eval", self.step)
-        save = self.is_due("save", self.step)
+        save = self.is_due("save", self.step) or self.minute_is_over
         self.seconds_waited += batch["seconds"]
         if log:
             self.log_step(batch, {"loss": loss, **columns}, embeddings)
@@ -378,6 +397,8 @@ class Run:
         if save or evaluate or stopping:
             self.read_reports()  # a step whose loss is not finite is not saved
             checkpoints.save(self)
+            self.saved_at = time.monotonic()
+            self.minute_is_over = False
         if stopping:
             self.stop_by_signal()
         if evaluate:
@@ -388,15 +409,19 @@ class Run:
             self.restart_clock()
 
     def exchange_reports(self, batch, numbers, embeddings):
-        """Tells all processes of signals, bad samples and a loss that is not finite. Collective.
+        """Tells all processes of signals, bad samples, a loss that is not finite, and whether the
+        last checkpoint is a minute old. Collective.
 
         On a GPU the answer is read one step later, so that the host does not wait for the step,
         except before a checkpoint or an evaluation.
         """
-        counts = torch.tensor([self.signal_here, len(batch["bad"])], dtype=torch.float)
-        counts = to_device(counts, self.device)                            # (2,)
+        seconds = time.monotonic() - self.saved_at
+        minute_is_over = self.args.save_every > 0 and seconds > SECONDS_BETWEEN_CHECKPOINTS
+        counts = torch.tensor(
+            [self.signal_here, len(batch["bad"]), minute_is_over], dtype=torch.float)
+        counts = to_device(counts, self.device)                            # (3,)
         not_finite = 1 - numbers["loss"].detach().isfinite().float()[None] # (1,)
-        maxima = torch.cat([counts, not_finite])                           # (3,)
+        maxima = torch.cat([counts, not_finite])                           # (4,)
         if world_size() > 1:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         maxima = maxima.to("cpu", non_blocking=True)
@@ -419,8 +444,9 @@ class Run:
             report = self.reports.popleft()
             if report.ready:
                 report.ready.synchronize()
-            signal_number, num_bad, not_finite = report.maxima.tolist()
+            signal_number, num_bad, minute_is_over, not_finite = report.maxima.tolist()
             self.signal = max(self.signal, int(signal_number))
+            self.minute_is_over = self.minute_is_over or minute_is_over > 0
             if num_bad:
                 self.data.count_bad(report.bad, report.step)
             if not_finite:
@@ -439,9 +465,11 @@ class Run:
             line = f"process {rank()}: norms up to {largest}, keys {keys}"
         lines = [line for line in gather_objects(line) if line]
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in report.numbers.items())
-        raise UserError(
-            f"the loss is not finite at step {report.step} ({numbers}); {'; '.join(lines)}. "
-            "Try a lower learning rate, --grad-clip 1 or a higher temperature")
+        advice = "Try a lower learning rate or a higher temperature"
+        if not self.args.grad_clip:
+            advice = "Try a lower learning rate, --grad-clip 1 or a higher temperature"
+        raise UserError(f"the loss is not finite at step {report.step} ({numbers}); "
+                        f"{'; '.join(lines)}. {advice}")
 
     @torch.no_grad()
     def log_step(self, batch, numbers, embeddings):
@@ -514,6 +542,18 @@ class Run:
             self.after_val(row, self.val_pieces)
         self.log.write(row)
         self.note_best_step()
+        self.show_val()
+
+    def show_val(self):
+        """Prints the evaluation of val in a line."""
+        line = val_line(self.val)
+        if not line:
+            return
+        line = f"step {self.step:,} of {self.last:,}: {line}"
+        if self.has_bar:
+            tqdm.write(line)
+        else:
+            print_main(line)
 
     def note_best_step(self):
         """Sets best_step by the rows of the log, with --eval-epoch best; of ties, the first."""

@@ -60,13 +60,12 @@ class FeatureOptions(NamedTuple):
     transform: object  # EvalTransform
     device: torch.device
     workers: int
-    knn_features: str  # 'projected': embeddings; 'backbone': features before the projection
 
 
 class LabelledFeatures(NamedTuple):
     """The images of a split that have a class."""
 
-    neighbour_features: torch.Tensor  # (M, D)
+    neighbour_features: torch.Tensor  # (M, D) embeddings
     probe_features: torch.Tensor  # (M, width) before the projection
     labels: np.ndarray  # (M,)
 
@@ -100,10 +99,7 @@ def labelled(model, data, options):
     rows = np.flatnonzero(data.labels >= 0)
     index, image, features, _ = encode_images(
         model, data, options.transform, options.device, workers=options.workers, rows=rows)
-    neighbour_features = features
-    if options.knn_features == "projected":
-        neighbour_features = image
-    return LabelledFeatures(neighbour_features, features, data.labels[index])
+    return LabelledFeatures(image, features, data.labels[index])
 
 
 def padded_and_flipped(data, seed):

@@ -50,7 +50,6 @@ class ClassOptions:
     train: Data | None = None  # from which kNN and probes learn
     few_shot: Data | None = None  # from which the few-shot probe learns; None = from some of train
     shot_limits: tuple | None = None  # of core.metrics.accuracy_by_class_size
-    knn_features: str = "projected"  # embeddings; 'backbone': features before the projection
     view: EvalTransform | None = None  # of these tasks, if it is not that of the towers
 
 
@@ -235,12 +234,9 @@ class SplitEvaluation:
         options, model = self.options, self.towers.model
         feature_options = FeatureOptions(
             transform=options.view or self.towers.transform, device=self.device,
-            workers=self.workers, knn_features=options.knn_features)
+            workers=self.workers)
         train = labelled(model, options.train, feature_options)
-        neighbour_features = self.labelled_features
-        if options.knn_features == "projected":
-            neighbour_features = self.labelled_image
-        test = LabelledFeatures(neighbour_features, self.labelled_features, self.labels)
+        test = LabelledFeatures(self.labelled_image, self.labelled_features, self.labels)
         few_shot, few_shot_features = None, None
         if "probe" in tasks and options.few_shot is not None:
             few_shot = options.few_shot
@@ -260,8 +256,7 @@ class Evaluator:
     """The evaluation of all sets of a run, after training and during it, and that of eval.py.
 
     evaluator("val") returns metrics, chance levels and EvaluationPieces, three dicts by data set.
-    Collective: all processes call it. With --watch-test it measures the test split of a set without
-    val, as "NAME (test)".
+    Collective: all processes call it.
 
     Args:
         model, tokenizer, transform: the towers; tokenizer None without texts.
@@ -286,7 +281,6 @@ class Evaluator:
         self.towers = Towers(model, tokenizer, transform)
         self.sets, self.train, self.few_shot = sets, train, few_shot
         self.device, self.args, self.method_metrics = device, args, method_metrics
-        self.knn_features = getattr(args, "knn_features", "projected")
         self.shot_limits = getattr(args, "shot_limits", None)
         self.tasks, self.left_out = {}, {}
         for name, splits in sets.items():
@@ -312,9 +306,6 @@ class Evaluator:
             elif self.towers.tokenizer is None:
                 # temperature_schedules.py measures and draws the training images
                 measured = Measurement({}, {}, self.training_pieces())
-            elif split == "val" and self.args.watch_test:
-                measured = self.measure_split(name, "test")
-                name = f"{name} (test)"
             else:
                 continue
             metrics[name], chance[name], pieces[name] = measured
@@ -323,8 +314,7 @@ class Evaluator:
     def measure_split(self, name, split):
         """The Measurement of a split."""
         view = view_of(self.towers.transform, name, self.args.dataset)
-        options = ClassOptions(
-            self.train, self.few_shot, self.shot_limits, self.knn_features, view)
+        options = ClassOptions(self.train, self.few_shot, self.shot_limits, view)
         tasks = self.tasks[name, split]
         measured = measure(self.towers, self.sets[name][split], tasks, options,
                            device=self.device, workers=self.args.workers)
@@ -335,6 +325,6 @@ class Evaluator:
     def training_pieces(self):
         """EvaluationPieces of the training images alone."""
         model, _, transform = self.towers
-        options = FeatureOptions(transform, self.device, self.args.workers, "projected")
+        options = FeatureOptions(transform, self.device, self.args.workers)
         train = labelled(model, self.train, options)
         return EvaluationPieces(train_features=train.probe_features, train_labels=train.labels)

@@ -1,5 +1,7 @@
 """The result of an evaluation as lines of text."""
 
+from pathlib import Path
+
 from contrastive.core.files import flatten
 from contrastive.core.words import counted
 
@@ -85,6 +87,32 @@ def label_of(group):
         if first:
             words = f"{LABELS.get(first, first)}: {last}"
     return words.replace("_to_", " -> ").replace("_", " ")
+
+
+def val_line(val):
+    """The main number of each data set of an evaluation on val, or "" if there is none:
+
+        val  R@1 10.0 / 10.2        text -> image / image -> text
+        val  accuracy 40.0          of answers
+        val  kNN@1 30.0             without texts
+    """
+    parts = []
+    for name, metrics in val.items():
+        if "text_to_image" in metrics:
+            recalls = [metrics[direction]["R@1"] for direction in ("text_to_image", "image_to_text")]
+            part = f"R@1 {recalls[0]:.1f} / {recalls[1]:.1f}"
+        elif "accuracy" in metrics:
+            part = f"accuracy {metrics['accuracy']:.1f}"
+        elif "knn@1" in metrics:
+            part = f"kNN@1 {metrics['knn@1']['top1']:.1f}"
+        else:
+            continue
+        if len(val) > 1:
+            part += f" ({Path(name).name})"
+        parts.append(part)
+    if not parts:
+        return ""
+    return f"val  {', '.join(parts)}"
 
 
 def report(summary, folder):

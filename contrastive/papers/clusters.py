@@ -116,7 +116,7 @@ def head_mid_tail(pieces, clusters):
 
 
 # ---- making the clusters ----
-def check_source(train, source):
+def check_cluster_source(train, source):
     """Checks that the data have what --clusters needs.
 
     Raises: UserError.
