@@ -75,14 +75,17 @@ from contrastive.papers.baselines import (  # losses of other papers
     spl_weights, ts_temperature)
 from contrastive.papers.clusters import (  # of captions (MM-TS)
     check_cluster_source, head_mid_tail, k_means, largest_first, open_clusters)
-from contrastive.papers.meta import meta_data  # a few clean examples (MAMA)
+from contrastive.papers.mama_records import (  # for the log and the figures of MAMA
+    mismatch_columns, save_pairs, save_training_texts)
+from contrastive.papers.meta import (  # a few clean examples (MAMA)
+    meta_batches, meta_data, save_meta_names)
 from contrastive.papers.text_pairs import (  # T and T~ (TeMo)
     Paraphrases, drop_and_swap, text_pair, text_words)
 
 # ---- contrastive/engine: the flags and the book-keeping of a run ----
 from contrastive.engine.flags import OneLineErrorParser, Parser  # argparse with recipes
-from contrastive.engine.grad_cache import (  # --chunk-size
-    GradCache, random_state, set_random_state)
+from contrastive.engine.functional import functional_encoder, trained_parameters
+from contrastive.engine.grad_cache import GradCache  # --chunk-size
 from contrastive.engine.precision import tf32  # for encoders, on GPUs
 from contrastive.engine.run import Run, count_steps, adjust_flags_to_data
 

@@ -1,34 +1,34 @@
 """MAMA: Meta-optimized Angular Margin Contrastive Framework for Video-Language Representation
 Learning (Nguyen et al., ECCV 2024).
 
-A caption seldom describes all of its video, so a pair should come near but not coincide: a margin
-is subtracted from its angle, which shrinks the gradient of near pairs and ends it inside the
-margin. Some pairs do not match and some concepts are rare, so a small network gives each pair a
-weight, from its loss. The network learns by looking ahead: the encoders take a virtual step with
-its weights, and it lowers their loss after that step on a few clean examples (the meta-data).
+A caption seldom describes all of its video, so the two should come near but not coincide: a margin
+is subtracted from the angle of a pair, which shrinks its gradient, to 0 where the angle is below
+the margin. Some pairs do not match and some concepts are rare, so a small network maps the loss of
+each pair to its weight. It is meta-learned: the encoders take a virtual step with its weights, and
+it is trained to lower their loss after that step on a few clean examples, the meta-data.
 
 Equations (s_ij = cos(lambda_ij): cosine of video i and text j)
     (1, 4)      L_v2t,i = -log( e^(cos([lambda_ii - mu]_+) / tau) / sum_j e^(s_ij / tau) ), in which
-                the pair keeps s_ii if lambda_ii > pi / 2     angular_cosine, angular_margin_loss
+                the pair keeps s_ii if lambda_ii > pi / 2  cosine_with_margin, angular_margin_loss
     (3)         L_i = L_v2t,i + L_t2v,i                                       angular_margin_loss
     (6)         mu(k) = a0 / (a1 + exp(-a2 k))                                             margin
-    (7, 8)      w_i = MLP_theta(L_i),  L = 1/B sum_i w_i L_i                      WeightNet, main
-    (9)         Theta^ = Theta - alpha/B sum_j w_j grad L_j, a virtual step
-    (10, 12)    theta <- theta - beta grad_theta 1/M sum_i L_i^meta(Theta^)     weightnet_gradient
-    (11)        Theta <- a step on 1/B sum_i w_i L_i, with the w_i of the new theta           main
-    (13)        <grad L^meta, grad L_j>                    meta_direction, directional_derivative
+    (7)         w_i = MLP_theta(L_i)                                                    WeightNet
+    (9)         Theta^ = Theta - alpha/B sum_j w_j grad L_j, a virtual step    weightnet_gradient
+    (10, 12)    theta <- theta - beta grad_theta 1/M sum_i L_i^meta(Theta^)    weightnet_gradient
+    (8, 11)     Theta <- a step on 1/B sum_i w_i L_i, with the w_i of the new theta          main
+    (13)        G_j = <grad L^meta, grad L_j>               meta_gradient, directional_derivative
     (14, 15)    density and distance of each frame of a video                          key_frames
 
-Symbols
+Symbols (Theta: parameters of the encoders, theta: of the weight network)
     v, t          video, text           (B, D)  embeddings of this process
     L_i, w_i      sample_loss, weight   (B,)    nats; 0..1
     tau, mu       tau, mu               ()      divides the cosine, paper 1; radians, paper 0.2
-    alpha, beta   virtual_lr, meta_lr   ()      rates of the virtual step and of the network
+    alpha, beta   virtual_lr, meta_lr   ()      learning rates of the virtual step and of theta
 Commands
     accelerate launch mama.py                               # moving emoji, some captions swapped
     accelerate launch mama.py --baseline                    # neither margin nor weights
     accelerate launch mama.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS
-    accelerate launch mama.py --dataset clips.csv --video-dir VIDEOS      # own: video, caption
+    accelerate launch mama.py --dataset clips.csv --video-dir VIDEOS      # own data: video, caption
 
 docs/mama.md: commands for every table, recipes, differences from the paper, results. Tables 1 and
 2: variants/mama_qa.py. To try an idea of your own, copy this file and edit it; docs/forking.md.
@@ -37,10 +37,7 @@ docs/mama.md: commands for every table, recipes, differences from the paper, res
 import copy
 import functools
 import math
-import random
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
 
 # ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
@@ -48,7 +45,7 @@ import common
 from common import (
     Evaluator, GradCache, Parser, Run, Temperature, below_one, between, clean_exit, focal_weights,
     fp32, fraction, gather, int_ge1, l2rw_weights, nonnegative_float, normalize, per_anchor,
-    positive_float, positive_index, rank, rate, row_blocks, spl_weights)
+    positive_float, positive_index, rate, row_blocks, spl_weights)
 
 import torch
 import torch.nn as nn
@@ -63,14 +60,13 @@ def margin(step, a0=2.0, a1=10.0, a2=0.1):
 
     The values are those of Sec. 4.3; with those of Sec. 4.1 (a0 = 0.2, a2 = -0.1) it would fall.
     """
-    exponent = min(-a2 * step, 700.0)                                      # exp does not overflow
-    return a0 / (a1 + math.exp(exponent))
+    return a0 / (a1 + math.exp(min(-a2 * step, 700.0)))                    # exp overflows at 710
 
 
-def angular_cosine(sim, mu):
-    """cos([lambda - mu]_+) of cosines sim = cos(lambda), and sim if lambda > pi / 2 (after Eq. 4).
+def cosine_with_margin(sim, mu):
+    """cos([lambda - mu]_+) for sim = cos(lambda), and sim itself if lambda > pi / 2 (after Eq. 4).
 
-    It is computed without acos, whose slope at 1 is infinite.
+    Computed without acos, whose slope at 1 is infinite.
 
     Args:
         sim: cosines, any shape.
@@ -91,10 +87,10 @@ def angular_cosine(sim, mu):
 # kept for the backward; keyword arguments stay whole
 @row_blocks
 def angular_margin_per_anchor(anchor, target, tau, mu, *, candidates):
-    """The margin loss of each anchor (after Eq. 4): (b, D), (b,), tau, mu, (N, D) -> (b,)."""
+    """L_v2t,i or L_t2v,i of each anchor (after Eq. 4): (b, D), (b,), tau, mu, (N, D) -> (b,)."""
     sim = anchor @ candidates.T                                            # (b, N)
     target_column = target[:, None]                                        # (b, 1)
-    pair = angular_cosine(sim.gather(1, target_column), mu)                # (b, 1)
+    pair = cosine_with_margin(sim.gather(1, target_column), mu)            # (b, 1)
     logits = sim.scatter(1, target_column, pair) / tau                     # (b, N)
     return F.cross_entropy(logits, target, reduction="none")               # (b,)
 
@@ -125,40 +121,40 @@ class WeightNet(nn.Module):
 
     Args:
         hidden: number of hidden units; MW-Net 100.
-        reach: at the start the kink of each unit lies at a loss between 0 and this, in nats. With
-            PyTorch's biases three quarters would lie below 1.
+        max_loss: the kinks of the ReLUs start at losses drawn from 0 to this, in nats. PyTorch's
+            biases would put three quarters of them below 1.
     """
 
-    def __init__(self, hidden=100, reach=10.0):
+    def __init__(self, hidden=100, max_loss=10.0):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(1, hidden), nn.ReLU(),
                                     nn.Linear(hidden, 1), nn.Sigmoid())
         first, last = self.layers[0], self.layers[2]
         with torch.no_grad():
-            first.bias.copy_(-first.weight[:, 0] * reach * torch.rand(hidden))
+            first.bias.copy_(-first.weight[:, 0] * max_loss * torch.rand(hidden))
             last.weight.mul_(0.1)                                          # nearly constant
             last.bias.zero_()
 
-    def forward(self, losses):
-        return self.layers(losses[:, None])[:, 0]
+    def forward(self, sample_loss):
+        return self.layers(sample_loss[:, None])[:, 0]
 
 
 def weightnet_gradient(  # noqa: PLR0917
         losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward"):
-    """Gradient of the meta loss after a virtual step with respect to the parameters of the weight
-    network (Eqs. 9, 10, 12, 13).
+    """Gradient of the meta loss, after a virtual step, for the parameters of the weight network
+    (Eqs. 9, 10, 12, 13).
 
     The virtual step is plain gradient descent on 1/B sum_j w_j L_j, whatever the optimiser is.
 
     Args:
-        losses: function (parameters, batch) -> (B,) differentiable losses L_j of this process. It
-            must return the same for the same arguments, also with dropout.
+        losses: function (parameters, batch) -> (B,), the differentiable losses L_j of this process.
+            It must return the same for the same arguments, also with dropout.
         parameters: {name: tensor} Theta of the encoders, which are not changed.
         batch, meta_batch: second arguments of `losses`.
         weight_net: losses (B,) -> weights (B,); it sees L_j without gradient.
         virtual_lr: alpha.
-        method: 'forward', with about 1.3 times the memory of a plain step, or 'second-order', with
-            3.4 times, which keeps the graph of a gradient.
+        method: 'forward': forward-mode derivatives, about 1.3 times the memory of a plain step; or
+            'second-order': double backward, 3.4 times.
     Returns: d meta / d p for each p of weight_net.parameters(), in order, the mean over processes.
     """
     if method not in ("forward", "second-order"):
@@ -169,28 +165,27 @@ def weightnet_gradient(  # noqa: PLR0917
     with sdpa_kernel(SDPBackend.MATH):
         sample_loss = losses(leaves, batch)                                # (B,)
         weight = weight_net(sample_loss.detach())                          # (B,)
-        step_weight = weight if second_order else weight.detach()          # (B,)
-        objective = (step_weight * sample_loss).mean()                     # ()
+        objective = (weight * sample_loss).mean()                          # ()
         gradient = gradients(objective, leaves.values(), create_graph=second_order)
 
         averaged = common.average([g.detach() for g in gradient])
         virtual = {}                                                       # Theta^, Eq. 9
         for (name, p), g in zip(leaves.items(), averaged):
             virtual[name] = p.detach() - virtual_lr * g
-        direction = meta_direction(losses, virtual, meta_batch)            # like Theta^
+        direction = meta_gradient(losses, virtual, meta_batch)             # like Theta^
 
         if second_order:
-            # d meta / d g, where g is the gradient of the virtual step
-            g_gradient = [-virtual_lr * d for d in direction.values()]
-            network_gradient = gradients(gradient, theta, g_gradient)
+            # d meta / d gradient
+            outer_gradient = [-virtual_lr * d for d in direction.values()]
+            theta_gradient = gradients(gradient, theta, outer_gradient)
         else:
-            agreement = directional_derivative(losses, leaves, batch, direction)         # (B,)
-            weight_gradient = -virtual_lr * agreement / len(sample_loss)   # (B,)
-            network_gradient = gradients(weight, theta, weight_gradient)   # Eq. 12
-    return common.average(network_gradient)
+            G = directional_derivative(losses, leaves, batch, direction)   # (B,)
+            weight_gradient = -virtual_lr * G / len(sample_loss)           # (B,)
+            theta_gradient = gradients(weight, theta, weight_gradient)     # Eq. 12
+    return common.average(theta_gradient)
 
 
-def meta_direction(losses, parameters, meta_batch):
+def meta_gradient(losses, parameters, meta_batch):
     """Gradient of the meta loss 1/M sum_i L_i^meta: {name: tensor}, the mean over processes.
 
     Args: losses, parameters, meta_batch: as in weightnet_gradient.
@@ -203,32 +198,33 @@ def meta_direction(losses, parameters, meta_batch):
 
 
 def directional_derivative(losses, parameters, batch, direction):
-    """<direction, grad L_j> of each pair of this process (Eq. 13): (B,), in one forward pass.
+    """<direction, grad L_j> of each pair of this process: (B,), in one forward pass.
 
-    Forward mode keeps no graph. The result is positive where a step on L_j lowers the meta loss.
+    With the meta gradient as direction it is G_j (Eq. 13), which is positive where a step on L_j
+    lowers the meta loss. Forward mode keeps no graph.
 
     Args:
         losses, parameters, batch: as in weightnet_gradient.
-        direction: {name: tensor}, as meta_direction returns it.
+        direction: {name: tensor}, as meta_gradient returns it.
     """
     with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
         dual = {}
         for name, p in parameters.items():
             dual[name] = forward_ad.make_dual(p.detach(), direction[name])
         sample_loss, tangent = forward_ad.unpack_dual(losses(dual, batch))           # (B,), (B,)
-    if tangent is None:                        # no parameter has a part in the losses
+    if tangent is None:  # the losses do not depend on the parameters
         return torch.zeros_like(sample_loss)
     return tangent
 
 
 def as_leaves(parameters):
-    """{name: tensor} that share the memory of these and start a new graph."""
+    """{name: tensor} with the memory of these tensors, from which a new graph starts."""
     return {name: p.detach().requires_grad_() for name, p in parameters.items()}
 
 
-def gradients(outputs, inputs, output_gradients=None, create_graph=False):
-    """torch.autograd.grad with zeros for inputs that have no part in the outputs."""
-    return torch.autograd.grad(outputs, list(inputs), output_gradients, create_graph=create_graph,
+def gradients(outputs, inputs, grad_outputs=None, create_graph=False):
+    """torch.autograd.grad with zeros for inputs on which the outputs do not depend."""
+    return torch.autograd.grad(outputs, list(inputs), grad_outputs, create_graph=create_graph,
                                materialize_grads=True)
 
 
@@ -475,7 +471,9 @@ def main(args):
     batches = run.batches([view], transform, cache)
     meta_every = args.meta_every if args.weighting == "meta" else 1
     if looks_ahead(args):
-        meta_batches = open_meta_batches(meta, view, transform, run, every=meta_every, cache=cache)
+        meta_batches = common.meta_batches(
+            meta, view, transform, run, every=meta_every, cache=cache)
+        Theta = common.trained_parameters(plain_model)                     # {name: parameter}
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(
@@ -484,34 +482,37 @@ def main(args):
     # PyTorch warns of a function that its own forward mode calls
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
     run.start(evaluator, shown=("L", "w", "tau"), **banner_lines(args, steps.total, meta))
-    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "rows": B each
         lr = common.learning_rate(run.step, steps, args)
         common.set_lr(optimizer, lr)
         inputs = inputs_of(batch, tokenizer)
         tau, mu = temperature(), margin_at(run.step, args)
         # L_i of Eq. 3; the look-ahead calls it, too
-        loss_fn = functools.partial(angular_margin_loss, tau=tau, mu=mu)
+        criterion = functools.partial(angular_margin_loss, tau=tau, mu=mu)
 
-        # look ahead, before the graph of the step itself takes memory
-        look_ahead = None
+        # before the step, whose graph takes memory
+        gain = None
         if looks_ahead(args) and run.step % meta_every == 0:
             meta_batch = next(meta_batches)
             batch["bad"] += meta_batch["bad"]                              # are listed, too
-            losses = look_ahead_losses(plain_model, loss_fn, accelerator.device)
-            look_ahead = LookAhead(losses, trained_parameters(plain_model), inputs,
-                                   inputs_of(meta_batch, tokenizer))
-        if args.weighting == "meta" and look_ahead:
-            update_weight_net(weight_net, meta_optimizer, look_ahead, args.virtual_lr or lr)
+            meta_inputs = inputs_of(meta_batch, tokenizer)
+            losses = look_ahead_losses(plain_model, criterion, accelerator.device)
+            if args.weighting == "meta":
+                gradient = weightnet_gradient(                             # Eqs. 9, 12
+                    losses, Theta, inputs, meta_inputs, weight_net, args.virtual_lr or lr)
+                update_weight_net(weight_net, meta_optimizer, gradient)    # Eq. 10
+            else:
+                gain = meta_gain(losses, Theta, inputs, meta_inputs)       # (B,)
 
         video, text, _ = grad_cache.encode(**inputs)                       # (B, D)
-        sample_loss = loss_fn(video, text)                                 # (B,)
+        sample_loss = criterion(video, text)                               # (B,)
         if args.weighting == "meta":
             weight = weight_net(sample_loss.detach()).detach()             # (B,) of the new theta
         elif args.weighting == "joint":
             weight = weight_net(sample_loss.detach())                      # (B,) trained by L
         else:
             progress = run.step / steps.total
-            weight = baseline_weight(args, sample_loss.detach(), progress, look_ahead)   # (B,)
+            weight = baseline_weight(args, sample_loss.detach(), progress, gain)         # (B,)
         loss = (weight * sample_loss).mean()                               # () Eq. 8
 
         accelerator.backward(loss)
@@ -524,16 +525,17 @@ def main(args):
 
         log_row = {"tau": tau, "mu": mu, "L": sample_loss.mean(), "w": weight.mean()}
         if run.logs_next():
-            log_row.update(mismatch_columns(sample_loss, weight, train, batch["rows"]))
+            columns = common.mismatch_columns(run, sample_loss, weight, batch["rows"])
+            log_row.update(columns)
         if run.step + 1 in pictured_steps:                                 # for weights.png
-            save_pairs(run, sample_loss, weight, train, batch["rows"])
+            common.save_pairs(run, sample_loss, weight, batch["rows"])
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
         run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
     if args.meta_set == "val":
-        save_meta_names(run, meta)                                         # eval.py leaves them out
-    save_training_texts(run, train, "captions")                            # for Figs. 2 and 5
+        common.save_meta_names(run, meta)                                  # eval.py leaves them out
+    common.save_training_texts(run, train, "captions")                     # for Figs. 2 and 5
     return run.finish(figures="mama")
 
 
@@ -554,22 +556,19 @@ def margin_at(step, args):
     raise ValueError(f"--margin-schedule {args.margin_schedule} has no margin here")
 
 
-def baseline_weight(args, sample_loss, progress, look_ahead):
-    """The weights of the other methods of Table 6, or none: (B,) losses -> (B,).
+def baseline_weight(args, sample_loss, progress, gain):
+    """The weights of the baselines of Table 6, or 1: (B,) losses -> (B,).
 
     Args:
         progress: step / all steps, 0..1.
-        look_ahead: LookAhead of the step, for L2RW.
+        gain: (B,) of meta_gain, for L2RW.
     """
     if args.weighting == "focal":
         return focal_weights(sample_loss, args.focal_gamma)
     if args.weighting == "spl":
         return spl_weights(sample_loss, args.spl_start + (1 - args.spl_start) * progress)
     if args.weighting == "l2rw":
-        losses, parameters, batch, meta_batch = look_ahead
-        # at Theta, without a virtual step
-        direction = meta_direction(losses, parameters, meta_batch)
-        return l2rw_weights(directional_derivative(losses, parameters, batch, direction))
+        return l2rw_weights(gain)
     if args.weighting == "none":
         return torch.ones_like(sample_loss)
     raise ValueError(f"--weighting {args.weighting} has no branch here")
@@ -586,99 +585,37 @@ def make_meta_optimizer(weight_net, args):
         eps=args.meta_eps, weight_decay=args.meta_weight_decay)
 
 
-def update_weight_net(weight_net, meta_optimizer, look_ahead, virtual_lr):
-    """A step of the weight network (Eqs. 9, 10 and 12). Args: look_ahead: LookAhead."""
-    gradient = weightnet_gradient(*look_ahead, weight_net, virtual_lr)
+def update_weight_net(weight_net, meta_optimizer, gradient):
+    """theta <- a step of the optimiser along this gradient (Eq. 10)."""
     for p, g in zip(weight_net.parameters(), gradient):
         p.grad = g
     meta_optimizer.step()
     meta_optimizer.zero_grad()
 
 
-class LookAhead(NamedTuple):
-    """The first arguments of weightnet_gradient at a step."""
-
-    losses: Callable  # (parameters, inputs) -> (B,)
-    parameters: dict  # {name: tensor} of the encoders
-    batch: dict  # the inputs of the step
-    meta_batch: dict  # the inputs of its meta-data
-
-
-def look_ahead_losses(model, loss_fn, device):
+def look_ahead_losses(model, criterion, device):
     """Makes the function `losses` of weightnet_gradient: (parameters, inputs) -> (B,), in float32.
 
     Args:
         model: the encoders, without DDP.
-        loss_fn: function (video, text) -> (B,).
+        criterion: function (video, text) -> (B,).
         device: of the model.
     """
-    encode = functional_encoder(model, device)
+    encode = common.functional_encoder(model, device)
 
     def losses(parameters, inputs):
         video, text, _ = encode(parameters, inputs)                        # (B, D)
-        return loss_fn(video, text)                                        # (B,)
+        return criterion(video, text)                                      # (B,)
     return losses
 
 
-def functional_encoder(model, device):
-    """The model as a function of its parameters: (parameters, inputs) -> its outputs.
-
-    Each call draws the same dropout. The weights, statistics and random state do not change.
-    """
-    random_state = common.random_state(device)
-    devices = []                                                           # the CPU is implied
-    if device.type == "cuda":
-        devices.append(device)
-
-    def encode(parameters, inputs):
-        tensors = dict(parameters)
-        for name, buffer in model.named_buffers():
-            tensors[name] = buffer.clone()
-        with torch.random.fork_rng(devices):
-            common.set_random_state(random_state, device)
-            return common.functional_call(model, tensors, inputs)
-    return encode
+def meta_gain(losses, parameters, batch, meta_batch):
+    """G_j at Theta itself, without a virtual step, for L2RW: (B,). Args: as weightnet_gradient."""
+    direction = meta_gradient(losses, parameters, meta_batch)              # like Theta
+    return directional_derivative(losses, parameters, batch, direction)
 
 
-def trained_parameters(model):
-    """{name: parameter} of the model, without frozen ones."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def open_meta_batches(meta, view, transform, run, *, every, cache=None):
-    """Iterator over the batches of meta-data from here to the last step, one in `every` steps."""
-    args = run.args
-    return iter(common.Batches(
-        meta, [view], transform, args.meta_batch_size, args.seed,
-        first=math.ceil(run.step / every), last=math.ceil(run.last / every), device=run.device,
-        workers=min(2, args.workers), cache=cache))
-
-
-def save_meta_names(run, meta):
-    """Writes the names of meta-data that are taken from val to meta_data.json."""
-    if rank() == 0:
-        keys = {f"{run.args.dataset} val": meta.column("key")}
-        common.write_json(run.folder / "meta_data.json", keys)
-
-
-def save_training_texts(run, train, column):
-    """Writes texts of the training set to training_texts.json, from which the frequencies of
-    concepts are read; of more than 200,000 rows so many, drawn by a fixed seed.
-
-    Args: column: 'captions', of which those of a clip are joined; 'question' or 'answer'.
-    """
-    if rank() > 0:
-        return
-    clips = (train.before_extra_pairs or train).folded()
-    texts = list(clips.values_of_column(column))
-    if column == "captions":
-        texts = [" ".join(captions) for captions in texts]
-    if len(texts) > 200_000:
-        texts = random.Random(0).sample(texts, 200_000)
-    common.write_json(run.folder / "training_texts.json", {"texts": texts})
-
-
-# ------------------------------------------------------- banner and log ---------------------------
+# ------------------------------------------------------- banner -----------------------------------
 def banner_lines(args, total_steps, meta):
     """Lines of the banner: {title: text}."""
     start, end = margin_at(0, args), margin_at(total_steps, args)
@@ -686,43 +623,6 @@ def banner_lines(args, total_steps, meta):
     if meta is not None:
         lines["meta-data"] = meta.note
     return lines
-
-
-@torch.no_grad()
-def weighted_pairs(sample_loss, weight, data, rows):
-    """(N, 3) of the global batch: loss, weight, and 1 if the caption is known to be another clip's.
-
-    Args: rows: (B,) rows of data.
-    """
-    mismatched = torch.zeros_like(sample_loss)                             # (B,)
-    noisy = data.column("noisy")                                           # (M,) bool, or None
-    if noisy is not None:
-        mismatched = torch.as_tensor(noisy[rows]).to(sample_loss)          # (B,)
-    return gather(torch.stack([sample_loss, weight, mismatched], dim=1)).cpu()
-
-
-def mismatch_columns(sample_loss, weight, data, rows):
-    """Columns of the log: mean loss and weight of matched and of mismatched pairs. Collective.
-
-    Args: as in weighted_pairs.
-    Returns: {name: number}; {} if no pair is known to be mismatched.
-    """
-    sample_loss, weight, mismatched = weighted_pairs(sample_loss, weight, data, rows).unbind(1)
-    columns = {}
-    if mismatched.any():
-        for name, value in (("matched", 0), ("mismatched", 1)):
-            chosen = mismatched == value                                   # (N,) bool
-            if chosen.any():
-                columns[f"L_{name}"] = sample_loss[chosen].mean().item()
-                columns[f"w_{name}"] = weight[chosen].mean().item()
-    return columns
-
-
-def save_pairs(run, sample_loss, weight, data, rows):
-    """Writes the pairs of a step to pairs_STEP.safetensors. Collective. Args: as weighted_pairs."""
-    pairs = weighted_pairs(sample_loss, weight, data, rows)                # (N, 3)
-    if rank() == 0:
-        common.write_tensors(run.folder / f"pairs_{run.step + 1}.safetensors", {"pairs": pairs})
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 
 Captions form clusters of very different size. Where thousands of captions say nearly the same,
 pushing all pairs apart destroys what they share; a rare caption must be told from its neighbours.
-MM-TS gives each sample of a batch its own temperature, which is higher for larger clusters of
-captions. All temperatures swing together along a cosine over training, between telling instances
-apart (low) and keeping groups together (high); in a max-margin loss they are margins. No parameters
-are added, and the clusters are made once, before training.
+MM-TS gives each sample its own temperature, which is the higher the larger the cluster of its
+caption is. All temperatures also follow a cosine over training, between group-wise discrimination
+(high) and instance discrimination (low). In a max-margin loss they are margins. No parameters are
+added, and the clusters are made once, before training.
 
 Equations (s_ij: cosine of anchor i and candidate j of the global batch; t: optimiser step)
     (2, 10, 11) L_v2t, L_t2v: -1/N sum_i log( exp(s_ii / tau_i) / sum_j exp(s_ij / tau_i) )
@@ -56,7 +56,7 @@ def base_temperature(step, period, alpha):
 
     Args:
         step, period: t and T, in optimiser steps.
-        alpha: range of the swing; 0 = no schedule.
+        alpha: highest minus lowest value; 0 = no schedule.
     """
     return alpha / 2 * math.cos(2 * math.pi * step / period)
 
@@ -239,11 +239,11 @@ def add_method_flags(parser):
     method.add_argument("--loss", choices=["clip", "max-margin"], default="clip",
                         help="InfoNCE with temperatures, or the max-margin loss with margins")
     method.add_argument("--baseline", action="store_true",
-                        help="the paper's baseline with everything else equal: one --tau or "
-                             "--margin for all, --no-schedule --no-shifts")
+                        help="train the paper's baseline, one --tau or --margin for all, with "
+                             "everything else equal: sets --no-schedule --no-shifts")
     method.add_argument("--schedule", action=yes_or_no, default=True,
-                        help="temperatures or margins swing along a cosine over the run (TS of "
-                             "Tables 4 and 9)")
+                        help="temperatures or margins follow a cosine over the run (TS of Tables "
+                             "4 and 9)")
     method.add_argument("--shifts", action=yes_or_no, default=True,
                         help="each sample has a temperature or margin by the size of its cluster "
                              "(ICS of Tables 4 and 9); else --tau or --margin for all")
@@ -342,7 +342,7 @@ def period_and_alpha(args, total_steps):
 
 
 def fixed_tau_or_margin(args):
-    """The temperature or margin of all samples with --no-shifts, around which a schedule swings."""
+    """The temperature or margin of all samples with --no-shifts; a schedule is added to it."""
     if args.loss == "max-margin":
         return args.margin
     return args.tau

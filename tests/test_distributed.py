@@ -104,9 +104,8 @@ def weights_of_mama(rows):
     results = []
     for method in ("forward", "second-order"):
         results += mama.weightnet_gradient(losses, theta, "first", "second", net, 0.05, method)
-    look_ahead = mama.LookAhead(losses, theta, "first", "second")
-    l2rw = mama.baseline_weight(Namespace(weighting="l2rw"), None, 0.0, look_ahead)
-    results.append(gather(l2rw))
+    gain = mama.meta_gain(losses, theta, "first", "second")
+    results.append(gather(mama.l2rw_weights(gain)))
     results.append(gather(mama.spl_weights(losses(theta, "first"), 0.5)))
     return results
 

@@ -28,6 +28,7 @@ import mmts
 import ncl
 import temo
 from helpers import CPU, few_steps, losses, run_script, tensors_of
+from variants import mama_qa, temo_experts
 
 SCRIPTS = {"ncl": ncl, "mmts": mmts, "mama": mama, "temo": temo}
 SIDE = 16
@@ -82,9 +83,9 @@ def test_a_frozen_body_does_not_change_and_its_projection_learns(tmp_path, capti
     start = {}
     resume = Run.resume
 
-    def watch(run, model, *others, **parts):
+    def watch(run, model, optimizer, **others):
         start.update({name: x.clone() for name, x in model.state_dict().items()})
-        resume(run, model, *others, **parts)
+        resume(run, model, optimizer, **others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "resume", watch)
@@ -346,13 +347,19 @@ def test_flags_that_are_refused(tmp_path, capsys):
     assert "--feature-cache: no encoder is frozen" in refused(
         ncl.parse_args, ["--feature-cache", "x", "--freeze", "clip4clip"])
     assert "--freeze" in refused(mmts.parse_args, ["--freeze", "clip4clip"])
+    assert "--image-expert reads pixels" in refused(
+        temo_experts.parse_args, ["--freeze", "image", "--image-expert", "x"])
 
 
-def test_encoders_that_are_refused(tmp_path):
-    flags = ["--image-encoder", "video_vit_tiny_patch16_224", "--frames", 2]
-    with refuses("reads whole clips"):
-        few_steps(mama, tmp_path / "run", *FLAGS, "--dataset", "moving-emoji", "--clips", 16, 4, 4,
-                  "--weighting", "none", "--freeze", "image", "--feature-cache", tmp_path, *flags)
+@pytest.mark.parametrize("script, flags, reason", [
+    (mama, ["--image-encoder", "video_vit_tiny_patch16_224", "--frames", 2], "reads whole clips"),
+    (mama_qa, ["--answers", 4], "not with questions, SSB, VGT or VAST"),
+])
+def test_encoders_that_are_refused(script, flags, reason, tmp_path):
+    with refuses(reason):
+        few_steps(script, tmp_path / "run", *FLAGS, "--dataset", "moving-emoji", "--clips", 16, 4,
+                  4, "--weighting", "none", "--freeze", "image", "--feature-cache", tmp_path,
+                  *flags)
 
 
 # ----------------------------------------------- --recipe frozen ----------------------------------

@@ -155,8 +155,8 @@ def test_l2rw_weights_by_hand():
     assert 0 < (useful > 0).sum() < 5
 
     def weights(meta_batch):
-        look_ahead = mama.LookAhead(losses, {"theta": theta}, (x, y), meta_batch)
-        return mama.baseline_weight(Namespace(weighting="l2rw"), None, 0.0, look_ahead)
+        gain = mama.meta_gain(losses, {"theta": theta}, (x, y), meta_batch)
+        return mama.baseline_weight(Namespace(weighting="l2rw"), None, 0.0, gain)
 
     assert torch.allclose(weights((xm, ym)), 5 * useful / useful.sum(), rtol=1e-12)
     assert weights((xm, xm @ theta)).tolist() == [0] * 5

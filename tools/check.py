@@ -10,6 +10,7 @@ weights and state of the loss but for rounding; a run that is killed (kill -9) a
 bit by bit, on a GPU but for rounding. Exit code 1: one has not.
 """
 
+import concurrent.futures
 import importlib.util
 import multiprocessing
 import os
@@ -245,8 +246,9 @@ def keeps_promise(variant, module, flags, place):
 
 def count_gpus():
     """The number of GPUs, asked in a process of its own: one that has used CUDA cannot fork."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(torch.cuda.device_count)
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as process:
+        return process.submit(torch.cuda.device_count).result()
 
 
 def variants_on(num_gpus):

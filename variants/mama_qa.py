@@ -29,7 +29,8 @@ from common import (
 from contrastive.core.metrics import answer_hits
 from contrastive.evaluation import answers
 from contrastive.encoders.vgt import CLIP_FRAMES
-from mama import LookAhead, WeightNet, angular_margin_loss, baseline_weight, margin_at
+from mama import (
+    WeightNet, angular_margin_loss, baseline_weight, margin_at, meta_gain, weightnet_gradient)
 
 import mama
 import torch
@@ -231,7 +232,8 @@ def main(args):
     batches = run.batches([view], transform)
     meta_every = args.meta_every if args.weighting == "meta" else 1
     if mama.looks_ahead(args):
-        meta_batches = mama.open_meta_batches(meta, view, transform, run, every=meta_every)
+        meta_batches = common.meta_batches(meta, view, transform, run, every=meta_every)
+        Theta = common.trained_parameters(plain_model)                     # {name: parameter}
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(
@@ -241,37 +243,40 @@ def main(args):
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
     lines = mama.banner_lines(args, steps.total, meta) | banner_lines(questions, train, args)
     run.start(evaluator, shown=("L", "CE", "answered"), **lines)
-    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "rows": B each
         lr = common.learning_rate(run.step, steps, args)
         common.set_lr(optimizer, lr)
         inputs, target = inputs_of(batch, tokenizer, train, questions)
         tau, mu = temperature(), margin_at(run.step, args)
         # L_i of Eq. 3; the look-ahead calls it, too
-        loss_fn = functools.partial(question_loss, tau=tau, mu=mu, eta=args.eta,
-                                    contrastive_weight=args.contrastive_weight)
+        criterion = functools.partial(question_loss, tau=tau, mu=mu, eta=args.eta,
+                                      contrastive_weight=args.contrastive_weight)
 
-        # look ahead, before the graph of the step itself takes memory
-        look_ahead = None
+        # before the step, whose graph takes memory
+        gain = None
         if mama.looks_ahead(args) and run.step % meta_every == 0:
             meta_batch = next(meta_batches)
             batch["bad"] += meta_batch["bad"]                              # are listed, too
-            losses = look_ahead_losses(plain_model, loss_fn, accelerator.device)
-            look_ahead = LookAhead(
-                losses, mama.trained_parameters(plain_model), (inputs, target),
-                inputs_of(meta_batch, tokenizer, meta, questions))
-        if args.weighting == "meta" and look_ahead:
-            mama.update_weight_net(weight_net, meta_optimizer, look_ahead, args.virtual_lr or lr)
+            examples = inputs, target
+            meta_examples = inputs_of(meta_batch, tokenizer, meta, questions)
+            losses = look_ahead_losses(plain_model, criterion, accelerator.device)
+            if args.weighting == "meta":
+                gradient = weightnet_gradient(                             # Eqs. 9, 12
+                    losses, Theta, examples, meta_examples, weight_net, args.virtual_lr or lr)
+                mama.update_weight_net(weight_net, meta_optimizer, gradient)         # Eq. 10
+            else:
+                gain = meta_gain(losses, Theta, examples, meta_examples)   # (B,)
 
         video, text, scores = grad_cache.encode(**inputs)                  # (B, D), (B, A)
         terms = {}                                                         # for the log
-        sample_loss = loss_fn(video, text, scores, target, terms=terms)    # (B,)
+        sample_loss = criterion(video, text, scores, target, terms=terms)  # (B,)
         if args.weighting == "meta":
             weight = weight_net(sample_loss.detach()).detach()             # (B,) of the new theta
         elif args.weighting == "joint":
             weight = weight_net(sample_loss.detach())                      # (B,) trained by L
         else:
             progress = run.step / steps.total
-            weight = baseline_weight(args, sample_loss.detach(), progress, look_ahead)   # (B,)
+            weight = baseline_weight(args, sample_loss.detach(), progress, gain)         # (B,)
         loss = (weight * sample_loss).mean()                               # () Eq. 8
 
         accelerator.backward(loss)
@@ -286,15 +291,15 @@ def main(args):
         if run.logs_next():
             log_row.update(answered_column(scores, target, train, batch["rows"]))
         if run.step + 1 in pictured_steps:                                 # for weights.png
-            mama.save_pairs(run, sample_loss, weight, train, batch["rows"])
+            common.save_pairs(run, sample_loss, weight, batch["rows"])
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
         run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
     if args.meta_set == "val":
-        mama.save_meta_names(run, meta)                                    # eval.py leaves them out
+        common.save_meta_names(run, meta)                                  # eval.py leaves them out
     column = "answer" if args.task == "qa-open" else "question"
-    mama.save_training_texts(run, answers.rows_with_questions(train), column)  # for Figs. 2 and 5
+    common.save_training_texts(run, answers.rows_with_questions(train), column)      # Figs. 2, 5
     return run.finish(figures="mama")
 
 
@@ -312,13 +317,14 @@ def inputs_of(batch, tokenizer, data, questions):
     return inputs, common.to_device(target, device)
 
 
-def look_ahead_losses(model, loss_fn, device):
-    """Makes the function `losses` of weightnet_gradient, for (inputs, right answers)."""
-    encode = mama.functional_encoder(model, device)
+def look_ahead_losses(model, criterion, device):
+    """Makes the function `losses` of weightnet_gradient: (parameters, (inputs, right answers)) ->
+    (B,), in float32. Args: as in mama.look_ahead_losses."""
+    encode = common.functional_encoder(model, device)
 
-    def losses(parameters, batch):
-        inputs, target = batch
-        return loss_fn(*encode(parameters, inputs), target)                # (B,)
+    def losses(parameters, examples):
+        inputs, target = examples
+        return criterion(*encode(parameters, inputs), target)              # (B,)
     return losses
 
 

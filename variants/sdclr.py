@@ -219,7 +219,7 @@ def main(args):
     run.start(evaluator, pair=("view1", "view2"),
               after_val=functools.partial(log_spheres, head=head), score="val_mean",
               classes=f"{len(sizes)}, {sizes.max()} to {sizes[sizes > 0].min()} images")
-    for batch in batches:
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         if run.step % steps.per_epoch == 0:

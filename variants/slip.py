@@ -26,6 +26,8 @@ import torch.nn.functional as F
 
 
 # ======================================================= METHOD ===================================
+# row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, 2N) matrix is
+# kept for the backward; keyword arguments stay whole
 @row_blocks
 def nt_xent_of_view(anchor, target, tau, *, same_view, other_view):
     """NT-Xent of each anchor of one view: (b, D), (b,), tau -> (b,).
@@ -176,9 +178,9 @@ def main(args):
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
     run.start(evaluator, shown=("L_MM", "L_image", "tau"))
-    for batch in batches:
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
-        texts = common.pick(batch["captions"], batch["draws"])
+        texts = common.pick(batch["captions"], batch["draws"])             # B captions
         image, text, features_1, features_2 = grad_cache.encode(           # (B, D), (B, width)
             views=batch["views"], tokens=tokenizer(texts))
 

@@ -187,10 +187,10 @@ def main(args):
     run.start(evaluator, shown=("L_MM", "loss", "tau"))
     if run.step == 0:                                                      # for Figs. 4 and 5
         common.save_similarities(run.val_pieces, run.folder / "similarity_before.json")
-    for batch in batches:
+    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
-        texts = common.pick(batch["captions"], batch["draws"])
+        texts = common.pick(batch["captions"], batch["draws"])             # B captions
         image, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokenizer(texts))
 

@@ -39,12 +39,24 @@ def banner(run, lines):
 
 def recipe_line(run):
     args = run.args
-    line = f"{args.recipe} ({args.recipe_source})"
+    source = args.recipe_source
+    missing = missing_inputs(run)
+    if missing:
+        source = f"WITHOUT {missing}, which the data lack; otherwise {source}"
+    line = f"{args.recipe} ({source})"
     if args.changed:
         line += f", changed by {', '.join(args.changed)}"
     if args.recipe == "own" and args.dataset != "own":
         line += f"; others: --recipe {'|'.join(args.recipes)}"
     return line
+
+
+def missing_inputs(run):
+    """What --modalities asks for beside frames and the data do not have, in words; "" = nothing."""
+    asked = getattr(run.args, "modalities", "")
+    read = run.model.spec.get("modalities", asked)
+    names = {"a": "SOUND", "s": "SUBTITLES"}
+    return " AND ".join(names[letter] for letter in asked if letter not in read)
 
 
 def data_line(run):

@@ -4,9 +4,12 @@ They come from train, from val (whose evaluation then leaves them out), or from 
 """
 
 import collections
+import math
 from pathlib import Path
 
-from contrastive.core.processes import UserError, opening
+from contrastive.core.files import write_json
+from contrastive.core.processes import UserError, opening, rank
+from contrastive.data.batches import Batches
 from contrastive.data.views import key_hash
 
 import numpy as np
@@ -60,6 +63,27 @@ def meta_data(train, evals, args, task="retrieval"):
     meta = source.select(rows)
     meta.note = note
     return meta, evals
+
+
+def meta_batches(meta, view, transform, run, *, every, cache=None):
+    """Iterator over batches of meta-data: one for each `every` steps, from here to the last step.
+
+    Args:
+        meta: Data of the meta-data.
+        view, transform, cache: those of training.
+    """
+    args = run.args
+    return iter(Batches(
+        meta, [view], transform, args.meta_batch_size, args.seed,
+        first=math.ceil(run.step / every), last=math.ceil(run.last / every), device=run.device,
+        workers=min(2, args.workers), cache=cache))
+
+
+def save_meta_names(run, meta):
+    """Writes the names of meta-data that are taken from val to meta_data.json."""
+    if rank() == 0:
+        keys = {f"{run.args.dataset} val": meta.column("key")}
+        write_json(run.folder / "meta_data.json", keys)
 
 
 def balanced_rows(data, size, column=None):
