@@ -70,12 +70,10 @@ def usual_tasks(model, tokenizer, data):
     return ("retrieval", "gap", "mir", "knn", "zero-shot")  # TeMo, Fig. 7
 
 
-def unsupported_tasks(tasks, data, towers, train=None, *, class_names_as_captions=False):
+def unsupported_tasks(tasks, data, towers, train=None):
     """The tasks that cannot be done on a split with a model: {task: the reason in words}.
 
-    Args:
-        train: Data for knn and probe, or None.
-        class_names_as_captions: they serve as such where there are no others, as in training.
+    Class names serve as captions where there are no others. train: Data for knn and probe, or None.
     """
     model, tokenizer, _ = towers
     reasons = {}
@@ -83,7 +81,7 @@ def unsupported_tasks(tasks, data, towers, train=None, *, class_names_as_caption
         if task == "qa":
             reason = reason_against_answers(data, model)
         elif task in BY_CAPTION:
-            reason = reason_against_captions(task, data, class_names_as_captions)
+            reason = reason_against_captions(task, data)
         else:
             reason = reason_against_classes(task, data, train)
         if not reason and task != "qa":
@@ -100,10 +98,8 @@ def reason_against_answers(data, model):
     return answers.reason_without_questions(data, not model.answers)
 
 
-def reason_against_captions(task, data, class_names_as_captions):
+def reason_against_captions(task, data):
     """Why a split does not support a task by caption; "" if it does."""
-    if not data.has_captions and not class_names_as_captions:
-        return "the set has no captions"
     if answers.has_questions_as_captions(data):
         return "the captions of the set are its questions, which say nothing of the videos"
     has_classes = data.column("verb") is not None and data.column("noun") is not None
@@ -293,8 +289,7 @@ class Evaluator:
     def choose_tasks(self, name, split, data, tasks):
         """Decides on the tasks of a split. tasks: those that are asked for; empty = the usual."""
         chosen = tasks or usual_tasks(self.towers.model, self.towers.tokenizer, data)
-        unsupported = unsupported_tasks(
-            chosen, data, self.towers, self.train, class_names_as_captions=not tasks)
+        unsupported = unsupported_tasks(chosen, data, self.towers, self.train)
         self.tasks[name, split] = [task for task in chosen if task not in unsupported]
         self.left_out[name, split] = unsupported
         if not self.tasks[name, split]:
