@@ -358,9 +358,10 @@ def make_steps(batch, tower, size):
     losses = make_step_losses(encode, inputs, first, second)
     step(losses["infonce"])  # sets up gradients
     functions = {name: functools.partial(step, loss) for name, loss in losses.items()}
-    chunks = common.Chunks(encode, model, Accelerator(cpu=not HAS_GPU), batch // 4)
+    grad_cache = common.GradCache(
+        model, Accelerator(cpu=not HAS_GPU), batch // 4, lambda **part: encode(part))
     functions["infonce, chunks"] = functools.partial(
-        step, lambda: temo.multimodal_loss(*chunks.encode(first), 0.1), chunks.backward)
+        step, lambda: temo.multimodal_loss(*grad_cache.encode(**first), 0.1))
     return functions
 
 
@@ -532,7 +533,6 @@ def train(module, *flags):
 
     Returns: its summary, and the losses of its log.
     """
-    module.draw = lambda *_, **__: None
     with tempfile.TemporaryDirectory() as folder:
         words = ["--log-every", "1", "--eval-every", "0", "--save-every", "0", *map(str, flags),
                  "--output-dir", folder, "--run-name", "run"]
@@ -564,10 +564,10 @@ def watch_run(module, *flags):
     """A run with the script's defaults: samples/s, peak memory, and how often the host waits for
     the GPU in a step."""
     times = {}
-    done = Run.done
+    end_step = Run.end_step
 
-    def done_and_noted(run, *args, **options):
-        done(run, *args, **options)
+    def end_step_and_note(run, *args, **options):
+        end_step(run, *args, **options)
         if run.step in (FIRST, MIDDLE):
             times[run.step] = now()
         if HAS_GPU and run.step == MIDDLE:
@@ -575,11 +575,11 @@ def watch_run(module, *flags):
         if HAS_GPU and run.step == LAST - 1:
             torch.cuda.set_sync_debug_mode("default")
 
-    Run.done = done_and_noted
+    Run.end_step = end_step_and_note
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         summary, _ = train(module, *flags, "--max-steps", LAST, "--log-every", 1000)
-    Run.done = done
+    Run.end_step = end_step
     num_waits = 0
     for warning in caught:
         if "called a synchronizing" in str(warning.message):

@@ -103,10 +103,10 @@ def test_a_backbone_and_a_data_set_are_trained_and_evaluated(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(common.SETS, "mine", None)  # it goes with this test
-    code = block_with("class MyNet") + "\n\n" + block_with("def load_pictures")
+    code = block_with("def mynet") + "\n\n" + block_with("def load_pictures")
     text = Path(temo.__file__).read_text(encoding="utf8")
     text = text.replace(FLAGS_RULER, f"\n{code}\n{FLAGS_RULER}", 1)
-    imports = "from pathlib import Path\n\nimport timm\nimport torch.nn as nn\n"
+    imports = "from pathlib import Path\n\nimport torch.nn as nn\n"
     text = text.replace("import argparse\n", f"import argparse\n{imports}", 1)
     (tmp_path / "my_temo.py").write_text(text, encoding="utf8")
     script = importlib.import_module("my_temo")
@@ -124,7 +124,7 @@ def test_a_backbone_and_a_data_set_are_trained_and_evaluated(tmp_path, monkeypat
 
 
 def test_an_encoder_that_is_not_used_is_frozen(tmp_path):
-    made = "    optimizer = common.make_optimizer([model, temperature], args)\n"
+    made = "    optimizer = common.make_optimizer([model, temperature], args, args.eps)\n"
     script = fork(ncl, tmp_path, made, f"    model.text.requires_grad_(False)\n{made}")
     losses = []
     for size in (0, 4):

@@ -13,9 +13,9 @@ from pathlib import Path
 import common
 from contrastive.data.batches import SLICE
 from contrastive.encoders import base
-from contrastive.engine import run as engine
 from contrastive.core.files import flatten, read_json
-from contrastive.core.processes import set_up
+from contrastive.core.processes import make_accelerator
+from contrastive.engine import grad_cache
 from contrastive.engine.run import Run
 from contrastive.evaluation.by_class import class_metrics
 from contrastive.papers.clusters import head_mid_tail
@@ -182,8 +182,8 @@ def test_compiled_in_half_precision_on_two_processes(tmp_path):
 @pytest.mark.parametrize("chunk", [0, 4])
 def test_tf32_is_for_the_encoders_and_never_for_the_loss(chunk, monkeypatch):
     """There and back, of two encoders and an InfoNCE; the accelerator's stand-in is on a GPU."""
-    monkeypatch.setattr(common, "random_state", lambda device: None)
-    monkeypatch.setattr(common, "set_random_state", lambda state, device: None)
+    monkeypatch.setattr(grad_cache, "random_state", lambda device: None)
+    monkeypatch.setattr(grad_cache, "set_random_state", lambda state, device: None)
     accelerator = Namespace(
         device=torch.device("cuda"),
         backward=torch.Tensor.backward,
@@ -200,16 +200,16 @@ def test_tf32_is_for_the_encoders_and_never_for_the_loss(chunk, monkeypatch):
             )
         return x
 
-    chunks = common.Chunks(
-        lambda inputs: tuple(watched("encoder", inputs["x"] @ u) for u in w),
+    cache = common.GradCache(
         torch.nn.Identity(),
         accelerator,
         chunk,
+        lambda x: tuple(watched("encoder", x @ u) for u in w),
     )
-    image, text = chunks.encode({"x": torch.randn(6, 5)})
+    image, text = cache.encode(x=torch.randn(6, 5))
     logits = watched("loss", common.normalize(image) @ common.normalize(text).T / 0.05)
     (own,) = torch.autograd.grad(logits.sum(), image, retain_graph=True)  # as MAMA's weights ask
-    chunks.backward(torch.nn.functional.cross_entropy(logits, torch.arange(6)) + own.sum() * 0)
+    (torch.nn.functional.cross_entropy(logits, torch.arange(6)) + own.sum() * 0).backward()
     assert seen == {
         ("encoder", True),
         ("encoder, back", True),
@@ -227,7 +227,8 @@ def test_a_container_s_tf32_reaches_no_loss(monkeypatch):
     monkeypatch.setattr(accelerate, "Accelerator", lambda **_: made)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     with common.tf32():
-        set_up(Namespace(seed=0, cpu=False, mixed_precision="no", tracker="", output_dir="."))
+        make_accelerator(Namespace(
+            cpu=False, mixed_precision="no", tracker="", output_dir=".", compile=False))
         assert torch.get_float32_matmul_precision() == "highest" and torch.backends.cudnn.benchmark
 
 
@@ -323,10 +324,10 @@ def train(line, folder, monkeypatch):
     """
     script, *flags = line.split()
     module, waits, names = importlib.import_module(script), Waits(), Names()
-    set_up, done, backward_of_torch = engine.set_up, Run.done, torch.autograd._engine_run_backward
+    end_step, backward_of_torch = Run.end_step, torch.autograd._engine_run_backward
 
     def with_gpu(args):
-        accelerator = set_up(args)
+        accelerator = make_accelerator(args)
         accelerator.state.device = (
             GPU  # the group comes after it, which would wrap in DDP: that sees no meta tensors
         )
@@ -334,7 +335,7 @@ def train(line, folder, monkeypatch):
         return accelerator
 
     def noted(run, *args, **more):
-        done(run, *args, **more)
+        end_step(run, *args, **more)
         waits.step, waits.on = run.step, run.step == 2
         if run.step == 4:
             raise SystemExit
@@ -358,8 +359,8 @@ def train(line, folder, monkeypatch):
                 waits.note("this step", "Event.synchronize")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "set_up", with_gpu)
-        patch.setattr(Run, "done", noted)
+        patch.setattr(common, "make_accelerator", with_gpu)
+        patch.setattr(Run, "end_step", noted)
         patch.setattr(
             Run, "evaluate_val", lambda run: vars(run).update(val={}, chance={}, val_pieces={})
         )

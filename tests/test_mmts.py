@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import helpers
 import mmts
 from helpers import (
-    few_steps, losses, refused, run_script, steps, unit, write_captions, write_rows, write_video)
+    few_steps, losses, refused, run_script, steps, unit, write_captions, write_video)
 
 N, D = 7, 5
 TINY = (

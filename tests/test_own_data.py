@@ -25,6 +25,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import mama
 import temo
 import temperature_schedules
 from helpers import (
@@ -954,8 +955,8 @@ def test_files_of_extra_pairs_are_left_out_of_other_sets_alone(root, tmp_path, c
         write_rows(root / f"{file}.csv", ["image", "caption"], rows)
     flags = ["--extra-pairs", root / "pairs.csv", "--eval-datasets", root / "evaluated.csv"]
     flags = ["--dataset", root / "train.csv", *flags, "--caption-noise", 0.5]
-    run_script(temo, tmp_path / "run", *TINY, *flags)
-    args = temo.parse_args([*TINY, *map(str, flags)])
+    run_script(mama, tmp_path / "run", *TINY, "--weighting", "none", *flags)
+    args = mama.parse_args([*TINY, "--weighting", "none", *map(str, flags)])
     train, _ = open_data(args)
     is_other = []  # of the training set, and of the pairs
     for row, key in enumerate(train.keys()):
@@ -981,8 +982,8 @@ def test_neighbours_are_those_of_the_set_without_extra_pairs(root, tmp_path):
     rows = [(name, f"words of {name}", "ab"[k % 2]) for k, name in enumerate(names)]
     own = write_rows(root / "labelled.csv", ["image", "caption", "label"], rows[:40])
     more = write_rows(root / "unlabelled.csv", ["image", "caption"], [row[:2] for row in rows[40:]])
-    flags = [*TINY, "--dataset", own, "--extra-pairs", more]
-    trained = run_script(temo, tmp_path / "run", *flags)["test"][str(own)]
+    flags = [*TINY, "--weighting", "none", "--dataset", own, "--extra-pairs", more]
+    trained = run_script(mama, tmp_path / "run", *flags)["test"][str(own)]
     loaded = evaluated(tmp_path / "run", "--tasks", "knn")[str(own)]["metrics"]
     assert trained["knn@1"] == loaded["knn@1"] and trained["knn@10"] == loaded["knn@10"]
 
@@ -995,7 +996,8 @@ def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
     path.write_text(header + "".join(lines + second))
     other = path.with_name("other.csv")
     other.write_text(header + "".join(lines[50:]))
-    run_script(temo, tmp_path / "run", *TINY, "--dataset", path, "--unfold-captions")
+    run_script(mama, tmp_path / "run", *TINY, "--weighting", "none", "--dataset", path,
+               "--unfold-captions")
     capsys.readouterr()
     evaluated(tmp_path / "run", "--datasets", other)
     assert "has changed" not in capsys.readouterr().out
@@ -1044,7 +1046,7 @@ def test_a_method_of_classes_needs_classes(tmp_path):
 # ======================================== the start of a run ======================================
 STOPPED = {
     "--batch-size 64": "--batch-size 64: larger than the 16 training examples of .*captions.csv",
-    "--image-encoder resnet_99": "resnet_99: Unknown model",
+    "--image-encoder resnet_99": "--image-encoder resnet_99: no image encoder has this name",
     "--image-encoder no/such": "no/such: ",
     "--paraphrases /no.jsonl": "--paraphrases /no.jsonl: .*/no.jsonl",
     "--text-encoder nobody/none": "nobody/none: .*connect",

@@ -508,7 +508,7 @@ def test_all_questions_about_a_video_take_its_caption(files):
     assert data.column("captions") == [[f"clip {k} by a model"] for k in range(6) for _ in range(3)]
     assert evals["msrvtt-qa"]["test"].captions(0) == ["what is number 7, 0"]
     reasons = unsupported_tasks(
-        ["retrieval"], evals["msrvtt-qa"]["test"], (None, None, None), class_names_as_captions=True)
+        ["retrieval"], evals["msrvtt-qa"]["test"], (None, None, None))
     assert "the captions of the set are its questions" in reasons["retrieval"]
 
 
