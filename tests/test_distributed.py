@@ -249,14 +249,14 @@ def test_a_sharded_model_is_refused(monkeypatch):
     monkeypatch.setattr(accelerate, "Accelerator", lambda **_: made)
     with pytest.raises(UserError, match="accelerate is configured for FSDP"):
         core.processes.make_accelerator(
-            Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir=".", compile=False)
+            Namespace(cpu=True, tracker="", mixed_precision="no", output_dir=".", compile=False)
         )
 
 
 def test_no_variable_of_accelerate_divides_the_gradient(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     accelerator = core.processes.make_accelerator(
-        Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir=".", compile=False)
+        Namespace(cpu=True, tracker="", mixed_precision="no", output_dir=".", compile=False)
     )
     x = torch.ones((), requires_grad=True)
     accelerator.backward(3 * x)
@@ -281,7 +281,8 @@ import contrastive, torch
 from contrastive.core import processes
 # all cores for each, or one thread would be the launcher's and ours
 os.environ["LOCAL_WORLD_SIZE"] = "1"
-args = argparse.Namespace(cpu=False, seed=0, tracker="", mixed_precision="no", output_dir=".", compile=False)
+args = argparse.Namespace(
+    cpu=False, tracker="", mixed_precision="no", output_dir=".", compile=False)
 with processes.clean_exit():
     model = processes.make_accelerator(args).prepare(torch.nn.Linear(1, 1))
     model(torch.full((1, 1), processes.rank() + 1.0)).sum().backward()     # dy/dw = 1 and 2

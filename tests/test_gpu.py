@@ -328,9 +328,7 @@ def train(line, folder, monkeypatch):
 
     def with_gpu(args):
         accelerator = make_accelerator(args)
-        accelerator.state.device = (
-            GPU  # the group comes after it, which would wrap in DDP: that sees no meta tensors
-        )
+        # the group comes after it, which would wrap in DDP: that sees no meta tensors
         dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
         return accelerator
 
@@ -360,6 +358,7 @@ def train(line, folder, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(common, "make_accelerator", with_gpu)
+        patch.setattr(accelerate.Accelerator, "device", GPU)
         patch.setattr(Run, "end_step", noted)
         patch.setattr(
             Run, "evaluate_val", lambda run: vars(run).update(val={}, chance={}, val_pieces={})
@@ -385,12 +384,11 @@ def train(line, folder, monkeypatch):
     [
         "temo",
         "temo --loss infonce --learnable-tau --jitter .4 --chunk-size 8 --grad-clip 1",
-        "temo --loss slip",
         "temperature_schedules",
         "temperature_schedules --loss moco --queue-size 32 --tau-head .1 --tau-tail .2",
         "ncl",
         "mmts --num-clusters 4",
-        "mmts --num-clusters 4 --loss max-margin",
+        "mmts --num-clusters 4 --loss max-margin --alpha 0.2 --shift-min 0.17 --shift-max 0.3",
         "mama --meta-size 8 --meta-batch-size 8",
         "mama --weighting l2rw --meta-size 8 --meta-batch-size 8",
         "temo --text-length 12 --text-encoder CLIP",

@@ -1,7 +1,6 @@
 """Recipes have the values of the papers and of their code; the commands of tables choose them."""
 
 import argparse
-import json
 import re
 import shlex
 from pathlib import Path
@@ -135,7 +134,7 @@ def test_rows_of_temo_have_paraphrases_where_they_read_them():
             readers.add(row)
     assert readers == {"1, 4", "2", "3, 6", "Fig. 7"} and len(runs) >= 11
     losses = {(args.dataset, args.loss) for row, args in runs if row == "2"}
-    assert losses == {(data, loss) for data in ("cc3m", "cc12m") for loss in ("temo", "infonce")}
+    assert losses >= {(data, loss) for data in ("cc3m", "cc12m") for loss in ("temo", "infonce")}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
