@@ -465,9 +465,9 @@ def main(args):
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
+    model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)
-    model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
     run.resume(raw_model, optimizer, tau=temperature, weight_net=weight_net,
                meta_optimizer=meta_optimizer)                              # no-op without --resume

@@ -494,9 +494,9 @@ def main(args):  # noqa: C901, PLR0912
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
+    model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)
-    model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
     run.resume(encoder, optimizer, **checkpoint_parts)                     # no-op without --resume
     grad_cache = GradCache(model, accelerator, args.chunk_size,            # encodes in chunks

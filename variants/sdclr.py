@@ -203,9 +203,9 @@ def main(args):
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
     raw_model = model                                                      # evaluated and saved
+    model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)
-    model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     # <<< shared
     run.resume(encoder, optimizer, head=head, norms=raw_model.norms, masks=masks)  # with --resume
     grad_cache = GradCache(model, accelerator, args.chunk_size,            # encodes in chunks
