@@ -284,10 +284,10 @@ VIEWS = {
     "temo": {
         "flags": "--crop-min .3 --flip .1 --jitter .2 --randaugment 1 5 "
         "--image-aug simclr --aug-crop-min .6 --aug-flip .7 "
-        "--aug-jitter .15 --aug-hue .45 --aug-blur .65",
+        "--aug-hue .45 --aug-blur .65",
         "views": [
             JITTERED["views"][0] | dict(jitter_p=0.8, randaugment=(1, 5)),
-            STRONG | dict(grey=0.2),
+            STRONG | dict(grey=0.2, brightness=0.4, contrast=0.4, saturation=0.4),
         ],
     },
 }

@@ -101,7 +101,6 @@ class RecordingNamespace(Namespace):
 UNREAD = {
     "recipe": "the parser reads it",
     "baseline": "a preset: the parser reads it",
-    "row": "a preset: the parser reads it",
     "epochs": "--max-steps is given",
     "feature_cache": "with --freeze",
 }
