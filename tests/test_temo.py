@@ -281,7 +281,7 @@ def test_the_baseline_is_infonce_with_everything_else_equal(tmp_path):
     assert [row["loss"] for row in ours] == [row["loss"] for row in same]
     baseline, method = (vars(temo.parse_args(words)) for words in (["--baseline"], []))
     different = {name for name in method if baseline[name] != method[name]}
-    assert different == {"loss", "baseline", "command_line", "changed"}
+    assert different == {"loss", "baseline", "command_line", "changed", "method_flags"}
 
 
 def test_slip_adds_its_image_loss(tmp_path):
