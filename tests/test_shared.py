@@ -103,12 +103,15 @@ UNREAD = {
     "baseline": "a preset: the parser reads it",
     "epochs": "--max-steps is given",
     "feature_cache": "with --freeze",
+    "tau_clamp": "with --learnable-tau",
+    "margin": "of mmts.py, with --loss max-margin",
+    "queue_size": "of temperature_schedules.py, with --loss moco",
+    "momentum": "with --loss moco",
 }
 SMALL = (
     "--cpu --workers 0 --max-steps 2 --batch-size 8 --image-size 16 --log-every 1 --eval-every 1")
 WORDS = {  # flags beside which others have an effect
     "temo": "--image-aug simclr",
-    "temperature_schedules": "",
 }
 
 
