@@ -173,7 +173,7 @@ EMOJI = SMALL | dict(
     log_every=5, save_every=100, eval_every=70)
 MOVING = EMOJI | dict(
     source="ours; as emoji, no mirror images: left and right are words of captions",
-    image_size=32, frames=4, epochs=40.0, batch_size=128,
+    image_size=32, frames=4, epochs=40.0, warmup_fraction=2 / 40, batch_size=128,
     flip=0.0, aug_flip=0.0, crop_min=0.8, aug_crop_min=0.5)
 CC3M = dict(
     source="paper; optimiser, views and captions from the code",
@@ -181,10 +181,11 @@ CC3M = dict(
     pretrained=True, embed_dim=256, projection_bias=True,
     image_size=256, image_stats="clip", eval_resize="squash",
     text_length=30, text_pooling="cls", clean_captions=True,
-    epochs=30.0, batch_size=2048, lr=2e-4, lr_end=1e-5, weight_decay=0.02, beta2=0.999,
-    grad_clip=0.0, warmup_epochs=1.4,                                      # 2,000 steps
+    epochs=30.0, batch_size=2048, lr=2e-4, lr_end=1e-5, weight_decay=0.02,
+    betas=[0.9, 0.999], grad_clip=0.0,
+    warmup_fraction=1.4 / 30,                                              # 2,000 steps
     baseline_rates="--lr 8e-4",
-    randaugment_ops=2, randaugment_magnitude=21,
+    randaugment=[2, 21],
     mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"],
     log_every=50, save_every=1000)
 CC12M = CC3M | dict(
@@ -194,19 +195,20 @@ CC12M = CC3M | dict(
     pretrained=False, embed_dim=512, projection_bias=False,
     image_size=224, image_stats="imagenet", eval_resize="crop",
     text_length=77, clean_captions=False,
-    batch_size=4096, chunk_size=128, warmup_epochs=1.0, lr=3e-3, weight_decay=0.1, beta2=0.98,
+    batch_size=4096, chunk_size=128, lr=3e-3, weight_decay=0.1, betas=[0.9, 0.98],
+    warmup_fraction=1 / 30,
     baseline_rates="--lr 5e-4 --weight-decay 0.5",
     tau_clamp=[0.01, 1.0],
     image_aug="simclr", grad_augmented=True, paraphrase_anchor=False,
-    flip=0.0, randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"],
+    flip=0.0, randaugment=[0, 0], eval_datasets=["cc12m", "coco", "flickr30k"],
     class_names="clip", prompts="slip")                                    # of ImageNet
 OWN = SMALL | dict(source="ours; small encoders from scratch")
 FROZEN = SMALL | dict(
     source="ours; published encoders, frozen: their projections learn",
-    # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
+    # these weights and the text encoder, all-MiniLM-L6-v2, come with installed packages
     image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
     image_size=128, text_pooling="mean", cached_views=4,
-    max_steps=1000, batch_size=512, lr=3e-4, warmup_epochs=0.0, warmup_fraction=0.05,
+    max_steps=1000, batch_size=512, lr=3e-4, warmup_fraction=0.05,
     jitter=0.0, log_every=50)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN,
            "frozen": FROZEN}
@@ -280,8 +282,9 @@ def parse_args(argv=None):
     augmented.add_argument("--paraphrase-anchor", action=yes_or_no, default=True,
                            help="with --paraphrases, draw T from the caption and its paraphrases "
                                 "(CC3M code); no: T is the caption (CC12M code)")
-    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=0.8)
+    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=0.8, randaugment=True)
     parser.add_simclr_view_flags()
+    parser.add_cc3m_flags()
     return parser.parse(argv, RECIPES, {"--row": ROWS, "--baseline": BASELINE}, check_flags)
 
 

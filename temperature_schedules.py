@@ -281,19 +281,22 @@ def project(head, features):
 CIFAR = dict(
     source="paper; optimiser and views from the authors' code",
     image_encoder="resnet18-cifar", image_size=32, image_stats="imagenet",
-    epochs=2000.0, batch_size=512, warmup_epochs=10.0,
-    optimizer="sgd", lr=0.5, lr_end=1e-6, weight_decay=1e-4, beta2=0.999, grad_clip=0.0,
+    epochs=2000.0, batch_size=512, warmup_fraction=10 / 2000,
+    optimizer="sgd", lr=0.5, lr_end=1e-6, weight_decay=1e-4,
+    betas=[0.9, 0.999], grad_clip=0.0,
     imbalance_ratio=100.0, train_features="augmented", eval_epoch="best",
     save_every=1000, log_every=50)
 IMAGENET100 = CIFAR | dict(
-    image_encoder="resnet50", image_size=224, epochs=800.0, crop_min=0.08, blur=0.5,
+    image_encoder="resnet50", image_size=224, epochs=800.0,
+    warmup_fraction=10 / 800, crop_min=0.08, blur=0.5,
     imbalance_ratio=0.0, train_features="clean", eval_epoch="last",
     eval_crop=0.875, shot_limits=[100, 20])
 FASHION = CIFAR | dict(
-    source="ours; as cifar10-lt", epochs=500.0, period=100.0, jitter_p=0.0, grey=0.0)
+    source="ours; as cifar10-lt", epochs=500.0, warmup_fraction=10 / 500, period=100.0,
+    jitter_p=0.0, grey=0.0)
 SMALL = dict(
     source="ours; small encoder from scratch",
-    epochs=30.0, weight_decay=0.05, beta2=0.999, grad_clip=0.0,
+    epochs=30.0, warmup_fraction=2 / 30, weight_decay=0.05, betas=[0.9, 0.999], grad_clip=0.0,
     period=12.0, queue_size=1024, head_norm="none", decay_all=False, crop_min=0.3)
 EMOJI = SMALL | dict(
     source="ours", image_size=32,
@@ -302,7 +305,8 @@ EMOJI = SMALL | dict(
 MOVING = EMOJI | dict(
     source="ours; as emoji, classes = verbs", frames=4, flip=0.0, crop_min=0.6)
 SCENES = EMOJI | dict(
-    epochs=60.0, hue=0.5, imbalance_ratio=100.0, eval_every=0, log_every=20, save_every=1000)
+    epochs=60.0, warmup_fraction=2 / 60, hue=0.5, imbalance_ratio=100.0,
+    eval_every=0, log_every=20, save_every=1000)
 RECIPES = {
     "emoji": EMOJI,
     "cifar10-lt": CIFAR,

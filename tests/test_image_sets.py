@@ -449,8 +449,8 @@ def test_cifar_long_tail(tmp_path):
     ):
         # the usual tail, in any other program
         common.load_data("cifar10-lt", "train", data_dir=root)
-    # by its plain name it has no val: everything is trained on, or --holdout-fraction 0.05 takes one out;
-    # cifar10-lt has one
+    # by its plain name it has no val: everything is trained on, or --holdout-fraction takes one
+    # out; cifar10-lt has one
     plain, held = (open_sets(0, name="cifar10", holdout_fraction=h) for h in (0, 0.05))
     assert set(plain) == {"train", "test"} and len(plain["train"]) == 200
     train, val = ({*held[s].keys()} for s in ("train", "val"))

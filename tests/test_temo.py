@@ -167,7 +167,7 @@ def paraphrased(tmp_path_factory):
 
 STEP = (
     "--cpu --workers 0 --max-steps 1 --batch-size 16 --log-every 1 --row f --tau 0.2 "
-    "--tau-min 0.1 --tau-alpha 0.3 --eval-every 0 --grad-clip 0 --optimizer sgd --beta1 0 "
+    "--tau-min 0.1 --tau-alpha 0.3 --eval-every 0 --grad-clip 0 --optimizer sgd --betas 0 0 "
     "--weight-decay 0 --image-size 24"
 ).split()
 

@@ -250,7 +250,7 @@ def test_keys_do_not_share_their_query_s_batch_statistics(monkeypatch):
 
 
 MOCO = (
-    "--loss moco --queue-size 40 --max-steps 2 --optimizer sgd --lr 1 --warmup-epochs 0"
+    "--loss moco --queue-size 40 --max-steps 2 --optimizer sgd --lr 1 --warmup-fraction 0"
 ).split()
 
 

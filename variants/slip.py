@@ -102,7 +102,7 @@ CC12M = dict(
     image_encoder="vit_base_patch16_224", text_encoder="openai/clip-vit-base-patch32",
     embed_dim=512, image_size=224, image_stats="imagenet", text_length=77,
     epochs=30.0, batch_size=4096, chunk_size=128, lr=3e-3, lr_end=1e-5, weight_decay=0.1,
-    beta2=0.98, grad_clip=0.0, warmup_epochs=1.0,
+    grad_clip=0.0, warmup_fraction=1 / 30,
     flip=0.0,
     mixed_precision="bf16", eval_datasets=["cc12m", "coco", "flickr30k"],
     class_names="clip", prompts="slip",                                    # of ImageNet

@@ -443,6 +443,8 @@ def randaugment(image, u, operations, magnitude):
 def training_view(args, kind="same"):
     """The view of a training image or clip, as the flags of Parser.add_view_flags say.
 
+    A script without --jitter-p jitters all views, one without --randaugment none.
+
     Args: kind: 'same', that view; 'simclr', that of simclr_view; 'crop', a random crop alone.
     """
     if kind == "simclr":
@@ -451,17 +453,16 @@ def training_view(args, kind="same"):
         return Augment(args.image_size, args.crop_min, squash=args.eval_resize == "squash")
     if kind != "same":
         raise ValueError(f"kind={kind!r}: give 'same', 'simclr' or 'crop'")
-    randaugment = (0, 0)                                                   # off
-    if args.randaugment_ops:
-        randaugment = (args.randaugment_ops, args.randaugment_magnitude)
-    return Augment(args.image_size, args.crop_min, args.flip, args.jitter_p,
+    jitter_p = getattr(args, "jitter_p", 1.0)
+    randaugment = getattr(args, "randaugment", (0, 0))
+    return Augment(args.image_size, args.crop_min, args.flip, jitter_p,
                    brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
-                   randaugment=randaugment, squash=args.eval_resize == "squash")
+                   randaugment=tuple(randaugment), squash=args.eval_resize == "squash")
 
 
 def simclr_view(args):
     """The strong view of SimCLR and SLIP, as the flags of Parser.add_simclr_view_flags say."""
-    return Augment(args.image_size, args.aug_crop_min, args.aug_flip, args.aug_jitter_p,
+    return Augment(args.image_size, args.aug_crop_min, args.aug_flip, args.jitter_p,
                    brightness=args.aug_jitter, contrast=args.aug_jitter, saturation=args.aug_jitter,
                    hue=args.aug_hue, grey=args.aug_grey, blur=args.aug_blur,
                    squash=args.eval_resize == "squash")

@@ -18,7 +18,7 @@ MAX_NAMES = 20  # classes at most whose names stand below a panel
 MAX_POINTS = 4000  # training images in Fig. 3
 # flags in which the runs of Fig. 4 may differ, beside those that change nothing that is learnt
 PHASE_FLAGS = {
-    "period", "epochs", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
+    "period", "epochs", "max_steps", "warmup_fraction", "stop_at_phase", "eval_epoch", "seed",
     "split_seed"}
 
 
