@@ -189,7 +189,7 @@ FROZEN = SMALL | dict(
     source="ours; published encoders, frozen: their projections learn",
     # these weights and the text encoder, all-MiniLM-L6-v2, come with installed packages
     image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
-    image_size=128, text_pooling="mean", cached_views=4,
+    image_size=128, text_pooling="mean",
     max_steps=1000, batch_size=512, lr=3e-4, warmup_fraction=0.05,
     num_clusters=0, crop_min=0.35, flip=0.5, jitter=0.0, log_every=50)
 CC3M = dict(

@@ -246,7 +246,7 @@ FROZEN = SMALL | dict(
     source="ours; published encoders, frozen: their projections learn",
     # these weights and the text encoder, all-MiniLM-L6-v2, come with installed packages
     image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
-    image_size=128, text_pooling="mean", cached_views=4,
+    image_size=128, text_pooling="mean",
     max_steps=1000, batch_size=512, lr=3e-4, warmup_fraction=0.05,
     crop_min=0.35, flip=0.5, jitter=0.0, log_every=50)
 CLIP4CLIP = dict(
@@ -443,8 +443,9 @@ def evaluate_normalized(pieces, args, temperature, text_queue, video_queue):
     mode = args.normalize
     if mode not in results:  # no queue: before the first step, and for other data sets
         mode = "none"
-    metrics = {name: value for name, value in results[mode].items() if name != "error"}
-    return metrics | {"normalize": results, "normalized_by": mode}
+    metrics = results[mode] | {"normalize": results, "normalized_by": mode}
+    del metrics["error"]                                                   # stays in "normalize"
+    return metrics
 
 
 def save_queues(run, temperature, text_queue, video_queue):

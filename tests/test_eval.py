@@ -255,7 +255,7 @@ def test_saved_embeddings_are_all_of_them_in_the_order_of_the_data(
     pieces = saved_pieces.read_pieces(path)["emoji"]
     data = common.load_data("emoji", "test")
     assert pieces.keys == list(data.keys()) and pieces.num_pictures == 0
-    assert torch.allclose(F.normalize(pieces.image), embedded(run, data, 1), atol=1e-6)
+    assert torch.allclose(F.normalize(pieces.image), embedded(run, data), atol=1e-6)
     assert pieces.texts == [text for row in range(len(data)) for text in data.captions(row)]
     for caption, image in enumerate(pieces.owner.tolist()):
         assert pieces.texts[caption] in data.captions(image)

@@ -52,15 +52,13 @@ WITHOUT_EFFECT = [
     ("--loss ts", "--tau .1"),
     ("--loss ts", "--row c"),
     ("--loss dystress", "--similarity cosine"),
-    ("--loss dystress", "--dystress-phase .4 .7"),
-    ("--loss infonce", "--no-modulated"),
+    ("--loss infonce", "--row d"),
     ("--baseline", "--tau-min .1"),
     ("--loss cwcl", "--tau-alpha .1"),
-    ("", "--ts-periods 3"),
     ("", "--tau-clamp .001 .5"),
-    ("--unimodal none", "--paraphrases p.jsonl"),
-    ("--unimodal none", "--image-aug crop"),
     ("--row e", "--grad-augmented"),
+    ("--row a", "--paraphrases p.jsonl"),
+    ("--loss cwcl", "--image-aug crop"),
     ("", "--no-paraphrase-anchor"),
     ("", "--aug-hue 0"),
 ]
@@ -111,7 +109,6 @@ REFUSED = [  # script, flags, words of the one line
         "unknown: --clip-law zipf; the nearest flag:",
     ),  # of moving-emoji, and not of emoji
     ("temo", "--max-step 2", "unknown: --max-step 2; the nearest flag: --max-steps"),
-    ("temo", "--no-base --no-modulated --unimodal none", "leaves no loss"),
     ("temo", "--learnable-tau --tau 1.5", "must start within --tau-clamp 0.001 0.5"),
     ("temo", "--baseline --loss cwcl", "--loss cwcl: --baseline is --loss infonce"),
     ("temo", "--lr-scale body=2", "--lr-scale body=2: give image=FACTOR, text=FACTOR or head="),
@@ -189,22 +186,6 @@ PAPER = [  # script, flags, what the papers and their code say
     ),
     ("temo", "--dataset cc3m", dict(tau=0.01, tau_min=0.01, tau_alpha=0.04, jitter=0)),
     ("temo", "--dataset cc12m", dict(lr=3e-3, weight_decay=0.1, tau_clamp=[0.01, 1.0])),
-    *[
-        ("temo", f"--row {row}", dict(base=base, modulated=modulated, unimodal=unimodal))
-        for row, base, modulated, unimodal in (
-            ("a", True, False, "none"),
-            ("b", False, True, "none"),
-            ("c", True, False, "plain"),
-            ("d", True, True, "none"),
-            ("e", True, True, "none"),
-            ("f", True, True, "modulated"),
-            ("g", True, True, "modulated"),
-        )
-    ],
-    *[
-        ("temo", f"--row {row}", dict(blend="fixed" if row in "cdf" else "quadratic"))
-        for row in "cdefg"
-    ],
     (
         TS,
         "--dataset cifar10-lt",

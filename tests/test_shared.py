@@ -101,9 +101,7 @@ class RecordingNamespace(Namespace):
 UNREAD = {
     "recipe": "the parser reads it",
     "baseline": "a preset: the parser reads it",
-    "row": "a preset: the parser reads it",
     "epochs": "--max-steps is given",
-    "cached_views": "with --freeze",
     "feature_cache": "with --freeze",
 }
 SMALL = (

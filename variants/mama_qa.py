@@ -263,7 +263,7 @@ def main(args):
             losses = look_ahead_losses(plain_model, criterion, accelerator.device)
             if args.weighting == "meta":
                 gradient = weightnet_gradient(                             # Eqs. 9, 12
-                    losses, Theta, examples, meta_examples, weight_net, args.virtual_lr or lr)
+                    losses, Theta, examples, meta_examples, weight_net, virtual_lr=lr)
                 mama.update_weight_net(weight_net, meta_optimizer, gradient)         # Eq. 10
             else:
                 gain = meta_gain(losses, Theta, examples, meta_examples)   # (B,)

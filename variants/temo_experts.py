@@ -111,7 +111,7 @@ def parse_args(argv=None):
                         help="lowest temperature of a pair")
     method.add_argument("--tau-alpha", type=nonnegative_float, default=0.04,
                         help="highest minus lowest temperature of a pair")
-    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=0.8, randaugment=True)
+    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, randaugment=True)
     parser.add_cc3m_flags()
     return parser.parse(argv, RECIPES, check=check_flags)
 
@@ -173,7 +173,7 @@ def main(args):
     grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views and texts ----------------------------------
-    views = [common.training_view(args)]                                   # I
+    views = [common.training_view(args, jitter_p=0.8)]                     # I
     expert_view = 0                                                        # that of I
     if image_expert and args.expert_inputs == "clean":
         views.append(common.Augment(args.image_size, squash=True))         # the whole image

@@ -5,12 +5,11 @@ name is a hash of all that they depend on, so that no feature is ever out of dat
 4,096 rows in float32. It is written under another name and renamed, and one that exists is not
 computed again: an interruption, several processes and several runs at a time need nothing else.
 
-Images and clips are kept as evaluation sees them ("plain"), and those of a training set in V draws
-of each view: the draws that a run with --seed 0 makes in its epochs 0 to V - 1. The features of a
-row that cannot be read are NaN.
+Images and clips are kept as evaluation sees them ("plain"), and those of a training set in four
+draws of each view: the draws that a run with --seed 0 makes in its first four epochs. The features
+of a row that cannot be read are NaN.
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -36,7 +35,8 @@ OPEN_FILES = 256  # of which a process may have 1,024
 # Images or frames that are encoded at a time. On a CPU each takes 1.5 times as long in batches of
 # 64 as in batches of 16, since the activations leave its caches.
 BATCH = {"cpu": 16, "cuda": 256}
-VIEW_SEED = 0  # of the draws that are kept
+NUM_VIEWS = 4  # V draws that are kept of each view
+VIEW_SEED = 0  # of these draws
 VIEW_CHOICE = 200  # stream of random numbers that choose among the draws, one for each Augment
 
 
@@ -239,17 +239,15 @@ class ImageFeatures:
         encoder: hash of the encoder and its weights.
         encode: function of normalised pixels (b, [T,] 3, S, S) -> features (b, [T,] width).
         transform: EvalTransform, whose statistics normalise the views.
-        num_views: V draws of each view; 0 = training sees plain images.
         device: of the encoder and the features.
         workers: loader processes.
     """
 
-    def __init__(self, root, encoder, encode, transform, num_views, *, device, workers):
+    def __init__(self, root, encoder, encode, transform, *, device, workers):
         self.root = root
         self.encoder = encoder
         self.encode = encode
         self.transform = transform
-        self.num_views = num_views
         self.device = device
         self.workers = workers
         # By the id of a Data. `hashes` holds the Data, too, so that no other one gets its id, in
@@ -308,8 +306,7 @@ class ImageFeatures:
         """The CachedViews of a training set. Collective.
 
         Args:
-            augments: an Augment for each view of a step.
-        Raises: UserError if there are fewer draws than views that have to differ.
+            augments: an Augment for each view of a step, at most NUM_VIEWS of which are the same.
         """
         distinct = []
         augment_of_view = []
@@ -318,16 +315,7 @@ class ImageFeatures:
             if augment not in distinct:
                 distinct.append(augment)
             augment_of_view.append(distinct.index(augment))
-        num_alike = max(collections.Counter(augment_of_view).values())
-        if self.num_views == 0:
-            num_alike = len(augments)
-        if num_alike > max(1, self.num_views):
-            raise UserError(f"--cached-views {self.num_views}: a step has {num_alike} views of an "
-                            f"image that have to differ; give --cached-views {num_alike} or more")
-        if self.num_views == 0:
-            return CachedViews([self.plain(data, self.transform)], augment_of_view, 1)
-        tables = self.open_views(data, distinct)
-        return CachedViews(tables, augment_of_view, self.num_views)
+        return CachedViews(self.open_views(data, distinct), augment_of_view)
 
     def open_views(self, data, augments):
         """A FeatureTable of V draws for each Augment."""
@@ -340,7 +328,7 @@ class ImageFeatures:
         batches = functools.partial(self.view_batches, data, augments)
         return open_tables(
             folders, len(data), self.device, functools.partial(self.encode_batches, batches),
-            num_views=self.num_views, title=f"{data.full_name}, {self.num_views} views")
+            num_views=NUM_VIEWS, title=f"{data.full_name}, {NUM_VIEWS} views")
 
     def view_batches(self, data, augments, blocks):
         """As plain_batches, of random views."""
@@ -384,14 +372,12 @@ class CachedViews:
     Args:
         tables: a FeatureTable for each distinct Augment.
         augment_of_view: for each view of a step, the number of its table.
-        num_views: draws of each row in a table.
     Raises: UserError if no row could be read.
     """
 
-    def __init__(self, tables, augment_of_view, num_views):
+    def __init__(self, tables, augment_of_view):
         self.tables = tables
         self.augment_of_view = augment_of_view
-        self.num_views = num_views
         is_readable = np.all([table.is_readable for table in tables], axis=0)           # (M,)
         readable = np.flatnonzero(is_readable)
         if not len(readable):
@@ -410,7 +396,7 @@ class CachedViews:
         rows = self.row_to_read[index]                                      # (B,)
         views = []
         for position, number in enumerate(self.augment_of_view):
-            draws = uniforms(seed, epoch, index, self.num_views, VIEW_CHOICE + number)
+            draws = uniforms(seed, epoch, index, NUM_VIEWS, VIEW_CHOICE + number)
             order = draws.argsort(1)                                        # (B, V)
             turn = self.augment_of_view[:position].count(number)
             views.append(self.tables[number].take(rows, order[:, turn]))

@@ -8,7 +8,7 @@ from importlib import metadata
 
 from contrastive.data.batches import kept_text_draws
 from contrastive.data.feature_cache import (
-    ImageFeatures, cache_folder, hash_of, hash_of_tensors, open_tables)
+    NUM_VIEWS, ImageFeatures, cache_folder, hash_of, hash_of_tensors, open_tables)
 from contrastive.data.table import ROWS_AT_ONCE
 from contrastive.encoders.texts import Tokenizer
 from contrastive.core.processes import UserError, to_device
@@ -52,10 +52,10 @@ def open_feature_cache(args, run, model, tokenizer, transform, draw_texts=None):
                             f"reads whole clips, are not kept; {advice}")
         cache.images = ImageFeatures(
             root, hash_of_encoder(model.vision), functools.partial(encode_frames, model.vision),
-            transform, args.cached_views, device=run.device, workers=args.workers)
+            transform, device=run.device, workers=args.workers)
         model.cached_images = cache.images  # for evaluation
     if model.text.frozen:
-        cache.num_texts = max(1, args.cached_views)
+        cache.num_texts = NUM_VIEWS
         cache.tokenizer = CachedTokenizer(tokenizer, model.text, root, run.device)
         cache.tokenizer.load_or_encode(run.train.first_captions(), f"{run.train.name} (train)")
         for name, splits in run.evals.items():

@@ -403,12 +403,10 @@ class Parser(OneLineErrorParser):
         add("--projection-bias", action=YES_OR_NO, default=False,
             help="new layers from features to embeddings have a bias (CC3M trainer)")
 
-    def add_view_flags(self, crop_min, flip, jitter, jitter_p=None, randaugment=False):
+    def add_view_flags(self, crop_min, flip, jitter, randaugment=False):
         """Adds the flags of common.training_view, with the defaults of the script.
 
-        Args:
-            jitter_p: None = no flag, all views are jittered.
-            randaugment: whether there is a flag, for scripts with the recipe of the CC3M trainer.
+        Args: randaugment: whether it has a flag, for scripts with the recipe of the CC3M trainer.
         """
         add = self.add_argument_group("view").add_argument
         add("--crop-min", type=fraction, default=crop_min,
@@ -418,9 +416,6 @@ class Parser(OneLineErrorParser):
             help="horizontal-flip probability, 0..1; CC3M code 0.5, CLIP4Clip, MAMA, SLIP 0")
         add("--jitter", type=nonnegative_float, default=jitter,
             help="strength of the colour jitter: brightness, contrast and saturation; papers 0")
-        if jitter_p is not None:
-            add("--jitter-p", type=fraction, default=jitter_p,
-                help="probability of the colour jitter, 0..1; SimCLR 0.8")
         if randaugment:
             add("--randaugment", type=between(0, 30, int), nargs=2, default=[0, 0],
                 metavar=("NUMBER", "MAGNITUDE"),
@@ -428,17 +423,14 @@ class Parser(OneLineErrorParser):
                      "0..30; CC3M code 2 21 (7 of its 10); 0 0 = off")
 
     def add_simclr_view_flags(self):
-        """Adds the flags of common.simclr_view; defaults are SimCLR's, of colours SLIP's."""
+        """Adds the flags of common.simclr_view."""
         add = self.add_argument_group("SimCLR's view").add_argument
         add("--aug-crop-min", type=fraction, default=0.08,
             help="smallest crop as a fraction of the area, 0..1; SimCLR 0.08")
         add("--aug-flip", type=fraction, default=0.5,
             help="horizontal-flip probability, 0..1; SimCLR 0.5")
-        add("--aug-jitter", type=nonnegative_float, default=0.4,
-            help="strength of the colour jitter, whose probability is --jitter-p; SLIP 0.4")
         add("--aug-hue", type=between(0, 0.5), default=0.1,
             help="strength of the hue jitter, 0..0.5; SLIP 0.1")
-        add("--aug-grey", type=fraction, default=0.2, help="grey probability, 0..1; SimCLR 0.2")
         add("--aug-blur", type=fraction, default=0.5, help="blur probability, 0..1; SimCLR 0.5")
 
     # ---------------------------------------- the flags that all scripts share --------------------
@@ -548,9 +540,6 @@ class Parser(OneLineErrorParser):
             help="folder in which the features of frozen encoders are kept, computed once; empty = "
                  "contrastive-temperature in the user's cache folder; none = compute them in each "
                  "step")
-        add("--cached-views", type=int_ge0, default=4,
-            help="random views of each image, and texts T~, whose features are kept and from which "
-                 "each epoch draws; 0 = the plain image alone")
 
     def add_optimisation_flags(self):
         add = self.add_argument_group("optimisation").add_argument
