@@ -613,8 +613,8 @@ def test_imagenet100_runs_without_val(lists, tmp_path, monkeypatch):
     few = summary["test"]["imagenet100-lt"]["few-shot"]
     assert {"top1", "head", "mid", "tail"} <= few.keys()
     assert len(probed[-1].neighbour_features) == 6  # the images of the list
-    with pytest.raises(UserError, match="imagenet100-lt has no val split; see --val-file"):
-        run_script(ts, tmp_path / "auto", *flags, *"--eval-epoch auto --eval-every 1".split())
+    with pytest.raises(UserError, match="val"):
+        run_script(ts, tmp_path / "best", *flags, *"--eval-epoch best --eval-every 1".split())
 
 
 def test_few_shot_probe_learns_from_its_own_images():
