@@ -14,7 +14,7 @@ from contrastive.data.batches import kept_text_draws
 from contrastive.encoders import weights
 from contrastive.encoders.base import batchnorms
 from contrastive.encoders.feature_cache import CachedTokenizer, encode_frames
-from contrastive.encoders.models import load_model, model_of_spec
+from contrastive.encoders.models import model_of_spec
 from contrastive.engine.run import Run
 
 import numpy as np
