@@ -50,10 +50,10 @@ from contrastive.data.views import (
 
 # ---- contrastive/encoders: encoders by name, tokenizers, and the texts of a batch ----
 from contrastive.encoders.base import (
-    Backbone, TwoTower, batchnorms, functional_call, sync_batchnorm)
+    Backbone, TwoTower, batchnorms, sync_batchnorm)
 from contrastive.encoders.experts import Expert  # a frozen encoder beside those that learn (TeMo)
 from contrastive.encoders.feature_cache import open_feature_cache  # --freeze
-from contrastive.encoders.freezing import freeze_as_clip4clip
+from contrastive.encoders.freezing import freeze_as_clip4clip, set_drop_path
 from contrastive.encoders.image_encoders import (
     IMAGE_ENCODERS, EncoderKind)  # IMAGE_ENCODERS["mynet"] = EncoderKind(function)
 from contrastive.encoders.models import adjust_flags_to_encoder, build_model, load_model
@@ -185,21 +185,21 @@ def set_lr(optimizer, lr):
         group["lr"] = lr * group.get("lr_scale", 1)
 
 
-def make_optimizer(modules, args):
+def make_optimizer(modules, args, eps=1e-8):
     """The optimiser that the flags ask for.
 
     Args:
         modules: those that learn; what needs no gradient in them is left out.
-        args: optimizer, lr, lr_scale, beta1, beta2, eps, weight_decay.
+        args: optimizer, lr, lr_scale, betas, weight_decay.
+        eps: Adam's epsilon.
     """
     mark_lr_scales(modules, args.lr_scale)
     groups = decay_groups(modules, args.weight_decay)
     if args.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
+        return torch.optim.SGD(groups, lr=args.lr, momentum=args.betas[0])
     kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
     fused = True if groups[0]["params"][0].is_cuda else None               # None: torch chooses
-    return kinds[args.optimizer](
-        groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=fused)
+    return kinds[args.optimizer](groups, lr=args.lr, betas=args.betas, eps=eps, fused=fused)
 
 
 def decay_groups(modules, weight_decay):

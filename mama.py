@@ -274,24 +274,24 @@ MSRVTT = dict(
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16",
     pretrained=True, embed_dim=512, image_size=224, frame_sampling="random",
     text_length=70, text_pooling="cls", unfold_captions=True,
-    epochs=5.0, batch_size=4, lr=5e-6, lr_end=0.0, warmup_epochs=0.05, weight_decay=5e-2,
+    epochs=5.0, batch_size=4, lr=5e-6, lr_end=0.0, warmup_fraction=0.01, weight_decay=5e-2,
     meta_lr=5e-6, meta_batch_size=4, log_every=50, save_every=1000)
-PARAGRAPHS = MSRVTT | dict(epochs=20.0, warmup_epochs=0.2, unfold_captions=False)
-# of small encoders from scratch, and of published encoders that are frozen
+PARAGRAPHS = MSRVTT | dict(epochs=20.0, unfold_captions=False)
+# values of ours for small encoders from scratch, and for frozen ones
 SMALL = dict(tau=0.1, a0=0.1)
 OWN = SMALL | dict(
     source="ours; small encoders from scratch", frames=8, frame_sampling="random",
-    epochs=10.0, batch_size=64, warmup_epochs=1.0, crop_min=0.8, jitter=0.2)
+    epochs=10.0, batch_size=64, warmup_fraction=0.1, crop_min=0.8, jitter=0.2)
 EMOJI = OWN | dict(image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
 MOVING = OWN | dict(
     source="ours; captions of 30 % of the training clips swapped, for the weights to find",
     image_size=32, frames=4, text_length=24, save_every=120, eval_every=100, caption_noise=0.3)
 FROZEN = SMALL | dict(
     source="ours; published encoders, frozen: their projections learn",
-    # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
+    # these weights and the text encoder, all-MiniLM-L6-v2, come with installed packages
     image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
-    image_size=128, text_pooling="mean", cached_views=4,
-    max_steps=1000, batch_size=512, lr=3e-4, warmup_epochs=0.0, warmup_fraction=0.05,
+    image_size=128, text_pooling="mean",
+    max_steps=1000, batch_size=512, lr=3e-4, warmup_fraction=0.05,
     crop_min=0.35, flip=0.5, log_every=50)
 RECIPES = {
     "moving-emoji": MOVING,
@@ -301,7 +301,8 @@ RECIPES = {
     "activitynet": PARAGRAPHS,
     "msvd": MSRVTT | dict(source="ours; as msrvtt"),
     "youcook2": MSRVTT | dict(source="ours; as msrvtt"),
-    "howto100m": MSRVTT | dict(source="ours; as msrvtt", epochs=1.0, unfold_captions=False),
+    "howto100m": MSRVTT | dict(
+        source="ours; as msrvtt", epochs=1.0, warmup_fraction=0.05, unfold_captions=False),
     "own": OWN,
     "frozen": FROZEN}
 BASELINE = {True: dict(margin_schedule="none", weighting="none")}
@@ -318,21 +319,17 @@ def add_method_flags(parser, method):
     add("--a1", type=positive_float, default=10.0,
         help="denominator of the margin, which starts at a0 / (a1 + 1) radians; paper 10")
     add("--a2", type=between(-1000), default=0.1,
-        help="growth of the margin per step; below 0 it falls to 0; paper 0.1")
+        help="growth of the margin per step; if negative, the margin falls to 0; paper 0.1")
     add("--weighting", default="meta", choices=["meta", "joint", "focal", "spl", "l2rw", "none"],
-        help="weights of pairs: of a network that learns by looking ahead (meta), or with the "
+        help="weights of pairs: from a network that is meta-learned (meta) or trained with the "
              "encoders (joint, Table 8); focal, self-paced (spl) or L2RW (Table 6); all 1 (none)")
     add("--weight-hidden", type=int_ge1, default=100,
         help="hidden units of the network of --weighting meta and joint; MW-Net 100, authors' "
              "code 64")
-    add("--focal-gamma", type=nonnegative_float, default=2.0,
-        help="exponent of --weighting focal")
-    add("--spl-start", type=fraction, default=0.5,
-        help="fraction of the batch, 0..1, with which --weighting spl starts; it grows to 1")
 
     add = parser.add_argument_group("meta-data").add_argument
     add("--meta-set", default="train", metavar="train|val|FILE",
-        help="where the meta-data come from: a split, or a file with the name (key) of a training "
+        help="source of the meta-data: a split, or a file with the name (key) of a training "
              "example in each line")
     add("--meta-size", type=int_ge1, default=256,
         help="examples that --meta-set takes from train or val, balanced over classes if there are "
@@ -344,17 +341,22 @@ def add_method_flags(parser, method):
              "retrieval; authors' code 1e-5, MW-Net 1e-3")
     add("--meta-weight-decay", type=rate, default=1e-3,
         help="weight decay of the network; authors' code 1e-3")
-    add("--meta-beta1", type=below_one, default=0.9,
-        help="decay of the first moment of the network's AdamW, 0..1; authors' code 0.9")
-    add("--meta-beta2", type=below_one, default=0.98,
-        help="decay of the second moment of the network's AdamW, 0..1; authors' code 0.98")
-    add("--meta-eps", type=between(1e-30, 1e30), default=1e-12,
-        help="epsilon of the network's AdamW, whose gradients are about 1e-8")
-    add("--virtual-lr", type=rate, default=0.0,
-        help="alpha, learning rate of the virtual step; 0 = the learning rate of the encoders at "
-             "that step (paper)")
+    add("--meta-betas", type=below_one, nargs=2, default=[0.9, 0.98], metavar=("BETA1", "BETA2"),
+        help="decay of the moments of the network's AdamW, 0..1; authors' code 0.9 0.98")
     add("--meta-every", type=int_ge1, default=1,
         help="steps between updates of the network; paper 1")
+
+
+def add_caption_flags(parser):
+    """Adds the flags of captions that training has beside those of its set."""
+    add = parser.add_argument_group("captions").add_argument
+    add("--caption-noise", type=fraction, default=0.0,
+        help="share of the training examples that get another one's captions, 0..1")
+    add("--extra-captions", default="", metavar="FILE",
+        help="table of video (or image), caption and perhaps start, end: further captions of "
+             "training examples")
+    add("--extra-pairs", nargs="+", default=[], metavar="SET",
+        help="sets whose pairs join training, NAME[=DIR]: howto100m=DIR, mine.csv=DIR")
 
 
 # Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
@@ -367,7 +369,9 @@ def parse_args(argv=None):
                         help="train the paper's baseline, InfoNCE, with everything else equal: "
                              "sets --margin-schedule none --weighting none")
     add_method_flags(parser, method)
-    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0, jitter_p=1.0)
+    add_caption_flags(parser)
+    parser.add_unfold_flag(parser.add_argument_group("texts of CLIP-ViP"))
+    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
     return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 
@@ -391,11 +395,8 @@ def check_method_flags(parser, args):
 
     parser.only(args.weighting in ("meta", "joint"), "with --weighting meta or joint",
                 "--weight-hidden")
-    parser.only(args.weighting == "focal", "with --weighting focal", "--focal-gamma")
-    parser.only(args.weighting == "spl", "with --weighting spl", "--spl-start")
     parser.only(args.weighting == "meta", "with --weighting meta", "--meta-lr",
-                "--meta-weight-decay", "--meta-beta1", "--meta-beta2", "--meta-eps",
-                "--virtual-lr", "--meta-every")
+                "--meta-weight-decay", "--meta-betas", "--meta-every")
     parser.only(has_meta_data(args), "with --weighting meta or l2rw, or --meta-set val",
                 "--meta-set", "--meta-size", "--meta-batch-size")
     parser.only(args.meta_set in ("train", "val"), "with --meta-set train or val", "--meta-size")
@@ -422,9 +423,9 @@ def main(args):
     common.require_gpu(args)                         # for a paper's recipe, unless --cpu
     # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
-    meta = None
+    meta_data = None
     if has_meta_data(args):
-        meta, eval_sets = common.meta_data(train, eval_sets, args)
+        meta_data, eval_sets = common.meta_data(train, eval_sets, args)
     args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
@@ -472,16 +473,17 @@ def main(args):
     meta_every = args.meta_every if args.weighting == "meta" else 1
     if looks_ahead(args):
         meta_batches = common.meta_batches(
-            meta, view, transform, run, every=meta_every, cache=cache)
+            meta_data, view, transform, run, every=meta_every, cache=cache)
         Theta = common.trained_parameters(plain_model)                     # {name: parameter}
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
+    # the first step, and each quarter of the run
     pictured_steps = {max(1, round(k * steps.total / 4)) for k in range(5)}
     # PyTorch warns of a function that its own forward mode calls
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
-    run.start(evaluator, shown=("L", "w", "tau"), **banner_lines(args, steps.total, meta))
+    run.start(evaluator, shown=("L", "w", "tau"), **banner_lines(args, steps.total, meta_data))
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "rows": B each
         lr = common.learning_rate(run.step, steps, args)
         common.set_lr(optimizer, lr)
@@ -499,7 +501,7 @@ def main(args):
             losses = look_ahead_losses(plain_model, criterion, accelerator.device)
             if args.weighting == "meta":
                 gradient = weightnet_gradient(                             # Eqs. 9, 12
-                    losses, Theta, inputs, meta_inputs, weight_net, args.virtual_lr or lr)
+                    losses, Theta, inputs, meta_inputs, weight_net, virtual_lr=lr)
                 update_weight_net(weight_net, meta_optimizer, gradient)    # Eq. 10
             else:
                 gain = meta_gain(losses, Theta, inputs, meta_inputs)       # (B,)
@@ -534,7 +536,7 @@ def main(args):
 
     # ------------------------------------------- save and evaluate --------------------------------
     if args.meta_set == "val":
-        common.save_meta_names(run, meta)                                  # eval.py leaves them out
+        common.save_meta_names(run, meta_data)                             # eval.py leaves them out
     common.save_training_texts(run, train, "captions")                     # for Figs. 2 and 5
     return run.finish(figures="mama")
 
@@ -564,9 +566,9 @@ def baseline_weight(args, sample_loss, progress, gain):
         gain: (B,) of meta_gain, for L2RW.
     """
     if args.weighting == "focal":
-        return focal_weights(sample_loss, args.focal_gamma)
+        return focal_weights(sample_loss)
     if args.weighting == "spl":
-        return spl_weights(sample_loss, args.spl_start + (1 - args.spl_start) * progress)
+        return spl_weights(sample_loss, progress)
     if args.weighting == "l2rw":
         return l2rw_weights(gain)
     if args.weighting == "none":
@@ -574,15 +576,15 @@ def baseline_weight(args, sample_loss, progress, gain):
     raise ValueError(f"--weighting {args.weighting} has no branch here")
 
 
-# ------------------------------------------------------- looking ahead ----------------------------
+# ------------------------------------------------------- meta-learning ----------------------------
 def make_meta_optimizer(weight_net, args):
     """AdamW of the weight network.
 
     Its gradients are about 1e-8: hence a tiny eps, and a decay that is not added to them.
     """
     return torch.optim.AdamW(
-        weight_net.parameters(), lr=args.meta_lr, betas=(args.meta_beta1, args.meta_beta2),
-        eps=args.meta_eps, weight_decay=args.meta_weight_decay)
+        weight_net.parameters(), lr=args.meta_lr, betas=args.meta_betas, eps=1e-12,
+        weight_decay=args.meta_weight_decay)
 
 
 def update_weight_net(weight_net, meta_optimizer, gradient):
@@ -616,12 +618,12 @@ def meta_gain(losses, parameters, batch, meta_batch):
 
 
 # ------------------------------------------------------- banner -----------------------------------
-def banner_lines(args, total_steps, meta):
+def banner_lines(args, total_steps, meta_data):
     """Lines of the banner: {title: text}."""
     start, end = margin_at(0, args), margin_at(total_steps, args)
     lines = {"margin": f"mu {start:.3g} .. {end:.3g} radians"}
-    if meta is not None:
-        lines["meta-data"] = meta.note
+    if meta_data is not None:
+        lines["meta-data"] = meta_data.note
     return lines
 
 

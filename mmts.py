@@ -187,10 +187,10 @@ OWN = SMALL | dict(
     num_clusters=0)                                                        # by the number of items
 FROZEN = SMALL | dict(
     source="ours; published encoders, frozen: their projections learn",
-    # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
+    # these weights and the text encoder, all-MiniLM-L6-v2, come with installed packages
     image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
-    image_size=128, text_pooling="mean", cached_views=4,
-    max_steps=1000, batch_size=512, lr=3e-4, warmup_epochs=0.0, warmup_fraction=0.05,
+    image_size=128, text_pooling="mean",
+    max_steps=1000, batch_size=512, lr=3e-4, warmup_fraction=0.05,
     num_clusters=0, crop_min=0.35, flip=0.5, jitter=0.0, log_every=50)
 CC3M = dict(
     source="paper; optimiser, views and captions from the CC3M trainer",
@@ -198,10 +198,11 @@ CC3M = dict(
     pretrained=True, embed_dim=256, projection_bias=True,
     image_size=256, image_stats="clip", eval_resize="squash",
     text_length=30, text_pooling="cls", clean_captions=True,
-    epochs=30.0, batch_size=512, lr=2e-4, lr_end=1e-5, weight_decay=0.02, beta2=0.999,
-    grad_clip=0.0, warmup_epochs=0.35,                                     # 2,000 steps
+    epochs=30.0, batch_size=512, lr=2e-4, lr_end=1e-5, weight_decay=0.02,
+    betas=[0.9, 0.999], grad_clip=0.0,
+    warmup_fraction=0.35 / 30,                                             # 2,000 steps
     cluster_encoder="distilbert/distilbert-base-uncased",
-    randaugment_ops=2, randaugment_magnitude=21,
+    randaugment=[2, 21],
     mixed_precision="bf16", eval_datasets=["coco", "flickr30k"], log_every=50, save_every=1000)
 EPIC = dict(
     source="paper; encoders, views and optimiser from AVION",
@@ -212,7 +213,7 @@ EPIC = dict(
     image_size=224, image_stats="clip", frames=16, frame_sampling="random",
     text_length=77, text_pooling="cls", caption_relevancy=0.1,
     epochs=100.0, batch_size=512, chunk_size=16, lr=3e-5, lr_end=1e-5, weight_decay=0.01,
-    beta2=0.999, grad_clip=0.0, warmup_epochs=1.0,
+    betas=[0.9, 0.999], grad_clip=0.0, warmup_fraction=1 / 100,
     loss="max-margin", alpha=0.2, shift_min=0.17, shift_max=0.3, tau=0.07, clusters="noun",
     flip=0.0, mixed_precision="fp16", log_every=20)
 RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "own": OWN, "frozen": FROZEN,
@@ -228,7 +229,8 @@ def parse_args(argv=None):
     parser = Parser(__file__, "MM-TS: a temperature or margin for each sample, by the size of the "
                               "cluster of its caption.")
     add_method_flags(parser)
-    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=1.0)
+    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, randaugment=True)
+    parser.add_cc3m_flags()
     return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 

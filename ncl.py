@@ -244,10 +244,10 @@ EMOJI = MOVING | dict(
 OWN = SMALL | dict(source="ours; small encoders from scratch", frames=8, batch_size=128)
 FROZEN = SMALL | dict(
     source="ours; published encoders, frozen: their projections learn",
-    # the weights, and the text encoder all-MiniLM-L6-v2, are installed packages
+    # these weights and the text encoder, all-MiniLM-L6-v2, come with installed packages
     image_encoder="tf_efficientnet_lite0", pretrained=True, freeze="both", embed_dim=256,
-    image_size=128, text_pooling="mean", cached_views=4,
-    max_steps=1000, batch_size=512, lr=3e-4, warmup_epochs=0.0, warmup_fraction=0.05,
+    image_size=128, text_pooling="mean",
+    max_steps=1000, batch_size=512, lr=3e-4, warmup_fraction=0.05,
     crop_min=0.35, flip=0.5, jitter=0.0, log_every=50)
 CLIP4CLIP = dict(
     source="paper; optimiser and batch from CLIP4Clip",
@@ -255,7 +255,7 @@ CLIP4CLIP = dict(
     pretrained=True, embed_dim=512, image_size=224,
     text_pooling="cls", unfold_captions=True,
     epochs=5.0, batch_size=128, chunk_size=32, lr=1e-7, lr_end=0.0,
-    warmup_epochs=0.0, warmup_fraction=0.1, weight_decay=0.2, eps=1e-6,
+    warmup_fraction=0.1, weight_decay=0.2, eps=1e-6,
     learnable_tau=True, freeze="clip4clip", mixed_precision="bf16", log_every=50)
 PARAGRAPHS = CLIP4CLIP | dict(
     epochs=10.0, chunk_size=8, text_length=64, frames=64, unfold_captions=False)
@@ -303,7 +303,10 @@ def parse_args(argv=None):
     method.add_argument("--queue-size", type=int_ge1, default=16_384,
                         help="K: how many of the latest training texts, and as many videos, are "
                              "kept for the biases; paper 16,384")
-    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0, jitter_p=1.0)
+    clip4clip = parser.add_argument_group("CLIP4Clip")
+    parser.add_unfold_flag(clip4clip)
+    parser.add_eps_flag(clip4clip)
+    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
     return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 
@@ -338,7 +341,7 @@ def main(args):
     temperature = Temperature(args.tau, limits).to(accelerator.device)
     text_queue = QueryQueue(args.queue_size, args.embed_dim).to(accelerator.device)
     video_queue = QueryQueue(args.queue_size, args.embed_dim).to(accelerator.device)
-    optimizer = common.make_optimizer([model, temperature], args)
+    optimizer = common.make_optimizer([model, temperature], args, args.eps)
     parameters = [*model.parameters(), *temperature.parameters()]
 
     # >>> shared: prepare
@@ -440,8 +443,9 @@ def evaluate_normalized(pieces, args, temperature, text_queue, video_queue):
     mode = args.normalize
     if mode not in results:  # no queue: before the first step, and for other data sets
         mode = "none"
-    metrics = {name: value for name, value in results[mode].items() if name != "error"}
-    return metrics | {"normalize": results, "normalized_by": mode}
+    metrics = results[mode] | {"normalize": results, "normalized_by": mode}
+    del metrics["error"]                                                   # stays in "normalize"
+    return metrics
 
 
 def save_queues(run, temperature, text_queue, video_queue):

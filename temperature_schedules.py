@@ -281,19 +281,22 @@ def project(head, features):
 CIFAR = dict(
     source="paper; optimiser and views from the authors' code",
     image_encoder="resnet18-cifar", image_size=32, image_stats="imagenet",
-    epochs=2000.0, batch_size=512, warmup_epochs=10.0,
-    optimizer="sgd", lr=0.5, lr_end=1e-6, weight_decay=1e-4, beta2=0.999, grad_clip=0.0,
+    epochs=2000.0, batch_size=512, warmup_fraction=10 / 2000,
+    optimizer="sgd", lr=0.5, lr_end=1e-6, weight_decay=1e-4,
+    betas=[0.9, 0.999], grad_clip=0.0,
     imbalance_ratio=100.0, train_features="augmented", eval_epoch="best",
     save_every=1000, log_every=50)
 IMAGENET100 = CIFAR | dict(
-    image_encoder="resnet50", image_size=224, epochs=800.0, crop_min=0.08, blur=0.5,
+    image_encoder="resnet50", image_size=224, epochs=800.0,
+    warmup_fraction=10 / 800, crop_min=0.08, blur=0.5,
     imbalance_ratio=0.0, train_features="clean", eval_epoch="last",
     eval_crop=0.875, shot_limits=[100, 20])
 FASHION = CIFAR | dict(
-    source="ours; as cifar10-lt", epochs=500.0, period=100.0, jitter_p=0.0, grey=0.0)
+    source="ours; as cifar10-lt", epochs=500.0, warmup_fraction=10 / 500, period=100.0,
+    jitter_p=0.0, grey=0.0)
 SMALL = dict(
     source="ours; small encoder from scratch",
-    epochs=30.0, weight_decay=0.05, beta2=0.999, grad_clip=0.0,
+    epochs=30.0, warmup_fraction=2 / 30, weight_decay=0.05, betas=[0.9, 0.999], grad_clip=0.0,
     period=12.0, queue_size=1024, head_norm="none", decay_all=False, crop_min=0.3)
 EMOJI = SMALL | dict(
     source="ours", image_size=32,
@@ -302,7 +305,8 @@ EMOJI = SMALL | dict(
 MOVING = EMOJI | dict(
     source="ours; as emoji, classes = verbs", frames=4, flip=0.0, crop_min=0.6)
 SCENES = EMOJI | dict(
-    epochs=60.0, hue=0.5, imbalance_ratio=100.0, eval_every=0, log_every=20, save_every=1000)
+    epochs=60.0, warmup_fraction=2 / 60, hue=0.5, imbalance_ratio=100.0,
+    eval_every=0, log_every=20, save_every=1000)
 RECIPES = {
     "emoji": EMOJI,
     "cifar10-lt": CIFAR,
@@ -327,10 +331,12 @@ def parse_args(argv=None):
                              "else equal: sets --schedule fixed --tau 0.2")
     method.add_argument("--loss", choices=["simclr", "moco"], default="simclr",
                         help="SimCLR's NT-Xent, or MoCo's loss with a queue of keys")
-    method.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"],
-                        default="cos",
+    method.add_argument("--schedule", default="cos",
+                        choices=["cos", "step", "random", "oscillating", "fixed", "coarse"],
                         help="course of the temperature over the epochs: a cosine (the paper's "
-                             "method), the others of Table 5, or fixed at --tau")
+                             "method), the others of Table 5, or fixed at --tau; or coarse "
+                             "supervision: --tau-max for the half of the classes that have the "
+                             "most images, --tau-min for the others")
     method.add_argument("--tau-min", type=positive_float, default=0.1,
                         help="lowest temperature of a schedule; paper 0.1")
     method.add_argument("--tau-max", type=positive_float, default=1.0,
@@ -339,12 +345,6 @@ def parse_args(argv=None):
                         help="T, epochs of a full period of the schedule; paper 400")
     parser.add_tau_flags(method, tau=0.2, tau_clamp=(0.01, 10.0),
                          note="with --schedule fixed; paper 0.2")
-    method.add_argument("--tau-head", type=nonnegative_float, default=0.0,
-                        help="coarse supervision in place of a schedule: temperature of the half "
-                             "of the classes that have the most images; paper 1.0; 0 = off")
-    method.add_argument("--tau-tail", type=nonnegative_float, default=0.0,
-                        help="coarse supervision: temperature of the other half of the classes; "
-                             "paper 0.1")
     method.add_argument("--queue-size", type=int_ge1, default=10_000,
                         help="K, keys in MoCo's queue; paper 10,000")
     method.add_argument("--momentum", type=fraction, default=0.99,
@@ -411,14 +411,12 @@ def add_image_flags(parser):
 
 def check_flags(parser, args):
     """Refuses contradictory flags and flags without effect."""
-    is_fixed = args.schedule == "fixed" and not args.tau_head
-    is_scheduled = args.schedule != "fixed" and not args.tau_head
-    has_period = is_scheduled and args.schedule != "random"
+    is_fixed = args.schedule == "fixed"
+    has_period = args.schedule in ("cos", "step", "oscillating")
     parser.require(not args.baseline or is_fixed,
-                   f"--schedule {args.schedule}, --tau-head {args.tau_head}: --baseline has a "
-                   "fixed temperature; leave out one of the two")
-    parser.only(not args.tau_head, "without --tau-head", "--schedule")
-    parser.only(is_scheduled, "with a --schedule other than fixed", "--tau-min", "--tau-max")
+                   f"--schedule {args.schedule}: --baseline has a fixed temperature; leave out one "
+                   "of the two")
+    parser.only(not is_fixed, "with a --schedule other than fixed", "--tau-min", "--tau-max")
     parser.only(has_period or args.stop_at_phase, "with --schedule cos, step or oscillating, or "
                 "with --stop-at-phase", "--period")
     parser.only(is_fixed, "with --schedule fixed", "--tau", "--learnable-tau")
@@ -427,9 +425,6 @@ def check_flags(parser, args):
     parser.only(args.loss != "moco", "with --loss simclr", "--head-norm")
     parser.require(args.tau_min <= args.tau_max,
                    f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
-    parser.require((args.tau_head > 0) == (args.tau_tail > 0),
-                   f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or "
-                   "neither")
     check_image_flags(parser, args)
     parser.only(args.eval_epoch == "last", "with --eval-epoch last", "--stop-at-phase")
 
@@ -513,12 +508,12 @@ def main(args):  # noqa: C901, PLR0912
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         epoch = run.step // steps.per_epoch
-        if args.tau_head:
-            tau = coarse_temperature(labels[batch["rows"]], head_classes, args.tau_head,
-                                     args.tau_tail)
-            tau = to_device(tau, accelerator.device)                       # (B,)
-        elif args.schedule == "fixed":
+        if args.schedule == "fixed":
             tau = tau_parameter()                                          # a number, or ()
+        elif args.schedule == "coarse":
+            tau = coarse_temperature(labels[batch["rows"]], head_classes,
+                                     tau_head=args.tau_max, tau_tail=args.tau_min)
+            tau = to_device(tau, accelerator.device)                       # (B,)
         else:
             tau = temperature(epoch, args.schedule, args.tau_min, args.tau_max, args.period,
                               args.seed)                                   # a number

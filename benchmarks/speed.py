@@ -255,8 +255,7 @@ def cc3m_views(rounds, n=512, batch=64):
     args = temo.parse_args(["--dataset", "cc3m"])
     files = jpegs(16, (500, 400))
     num_rows = MAX_ROWS_AS_LISTS + 1  # not as lists
-    randaugment = (args.randaugment_ops, args.randaugment_magnitude)
-    view = common.Augment(args.image_size, args.crop_min, randaugment=randaugment)
+    view = common.Augment(args.image_size, args.crop_min, randaugment=tuple(args.randaugment))
     with tempfile.TemporaryDirectory() as folder:
         for k, file in enumerate(files):
             Path(folder, f"{k}.jpg").write_bytes(file)

@@ -310,7 +310,7 @@ def test_evaluation_batches_count_frames_and_leave_out_what_cannot_be_read(tmp_p
 
     view = common.EvalTransform(32, (0,) * 3, (1,) * 3)
     data = common.load_data(str(path), "train", frames=4)
-    index, _, features, bad = evaluation.embed.encode_images(
+    index, _, features, bad, _ = evaluation.embed.encode_images(
         Model(), data, view, CPU, batch=16, workers=2
     )
     assert max(sizes) == 4 and len(features) == 9 and [*bad] == ["003.mp4"]

@@ -11,7 +11,7 @@ from contrastive.core.files import read_json
 from contrastive.core.processes import UserError
 from contrastive.data import feature_cache
 from contrastive.data.batches import kept_text_draws
-from contrastive.encoders import weights
+from contrastive.encoders import feature_cache as cached_encoders, weights
 from contrastive.encoders.base import batchnorms
 from contrastive.encoders.feature_cache import CachedTokenizer, encode_frames
 from contrastive.encoders.models import model_of_spec
@@ -27,8 +27,8 @@ import mama
 import mmts
 import ncl
 import temo
-from helpers import CPU, few_steps, losses, run_script, tensors_of
 from variants import mama_qa, temo_experts
+from helpers import CPU, few_steps, losses, run_script, tensors_of
 
 SCRIPTS = {"ncl": ncl, "mmts": mmts, "mama": mama, "temo": temo}
 SIDE = 16
@@ -59,13 +59,12 @@ def flags_of(script, data, cache, *more):
             *OF_SCRIPT[script], *more]
 
 
-def image_features(root, num_views=2, encode=None, transform=None):
+def image_features(root, encode=None, transform=None):
     """ImageFeatures of an encoder whose features are the mean colours."""
     transform = transform or common.EvalTransform(SIDE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
     encode = encode or (lambda pixels: pixels.mean((-2, -1)))
     return feature_cache.ImageFeatures(
-        Path(root), "mean colours", encode, transform, num_views, device=CPU, workers=0
-    )
+        Path(root), "mean colours", encode, transform, device=CPU, workers=0)
 
 
 def refuses(words):
@@ -83,9 +82,9 @@ def test_a_frozen_body_does_not_change_and_its_projection_learns(tmp_path, capti
     start = {}
     resume = Run.resume
 
-    def watch(run, model, optimizer, **others):
+    def watch(run, model, *parts, **others):
         start.update({name: x.clone() for name, x in model.state_dict().items()})
-        resume(run, model, optimizer, **others)
+        resume(run, model, *parts, **others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "resume", watch)
@@ -129,13 +128,14 @@ def test_cached_features_give_the_losses_of_pixels(script, tmp_path, captions_cs
     )
 
 
-def test_the_first_draw_is_the_view_of_seed_0_in_epoch_0(tmp_path, captions_csv):
+def test_the_first_draw_is_the_view_of_seed_0_in_epoch_0(tmp_path, captions_csv, monkeypatch):
     """With random views of I and I~, and T~: until the second epoch such a run is the same."""
-    views = ["--image-aug", "simclr", "--cached-views", 1]
+    monkeypatch.setattr(feature_cache, "NUM_VIEWS", 1)
+    monkeypatch.setattr(cached_encoders, "NUM_VIEWS", 1)
     for cache in ("none", tmp_path / "cache"):
-        used = views if cache != "none" else views[:2]
         few_steps(temo, tmp_path / Path(cache).name, *FLAGS, "--dataset", captions_csv,
-                  "--freeze", "both", "--feature-cache", cache, *used, "--max-steps", 12)
+                  "--freeze", "both", "--feature-cache", cache, "--image-aug", "simclr",
+                  "--max-steps", 12)
     cached, plain = losses(tmp_path / "cache"), losses(tmp_path / "none")
     assert cached[:8] == pytest.approx(plain[:8], rel=1e-4)
     assert cached[9:] != pytest.approx(plain[9:], rel=1e-4)
@@ -176,7 +176,7 @@ def test_views_of_one_augment_are_different_draws(tmp_path, captions_csv):
     train = common.load_data(str(captions_csv), "train")
     augments = [common.Augment(SIDE, 0.3, flip) for flip in (0.5, 0.5, 0.0)]
     index = np.arange(len(train))
-    views = image_features(tmp_path, 3).views(train, augments)
+    views = image_features(tmp_path).views(train, augments)
     (one, two, third), rows = views.choose(7, 2, index)
     assert (rows == index).all() and len(views.tables) == 2
     for other_view in (two, third):  # two crops may both be the whole image
@@ -184,8 +184,8 @@ def test_views_of_one_augment_are_different_draws(tmp_path, captions_csv):
     again, _ = views.choose(7, 2, index)
     next_epoch, _ = views.choose(7, 3, index)
     assert torch.equal(one, again[0]) and not torch.equal(one, next_epoch[0])
-    draws = {tuple(x.tolist()) for k in range(20) for x in views.choose(7, k, index[:1])[0][0]}
-    assert len(draws) == 3
+    draws = {tuple(x.tolist()) for k in range(40) for x in views.choose(7, k, index[:1])[0][0]}
+    assert len(draws) == 4
 
 
 def test_texts_of_a_paraphrase_are_among_those_that_are_kept(tmp_path, captions_csv):
@@ -200,17 +200,10 @@ def test_texts_of_a_paraphrase_are_among_those_that_are_kept(tmp_path, captions_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CachedTokenizer, "encode", watch)
         few_steps(temo, tmp_path / "run", *FLAGS, "--dataset", captions_csv, "--freeze", "both",
-                  "--feature-cache", tmp_path / "cache", "--cached-views", 2, "--max-steps", 30)
+                  "--feature-cache", tmp_path / "cache", "--max-steps", 30)
     assert len(encoded) == 4  # the captions of train, val and test, and T~, each at once
     first, second = kept_text_draws(0, [3]), kept_text_draws(1, [3])
     assert first.shape == (1, 32) and not (first == second).any()
-
-
-def test_too_few_draws_for_two_views(tmp_path, captions_csv):
-    for views in (0, 1):
-        with refuses(f"--cached-views {views}: a step has 2 views of an image that have to"):
-            few_steps(temo, tmp_path / f"{views}", *FLAGS, "--dataset", captions_csv,
-                      "--freeze", "image", "--feature-cache", tmp_path, "--cached-views", views)
 
 
 # ----------------------------------------------- files --------------------------------------------
@@ -219,7 +212,8 @@ def test_existing_files_are_not_computed_again(tmp_path, captions_csv):
     augments = [common.Augment(SIDE, 0.3)]
     first = image_features(tmp_path).views(train, augments)
     again = image_features(tmp_path, encode=not_called).views(train, augments)
-    assert torch.equal(first.tables[0].tensor, again.tables[0].tensor)
+    rows = range(len(train))
+    assert torch.equal(first.tables[0].take(rows), again.tables[0].take(rows))
     (file,) = tmp_path.rglob("1-00000.npy")
     file.unlink()
     image_features(tmp_path).views(train, augments)
@@ -263,19 +257,20 @@ def test_what_changes_opens_another_folder(tmp_path, captions_csv):
     assert feature_cache.hash_of_tensors(model.state_dict()) != before
 
 
-def test_a_large_table_is_read_from_its_files(tmp_path, captions_csv, monkeypatch):
-    """Also if a data set has several files."""
+def test_a_table_of_several_files(tmp_path, captions_csv, monkeypatch):
+    """Of which few are open at a time."""
     train = common.load_data(str(captions_csv), "train")
     augments = [common.Augment(SIDE, 0.3), common.Augment(SIDE, 0.3)]
-    whole = image_features(tmp_path / "whole").views(train, augments)
-    monkeypatch.setattr(feature_cache, "ROWS_IN_FILE", 32)
-    monkeypatch.setattr(feature_cache, "MAX_IN_MEMORY", 0)
-    parts = image_features(tmp_path / "parts").views(train, augments)
-    assert parts.tables[0].tensor is None and len(parts.tables[0].blocks) == 6
     index = np.array([70, 0, 31, 32, 33])
-    for a, b in zip(whole.choose(1, 1, index)[0], parts.choose(1, 1, index)[0], strict=True):
+    whole = image_features(tmp_path / "whole").views(train, augments).choose(1, 1, index)[0]
+    monkeypatch.setattr(feature_cache, "ROWS_IN_FILE", 32)
+    parts = image_features(tmp_path / "parts").views(train, augments)
+    files = parts.tables[0].files
+    sizes = [len(feature_cache.open_file(file)) for file in files.values()]
+    assert sizes == [32, 32, len(train) - 64] * 4
+    assert feature_cache.open_file.cache_info().maxsize < 1024
+    for a, b in zip(whole, parts.choose(1, 1, index)[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert [len(block) for block in parts.tables[0].blocks] == [32, 32, len(train) - 64] * 2
 
 
 def test_what_cannot_be_read_is_replaced_in_training_and_left_out_in_evaluation(tmp_path):
@@ -349,15 +344,17 @@ def test_flags_that_are_refused(tmp_path, capsys):
         temo_experts.parse_args, ["--freeze", "image", "--image-expert", "x"])
 
 
-@pytest.mark.parametrize("script, flags, reason", [
-    (mama, ["--image-encoder", "video_vit_tiny_patch16_224", "--frames", 2], "reads whole clips"),
-    (mama_qa, ["--answers", 4], "not with questions, SSB, VGT or VAST"),
-])
+ENCODERS = [
+    (mama, ["--image-encoder", "video_vit_tiny_patch16_224", "--weighting", "none"],
+     "reads whole clips"),
+    (mama_qa, ["--answers", 4, "--weighting", "none"], "not with questions, SSB, VGT or VAST")]
+
+
+@pytest.mark.parametrize("script, flags, reason", ENCODERS)
 def test_encoders_that_are_refused(script, flags, reason, tmp_path):
     with refuses(reason):
         few_steps(script, tmp_path / "run", *FLAGS, "--dataset", "moving-emoji", "--clips", 16, 4,
-                  4, "--weighting", "none", "--freeze", "image", "--feature-cache", tmp_path,
-                  *flags)
+                  4, "--frames", 2, "--freeze", "image", "--feature-cache", tmp_path, *flags)
 
 
 # ----------------------------------------------- --recipe frozen ----------------------------------

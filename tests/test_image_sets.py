@@ -449,8 +449,8 @@ def test_cifar_long_tail(tmp_path):
     ):
         # the usual tail, in any other program
         common.load_data("cifar10-lt", "train", data_dir=root)
-    # by its plain name it has no val: everything is trained on, or --holdout-fraction 0.05 takes one out;
-    # cifar10-lt has one
+    # by its plain name it has no val: everything is trained on, or --holdout-fraction takes one
+    # out; cifar10-lt has one
     plain, held = (open_sets(0, name="cifar10", holdout_fraction=h) for h in (0, 0.05))
     assert set(plain) == {"train", "test"} and len(plain["train"]) == 200
     train, val = ({*held[s].keys()} for s in ("train", "val"))
@@ -613,8 +613,8 @@ def test_imagenet100_runs_without_val(lists, tmp_path, monkeypatch):
     few = summary["test"]["imagenet100-lt"]["few-shot"]
     assert {"top1", "head", "mid", "tail"} <= few.keys()
     assert len(probed[-1].neighbour_features) == 6  # the images of the list
-    with pytest.raises(UserError, match="imagenet100-lt has no val split; see --val-file"):
-        run_script(ts, tmp_path / "auto", *flags, *"--eval-epoch auto --eval-every 1".split())
+    with pytest.raises(UserError, match="val"):
+        run_script(ts, tmp_path / "best", *flags, *"--eval-epoch best --eval-every 1".split())
 
 
 def test_few_shot_probe_learns_from_its_own_images():

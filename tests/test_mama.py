@@ -137,7 +137,8 @@ def test_focal_and_spl_weights_by_hand():
         (1.0, [1] * 4),
         (0.0, [0, 1, 0, 0]),
     ):
-        assert mama.spl_weights(losses, share).tolist() == weights
+        assert mama.spl_weights(losses, 0, start=share).tolist() == weights
+    assert mama.spl_weights(losses, 0.5).tolist() == [1, 1, 0, 1]  # half way from 0.5 to 1
 
 
 def test_l2rw_weights_by_hand():
@@ -281,13 +282,13 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "build_model", watch_model)
     flags = (
         f"--weighting {weighting} --lr 0.05 --max-steps 2 --lr-schedule linear --lr-end 0 "
-        "--optimizer sgd --beta1 0"
+        "--optimizer sgd --betas 0 0"
     )
     run_script(
         mama,
         tmp_path / "run",
         *flags.split(),
-        *"--weight-decay 0 --grad-clip 0 --warmup-epochs 0".split(),
+        *"--weight-decay 0 --grad-clip 0 --warmup-fraction 0".split(),
         *(["--meta-lr", 0.01] if weighting == "meta" else []),
         base=BASE,
     )

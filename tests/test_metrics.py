@@ -155,8 +155,8 @@ def test_dual_softmax_against_loops():
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("same_text", ["positive", "wrong"])
 def test_a_perfect_model_and_a_text_that_two_items_have(same_text, grouped, monkeypatch):
-    """Items 1 and 6 of eight say 'b': from an item either text is right, or its twin ties with
-    its own and is wrong; from the text neither item can be told, whatever the flag."""
+    """Items 1 and 6 of eight say 'b': either the twin is right as well, in both directions, or it
+    ties with the text's own item, and counts as wrong."""
 
     def letters(texts):
         return F.one_hot(torch.tensor([ord(t) - ord("a") for t in texts]), 8).float()
@@ -177,13 +177,53 @@ def test_a_perfect_model_and_a_text_that_two_items_have(same_text, grouped, monk
     pieces = EvaluationPieces(data, np.arange(8), letters(captions))
     evaluation.retrieval.encode_captions(pieces, None, words, "cpu")
     metrics, chance = evaluation.retrieval.retrieval_both_ways(pieces)
-    assert pieces.num_repeated == 2 and metrics["text_to_image"]["R@1"] == 75
-    assert metrics["image_to_text"]["R@1"] == (100 if right else 75)
-    assert chance["image_to_text"]["R@1"] == pytest.approx(100 * (6 + 2 * (2 if right else 1)) / 64)
+    assert pieces.num_repeated == 2
+    for direction in ("text_to_image", "image_to_text"):
+        assert metrics[direction]["R@1"] == (100 if right else 75)
+        expected = 100 * (6 + 2 * (2 if right else 1)) / 64
+        assert chance[direction]["R@1"] == pytest.approx(expected)
     metrics |= {"captions": 8, f"repeated_captions_{same_text}": 2}
     said = evaluation.report.table("mine", metrics, {})
     assert f"8 captions, 2 repeated captions {same_text}; " in said
-    assert "nothing tells them apart" in said
+    assert ("nothing tells them apart" in said) == (not right)
+
+
+def test_every_image_with_the_words_of_a_query_is_right_and_the_other_way_round(monkeypatch):
+    """Image 0 has the captions x and y, image 1 y, image 2 z; rows 3 and 4 are one group of z, w.
+    """
+    monkeypatch.setattr(
+        evaluation.retrieval, "encode_texts", lambda model, words, texts, *_: torch.eye(len(texts)))
+    table = common.make_table(
+        [["x", "y"], ["y"], ["z"], ["z"], ["w"]], [*map(str, range(5))], group=[0, 1, 2, 3, 3])
+    pieces = EvaluationPieces(common.Data("mine", "test", table), np.arange(5), torch.eye(5, 6))
+    words = types.SimpleNamespace(count_cut=lambda texts: 0)
+    evaluation.retrieval.encode_captions(pieces, None, words, "cpu")
+
+    def items(positives):
+        return [[item for item in row if item >= 0] for row in positives.tolist()]
+
+    assert pieces.texts == ["x", "y", "y", "z", "z", "w"] and pieces.num_repeated == 4
+    assert items(pieces.positives) == [[0], [0, 1], [0, 1], [2, 3, 4], [2, 3, 4], [3, 4]]
+    assert items(pieces.positives_of_image) == [
+        [0, 1, 2], [1, 2], [3, 4], [3, 4, 5], [3, 4, 5]]
+
+
+def test_images_with_the_same_pixels_are_counted():
+    pixels = torch.arange(7)[:, None, None, None].expand(7, 3, 4, 4).to(torch.uint8).clone()
+    pixels[5] = pixels[0]
+    pixels[6] = pixels[0]
+    pixels[4] = pixels[0]
+    pixels[4, 0, 0, 0] += 1
+    table = common.make_table([["a"]] * 7, [*map(str, range(7))])
+    data = common.Data("mine", "test", table, pixels=pixels)
+    view = common.EvalTransform(4, (0,) * 3, (1,) * 3)
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return x.flatten(1), None, x.flatten(1)
+
+    encoded = evaluation.embed.encode_images(Model(), data, view, torch.device("cpu"), batch=2)
+    assert encoded.num_identical == 3
 
 
 # ---------------------------------------- the space ----------------------------------------------

@@ -252,7 +252,7 @@ def test_the_queues_are_the_training_batches(tmp_path):
 
     def encoded(split):
         data = common.load_data("moving-emoji", split, frames=2, image_size=16, clips=[64, 16, 16])
-        index, video, _, _ = evaluation.embed.encode_images(model, data, transform, CPU)
+        index, video, _, _, _ = evaluation.embed.encode_images(model, data, transform, CPU)
         captions = [[data.captions(i)[k] for i in index] for k in range(3)]
         texts = [evaluation.embed.encode_texts(model, tokenizer, c, CPU) for c in captions]
         return common.normalize(video), common.normalize(torch.stack(texts))  # (M, D), (3, M, D)

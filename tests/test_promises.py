@@ -41,7 +41,7 @@ class Program(NamedTuple):
 PROGRAMS = {
     "temo": Program("temo"),
     "temo, learnt tau": Program("temo", "--baseline --learnable-tau", has_state=True),
-    "temo, frozen": Program("temo", "--freeze both --feature-cache {cache} --cached-views 3"),
+    "temo, frozen": Program("temo", "--freeze both --feature-cache {cache}"),
     "ts": Program("temperature_schedules", "--period 3", has_state=True),
     "ts, learnt tau": Program(
         "temperature_schedules", "--baseline --learnable-tau", has_state=True),

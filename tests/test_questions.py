@@ -441,7 +441,7 @@ HOW = (
     "--workers 0 --cpu --image-encoder small --text-encoder small --no-pretrained --embed-dim 16 "
     "--image-size 32 --frames 2 --text-length 16 --eval-every 0 --log-every 1 --batch-size 10 "
     "--meta-batch-size 4 --meta-size 8 "
-    "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0"
+    "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-fraction 0"
 ).split()
 
 

@@ -101,18 +101,13 @@ class RecordingNamespace(Namespace):
 UNREAD = {
     "recipe": "the parser reads it",
     "baseline": "a preset: the parser reads it",
-    "row": "a preset: the parser reads it",
     "epochs": "--max-steps is given",
-    "cached_views": "with --freeze",
     "feature_cache": "with --freeze",
 }
 SMALL = (
     "--cpu --workers 0 --max-steps 2 --batch-size 8 --image-size 16 --log-every 1 --eval-every 1")
 WORDS = {  # flags beside which others have an effect
-    "temo": "--image-aug simclr --randaugment-ops 1",
-    "mmts": "--randaugment-ops 1",
-    "ncl": "--randaugment-ops 1",
-    "mama": "--randaugment-ops 1",
+    "temo": "--image-aug simclr",
     "temperature_schedules": "",
 }
 
@@ -132,7 +127,7 @@ def test_a_run_reads_every_flag(name, tmp_path, monkeypatch):
         return args
 
     monkeypatch.setattr(script, "parse_args", recording)
-    run_script(script, tmp_path / "run", *SMALL.split(), *WORDS[name].split())
+    run_script(script, tmp_path / "run", *SMALL.split(), *WORDS.get(name, "").split())
     flags = set()
     for action in parsers[0]._actions:
         if not isinstance(action, argparse._HelpAction):

@@ -33,7 +33,8 @@ NUM_STEPS, SAVE_STEP, KILL_STEP = 10, 5, 7
 SMALL = "--image-size 16 --batch-size 16 --lr 0.05".split()  # a user's flags may say otherwise
 FIXED = [
     *"--workers 0 --mixed-precision no --no-compile --chunk-size 0 --optimizer sgd".split(),
-    *"--warmup-epochs 0 --lr-schedule constant --grad-clip 0 --log-every 1 --eval-every 0".split(),
+    *"--warmup-fraction 0 --lr-schedule constant --grad-clip 0".split(),
+    *"--log-every 1 --eval-every 0".split(),
     "--max-steps", str(NUM_STEPS), "--save-every", str(SAVE_STEP)]
 # largest differences; the state is looser, for Adam of MAMA's network: signs near 0 turn
 LIMITS = {"losses": 1e-3, "weights": 0.05, "state of the loss": 0.2}

@@ -151,7 +151,7 @@ def model_card(run, spec, args):
 def warnings_of(spec):
     """Sentences on what may differ or fail where open_clip loads the model of a spec."""
     warnings = []
-    if spec["clean_captions"]:
+    if spec.get("clean_captions"):
         warnings.append("WARNING: open_clip does not clean captions, as the run did: its retrieval "
                         "differs")
     text_encoder = spec["text_encoder"]

@@ -73,14 +73,14 @@ def question_loss(  # noqa: PLR0917
 # ======================================================= flags ====================================
 SMALL = dict(
     tau=0.1, frames=4, frame_sampling="random", image_size=32, text_length=24, epochs=10.0,
-    batch_size=64, warmup_epochs=1.0, meta_every=4, crop_min=0.8, jitter=0.2, save_every=120,
+    batch_size=64, warmup_fraction=0.1, meta_every=4, crop_min=0.8, jitter=0.2, save_every=120,
     eval_every=100)
 QUESTIONS = dict(
     source="paper; warm-up, schedule and clipping from the authors' code or ours",
     image_encoder="swin3d_b", text_encoder="google-bert/bert-base-uncased", pretrained=True,
     embed_dim=768, image_size=224, frames=5, frame_sampling="random",
     text_length=30, text_pooling="cls",
-    epochs=10.0, batch_size=4, lr=2e-5, lr_end=0.0, warmup_epochs=0.1, weight_decay=1e-3,
+    epochs=10.0, batch_size=4, lr=2e-5, lr_end=0.0, warmup_fraction=0.01, weight_decay=1e-3,
     meta_lr=2e-5, meta_batch_size=4, log_every=50, save_every=1000)
 MSVD_QA = QUESTIONS | dict(answers=1000)                                   # VIOLET's
 TGIF_FRAME = QUESTIONS | dict(answers=1540)                                # VIOLET's
@@ -89,8 +89,8 @@ CHOICES = QUESTIONS | dict(task="qa-choice", text_length=60)               # of 
 GRAPH = dict(
     source="the paper's batch, epochs, frames and rate; sizes and all else from VGT's code",
     qa_model="vgt", image_encoder="regions", embed_dim=512, regions=10, frames=32, text_length=20,
-    epochs=30.0, optimizer="adam", lr=1e-5, meta_lr=1e-5, warmup_epochs=0.0, weight_decay=0.0,
-    beta2=0.999, grad_clip=12.0)
+    epochs=30.0, optimizer="adam", lr=1e-5, meta_lr=1e-5, warmup_fraction=0.0,
+    weight_decay=0.0, betas=[0.9, 0.999], grad_clip=12.0)
 CHOICE_GRAPH = CHOICES | GRAPH
 RECIPES = {
     "moving-emoji": SMALL | dict(source="ours; small encoders from scratch", fusion_layers=1),
@@ -144,7 +144,8 @@ def parse_args(argv=None):
         help="regions R of a frame for --qa-model vgt; VGT's code 5 on NExT-QA, else 10")
     add("--vgt-dropout", type=between(0, 0.9999999), default=0.3,
         help="dropout of VGT's layers, 0..1; the text encoder keeps its own; VGT's code 0.3")
-    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0, jitter_p=1.0)
+    mama.add_caption_flags(parser)
+    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
     return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 
@@ -173,8 +174,6 @@ def check_flags(parser, args):
     parser.require(not is_vgt or args.crop_min == 1 and args.flip == 0,
                    "--qa-model vgt: its boxes are those of the whole frame; give --crop-min 1 "
                    "--flip 0")
-    parser.require(not is_vgt or not args.clean_captions,
-                   "--clean-captions would break up the [SEP] of --qa-model vgt; leave it out")
 
 
 # ======================================================= main =====================================
@@ -185,9 +184,9 @@ def main(args):
     # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
     questions = answers.question_settings(train, args)                     # of the model
-    meta = None
+    meta_data = None
     if mama.has_meta_data(args):
-        meta, eval_sets = common.meta_data(train, eval_sets, args, task=args.task)
+        meta_data, eval_sets = common.meta_data(train, eval_sets, args, task=args.task)
     args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
@@ -232,16 +231,18 @@ def main(args):
     batches = run.batches([view], transform)
     meta_every = args.meta_every if args.weighting == "meta" else 1
     if mama.looks_ahead(args):
-        meta_batches = common.meta_batches(meta, view, transform, run, every=meta_every)
+        meta_batches = common.meta_batches(meta_data, view, transform, run, every=meta_every)
         Theta = common.trained_parameters(plain_model)                     # {name: parameter}
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
+    # the first step, and each quarter of the run
     pictured_steps = {max(1, round(k * steps.total / 4)) for k in range(5)}
     # PyTorch warns of a function that its own forward mode calls
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
-    lines = mama.banner_lines(args, steps.total, meta) | banner_lines(questions, train, args)
+    lines = mama.banner_lines(args, steps.total, meta_data)
+    lines |= banner_lines(questions, train, args)
     run.start(evaluator, shown=("L", "CE", "answered"), **lines)
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "rows": B each
         lr = common.learning_rate(run.step, steps, args)
@@ -258,11 +259,11 @@ def main(args):
             meta_batch = next(meta_batches)
             batch["bad"] += meta_batch["bad"]                              # are listed, too
             examples = inputs, target
-            meta_examples = inputs_of(meta_batch, tokenizer, meta, questions)
+            meta_examples = inputs_of(meta_batch, tokenizer, meta_data, questions)
             losses = look_ahead_losses(plain_model, criterion, accelerator.device)
             if args.weighting == "meta":
                 gradient = weightnet_gradient(                             # Eqs. 9, 12
-                    losses, Theta, examples, meta_examples, weight_net, args.virtual_lr or lr)
+                    losses, Theta, examples, meta_examples, weight_net, virtual_lr=lr)
                 mama.update_weight_net(weight_net, meta_optimizer, gradient)         # Eq. 10
             else:
                 gain = meta_gain(losses, Theta, examples, meta_examples)   # (B,)
@@ -297,7 +298,7 @@ def main(args):
 
     # ------------------------------------------- save and evaluate --------------------------------
     if args.meta_set == "val":
-        common.save_meta_names(run, meta)                                  # eval.py leaves them out
+        common.save_meta_names(run, meta_data)                             # eval.py leaves them out
     column = "answer" if args.task == "qa-open" else "question"
     common.save_training_texts(run, answers.rows_with_questions(train), column)      # Figs. 2, 5
     return run.finish(figures="mama")

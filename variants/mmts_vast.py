@@ -176,8 +176,8 @@ YOUCOOK2 = dict(
     frames=8, eval_frames=16, frame_sampling="random",  # in evaluation the middles of segments
     text_length=40, text_pooling="cls",
     epochs=30.0, batch_size=64, chunk_size=4, lr=3e-5, lr_scale=[f"image={5e-7 / 3e-5}"],
-    lr_end=0.0, lr_schedule="linear", warmup_epochs=0.0, warmup_fraction=0.1,
-    weight_decay=0.01, beta2=0.98, eps=1e-6, grad_clip=0.0, drop_path=0.4,
+    lr_end=0.0, lr_schedule="linear", warmup_fraction=0.1,
+    weight_decay=0.01, eps=1e-6, grad_clip=0.0, drop_path=0.4,
     tau=0.07, alpha=0.06, shift_min=0.06, shift_max=0.09,
     crop_min=1.0, flip=0.0, mixed_precision="fp16", log_every=20)
 SSV2_LT = YOUCOOK2 | dict(
@@ -199,13 +199,18 @@ def parse_args(argv=None):
     method.add_argument("--negatives-tau", type=positive_float, default=0.07,
                         help="temperature at which hard negatives are drawn, unless it is learnt; "
                              "VAST 0.07")
+    vast = parser.add_argument_group("VAST's fine-tuning")
+    parser.add_eps_flag(vast)
+    vast.add_argument("--drop-path", type=common.below_one, default=0.0,
+                      help="probability with which the last residual branch of the image encoder "
+                           "is dropped in training, 0..1, of earlier ones in proportion; VAST 0.4")
     clips = parser.add_argument_group("clips")
     clips.add_argument("--modalities", choices=MODALITIES, default="vas",
                        help="what is read of a clip, as far as the data have it: v frames, a "
                             "sound, s a subtitle")
     clips.add_argument("--eval-frames", type=common.int_ge0, default=0,
                        help="frames of a clip of val and test; VAST 16; 0 = as in training")
-    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0, jitter_p=1.0)
+    parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
     return parser.parse(argv, RECIPES, {"--baseline": mmts.BASELINE}, check_flags)
 
 
@@ -241,6 +246,8 @@ def main(args):
     common.set_seed(args.seed)
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
+    if args.drop_path:
+        common.set_drop_path(model, args.drop_path)
     # after the model, so that its initial weights do not depend on the clusters
     clusters = common.open_clusters(
         run.folder, args, train, accelerator.device,
@@ -249,7 +256,7 @@ def main(args):
     if args.learnable_tau:
         temperature = LinearTemperature(first_tau(args, model), args.tau_clamp)
     temperature.to(accelerator.device)
-    optimizer = common.make_optimizer([model, temperature], args)
+    optimizer = common.make_optimizer([model, temperature], args, args.eps)
     parameters = [*model.parameters(), *temperature.parameters()]
 
     # >>> shared: prepare

@@ -88,8 +88,8 @@ SSB = dict(
     text_pooling="ssb", embed_dim=1024,                                    # memory
     optimizer="adam", lr=5e-5, grad_clip=0.2, batch_size=64,               # memory
     weight_decay=1e-5,                                                     # memory, weak
-    lr_schedule="constant", lr_end=5e-5, warmup_epochs=0.0,                # ours
-    beta2=0.999,                                                           # Adam's own
+    lr_schedule="constant", lr_end=5e-5, warmup_fraction=0.0,              # ours
+    betas=[0.9, 0.999],                                                    # Adam's own
     # memory, of MSR-VTT; that an epoch counts captions, not clips, is ours
     epochs=20.0, frames=32, text_length=100, unfold_captions=True,
     log_every=50)
@@ -139,6 +139,7 @@ def parse_args(argv=None):
     method.add_argument("--support-tau", type=positive_float, default=0.1,
                         help="temperature that weights the videos of the support set; ours 0.1")
 
+    parser.add_unfold_flag(parser.add_argument_group("captions"))
     encoders = parser.add_argument_group("SSB's encoders")
     encoders.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
                           help="folders of features, VIDEO.npy of shape (time, width), such as "

@@ -26,7 +26,7 @@ import math
 import common
 
 from common import (
-    Evaluator, GradCache, Parser, Run, batchnorms, clean_exit, fraction, functional_call,
+    Evaluator, GradCache, Parser, Run, batchnorms, clean_exit, fraction,
     positive_float)
 from temperature_schedules import (
     SimCLRNet, add_image_flags, check_image_flags, decay_vectors, log_spheres, nt_xent, simclr_head,
@@ -96,7 +96,7 @@ class SDCLRNet(SimCLRNet):
             return super().forward(pixels)
         pruned_tensors = self.pruned_tensors(masks)
         dense = self(pixels[:half])                                        # (B, D)
-        pruned = functional_call(self, pruned_tensors, {"pixels": pixels[half:]})  # (B, D)
+        pruned = torch.func.functional_call(self, pruned_tensors, pixels[half:])           # (B, D)
         return torch.cat([dense, pruned])
 
     def pruned_tensors(self, masks):
@@ -128,18 +128,20 @@ def encode(model, masks, u, v):
 CIFAR = dict(
     source="SDCLR's code; lengths, optimiser and views as TS",
     image_encoder="resnet18-cifar", image_size=32, image_stats="imagenet",
-    epochs=2000.0, batch_size=512, warmup_epochs=10.0,
-    optimizer="sgd", lr=0.5, lr_end=1e-6, weight_decay=1e-4, beta2=0.999, grad_clip=0.0,
+    epochs=2000.0, batch_size=512, warmup_fraction=10 / 2000,
+    optimizer="sgd", lr=0.5, lr_end=1e-6, weight_decay=1e-4,
+    betas=[0.9, 0.999], grad_clip=0.0,
     imbalance_ratio=100.0, train_features="augmented", eval_epoch="best",
     save_every=1000, log_every=50)
 IMAGENET100 = CIFAR | dict(
     tau=0.3, prune=0.3,
-    image_encoder="resnet50", image_size=224, epochs=800.0, crop_min=0.08, blur=0.5,
+    image_encoder="resnet50", image_size=224, epochs=800.0,
+    warmup_fraction=10 / 800, crop_min=0.08, blur=0.5,
     imbalance_ratio=0.0, train_features="clean", eval_epoch="last",
     eval_crop=0.875, shot_limits=[100, 20])
 SMALL = dict(
     source="ours; small encoder from scratch",
-    epochs=30.0, weight_decay=0.05, beta2=0.999, grad_clip=0.0,
+    epochs=30.0, warmup_fraction=2 / 30, weight_decay=0.05, betas=[0.9, 0.999], grad_clip=0.0,
     head_norm="none", decay_all=False, crop_min=0.3)
 EMOJI = SMALL | dict(
     source="ours", image_size=32,

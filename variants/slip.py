@@ -102,7 +102,7 @@ CC12M = dict(
     image_encoder="vit_base_patch16_224", text_encoder="openai/clip-vit-base-patch32",
     embed_dim=512, image_size=224, image_stats="imagenet", text_length=77,
     epochs=30.0, batch_size=4096, chunk_size=128, lr=3e-3, lr_end=1e-5, weight_decay=0.1,
-    beta2=0.98, grad_clip=0.0, warmup_epochs=1.0,
+    grad_clip=0.0, warmup_fraction=1 / 30,
     flip=0.0,
     mixed_precision="bf16", eval_datasets=["cc12m", "coco", "flickr30k"],
     class_names="clip", prompts="slip",                                    # of ImageNet
@@ -124,7 +124,7 @@ def parse_args(argv=None):
                         help="temperature of NT-Xent; SLIP 0.1")
     method.add_argument("--image-weight", type=nonnegative_float, default=1.0,
                         help="weight of NT-Xent; SLIP 1")
-    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=0.8)
+    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0)
     parser.add_simclr_view_flags()
     return parser.parse(argv, RECIPES)
 
@@ -171,8 +171,8 @@ def main(args):
                            functools.partial(encode_views, model))
 
     # ------------------------------------------- views --------------------------------------------
-    strong = common.simclr_view(args)
-    batches = run.batches([common.training_view(args), strong, strong], transform)
+    view, strong = common.training_view(args, jitter_p=0.8), common.simclr_view(args)
+    batches = run.batches([view, strong, strong], transform)
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(

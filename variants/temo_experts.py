@@ -75,9 +75,10 @@ CC3M = dict(
     pretrained=True, embed_dim=256, projection_bias=True,
     image_size=256, image_stats="clip", eval_resize="squash",
     text_length=30, text_pooling="cls", clean_captions=True,
-    epochs=30.0, batch_size=2048, lr=8e-4, lr_end=1e-5, weight_decay=0.02, beta2=0.999,
-    grad_clip=0.0, warmup_epochs=1.4,                                      # 2,000 steps
-    randaugment_ops=2, randaugment_magnitude=21,
+    epochs=30.0, batch_size=2048, lr=8e-4, lr_end=1e-5, weight_decay=0.02,
+    betas=[0.9, 0.999], grad_clip=0.0,
+    warmup_fraction=1.4 / 30,                                              # 2,000 steps
+    randaugment=[2, 21],
     mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"],
     log_every=50, save_every=1000)
 OWN = SMALL | dict(source="ours; small encoders from scratch")
@@ -110,7 +111,8 @@ def parse_args(argv=None):
                         help="lowest temperature of a pair")
     method.add_argument("--tau-alpha", type=nonnegative_float, default=0.04,
                         help="highest minus lowest temperature of a pair")
-    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=0.8)
+    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, randaugment=True)
+    parser.add_cc3m_flags()
     return parser.parse(argv, RECIPES, check=check_flags)
 
 
@@ -171,7 +173,7 @@ def main(args):
     grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views and texts ----------------------------------
-    views = [common.training_view(args)]                                   # I
+    views = [common.training_view(args, jitter_p=0.8)]                     # I
     expert_view = 0                                                        # that of I
     if image_expert and args.expert_inputs == "clean":
         views.append(common.Augment(args.image_size, squash=True))         # the whole image

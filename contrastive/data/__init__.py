@@ -291,7 +291,7 @@ def open_data(args):
             f"--eval-every {args.eval_every}: {', '.join(evaluation_sets)} without a val split, "
             "which it would evaluate; --holdout-fraction 0.05 takes one out of train, --eval-every "
             "0 evaluates only at the end")
-    for word in args.extra_pairs:
+    for word in getattr(args, "extra_pairs", []):
         train = add_pairs(train, open_pairs(word, args), evaluation_sets, f"--extra-pairs {word}")
     return train, evaluation_sets
 

@@ -5,19 +5,17 @@ name is a hash of all that they depend on, so that no feature is ever out of dat
 4,096 rows in float32. It is written under another name and renamed, and one that exists is not
 computed again: an interruption, several processes and several runs at a time need nothing else.
 
-Images and clips are kept as evaluation sees them ("plain"), and those of a training set in V draws
-of each view: the draws that a run with --seed 0 makes in its epochs 0 to V - 1. The features of a
-row that cannot be read are NaN.
+Images and clips are kept as evaluation sees them ("plain"), and those of a training set in four
+draws of each view: the draws that a run with --seed 0 makes in its first four epochs. The features
+of a row that cannot be read are NaN.
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
 import json
 import os
 import secrets
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,11 +31,12 @@ import torch
 
 FORMAT = 2  # a part of every hash; it changes when the same flags give other features
 ROWS_IN_FILE = 4096
-MAX_IN_MEMORY = 2**30  # bytes of features that are kept as a tensor on the device
+OPEN_FILES = 256  # of which a process may have 1,024
 # Images or frames that are encoded at a time. On a CPU each takes 1.5 times as long in batches of
 # 64 as in batches of 16, since the activations leave its caches.
 BATCH = {"cpu": 16, "cuda": 256}
-VIEW_SEED = 0  # of the draws that are kept
+NUM_VIEWS = 4  # V draws that are kept of each view
+VIEW_SEED = 0  # of these draws
 VIEW_CHOICE = 200  # stream of random numbers that choose among the draws, one for each Augment
 
 
@@ -91,42 +90,48 @@ def state_of_file(path):
 
 
 # ---- files ----
+@functools.lru_cache(maxsize=OPEN_FILES)
+def open_file(path):
+    """The features of a file, mapped into memory; each open one takes a file of the process."""
+    return np.load(path, mmap_mode="r")
+
+
 class FeatureTable:
-    """The features of all rows of a data set in one or several views.
+    """The features of all rows of a data set in one or several views, in their files.
 
     Args:
-        blocks: arrays (up to 4,096, ...) of the rows of the first view, then of the next one.
+        files: {(view, number of the block): path}.
         num_rows: M.
         device: of the features that are taken.
     """
 
-    def __init__(self, blocks, num_rows, device):
-        self.blocks = blocks
+    def __init__(self, files, num_rows, device):
+        self.files = files
         self.num_rows = num_rows
         self.device = device
-        self.tensor = None
-        if sum(block.nbytes for block in blocks) <= MAX_IN_MEMORY:
-            self.tensor = torch.from_numpy(np.concatenate(blocks)).to(device)  # (V * M, ...)
 
-    def take(self, rows, views=0):
-        """The features (B, ...) of rows (B,) in views (B,), on the device."""
-        offsets = views * self.num_rows + np.asarray(rows)                  # (B,)
-        if self.tensor is not None:
-            return self.tensor[to_device(torch.from_numpy(offsets), self.device)]
-        blocks_of_view = -(-self.num_rows // ROWS_IN_FILE)
-        features = []
-        for offset in offsets.tolist():
-            view, row = divmod(offset, self.num_rows)
-            block = self.blocks[view * blocks_of_view + row // ROWS_IN_FILE]
-            features.append(block[row % ROWS_IN_FILE])
-        return to_device(torch.from_numpy(np.stack(features)), self.device)
+    def row(self, row, view=0):
+        """The features (...) of a row, on the CPU."""
+        block, place = divmod(row, ROWS_IN_FILE)
+        return torch.from_numpy(np.array(open_file(self.files[view, block])[place]))
+
+    def take(self, rows, views=None):
+        """The features (B, ...) of rows (B,) in views (B,), None = the first, on the device."""
+        if views is None:
+            views = np.zeros(len(rows), int)
+        features = [self.row(int(row), int(view)) for row, view in zip(rows, views)]
+        return to_device(torch.stack(features), self.device)
 
     @functools.cached_property
     def is_readable(self):
         """(M,) whether a row could be read, in all views."""
-        first_values = [block.reshape(len(block), -1)[:, 0] for block in self.blocks]
-        is_number = ~np.isnan(np.concatenate(first_values))                 # (V * M,)
-        return is_number.reshape(-1, self.num_rows).all(0)
+        is_readable = np.ones(self.num_rows, bool)
+        for (_, block), file in self.files.items():
+            features = open_file(file)
+            first_values = features.reshape(len(features), -1)[:, 0]
+            start = block * ROWS_IN_FILE
+            is_readable[start:start + len(features)] &= ~np.isnan(first_values)
+        return is_readable
 
     def read(self, rows):
         """As read_batch, of the first view."""
@@ -143,25 +148,26 @@ class FeatureTable:
 class Block(NamedTuple):
     """Rows of one view that stand in one file of each folder."""
 
-    number: int
     view: int
+    number: int  # in the view
     rows: range
-    files: list
+
+    def file(self, folder):
+        """The path of the features in a folder."""
+        return folder / f"{self.view}-{self.number:05}.npy"
 
     def chunks(self, size):
         """Lists of at most `size` rows."""
         return [list(self.rows[k:k + size]) for k in range(0, len(self.rows), size)]
 
 
-def blocks_of(folders, num_rows, num_views=1):
+def blocks_of(num_rows, num_views):
     """The Blocks of a data set, view by view."""
     blocks = []
     for view in range(num_views):
-        for start in range(0, num_rows, ROWS_IN_FILE):
+        for number, start in enumerate(range(0, num_rows, ROWS_IN_FILE)):
             rows = range(start, min(start + ROWS_IN_FILE, num_rows))
-            name = f"{view}-{start // ROWS_IN_FILE:05}.npy"
-            files = [folder / name for folder in folders]
-            blocks.append(Block(len(blocks), view, rows, files))
+            blocks.append(Block(view, number, rows))
     return blocks
 
 
@@ -174,59 +180,45 @@ def open_tables(folders, num_rows, device, encode, *, title, num_views=1):
             which are the rows of the blocks in order.
         title: what is encoded, in words.
     """
-    blocks = blocks_of(folders, num_rows, num_views)
-    missing = []
-    for block in blocks:
-        if not all(file.exists() for file in block.files):
-            missing.append(block)
-    own_blocks = [block for block in missing if block.number % world_size() == rank()]
+    blocks = blocks_of(num_rows, num_views)
+    own_blocks = []
+    for number, block in enumerate(blocks):
+        is_whole = all(block.file(folder).exists() for folder in folders)
+        if not is_whole and number % world_size() == rank():
+            own_blocks.append(block)
     if own_blocks:
-        write_blocks(own_blocks, encode(own_blocks), title, num_files=len(missing) * len(folders))
+        print_main(f"{title}: features are computed once, and kept below {folders[0].parent}")
+        write_blocks(folders, own_blocks, encode(own_blocks), title)
     barrier()
     tables = []
-    for k, folder in enumerate(folders):
-        with opening(folder):
-            arrays = [np.load(block.files[k], mmap_mode="r") for block in blocks]
-        tables.append(FeatureTable(arrays, num_rows, device))
+    for folder in folders:
+        files = {(block.view, block.number): block.file(folder) for block in blocks}
+        tables.append(FeatureTable(files, num_rows, device))
     return tables
 
 
-def write_blocks(blocks, parts, title, num_files):
+def write_blocks(folders, blocks, parts, title):
     """Writes the files of the blocks of this process, with a progress bar.
 
     Args:
         parts: what `encode` of open_tables returns.
-        num_files: that all processes write together.
     """
     from tqdm import tqdm
 
-    start = time.perf_counter()
     bar = tqdm(total=sum(len(block.rows) for block in blocks), desc=title, unit="row",
                disable=rank() > 0, dynamic_ncols=True)
     for block in blocks:
-        columns = [[] for _ in block.files]
+        columns = [[] for _ in folders]
         num_rows = 0
         while num_rows < len(block.rows):
             part = next(parts)
             for column, features in zip(columns, part):
                 column.append(features.float().cpu().numpy())               # (b, ...)
-            if bar.n == 0:
-                minutes = (time.perf_counter() - start) * bar.total / len(part[0]) / 60
-                print_main(announcement(title, num_files, columns[0][0], minutes, block))
             num_rows += len(part[0])
             bar.update(len(part[0]))
-        for file, column in zip(block.files, columns):
-            write_features(file, np.concatenate(column))
+        for folder, column in zip(folders, columns):
+            write_features(block.file(folder), np.concatenate(column))
     bar.close()
-
-
-def announcement(title, num_files, features, minutes, block):
-    """The line that is printed when the first features (b, ...) are known."""
-    row_bytes = features[0].nbytes
-    size = num_files * len(block.rows) * row_bytes / 1e9
-    return (f"{title}: features are computed once, {num_files:,} files of up to "
-            f"{len(block.rows):,} rows, {size:.2g} GB, about {minutes:.1f} minutes, below "
-            f"{block.files[0].parents[1]}")
 
 
 def write_features(file, features):
@@ -247,17 +239,15 @@ class ImageFeatures:
         encoder: hash of the encoder and its weights.
         encode: function of normalised pixels (b, [T,] 3, S, S) -> features (b, [T,] width).
         transform: EvalTransform, whose statistics normalise the views.
-        num_views: V draws of each view; 0 = training sees plain images.
         device: of the encoder and the features.
         workers: loader processes.
     """
 
-    def __init__(self, root, encoder, encode, transform, num_views, *, device, workers):
+    def __init__(self, root, encoder, encode, transform, *, device, workers):
         self.root = root
         self.encoder = encoder
         self.encode = encode
         self.transform = transform
-        self.num_views = num_views
         self.device = device
         self.workers = workers
         # By the id of a Data. `hashes` holds the Data, too, so that no other one gets its id, in
@@ -282,15 +272,15 @@ class ImageFeatures:
         if cache_key not in self.tables:
             folder = self.root / hash_of(
                 encoder=self.encoder, rows=self.hash_of_rows(data), transform=vars(transform))
-            encode = functools.partial(self.encode_plain, data, transform)
-            table, = open_tables([folder], len(data), self.device, encode,
-                                 title=data.full_name)
+            batches = functools.partial(self.plain_batches, data, transform)
+            table, = open_tables(
+                [folder], len(data), self.device, functools.partial(self.encode_batches, batches),
+                title=data.full_name)
             self.tables[cache_key] = table
         return self.tables[cache_key]
 
-    @torch.no_grad()
-    def encode_plain(self, data, transform, blocks):
-        """Yields the features of plain images, as open_tables wants them."""
+    def plain_batches(self, data, transform, blocks):
+        """Yields ([pixels (b, ...)], whether each row could be read (b,)) of the rows of blocks."""
         chunks = []
         for block in blocks:
             chunks += block.chunks(self.batch_size(data))
@@ -299,24 +289,24 @@ class ImageFeatures:
             pin_memory=self.device.type == "cuda",
             collate_fn=functools.partial(read_batch, data, transform))
         for rows, (readable, pixels, *_) in zip(chunks, batches):
-            if pixels is None:  # one image of zeros, for the shape of the features
-                pixels = torch.zeros(1, *shape_of_clips(data), 3, transform.size, transform.size)
+            is_readable = torch.from_numpy(np.isin(rows, readable))         # (b,)
+            if pixels is None:
+                pixels = torch.zeros(0, *shape_of_clips(data), 3, transform.size, transform.size)
+            if len(pixels) < len(rows):  # zeros, for the shape of the features
+                whole = pixels.new_zeros(len(rows), *pixels.shape[1:])
+                whole[is_readable] = pixels
+                pixels = whole
             pixels = pixels.to(self.device, non_blocking=True)
             if pixels.dtype == torch.uint8:
                 pixels = transform.normalise(pixels.float() / 255)
-            encoded = self.encode(pixels)                                   # (b, ...)
-            features = encoded.new_full((len(rows), *encoded.shape[1:]), torch.nan)
-            is_readable = torch.from_numpy(np.isin(rows, readable))         # (B,)
-            features[is_readable.to(self.device)] = encoded[:len(readable)]
-            yield [features]
+            yield [pixels], is_readable
 
     # ---- views of training ----
     def views(self, data, augments):
         """The CachedViews of a training set. Collective.
 
         Args:
-            augments: an Augment for each view of a step.
-        Raises: UserError if there are fewer draws than views that have to differ.
+            augments: an Augment for each view of a step, at most NUM_VIEWS of which are the same.
         """
         distinct = []
         augment_of_view = []
@@ -325,16 +315,7 @@ class ImageFeatures:
             if augment not in distinct:
                 distinct.append(augment)
             augment_of_view.append(distinct.index(augment))
-        num_alike = max(collections.Counter(augment_of_view).values())
-        if self.num_views == 0:
-            num_alike = len(augments)
-        if num_alike > max(1, self.num_views):
-            raise UserError(f"--cached-views {self.num_views}: a step has {num_alike} views of an "
-                            f"image that have to differ; give --cached-views {num_alike} or more")
-        if self.num_views == 0:
-            return CachedViews([self.plain(data, self.transform)], augment_of_view, 1)
-        tables = self.open_views(data, distinct)
-        return CachedViews(tables, augment_of_view, self.num_views)
+        return CachedViews(self.open_views(data, distinct), augment_of_view)
 
     def open_views(self, data, augments):
         """A FeatureTable of V draws for each Augment."""
@@ -344,13 +325,13 @@ class ImageFeatures:
                 encoder=self.encoder, rows=self.hash_of_rows(data),
                 augment=dataclasses.asdict(augment), stream=stream,
                 mean=self.transform.mean, std=self.transform.std))
-        encode = functools.partial(self.encode_views, data, augments)
-        return open_tables(folders, len(data), self.device, encode, num_views=self.num_views,
-                           title=f"{data.full_name}, {self.num_views} views")
+        batches = functools.partial(self.view_batches, data, augments)
+        return open_tables(
+            folders, len(data), self.device, functools.partial(self.encode_batches, batches),
+            num_views=NUM_VIEWS, title=f"{data.full_name}, {NUM_VIEWS} views")
 
-    @torch.no_grad()
-    def encode_views(self, data, augments, blocks):
-        """Yields the features of random views, as open_tables wants them."""
+    def view_batches(self, data, augments, blocks):
+        """As plain_batches, of random views."""
         plan = []
         for block in blocks:
             plan += [(block.view, np.array(rows)) for rows in block.chunks(self.batch_size(data))]
@@ -358,9 +339,16 @@ class ImageFeatures:
             data, augments, self.transform, world_size(), VIEW_SEED, first=0, last=len(plan),
             device=self.device, workers=self.workers, plan=plan)
         for batch in batches:
-            is_unreadable = torch.from_numpy(batch["rows"] != batch["index"]).to(self.device)
+            yield batch["views"], torch.from_numpy(batch["rows"] == batch["index"])
+
+    @torch.no_grad()
+    def encode_batches(self, batches, blocks):
+        """Yields the features of what `batches` yields of blocks, as open_tables wants them; NaN
+        of rows that could not be read."""
+        for views, is_readable in batches(blocks):
+            is_unreadable = ~is_readable.to(self.device)
             parts = []
-            for pixels in batch["views"]:
+            for pixels in views:
                 features = self.encode(pixels)                              # (b, ...)
                 features[is_unreadable] = torch.nan
                 parts.append(features)
@@ -384,14 +372,12 @@ class CachedViews:
     Args:
         tables: a FeatureTable for each distinct Augment.
         augment_of_view: for each view of a step, the number of its table.
-        num_views: draws of each row in a table.
     Raises: UserError if no row could be read.
     """
 
-    def __init__(self, tables, augment_of_view, num_views):
+    def __init__(self, tables, augment_of_view):
         self.tables = tables
         self.augment_of_view = augment_of_view
-        self.num_views = num_views
         is_readable = np.all([table.is_readable for table in tables], axis=0)           # (M,)
         readable = np.flatnonzero(is_readable)
         if not len(readable):
@@ -410,7 +396,7 @@ class CachedViews:
         rows = self.row_to_read[index]                                      # (B,)
         views = []
         for position, number in enumerate(self.augment_of_view):
-            draws = uniforms(seed, epoch, index, self.num_views, VIEW_CHOICE + number)
+            draws = uniforms(seed, epoch, index, NUM_VIEWS, VIEW_CHOICE + number)
             order = draws.argsort(1)                                        # (B, V)
             turn = self.augment_of_view[:position].count(number)
             views.append(self.tables[number].take(rows, order[:, turn]))

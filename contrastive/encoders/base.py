@@ -1,7 +1,6 @@
 """The parts of encoders: pixel statistics, the small encoders, a pair of encoders, and models of
 transformers by name."""
 
-import contextlib
 import functools
 import typing
 
@@ -60,84 +59,6 @@ def sync_batchnorm(model, args):
                "run "
                "differs from a run on one process")
     return model
-
-
-@contextlib.contextmanager
-def frozen_bn_stats(norms):
-    """Inside, these BatchNorms leave their running statistics as they are.
-
-    Layers that run again in backward would update them twice.
-    """
-    settings = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-        norm.num_batches_tracked = None
-    try:
-        yield
-    finally:
-        for norm, (momentum, num_batches) in zip(norms, settings):
-            norm.momentum = momentum
-            norm.num_batches_tracked = num_batches
-
-
-# ====================================== gradient checkpointing ====================================
-# Methods that switch it on: timm's, transformers', and that of transformers before 5.22.
-CHECKPOINTING_METHODS = ("set_grad_checkpointing", "activation_checkpointing_enable",
-                         "gradient_checkpointing_enable")
-# Attributes of a layer that say that it is on.
-CHECKPOINTING_FLAGS = ("grad_checkpointing", "gradient_checkpointing")
-
-
-def enable_grad_checkpointing(model):
-    """Switches on gradient checkpointing: layers keep their inputs alone and run again in backward.
-
-    Args:
-        model: TwoTower, whose encoders are timm's or transformers'.
-
-    Raises:
-        UserError: if neither encoder offers it.
-    """
-    names = []
-    for encoder in (model.vision, model.text):
-        if encoder is None:
-            continue
-        for method in CHECKPOINTING_METHODS:
-            if hasattr(encoder.body, method):
-                with opening(encoder.name):
-                    getattr(encoder.body, method)()
-                names.append(encoder.name)
-                break
-    if not names:
-        raise UserError("--grad-checkpointing: neither encoder offers it; use an encoder of timm "
-                        "or transformers, or leave out the flag")
-    print_main(f"--grad-checkpointing: layers of {', '.join(names)} run again in backward")
-
-
-def uses_grad_checkpointing(model):
-    """The layers that run again in backward, each with the attribute that says so."""
-    layers = []
-    for module in model.modules():
-        for flag in CHECKPOINTING_FLAGS:
-            if getattr(module, flag, False):
-                layers.append((module, flag))
-    return layers
-
-
-def functional_call(model, tensors, inputs):
-    """torch.func.functional_call, in which no layer runs again in backward.
-
-    Such a layer would find the model's own tensors there, not these.
-
-    Args: inputs: {name: value} of the model's forward.
-    """
-    layers = uses_grad_checkpointing(model)
-    for module, flag in layers:
-        setattr(module, flag, False)
-    try:
-        return torch.func.functional_call(model, tensors, kwargs=inputs)
-    finally:
-        for module, flag in layers:
-            setattr(module, flag, True)
 
 
 # =========================================== small encoders =======================================
@@ -218,7 +139,7 @@ class Transformer(nn.ModuleList):
     """Pre-norm transformer layers.
 
     Attributes:
-        dropout: probability 0..1, of the input, the attention and the MLP; set_dropout sets it.
+        dropout: probability 0..1, of the input, the attention and the MLP; ssb.set_dropout sets it.
     """
 
     def __init__(self, width, layers, heads):

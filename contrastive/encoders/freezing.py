@@ -101,19 +101,6 @@ def freeze_as_clip4clip(model):
             parameter.requires_grad_(False)
 
 
-def set_encoder_dropout(model, dropout):
-    """Sets all dropout probabilities of both encoders in training, published or small.
-
-    Raises: UserError if neither has any.
-    """
-    num_changed = 0
-    for module in model.modules():
-        num_changed += change_dropout(module, dropout)
-    if num_changed == 0:
-        raise UserError(f"--encoder-dropout {dropout}: neither encoder has dropout; leave out the "
-                        "flag")
-
-
 def set_drop_path(model, probability):
     """Drops residual branches of timm's encoders in training (stochastic depth).
 
@@ -140,14 +127,10 @@ def change_dropout(module, dropout):
     """Sets every dropout probability of a module, without those of its children.
 
     T5's attention has a number under some name with `dropout` in it, others an nn.Dropout.
-    Returns: how many there are.
     """
-    num_changed = 0
     for name, value in vars(module).items():
         is_dropout = "dropout" in name
         if isinstance(module, nn.Dropout) and name == "p":
             is_dropout = True
         if is_dropout and isinstance(value, float):
             setattr(module, name, dropout)
-            num_changed += 1
-    return num_changed

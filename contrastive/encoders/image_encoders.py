@@ -236,14 +236,8 @@ class VideoViT(nn.Module):
             if isinstance(module, nn.LayerNorm):
                 module.eps = 1e-6
 
-    def set_grad_checkpointing(self):
-        """Lets the layers run again in backward, as timm's method does."""
-        self.vit.set_grad_checkpointing()
-
     def forward(self, clips):
         """Clips (B, T, 3, S, S) -> the class token, (B, width)."""
-        from timm.models import checkpoint_seq
-
         if clips.ndim != 5 or clips.shape[1] != len(self.temporal):
             raise UserError(f"--image-encoder video_...: made for clips of {len(self.temporal)} "
                             f"frames, the pixels have the shape {tuple(clips.shape)}")
@@ -256,11 +250,7 @@ class VideoViT(nn.Module):
         x = x.flatten(1, 2)                                              # (B, T * P, width)
         token = (vit.cls_token + class_position).expand(len(x), -1, -1)  # (B, 1, width)
         x = vit.norm_pre(torch.cat([token, x], 1))                       # (B, 1 + T * P, width)
-        if vit.grad_checkpointing:
-            x = checkpoint_seq(vit.blocks, x)
-        else:
-            x = vit.blocks(x)
-        return vit.norm(x[:, 0])
+        return vit.norm(vit.blocks(x)[:, 0])
 
 
 # =============================================== the table ========================================

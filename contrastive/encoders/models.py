@@ -8,10 +8,8 @@ from contrastive.core.files import read_json
 from contrastive.core.processes import UserError, opening, print_main
 from contrastive.data.clips import feature_shape
 from contrastive.data.table import frames_of
-from contrastive.encoders.base import (
-    STATS, TwoTower, channels_last, enable_grad_checkpointing, num_positions)
-from contrastive.encoders.freezing import (
-    freeze_bodies, freeze_unused, set_drop_path, set_encoder_dropout)
+from contrastive.encoders.base import STATS, TwoTower, channels_last, num_positions
+from contrastive.encoders.freezing import freeze_bodies, freeze_unused
 from contrastive.encoders.image_encoders import check_image_encoder, clip_width, encoder_kind
 from contrastive.encoders.texts import Tokenizer, build_tokenizer
 from contrastive.encoders.towers import TextEncoder, VisionEncoder
@@ -89,7 +87,7 @@ def build_model(args, train, run, texts=None, questions=None):
         texts = texts or functools.partial(train.first_captions, TOKENIZER_TEXTS)
         tokenizer = build_tokenizer(
             args.text_encoder, args.text_length, texts, run.folder / "tokenizer",
-            args.clean_captions, keep=bool(args.resume), start=args.init_from)
+            spec.get("clean_captions", False), keep=bool(args.resume), start=args.init_from)
     spec.update(input_spec(args, train))
     if questions:
         spec["questions"] = questions
@@ -107,12 +105,6 @@ def build_model(args, train, run, texts=None, questions=None):
     if is_frozen and not args.pretrained and not args.init_from:
         print_main(f"WARNING: --freeze {args.freeze}: the weights are random and will stay so; add "
                    "--pretrained or --init-from")
-    if args.drop_path:
-        set_drop_path(model, args.drop_path)
-    if args.encoder_dropout >= 0:
-        set_encoder_dropout(model, args.encoder_dropout)
-    if args.grad_checkpointing:
-        enable_grad_checkpointing(model)
     model.to(run.device)
     if run.device.type == "cuda":
         channels_last(model.vision)
@@ -288,7 +280,8 @@ def load_model(run_dir):
     with opening(run_dir):
         if spec["text_encoder"]:
             tokenizer = Tokenizer(
-                run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
+                run_dir / "tokenizer", spec["text_length"],
+                spec.get("clean_captions", False))
         model, transform = model_of_spec(spec, tokenizer, pretrained=False)
         model.load_state_dict(load_file(run_dir / "model.safetensors"))
     return model.eval(), tokenizer, transform

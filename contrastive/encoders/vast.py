@@ -448,7 +448,6 @@ def build_vast(spec, tokenizer, pretrained, vision_pretrained):
         vocabulary=vocabulary, config=spec.get("text_config"))
     text = TextEncoder(
         spec["text_encoder"], spec["embed_dim"], backbone=backbone,
-        projection=spec.get("projection", "linear"),
         projection_bias=spec.get("projection_bias", False))
     return Vast(vision, text, spec["embed_dim"], spec["modalities"])
 

@@ -32,9 +32,7 @@ OF_MACHINE = (
     # a data set may have moved; Batches compares its content
     "dataset",
     "resume", "cpu", "compile", "save_every", "eval_every", "log_every", "tracker", "data_dir",
-    "video_dir", "max_bad_fraction", "workers", "chunk_size", "grad_checkpointing",
-    "mixed_precision")
-WARMUP_FLAGS = {"--warmup-epochs", "--warmup-fraction"}  # one of them sets the other to 0
+    "video_dir", "max_bad_fraction", "workers", "chunk_size", "mixed_precision")
 # {flag of other code bases: ours; of several, that of the program}
 OTHER_NAMES = {
     "--learning-rate": ["--lr"],
@@ -84,6 +82,8 @@ class Help(argparse.RawDescriptionHelpFormatter):
             return action.help
         if isinstance(action.default, list):
             return f"{action.help} [{' '.join(map(str, action.default))}]"
+        if isinstance(action.default, float):
+            return f"{action.help} [{action.default:g}]"
         return action.help + " [%(default)s]"
 
     def _get_default_metavar_for_optional(self, action):
@@ -216,7 +216,8 @@ class Parser(OneLineErrorParser):
         args.revision = revision or saved.get("revision", "")
         args.hub = saved.get("hub", {})  # commits of what a resumed run has read from the hub
         args.command_line = sorted(self.command_line_flags & self._option_string_actions.keys())
-        self.resolve_lengths(args)
+        if "--epochs" in args.command_line and "--max-steps" not in args.command_line:
+            args.max_steps = 0  # the recipe, or the run that is resumed, may have steps
         args.changed = list(dict.fromkeys(saved.get("changed", []) + self.changed_flags(args)))
         self.check_resume(saved, args)
         self.require_defaults(args)
@@ -309,18 +310,6 @@ class Parser(OneLineErrorParser):
             defaults["eval_datasets"] = names
         return defaults
 
-    def resolve_lengths(self, args):
-        """Of two flags for the same length, the one on the command line counts."""
-        flags = self.command_line_flags
-        if flags >= WARMUP_FLAGS:
-            self.error("--warmup-fraction: not beside --warmup-epochs; give one of them")
-        if "--warmup-epochs" in flags:
-            args.warmup_fraction = 0.0
-        if "--warmup-fraction" in flags:
-            args.warmup_epochs = 0.0
-        if "--epochs" in flags and "--max-steps" not in flags:
-            args.max_steps = 0  # a resumed run may have had --max-steps
-
     def changed_flags(self, args):
         """Hyperparameters on the command line that differ from their defaults."""
         changed = []
@@ -395,8 +384,30 @@ class Parser(OneLineErrorParser):
                      f"--tau {args.tau}: a learnt temperature must start within --tau-clamp {low} "
                      f"{high}")
 
-    def add_view_flags(self, crop_min, flip, jitter, jitter_p):
-        """Adds the flags of common.training_view, with the defaults of the script."""
+    def add_eps_flag(self, group):
+        """Adds --eps to a group, for scripts with a recipe that has another epsilon than Adam's."""
+        group.add_argument("--eps", type=between(1e-30, 1e30), default=1e-8,
+                           help="Adam's epsilon; CLIP4Clip, VAST 1e-6")
+
+    def add_unfold_flag(self, group):
+        """Adds --unfold-captions to a group, for scripts with a recipe of captions of videos."""
+        group.add_argument("--unfold-captions", action=YES_OR_NO, default=False,
+                           help="an example is a pair of an image or video and one caption, not "
+                                "all its captions")
+
+    def add_cc3m_flags(self):
+        """Adds the flags of the CC3M trainer, for scripts with its recipe."""
+        add = self.add_argument_group("CC3M trainer").add_argument
+        add("--clean-captions", action=YES_OR_NO, default=False,
+            help="captions in lower case, without punctuation, at most 30 words (CC3M trainer)")
+        add("--projection-bias", action=YES_OR_NO, default=False,
+            help="new layers from features to embeddings have a bias (CC3M trainer)")
+
+    def add_view_flags(self, crop_min, flip, jitter, randaugment=False):
+        """Adds the flags of common.training_view, with the defaults of the script.
+
+        Args: randaugment: whether it has a flag, for scripts with the recipe of the CC3M trainer.
+        """
         add = self.add_argument_group("view").add_argument
         add("--crop-min", type=fraction, default=crop_min,
             help="smallest crop as a fraction of the area, 0..1, the same in all frames of a clip; "
@@ -405,27 +416,21 @@ class Parser(OneLineErrorParser):
             help="horizontal-flip probability, 0..1; CC3M code 0.5, CLIP4Clip, MAMA, SLIP 0")
         add("--jitter", type=nonnegative_float, default=jitter,
             help="strength of the colour jitter: brightness, contrast and saturation; papers 0")
-        add("--jitter-p", type=fraction, default=jitter_p, help="colour-jitter probability, 0..1")
-        add("--randaugment-ops", type=int_ge0, default=0,
-            help="operations of RandAugment, each with probability 1/2; CC3M code 2; 0 = off")
-        add("--randaugment-magnitude", type=between(0, 30, int), default=0,
-            help="magnitude of RandAugment, 0..30, beside --randaugment-ops; CC3M code 21 (7 of "
-                 "its 10); at 30 shifts are 10 pixels, light and sharpness 1.9 times as strong")
+        if randaugment:
+            add("--randaugment", type=between(0, 30, int), nargs=2, default=[0, 0],
+                metavar=("NUMBER", "MAGNITUDE"),
+                help="operations of RandAugment, each with probability 1/2, and their magnitude, "
+                     "0..30; CC3M code 2 21 (7 of its 10); 0 0 = off")
 
     def add_simclr_view_flags(self):
-        """Adds the flags of common.simclr_view; defaults are SimCLR's, of colours SLIP's."""
+        """Adds the flags of common.simclr_view."""
         add = self.add_argument_group("SimCLR's view").add_argument
         add("--aug-crop-min", type=fraction, default=0.08,
             help="smallest crop as a fraction of the area, 0..1; SimCLR 0.08")
         add("--aug-flip", type=fraction, default=0.5,
             help="horizontal-flip probability, 0..1; SimCLR 0.5")
-        add("--aug-jitter", type=nonnegative_float, default=0.4,
-            help="strength of the colour jitter; SLIP 0.4")
-        add("--aug-jitter-p", type=fraction, default=0.8,
-            help="probability of the colour jitter, 0..1; SimCLR 0.8")
         add("--aug-hue", type=between(0, 0.5), default=0.1,
             help="strength of the hue jitter, 0..0.5; SLIP 0.1")
-        add("--aug-grey", type=fraction, default=0.2, help="grey probability, 0..1; SimCLR 0.2")
         add("--aug-blur", type=fraction, default=0.5, help="blur probability, 0..1; SimCLR 0.5")
 
     # ---------------------------------------- the flags that all scripts share --------------------
@@ -472,13 +477,6 @@ class Parser(OneLineErrorParser):
             add("--caption-column", default="",
                 help="column of a table, or extension in a tar, of the captions; empty = the usual "
                      "names")
-            add("--extra-captions", default="", metavar="FILE",
-                help="table of video (or image), caption and perhaps start, end: further captions "
-                     "of training examples")
-            add("--caption-noise", type=fraction, default=0.0,
-                help="share of the training examples that get another one's captions, 0..1")
-            add("--extra-pairs", nargs="+", default=[], metavar="SET",
-                help="sets whose pairs join training, NAME[=DIR]: howto100m=DIR, mine.csv=DIR")
 
     def add_evaluation_flags(self):
         add = self.add_argument_group("evaluation").add_argument
@@ -503,10 +501,6 @@ class Parser(OneLineErrorParser):
                  "own): first token, or mean")
         add("--text-length", type=between(4, 4096, int), default=32,
             help="longest caption in tokens, 4..4096; longer ones are cut")
-        add("--clean-captions", action=YES_OR_NO, default=False,
-            help="captions in lower case, without punctuation, at most 30 words (CC3M trainer)")
-        add("--unfold-captions", action=YES_OR_NO, default=False,
-            help="an example is a pair of an image or video and one caption, not all its captions")
 
     def add_model_flags(self):
         add = self.add_argument_group("pixels").add_argument
@@ -535,16 +529,6 @@ class Parser(OneLineErrorParser):
             help="start the model from these weights: a .safetensors, .pt or .bin file, or a run")
         add("--embed-dim", type=between(2, 10**6, int), default=128,
             help="width D of the embeddings")
-        if self.texts:
-            add("--projection-bias", action=YES_OR_NO, default=False,
-                help="new layers from features to embeddings have a bias (CC3M trainer)")
-        add("--encoder-dropout", type=between(-1, 0.999), default=-1.0,
-            help="dropout probability of both encoders in training, 0..1; -1 = as published")
-        add("--drop-path", type=below_one, default=0.0,
-            help="probability with which the last residual branch of a timm encoder is dropped in "
-                 "training, 0..1, of earlier ones in proportion; AVION 0.1")
-        add("--grad-checkpointing", action=YES_OR_NO, default=False,
-            help="run the layers again in backward: less memory, more time")
 
     def add_frozen_flags(self):
         add = self.add_argument_group("frozen encoders").add_argument
@@ -556,9 +540,6 @@ class Parser(OneLineErrorParser):
             help="folder in which the features of frozen encoders are kept, computed once; empty = "
                  "contrastive-temperature in the user's cache folder; none = compute them in each "
                  "step")
-        add("--cached-views", type=int_ge0, default=4,
-            help="random views of each image, and texts T~, whose features are kept and from which "
-                 "each epoch draws; 0 = the plain image alone")
 
     def add_optimisation_flags(self):
         add = self.add_argument_group("optimisation").add_argument
@@ -573,7 +554,7 @@ class Parser(OneLineErrorParser):
             help="examples of each process that are encoded at a time, for less memory with the "
                  "same gradient; 0 = all")
         add("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
-            help="optimiser; sgd takes --beta1 as its momentum")
+            help="optimiser; sgd takes the first of --betas as its momentum")
         add("--lr", type=rate, default=2e-3, help="learning rate after the warm-up, its highest")
         add("--lr-scale", type=part_and_factor, nargs="+", default=[], metavar="PART=FACTOR",
             help="factors of --lr for the parts image and text, the encoders without their "
@@ -582,16 +563,12 @@ class Parser(OneLineErrorParser):
             help="learning rate at the end of the cosine or linear schedule")
         add("--lr-schedule", choices=["cosine", "linear", "constant"], default="cosine",
             help="course of the learning rate after the warm-up")
-        add("--warmup-epochs", type=nonnegative_float, default=2.0,
-            help="epochs in which the learning rate rises to --lr; at most a tenth of the run")
-        add("--warmup-fraction", type=fraction, default=0.0,
-            help="warm-up as a share of the run, 0..1, in place of --warmup-epochs")
+        add("--warmup-fraction", type=fraction, default=2 / 24,
+            help="share of the run, 0..1, in which the learning rate rises to --lr")
         add("--weight-decay", type=rate, default=0.1,
             help="weight decay of matrices and kernels; biases, norms and scalars have none")
-        add("--beta1", type=below_one, default=0.9,
-            help="decay of Adam's first moment, 0..1; momentum of sgd")
-        add("--beta2", type=below_one, default=0.98, help="decay of Adam's second moment, 0..1")
-        add("--eps", type=between(1e-30, 1e30), default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
+        add("--betas", type=below_one, nargs=2, default=[0.9, 0.98], metavar=("FIRST", "SECOND"),
+            help="decays of Adam's moments, 0..1; the first is the momentum of sgd")
         add("--grad-clip", type=nonnegative_float, default=1.0,
             help="norm to which the gradient of all parameters is clipped; 0 = off")
         add("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",

@@ -1,6 +1,5 @@
 """A model as a function of its parameters, for MAMA's look-ahead."""
 
-from contrastive.encoders.base import functional_call
 from contrastive.engine.grad_cache import random_state, set_random_state
 
 import torch
@@ -27,5 +26,5 @@ def functional_encoder(model, device):
             tensors[name] = buffer.clone()
         with torch.random.fork_rng(devices):
             set_random_state(state, device)
-            return functional_call(model, tensors, inputs)
+            return torch.func.functional_call(model, tensors, kwargs=inputs)
     return encode

@@ -1,9 +1,7 @@
 """Gradient caching: a large batch in the memory of a small one, with the same gradient."""
 
 import contextlib
-import functools
 
-from contrastive.encoders.base import batchnorms, frozen_bn_stats, uses_grad_checkpointing
 from contrastive.engine.precision import tf32
 
 import torch
@@ -39,10 +37,6 @@ class GradCache:
         self.uses_tf32 = self.device.type == "cuda"
         self.in_encoders = False
         self.settings = contextlib.ExitStack()  # of the backward pass of the encoders
-        self.keep_statistics = contextlib.nullcontext
-        norms = batchnorms(model)
-        if norms and uses_grad_checkpointing(model):  # with --grad-checkpointing
-            self.keep_statistics = functools.partial(frozen_bn_stats, norms)
 
     def encode(self, **inputs):
         """Inputs of the model, (nested dicts of) (B, ...) tensors -> tuple of (B, D) embeddings."""
@@ -113,7 +107,6 @@ class GradCache:
             return
         self.in_encoders = True
         self.settings.enter_context(tf32(self.uses_tf32))
-        self.settings.enter_context(self.keep_statistics())
         torch.autograd.Variable._execution_engine.queue_callback(self.leave_encoders)
 
     def leave_encoders(self):

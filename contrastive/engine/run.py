@@ -52,10 +52,7 @@ def count_steps(args, train):
     """The steps of a run: Steps."""
     per_epoch = train.examples // args.batch_size
     total = args.max_steps or max(1, round(args.epochs * per_epoch))
-    warmup = min(round(args.warmup_epochs * per_epoch), total // 10)
-    if args.warmup_fraction:
-        warmup = round(args.warmup_fraction * total)
-    return Steps(per_epoch, total, warmup)
+    return Steps(per_epoch, total, warmup=round(args.warmup_fraction * total))
 
 
 def last_step(args, steps):
@@ -92,8 +89,8 @@ def adjust_flags_to_data(args, train):
     """A copy of the flags in which the batch and the epochs fit a user's small data.
 
     A batch that is larger than the data becomes that of fitting_batch. Fewer than 500 steps become
-    as many whole epochs as make at least 500, with a warm-up in proportion. Values on the command
-    line stay, and changes are printed.
+    as many whole epochs as make at least 500. Values on the command line stay, and changes are
+    printed.
 
     Raises: UserError if the data have fewer examples than a batch.
     """
@@ -116,8 +113,6 @@ def adjust_flags_to_data(args, train):
         if args.epochs < epochs:
             num_steps = round(epochs * per_epoch)
             print_main(f"--epochs {args.epochs:g} -> {epochs:g}, which make {num_steps} steps")
-            if "--warmup-epochs" not in args.command_line:
-                args.warmup_epochs = scaled_warmup(args, epochs / args.epochs)
             args.epochs = epochs
     return args
 
@@ -131,14 +126,6 @@ def fitting_batch(examples, processes):
     if examples < multiple or multiple % processes:
         multiple = processes
     return examples // multiple * multiple
-
-
-def scaled_warmup(args, factor):
-    """--warmup-epochs times a factor, which is printed if there is such a warm-up."""
-    warmup_epochs = args.warmup_epochs * factor
-    if args.warmup_epochs and not args.warmup_fraction:
-        print_main(f"--warmup-epochs {args.warmup_epochs:g} -> {warmup_epochs:g}, in proportion")
-    return warmup_epochs
 
 
 # ===================================================== a run ======================================

@@ -198,7 +198,7 @@ def evaluate(towers, data, device, *, workers=0, batch=256):
         num_missing = width - scores.shape[1]
         return (F.pad(scores, (0, num_missing), value=-math.inf),)         # (b, width)
 
-    index, (scores,), unreadable = outputs_of_images(
+    index, (scores,), unreadable, _ = outputs_of_images(
         model, data, transform, device, forward=answer, batch=batch, workers=workers)
     check_outputs(data.full_name, scores.masked_fill(scores == -math.inf, 0))
     is_complete = complete_pairs(data, index)                              # (M,)

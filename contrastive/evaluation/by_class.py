@@ -97,9 +97,9 @@ def view_of(transform, name, trained_on):
 def labelled(model, data, options):
     """LabelledFeatures of a split. options: FeatureOptions. Collective."""
     rows = np.flatnonzero(data.labels >= 0)
-    index, image, features, _ = encode_images(
+    encoded = encode_images(
         model, data, options.transform, options.device, workers=options.workers, rows=rows)
-    return LabelledFeatures(image, features, data.labels[index])
+    return LabelledFeatures(encoded.image, encoded.features, data.labels[encoded.index])
 
 
 def padded_and_flipped(data, seed):

@@ -1,6 +1,8 @@
 """Embeddings of a whole split. The processes share the work, and each item is encoded once."""
 
 import functools
+import hashlib
+from collections import Counter
 from typing import NamedTuple
 
 from contrastive import CORES
@@ -19,6 +21,7 @@ class EncodedImages(NamedTuple):
     image: torch.Tensor  # (M, D) embeddings, on the CPU
     features: torch.Tensor  # (M, width) before the projection, on the CPU
     unreadable: dict  # {key: reason} of the others
+    num_identical: int  # that have the same pixels as another
 
 
 def gather_rows(parts, piece=4096):
@@ -47,6 +50,7 @@ class Outputs(NamedTuple):
     index: np.ndarray  # (M,) their rows, in the order of the split
     tensors: list  # of (M, ...), on the CPU: one for each tensor that the function returns
     unreadable: dict  # {key: reason} of the others
+    num_identical: int  # images or clips that have the same pixels as another
 
 
 def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=None):
@@ -62,10 +66,10 @@ def encode_images(model, data, transform, device, *, batch=256, workers=0, rows=
         embeddings, _, features = model(pixels)                            # (b, D), (b, width)
         return embeddings, features
 
-    index, (image, features), unreadable = outputs_of_images(
+    index, (image, features), unreadable, num_identical = outputs_of_images(
         model, data, transform, device, forward=encode, batch=batch, workers=workers, rows=rows)
     check_outputs(data.full_name, image)
-    return EncodedImages(index, image, features, unreadable)
+    return EncodedImages(index, image, features, unreadable, num_identical)
 
 
 @torch.no_grad()
@@ -101,12 +105,13 @@ def outputs_of_images(model, data, transform, device, *, forward, batch=256, wor
 
     was_training = model.training
     model.eval()
-    index, parts, unreadable = [], [], {}
+    index, digests, parts, unreadable = [], [], [], {}
     for readable, pixels, reasons, sound_and_text in batches:
         for row, reason in reasons.items():
             unreadable[data.key(row)] = reason
         if not readable:
             continue
+        digests += [digest(view) for view in pixels]
         pixels = pixels.to(device, non_blocking=True)
         if pixels.dtype == torch.uint8:
             pixels = transform.normalise(pixels.float() / 255)
@@ -116,6 +121,7 @@ def outputs_of_images(model, data, transform, device, *, forward, batch=256, wor
         parts.append([tensor.float().cpu() for tensor in outputs])
     model.train(was_training)
 
+    num_identical = count_identical(digests)
     index, unreadable = gather_index(index, unreadable)
     report_unreadable(data, len(rows), index, unreadable)
     order = np.argsort(index)
@@ -126,7 +132,20 @@ def outputs_of_images(model, data, transform, device, *, forward, batch=256, wor
     tensors = []
     for k in range(num_tensors):
         tensors.append(gather_rows([outputs[k] for outputs in parts])[order])
-    return Outputs(index[order], tensors, unreadable)
+    return Outputs(index[order], tensors, unreadable, num_identical)
+
+
+def digest(view):
+    """A hash of the pixels of an image or clip, on the CPU."""
+    return hashlib.blake2b(view.contiguous().numpy(), digest_size=8).digest()
+
+
+def count_identical(digests):
+    """How many images of all processes have the digest of another. Collective."""
+    counts = Counter()
+    for digests_of_process in gather_objects(digests):
+        counts.update(digests_of_process)
+    return sum(count for count in counts.values() if count > 1)
 
 
 def check_outputs(name, outputs):

@@ -193,6 +193,9 @@ class SplitEvaluation:
             self.counts["clips"] = len(self.encoded.index)
         self.counts["images"] = len(self.encoded.index)
         self.counts["unreadable"] = len(self.encoded.unreadable)
+        if self.encoded.num_identical:
+            kind = "clips" if frames_of(data) else "images"
+            self.counts[f"identical_{kind}"] = self.encoded.num_identical
         self.pieces = EvaluationPieces(data, self.encoded.index, self.encoded.image)
 
     def add(self, metrics, chance):

@@ -9,8 +9,9 @@ from contrastive.core.words import counted
 QUERY_COUNTS = ("clips", "images", "captions", "questions")
 # all metrics that count something; they stand in the first line of a table
 COUNTS = (
-    *QUERY_COUNTS, "captions_cut", "prompts_cut", "repeated_captions_positive",
-    "repeated_captions_wrong", "texts_cut", "unreadable", "without_class")
+    *QUERY_COUNTS, "identical_clips", "identical_images", "captions_cut", "prompts_cut",
+    "repeated_captions_positive", "repeated_captions_wrong", "texts_cut", "unreadable",
+    "without_class")
 WARN_BELOW = 50  # with fewer, a single query moves the numbers
 # what groups of numbers are called in a table, where their name in summary.json does not say it
 LABELS = {
@@ -32,7 +33,7 @@ def table(title, metrics, chance):
     shown = ", ".join(counted(n, name) for name, n in counts.items())
     lines = [f"{title}: {shown}; in brackets: chance"]
     lines += lines_of_groups(metrics, chance)
-    if any(name.startswith("repeated") for name in counts):
+    if "repeated_captions_wrong" in counts:
         item = "video" if "clips" in metrics else "image"
         lines.append(f"  repeated captions: another {item} has the same words; in text -> {item} "
                      "nothing tells them apart")
@@ -99,8 +100,9 @@ def val_line(val):
     parts = []
     for name, metrics in val.items():
         if "text_to_image" in metrics:
-            recalls = [metrics[direction]["R@1"] for direction in ("text_to_image", "image_to_text")]
-            part = f"R@1 {recalls[0]:.1f} / {recalls[1]:.1f}"
+            text_recall = metrics["text_to_image"]["R@1"]
+            image_recall = metrics["image_to_text"]["R@1"]
+            part = f"R@1 {text_recall:.1f} / {image_recall:.1f}"
         elif "accuracy" in metrics:
             part = f"accuracy {metrics['accuracy']:.1f}"
         elif "knn@1" in metrics:

@@ -107,7 +107,7 @@ def matching_logits(pieces, towers, is_pair, workers):
         logits[clips, texts] = torch.cat(logits_of_pairs)
         return (logits,)
 
-    _, (logits,), _ = outputs_of_images(
+    _, (logits,), _, _ = outputs_of_images(
         model, pieces.data, transform, device, forward=classify, workers=workers,
         rows=pieces.index)
     check_outputs(pieces.data.full_name, logits)

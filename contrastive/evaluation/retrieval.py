@@ -18,12 +18,14 @@ MAX_HEALTH = 4096  # pairs from which the health of the space is computed
 def encode_captions(pieces, model, tokenizer, device):
     """Adds the captions of the encoded images to the pieces of an evaluation. Collective.
 
-    Each caption is a query. The positives of an image are the captions of its group and, if the
-    data say so (same_text), captions of other images with the same words.
+    Each caption is a query. An image and a caption are positives of each other if they belong to
+    one group or, if the data say so (same_text), if a caption of the image's group has the same
+    words.
     """
     data = pieces.data
     texts, owner = captions_of(data, pieces.index)                         # C texts, (C,)
     groups = groups_of_images(data)[pieces.index]                          # (M,)
+    of_caption = positives_table(groups[owner], groups)                    # (C, P)
     of_image = positives_table(groups, groups[owner])                      # (M, P)
     captions_of_text = {}  # the captions with these words
     for caption, text in enumerate(texts):
@@ -32,11 +34,11 @@ def encode_captions(pieces, model, tokenizer, device):
         if len(set(groups[owner[captions]])) > 1:
             pieces.num_repeated += len(captions)
     if pieces.num_repeated and data.same_text == "positive":
-        of_image = with_same_texts(of_image, texts, captions_of_text)
+        of_caption = images_of_same_texts(of_caption, texts)
+        of_image = captions_of_same_texts(of_image, texts, captions_of_text)
     pieces.texts, pieces.owner = texts, owner
     pieces.text = encode_texts(model, tokenizer, texts, device)            # (C, D)
-    pieces.positives = positives_table(groups[owner], groups)              # (C, P)
-    pieces.positives_of_image = of_image
+    pieces.positives, pieces.positives_of_image = of_caption, of_image
     pieces.num_cut = tokenizer.count_cut(texts)
     pieces.device = device
 
@@ -69,7 +71,17 @@ def positives_table(query_groups, gallery_groups):
     return padded([members[int(group)] for group in query_groups])
 
 
-def with_same_texts(positives, texts, captions_of_text):
+def images_of_same_texts(positives, texts):
+    """Positives of captions (C, P), to which those of all captions with the same words are added.
+    """
+    images_of_text = {}
+    for text, row in zip(texts, positives.tolist()):
+        images = [image for image in row if image >= 0]
+        images_of_text.setdefault(text, set()).update(images)
+    return padded([sorted(images_of_text[text]) for text in texts])
+
+
+def captions_of_same_texts(positives, texts, captions_of_text):
     """Positives of images (M, P), to which all captions with the same words are added."""
     rows = []
     for row in positives.tolist():

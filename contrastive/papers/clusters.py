@@ -289,9 +289,9 @@ def picture_items(args, train, device):
         vision = VisionEncoder(args.cluster_encoder, 0, True, args.image_size)
         transform = EvalTransform(args.image_size, *vision.stats)
         tower = TwoTower(vision, None).to(device)
-        rows, embeddings, _, _ = encode_images(
+        encoded = encode_images(
             tower, train, transform, device, workers=args.workers, rows=first_rows(train))
-    return Items("example", rows.tolist(), embeddings=normalize(embeddings))
+    return Items("example", encoded.index.tolist(), embeddings=normalize(encoded.image))
 
 
 def named_items(source, train):

@@ -1,0 +1,158 @@
+"""The examples of docs/forking.md, in copies of the scripts."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import common
+
+import pytest
+import torch
+
+import eval as eval_py
+import mama
+import mmts
+import ncl
+import temo
+from helpers import few_steps, fork, refused, run_script, steps, write_images
+
+PAGE = Path(temo.__file__).with_name("docs") / "forking.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf8"), re.S)
+FLAGS_RULER = "\n# ======================================================= flags ==="
+PREPARE = "    # >>> shared: prepare\n"
+TINY = [
+    *"--cpu --workers 0 --dataset moving-emoji --clips 32 16 16 --frames 2 --image-size 16".split(),
+    *"--log-every 1 --eval-every 0 --max-steps 4 --embed-dim 8 --batch-size 8".split()]
+
+
+def block_with(words):
+    """The block of the page that has these words."""
+    (block,) = [block for block in BLOCKS if words in block]
+    return block
+
+
+def test_a_weighting_is_printed_and_drawn(tmp_path, capsys):
+    make, _, resume = block_with("median_weight = ").partition("    ...\n")
+    branch = block_with('elif args.weighting == "median"')
+    module = block_with("class RunningMedian")
+    script = fork(mama, tmp_path, FLAGS_RULER, f"\n{module}{FLAGS_RULER}")
+    script = fork(script, tmp_path, PREPARE, make + PREPARE)
+    (call,) = re.findall(r"    run\.resume\(.*?\)", inspect.getsource(mama.main), re.S)
+    script = fork(script, tmp_path, call, resume.rstrip())
+    otherwise = "        else:\n            progress = run.step / steps.total"
+    script = fork(script, tmp_path, otherwise, branch + otherwise)
+    script = fork(script, tmp_path, '"l2rw", "none"]', '"l2rw", "median", "none"]')
+    flags = [*TINY, *"--weighting median --a0 2".split()]
+    run_script(script, tmp_path / "run", *flags, pictures=True)
+    output = capsys.readouterr().out
+    assert "--weighting median" in output and "meta-data" not in output
+    assert (tmp_path / "run" / "weights.png").is_file()
+    assert {row["w"] for row in steps(tmp_path / "run")} != {1.0}
+
+
+@pytest.mark.parametrize("words", ["--num-clusters 4", "--no-shifts --no-schedule --clusters none"])
+def test_a_loss_touches_two_places(words, tmp_path):
+    branch = (
+        '        elif args.loss == "mine":\n'
+        "            loss = clip_loss(image, text, 2 * tau_or_margin)\n")
+    otherwise = (
+        "        else:\n"
+        '            raise ValueError(f"--loss {args.loss} has no branch in this loop")\n')
+    choices = 'choices=["clip", "max-margin"'
+    script = fork(mmts, tmp_path, choices, f'{choices}, "mine"')
+    script = fork(script, tmp_path, otherwise, branch + otherwise)
+    flags = [*TINY, "--loss", "mine", *words.split()]
+    for row in few_steps(script, tmp_path / "run", *flags):
+        assert row["loss"] > 0 and row["tau"] > 0
+
+
+def test_a_module_of_the_loss_has_a_rate_of_its_own(tmp_path):
+    made = (
+        "    net = torch.nn.Linear(8, 1)\n"
+        "    common.scale_lr(net, 10.0)\n"
+        "    optimizer = common.make_optimizer([model, temperature, net], args)\n")
+    step = "\n        accelerator.backward(loss)"
+    script = fork(
+        mmts, tmp_path, "    optimizer = common.make_optimizer([model, temperature], args)\n", made)
+    script = fork(script, tmp_path, step, f"\n        loss = loss + net(image).mean(){step}")
+    flags = [*TINY, *"--num-clusters 4 --max-steps 2 --weight-decay 0.3".split()]
+    log = few_steps(script, tmp_path / "run", *flags)
+    state = torch.load(tmp_path / "run" / "checkpoints" / "step_2.pt", weights_only=True)
+    groups = state["optimizer"]["param_groups"]
+    factors = sorted((group["lr"] / log[1]["lr"], group["weight_decay"]) for group in groups)
+    for factor, expected in zip(factors, [(1, 0), (1, 0.3), (10, 0), (10, 0.3)], strict=True):
+        assert factor == pytest.approx(expected)
+
+
+def test_a_schedule_is_trained_and_its_range_checked(tmp_path, capsys):
+    script = fork(
+        mmts, tmp_path, inspect.getsource(mmts.base_temperature), block_with("def base_temp"))
+    flags = [*TINY, *"--num-clusters 4 --periods 1 --alpha 0.1".split()]
+    for k, row in enumerate(few_steps(script, tmp_path / "run", *flags)):
+        assert row["tau"] <= 0.17 - 0.025 * k + 1e-6
+    capsys.readouterr()
+    error = refused(script.parse_args, [*TINY, "--periods", "2", "--alpha", "0.08"], capsys)
+    assert "must be above 0" in error
+
+
+def test_a_backbone_and_a_data_set_are_trained_and_evaluated(tmp_path, monkeypatch):
+    """From the folder of the pictures. The fork's name stands in what it leaves."""
+    for split, n in (("train", 24), ("test", 8)):
+        write_images(tmp_path / "pictures" / split, range(n))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(common.SETS, "mine", None)  # it goes with this test
+    code = block_with("class MyNet") + "\n\n" + block_with("def load_pictures")
+    text = Path(temo.__file__).read_text(encoding="utf8")
+    text = text.replace(FLAGS_RULER, f"\n{code}\n{FLAGS_RULER}", 1)
+    imports = "from pathlib import Path\n\nimport timm\nimport torch.nn as nn\n"
+    text = text.replace("import argparse\n", f"import argparse\n{imports}", 1)
+    (tmp_path / "my_temo.py").write_text(text, encoding="utf8")
+    script = importlib.import_module("my_temo")
+    flags = (
+        "--cpu --workers 0 --image-size 16 --batch-size 8 --max-steps 2 --eval-every 0 "
+        "--dataset mine --image-encoder mynet --loss infonce --learnable-tau").split()
+    summary = run_script(script, tmp_path / "a", *flags)
+    assert summary["script"] == "my_temo" and summary["test"]["mine"]["images"] == 8
+    flags = "--import my_temo --checkpoint a --cpu --workers 0 --tasks retrieval".split()
+    evaluated = eval_py.main(eval_py.parse_args(flags))["datasets"]["mine"]["metrics"]
+    assert {k: summary["test"]["mine"][k] for k in evaluated} == evaluated
+    names = {}
+    exec(block_with("load_file").replace("runs/NAME", "a"), names)
+    assert names["own"].keys() == {"tau.log_tau"}
+
+
+def test_an_encoder_that_is_not_used_is_frozen(tmp_path):
+    made = "    optimizer = common.make_optimizer([model, temperature], args)\n"
+    script = fork(ncl, tmp_path, made, f"    model.text.requires_grad_(False)\n{made}")
+    losses = []
+    for size in (0, 4):
+        log = few_steps(script, tmp_path / f"{size}", *TINY, "--chunk-size", size)
+        losses.append([row["loss"] for row in log])
+    whole, chunks = losses
+    assert chunks == pytest.approx(whole, rel=1e-4)
+
+
+def test_the_loop_with_weights():
+    """Of the page: the weight network learns, and its weights are in the encoders' loss."""
+
+    class Pair(torch.nn.ModuleList):
+        def forward(self, video, text):
+            return self[0](video), self[1](text)
+
+    torch.manual_seed(0)
+    model = Pair([torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)])
+    loader = [(torch.randn(6, 8), torch.randn(6, 8)) for _ in range(3)]
+    names = dict(
+        model=model,
+        loader=loader,
+        meta_loader=loader[::-1],
+        lr=5e-6,
+        tau=0.5,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+    )
+    before = model[0].weight.clone()
+    exec(block_with("weightnet_gradient"), names)
+    sizes = names["gradient"][0].abs()  # the page: 1e-8 to 1e-7
+    assert not torch.equal(before, model[0].weight) and 0 < sizes[sizes > 0].median() < 1e-7
