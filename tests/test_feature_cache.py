@@ -189,7 +189,7 @@ def test_views_of_one_augment_are_different_draws(tmp_path, captions_csv):
 
 
 def test_texts_of_a_paraphrase_are_among_those_that_are_kept(tmp_path, captions_csv):
-    """No text is encoded in a step of temo.py, of which T~ changes with the epoch."""
+    """No text is encoded in a step of temo.py, of which T~ changes with the epoch and the seed."""
     encoded = []
     encode = CachedTokenizer.encode
 
@@ -200,7 +200,7 @@ def test_texts_of_a_paraphrase_are_among_those_that_are_kept(tmp_path, captions_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CachedTokenizer, "encode", watch)
         few_steps(temo, tmp_path / "run", *FLAGS, "--dataset", captions_csv, "--freeze", "both",
-                  "--feature-cache", tmp_path / "cache", "--max-steps", 30)
+                  "--feature-cache", tmp_path / "cache", "--max-steps", 30, "--seed", 1)
     assert len(encoded) == 4  # the captions of train, val and test, and T~, each at once
     first, second = kept_text_draws(0, [3]), kept_text_draws(1, [3])
     assert first.shape == (1, 32) and not (first == second).any()
