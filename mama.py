@@ -348,15 +348,15 @@ def add_method_flags(parser, method):
 
 
 def add_caption_flags(parser):
-    """Adds the flags of captions that training has beside those of its set."""
-    add = parser.add_argument_group("captions").add_argument
-    add("--caption-noise", type=fraction, default=0.0,
-        help="share of the training examples that get another one's captions, 0..1")
+    """Adds the flags of captions that training has beside those of its set: their group."""
+    group = parser.add_argument_group("captions")
+    add = group.add_argument
     add("--extra-captions", default="", metavar="FILE",
         help="table of video (or image), caption and perhaps start, end: further captions of "
              "training examples")
     add("--extra-pairs", nargs="+", default=[], metavar="SET",
         help="sets whose pairs join training, NAME[=DIR]: howto100m=DIR, mine.csv=DIR")
+    return group
 
 
 # Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
@@ -369,9 +369,13 @@ def parse_args(argv=None):
                         help="train the paper's baseline, InfoNCE, with everything else equal: "
                              "sets --margin-schedule none --weighting none")
     add_method_flags(parser, method)
-    add_caption_flags(parser)
-    parser.add_unfold_flag(parser.add_argument_group("texts of CLIP-ViP"))
+    captions = add_caption_flags(parser)
+    captions.add_argument("--caption-noise", type=fraction, default=0.0,
+                          help="share of the training examples that get another one's captions, "
+                               "0..1")
+    parser.add_unfold_flag(captions)
     parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
+    parser.add_frozen_flags()
     return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 

@@ -12,6 +12,7 @@ from argparse import Namespace
 from contrastive import data as data_sets
 from contrastive.core.processes import UserError
 from contrastive.data.options import DataOptions
+from contrastive.data.registry import find_data_set
 from contrastive.engine import banner
 from contrastive.engine.flags import Parser
 from contrastive.engine.run import count_steps, adjust_flags_to_data
@@ -26,6 +27,8 @@ from variants import temo_experts
 from helpers import few_steps, refused, write_captions
 
 TS, NAMES = "temperature_schedules", ("temperature_schedules", "mmts", "ncl", "mama", "temo")
+VARIANTS = ("mama_qa", "mmts_vast", "ncl_ssb", "sdclr", "slip", "temo_experts")
+PROGRAMS = (*NAMES, *(f"variants.{name}" for name in VARIANTS))
 each_script = pytest.mark.parametrize("name", NAMES)
 
 
@@ -88,16 +91,35 @@ def test_the_banner_has_the_rates_of_the_paper_s_baseline():
     assert "baseline" not in parse("temo", "--dataset cc3m").recipe_source
 
 
-@each_script
-def test_help_begins_with_the_method_and_ends_with_three_commands(name, capsys):
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_has_the_method_the_data_and_the_lengths_first(name, capsys, monkeypatch):
+    """The data sets that have a recipe are named, and the commands at the end can be parsed."""
+    monkeypatch.setenv("COLUMNS", "1000")  # no line is divided
     with pytest.raises(SystemExit):
         parse(name, "--help")
     text = capsys.readouterr().out
     titles = re.findall(r"^(\S.*):$", text, re.M)
-    assert titles[:2] == ["options", "method"] and titles.index("data") < titles.index("run")
-    title, *commands = text.rstrip().splitlines()[-4:]
-    assert title == "examples:"
-    assert all(command.startswith(f"  python {name}.py") for command in commands)
+    assert titles[:2] == ["options", "method"] and titles[-2:] == ["run", "examples"]
+    places = [titles.index(title) for title in ("method", "data", "optimisation", "model", "run")]
+    assert places == sorted(places)
+    module = importlib.import_module(name)
+    sets = [recipe for recipe in module.RECIPES if find_data_set(recipe)]
+    assert f"name of a set ({', '.join(sets)}; docs/data.md has all)" in text
+    commands = [shlex.split(line, comments=True) for line in text.splitlines()[-3:]]
+    for python, *words in commands[:2]:
+        args = module.parse_args(words[1 + name.count("."):])
+        assert python == "python" and not args.resume
+    assert commands[2][-2:] == ["--resume", "runs/NAME"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_at_most_75_flags_beside_those_of_a_data_set(name, capsys):
+    """A program of two base models for questions has some more."""
+    with pytest.raises(SystemExit):
+        parse(name, "--help")
+    text = re.sub(r"\n--dataset.*?\n\n", "\n", capsys.readouterr().out, flags=re.S)
+    num_flags = len(re.findall(r"^  --", text, re.M))
+    assert num_flags <= (80 if name == "variants.mama_qa" else 75)
 
 
 # ----------------------------------------------- what is refused ---------------------------------

@@ -422,7 +422,7 @@ def test_refusals(name, tmp_path):
 @pytest.mark.parametrize("name, words", [
     ("/no/such", "/no/such: no such file or folder"),
     ("no/such.csv", "no/such.csv: no such file or folder"),
-    ("emojis", "no hub id (org/name), and no known set: "),
+    ("emojis", "no hub id (org/name), and no known set; the nearest: emoji, "),
     ("nobody-at-all/nothing", "--dataset nobody-at-all/nothing: ")])
 def test_names_of_nothing(name, words):
     complains(name, "train", words)

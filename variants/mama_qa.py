@@ -116,7 +116,8 @@ BASELINE = {True: dict(contrastive_weight=0.0, margin_schedule="none", weighting
 
 def parse_args(argv=None):
     """The flags of a run. argv: words of the command line; None = those of this process."""
-    parser = Parser(__file__, "MAMA for questions about videos.")
+    parser = Parser(__file__, "MAMA for questions about videos.",
+                    data="msrvtt-qa --data-dir ANNOTATIONS --video-dir VIDEOS")
     method = parser.add_argument_group("method")
     add = method.add_argument
     add("--baseline", action="store_true",

@@ -87,7 +87,8 @@ RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "own": OWN}
 
 def parse_args(argv=None):
     """The flags of a run. argv: words of the command line; None = those of this process."""
-    parser = Parser(__file__, "TeMo with temperatures from frozen encoders.")
+    parser = Parser(__file__, "TeMo with temperatures from frozen encoders.",
+                    needs="--text-expert sentence-transformers/all-MiniLM-L6-v2")
     method = parser.add_argument_group("method")
     method.add_argument("--image-expert", default="",
                         help="frozen DINO: a transformers id or folder; empty = none; paper "
@@ -113,6 +114,7 @@ def parse_args(argv=None):
                         help="highest minus lowest temperature of a pair")
     parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, randaugment=True)
     parser.add_cc3m_flags()
+    parser.add_frozen_flags()
     return parser.parse(argv, RECIPES, check=check_flags)
 
 
