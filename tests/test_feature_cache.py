@@ -189,7 +189,7 @@ def test_views_of_one_augment_are_different_draws(tmp_path, captions_csv):
 
 
 def test_texts_of_a_paraphrase_are_among_those_that_are_kept(tmp_path, captions_csv):
-    """No text is encoded in a step of temo.py, of which T~ changes with the epoch."""
+    """No text is encoded in a step of temo.py, of which T~ changes with the epoch and the seed."""
     encoded = []
     encode = CachedTokenizer.encode
 
@@ -200,7 +200,7 @@ def test_texts_of_a_paraphrase_are_among_those_that_are_kept(tmp_path, captions_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CachedTokenizer, "encode", watch)
         few_steps(temo, tmp_path / "run", *FLAGS, "--dataset", captions_csv, "--freeze", "both",
-                  "--feature-cache", tmp_path / "cache", "--max-steps", 30)
+                  "--feature-cache", tmp_path / "cache", "--max-steps", 30, "--seed", 1)
     assert len(encoded) == 4  # the captions of train, val and test, and T~, each at once
     first, second = kept_text_draws(0, [3]), kept_text_draws(1, [3])
     assert first.shape == (1, 32) and not (first == second).any()
@@ -212,7 +212,8 @@ def test_existing_files_are_not_computed_again(tmp_path, captions_csv):
     augments = [common.Augment(SIDE, 0.3)]
     first = image_features(tmp_path).views(train, augments)
     again = image_features(tmp_path, encode=not_called).views(train, augments)
-    assert torch.equal(first.tables[0].tensor, again.tables[0].tensor)
+    rows = range(len(train))
+    assert torch.equal(first.tables[0].take(rows), again.tables[0].take(rows))
     (file,) = tmp_path.rglob("1-00000.npy")
     file.unlink()
     image_features(tmp_path).views(train, augments)
@@ -256,19 +257,20 @@ def test_what_changes_opens_another_folder(tmp_path, captions_csv):
     assert feature_cache.hash_of_tensors(model.state_dict()) != before
 
 
-def test_a_large_table_is_read_from_its_files(tmp_path, captions_csv, monkeypatch):
-    """Also if a data set has several files."""
+def test_a_table_of_several_files(tmp_path, captions_csv, monkeypatch):
+    """Of which few are open at a time."""
     train = common.load_data(str(captions_csv), "train")
     augments = [common.Augment(SIDE, 0.3), common.Augment(SIDE, 0.3)]
-    whole = image_features(tmp_path / "whole").views(train, augments)
-    monkeypatch.setattr(feature_cache, "ROWS_IN_FILE", 32)
-    monkeypatch.setattr(feature_cache, "MAX_IN_MEMORY", 0)
-    parts = image_features(tmp_path / "parts").views(train, augments)
-    assert parts.tables[0].tensor is None and len(parts.tables[0].blocks) == 12
     index = np.array([70, 0, 31, 32, 33])
-    for a, b in zip(whole.choose(1, 1, index)[0], parts.choose(1, 1, index)[0], strict=True):
+    whole = image_features(tmp_path / "whole").views(train, augments).choose(1, 1, index)[0]
+    monkeypatch.setattr(feature_cache, "ROWS_IN_FILE", 32)
+    parts = image_features(tmp_path / "parts").views(train, augments)
+    files = parts.tables[0].files
+    sizes = [len(feature_cache.open_file(file)) for file in files.values()]
+    assert sizes == [32, 32, len(train) - 64] * 4
+    assert feature_cache.open_file.cache_info().maxsize < 1024
+    for a, b in zip(whole, parts.choose(1, 1, index)[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert [len(block) for block in parts.tables[0].blocks] == [32, 32, len(train) - 64] * 4
 
 
 def test_what_cannot_be_read_is_replaced_in_training_and_left_out_in_evaluation(tmp_path):

@@ -106,8 +106,8 @@ def test_towers(root):
     clip, texts = torch.randn(2, 5, 10), ["one number 3", "yet another of them, number 3"]
     tokens = tokenizer(texts)
     set_dropout(model, 0.0, text=False)
-    video, both, _ = model(clip, tokens)
-    assert video.shape == both.shape == (2, D)
+    video, both, features = model(clip, tokens)
+    assert video.shape == both.shape == (2, D) and torch.equal(features, video)
     assert torch.allclose(model(tokens=tokenizer(texts[:1]))[1], both[:1], atol=1e-6)
     assert not torch.allclose(model(clip.flip(1))[0], video, atol=1e-3)
     set_dropout(model, 0.5, text=False)

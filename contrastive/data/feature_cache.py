@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import secrets
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +31,7 @@ import torch
 
 FORMAT = 2  # a part of every hash; it changes when the same flags give other features
 ROWS_IN_FILE = 4096
-MAX_IN_MEMORY = 2**30  # bytes of features that are kept as a tensor on the device
+OPEN_FILES = 256  # of which a process may have 1,024
 # Images or frames that are encoded at a time. On a CPU each takes 1.5 times as long in batches of
 # 64 as in batches of 16, since the activations leave its caches.
 BATCH = {"cpu": 16, "cuda": 256}
@@ -91,42 +90,48 @@ def state_of_file(path):
 
 
 # ---- files ----
+@functools.lru_cache(maxsize=OPEN_FILES)
+def open_file(path):
+    """The features of a file, mapped into memory; each open one takes a file of the process."""
+    return np.load(path, mmap_mode="r")
+
+
 class FeatureTable:
-    """The features of all rows of a data set in one or several views.
+    """The features of all rows of a data set in one or several views, in their files.
 
     Args:
-        blocks: arrays (up to 4,096, ...) of the rows of the first view, then of the next one.
+        files: {(view, number of the block): path}.
         num_rows: M.
         device: of the features that are taken.
     """
 
-    def __init__(self, blocks, num_rows, device):
-        self.blocks = blocks
+    def __init__(self, files, num_rows, device):
+        self.files = files
         self.num_rows = num_rows
         self.device = device
-        self.tensor = None
-        if sum(block.nbytes for block in blocks) <= MAX_IN_MEMORY:
-            self.tensor = torch.from_numpy(np.concatenate(blocks)).to(device)  # (V * M, ...)
 
-    def take(self, rows, views=0):
-        """The features (B, ...) of rows (B,) in views (B,), on the device."""
-        offsets = views * self.num_rows + np.asarray(rows)                  # (B,)
-        if self.tensor is not None:
-            return self.tensor[to_device(torch.from_numpy(offsets), self.device)]
-        blocks_of_view = -(-self.num_rows // ROWS_IN_FILE)
-        features = []
-        for offset in offsets.tolist():
-            view, row = divmod(offset, self.num_rows)
-            block = self.blocks[view * blocks_of_view + row // ROWS_IN_FILE]
-            features.append(block[row % ROWS_IN_FILE])
-        return to_device(torch.from_numpy(np.stack(features)), self.device)
+    def row(self, row, view=0):
+        """The features (...) of a row, on the CPU."""
+        block, place = divmod(row, ROWS_IN_FILE)
+        return torch.from_numpy(np.array(open_file(self.files[view, block])[place]))
+
+    def take(self, rows, views=None):
+        """The features (B, ...) of rows (B,) in views (B,), None = the first, on the device."""
+        if views is None:
+            views = np.zeros(len(rows), int)
+        features = [self.row(int(row), int(view)) for row, view in zip(rows, views)]
+        return to_device(torch.stack(features), self.device)
 
     @functools.cached_property
     def is_readable(self):
         """(M,) whether a row could be read, in all views."""
-        first_values = [block.reshape(len(block), -1)[:, 0] for block in self.blocks]
-        is_number = ~np.isnan(np.concatenate(first_values))                 # (V * M,)
-        return is_number.reshape(-1, self.num_rows).all(0)
+        is_readable = np.ones(self.num_rows, bool)
+        for (_, block), file in self.files.items():
+            features = open_file(file)
+            first_values = features.reshape(len(features), -1)[:, 0]
+            start = block * ROWS_IN_FILE
+            is_readable[start:start + len(features)] &= ~np.isnan(first_values)
+        return is_readable
 
     def read(self, rows):
         """As read_batch, of the first view."""
@@ -143,25 +148,26 @@ class FeatureTable:
 class Block(NamedTuple):
     """Rows of one view that stand in one file of each folder."""
 
-    number: int
     view: int
+    number: int  # in the view
     rows: range
-    files: list
+
+    def file(self, folder):
+        """The path of the features in a folder."""
+        return folder / f"{self.view}-{self.number:05}.npy"
 
     def chunks(self, size):
         """Lists of at most `size` rows."""
         return [list(self.rows[k:k + size]) for k in range(0, len(self.rows), size)]
 
 
-def blocks_of(folders, num_rows, num_views=1):
+def blocks_of(num_rows, num_views):
     """The Blocks of a data set, view by view."""
     blocks = []
     for view in range(num_views):
-        for start in range(0, num_rows, ROWS_IN_FILE):
+        for number, start in enumerate(range(0, num_rows, ROWS_IN_FILE)):
             rows = range(start, min(start + ROWS_IN_FILE, num_rows))
-            name = f"{view}-{start // ROWS_IN_FILE:05}.npy"
-            files = [folder / name for folder in folders]
-            blocks.append(Block(len(blocks), view, rows, files))
+            blocks.append(Block(view, number, rows))
     return blocks
 
 
@@ -174,59 +180,45 @@ def open_tables(folders, num_rows, device, encode, *, title, num_views=1):
             which are the rows of the blocks in order.
         title: what is encoded, in words.
     """
-    blocks = blocks_of(folders, num_rows, num_views)
-    missing = []
-    for block in blocks:
-        if not all(file.exists() for file in block.files):
-            missing.append(block)
-    own_blocks = [block for block in missing if block.number % world_size() == rank()]
+    blocks = blocks_of(num_rows, num_views)
+    own_blocks = []
+    for number, block in enumerate(blocks):
+        is_whole = all(block.file(folder).exists() for folder in folders)
+        if not is_whole and number % world_size() == rank():
+            own_blocks.append(block)
     if own_blocks:
-        write_blocks(own_blocks, encode(own_blocks), title, num_files=len(missing) * len(folders))
+        print_main(f"{title}: features are computed once, and kept below {folders[0].parent}")
+        write_blocks(folders, own_blocks, encode(own_blocks), title)
     barrier()
     tables = []
-    for k, folder in enumerate(folders):
-        with opening(folder):
-            arrays = [np.load(block.files[k], mmap_mode="r") for block in blocks]
-        tables.append(FeatureTable(arrays, num_rows, device))
+    for folder in folders:
+        files = {(block.view, block.number): block.file(folder) for block in blocks}
+        tables.append(FeatureTable(files, num_rows, device))
     return tables
 
 
-def write_blocks(blocks, parts, title, num_files):
+def write_blocks(folders, blocks, parts, title):
     """Writes the files of the blocks of this process, with a progress bar.
 
     Args:
         parts: what `encode` of open_tables returns.
-        num_files: that all processes write together.
     """
     from tqdm import tqdm
 
-    start = time.perf_counter()
     bar = tqdm(total=sum(len(block.rows) for block in blocks), desc=title, unit="row",
                disable=rank() > 0, dynamic_ncols=True)
     for block in blocks:
-        columns = [[] for _ in block.files]
+        columns = [[] for _ in folders]
         num_rows = 0
         while num_rows < len(block.rows):
             part = next(parts)
             for column, features in zip(columns, part):
                 column.append(features.float().cpu().numpy())               # (b, ...)
-            if bar.n == 0:
-                minutes = (time.perf_counter() - start) * bar.total / len(part[0]) / 60
-                print_main(announcement(title, num_files, columns[0][0], minutes, block))
             num_rows += len(part[0])
             bar.update(len(part[0]))
-        for file, column in zip(block.files, columns):
-            write_features(file, np.concatenate(column))
+        for folder, column in zip(folders, columns):
+            write_features(block.file(folder), np.concatenate(column))
     bar.close()
-
-
-def announcement(title, num_files, features, minutes, block):
-    """The line that is printed when the first features (b, ...) are known."""
-    row_bytes = features[0].nbytes
-    size = num_files * len(block.rows) * row_bytes / 1e9
-    return (f"{title}: features are computed once, {num_files:,} files of up to "
-            f"{len(block.rows):,} rows, {size:.2g} GB, about {minutes:.1f} minutes, below "
-            f"{block.files[0].parents[1]}")
 
 
 def write_features(file, features):
@@ -280,15 +272,15 @@ class ImageFeatures:
         if cache_key not in self.tables:
             folder = self.root / hash_of(
                 encoder=self.encoder, rows=self.hash_of_rows(data), transform=vars(transform))
-            encode = functools.partial(self.encode_plain, data, transform)
-            table, = open_tables([folder], len(data), self.device, encode,
-                                 title=data.full_name)
+            batches = functools.partial(self.plain_batches, data, transform)
+            table, = open_tables(
+                [folder], len(data), self.device, functools.partial(self.encode_batches, batches),
+                title=data.full_name)
             self.tables[cache_key] = table
         return self.tables[cache_key]
 
-    @torch.no_grad()
-    def encode_plain(self, data, transform, blocks):
-        """Yields the features of plain images, as open_tables wants them."""
+    def plain_batches(self, data, transform, blocks):
+        """Yields ([pixels (b, ...)], whether each row could be read (b,)) of the rows of blocks."""
         chunks = []
         for block in blocks:
             chunks += block.chunks(self.batch_size(data))
@@ -297,16 +289,17 @@ class ImageFeatures:
             pin_memory=self.device.type == "cuda",
             collate_fn=functools.partial(read_batch, data, transform))
         for rows, (readable, pixels, *_) in zip(chunks, batches):
-            if pixels is None:  # one image of zeros, for the shape of the features
-                pixels = torch.zeros(1, *shape_of_clips(data), 3, transform.size, transform.size)
+            is_readable = torch.from_numpy(np.isin(rows, readable))         # (b,)
+            if pixels is None:
+                pixels = torch.zeros(0, *shape_of_clips(data), 3, transform.size, transform.size)
+            if len(pixels) < len(rows):  # zeros, for the shape of the features
+                whole = pixels.new_zeros(len(rows), *pixels.shape[1:])
+                whole[is_readable] = pixels
+                pixels = whole
             pixels = pixels.to(self.device, non_blocking=True)
             if pixels.dtype == torch.uint8:
                 pixels = transform.normalise(pixels.float() / 255)
-            encoded = self.encode(pixels)                                   # (b, ...)
-            features = encoded.new_full((len(rows), *encoded.shape[1:]), torch.nan)
-            is_readable = torch.from_numpy(np.isin(rows, readable))         # (B,)
-            features[is_readable.to(self.device)] = encoded[:len(readable)]
-            yield [features]
+            yield [pixels], is_readable
 
     # ---- views of training ----
     def views(self, data, augments):
@@ -332,13 +325,13 @@ class ImageFeatures:
                 encoder=self.encoder, rows=self.hash_of_rows(data),
                 augment=dataclasses.asdict(augment), stream=stream,
                 mean=self.transform.mean, std=self.transform.std))
-        encode = functools.partial(self.encode_views, data, augments)
-        return open_tables(folders, len(data), self.device, encode, num_views=NUM_VIEWS,
-                           title=f"{data.full_name}, {NUM_VIEWS} views")
+        batches = functools.partial(self.view_batches, data, augments)
+        return open_tables(
+            folders, len(data), self.device, functools.partial(self.encode_batches, batches),
+            num_views=NUM_VIEWS, title=f"{data.full_name}, {NUM_VIEWS} views")
 
-    @torch.no_grad()
-    def encode_views(self, data, augments, blocks):
-        """Yields the features of random views, as open_tables wants them."""
+    def view_batches(self, data, augments, blocks):
+        """As plain_batches, of random views."""
         plan = []
         for block in blocks:
             plan += [(block.view, np.array(rows)) for rows in block.chunks(self.batch_size(data))]
@@ -346,9 +339,16 @@ class ImageFeatures:
             data, augments, self.transform, world_size(), VIEW_SEED, first=0, last=len(plan),
             device=self.device, workers=self.workers, plan=plan)
         for batch in batches:
-            is_unreadable = torch.from_numpy(batch["rows"] != batch["index"]).to(self.device)
+            yield batch["views"], torch.from_numpy(batch["rows"] == batch["index"])
+
+    @torch.no_grad()
+    def encode_batches(self, batches, blocks):
+        """Yields the features of what `batches` yields of blocks, as open_tables wants them; NaN
+        of rows that could not be read."""
+        for views, is_readable in batches(blocks):
+            is_unreadable = ~is_readable.to(self.device)
             parts = []
-            for pixels in batch["views"]:
+            for pixels in views:
                 features = self.encode(pixels)                              # (b, ...)
                 features[is_unreadable] = torch.nan
                 parts.append(features)

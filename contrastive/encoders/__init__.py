@@ -1,1 +1,1 @@
-"""Encoders: a table of their names, towers, tokenizers, others' weights, frozen models."""
+"""Encoders: a table of their names, tokenizers, weights from files, the model of a run, experts."""

@@ -282,8 +282,8 @@ def hub_encoder(name, half, pretrained, config):
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         if config.model_type != "clip" and not feature_width(config):
             raise UserError(f"{name}: the config of a {config.model_type} names no width of "
-                            "features, as of several towers; give a CLIP, or a folder with one of "
-                            "its towers")
+                            "features, as of several encoders; give a CLIP, or a folder with one "
+                            "of its encoders")
         model_class = transformers.AutoModel
         if half == "text" and config.model_type == "t5":
             model_class = transformers.AutoModelForTextEncoding  # the encoder alone

@@ -8,12 +8,11 @@ from importlib import metadata
 
 from contrastive.data.batches import kept_text_draws
 from contrastive.data.feature_cache import (
-    NUM_VIEWS, FeatureTable, ImageFeatures, cache_folder, hash_of, hash_of_tensors, open_tables)
+    NUM_VIEWS, ImageFeatures, cache_folder, hash_of, hash_of_tensors, open_tables)
 from contrastive.data.table import ROWS_AT_ONCE
 from contrastive.encoders.texts import Tokenizer
-from contrastive.core.processes import UserError
+from contrastive.core.processes import UserError, to_device
 
-import numpy as np
 import torch
 
 LIBRARIES = ("torch", "torchvision", "timm", "transformers")  # whose versions features depend on
@@ -147,26 +146,28 @@ class CachedTokenizer(Tokenizer):
         self.device = device
         self.encoder = encoder
         self.root = root
-        self.tables = []  # FeatureTable
-        self.places = {}  # {text: (number of its table, row)}
+        self.places = {}  # {text: (FeatureTable, row)} of texts in files
+        self.others = {}  # {text: (width,) features} of all others
         self.hash = hash_of(
             encoder=hash_of_encoder(encoder), pooling=encoder.pooling, length=self.length,
             clean=self.clean, tokenizer=facts_of_tokenizer(self.tokenizer))
 
     def __call__(self, texts):
-        new_texts = [text for text in dict.fromkeys(texts) if text not in self.places]
+        new_texts = []
+        for text in dict.fromkeys(texts):
+            if text not in self.places and text not in self.others:
+                new_texts.append(text)
         if new_texts:
             features = torch.cat(list(self.encode(new_texts)))             # (n, width)
-            table = FeatureTable([features.cpu().numpy()], len(new_texts), self.device)
-            self.add(table, new_texts)
-        places = np.array([self.places[text] for text in texts])           # (B, 2)
-        numbers, rows = places.T
-        features = torch.empty(len(texts), self.encoder.width, device=self.device)
-        for number in np.unique(numbers):
-            is_there = numbers == number                                   # (B,)
-            features[torch.from_numpy(is_there).to(self.device)] = (
-                self.tables[number].take(rows[is_there]))
-        return {"features": features}
+            self.others.update(zip(new_texts, features.cpu()))
+        features = []
+        for text in texts:
+            if text in self.others:
+                features.append(self.others[text])
+            else:
+                table, row = self.places[text]
+                features.append(table.row(row))
+        return {"features": to_device(torch.stack(features), self.device)}  # (B, width)
 
     def plain(self):
         """The Tokenizer itself, for class names and prompts: the encoder reads their tokens."""
@@ -183,13 +184,8 @@ class CachedTokenizer(Tokenizer):
         table, = open_tables(
             [folder], len(new_texts), self.device,
             functools.partial(self.encode_blocks, new_texts), title=f"texts of {title}")
-        self.add(table, new_texts)
-
-    def add(self, table, texts):
-        """Remembers where the features of these texts are."""
-        for row, text in enumerate(texts):
-            self.places[text] = len(self.tables), row
-        self.tables.append(table)
+        for row, text in enumerate(new_texts):
+            self.places[text] = table, row
 
     def encode_blocks(self, texts, blocks):
         """Yields the features of texts, as open_tables wants them."""

@@ -8,7 +8,6 @@ candidates stay behind them in the order of their cosines; VAST gives them the s
 
 from contrastive.core.metrics import (
     best_of_groups, fill_padding, normalize, ranks_of_best, recalls)
-from contrastive.encoders.vast import Pairs
 from contrastive.evaluation.embed import check_outputs, outputs_of_images
 from contrastive.evaluation.retrieval import add_means, image_to_text_positives
 
@@ -85,6 +84,8 @@ def matching_logits(pieces, towers, is_pair, workers):
 
     Raises: UserError if one is not finite.
     """
+    from contrastive.encoders.vast import Pairs
+
     model, tokenizer, transform = towers
     device = pieces.device
     place = {row: number for number, row in enumerate(pieces.index)}       # among the M
