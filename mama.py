@@ -326,10 +326,6 @@ def add_method_flags(parser, method):
     add("--weight-hidden", type=int_ge1, default=100,
         help="hidden units of the network of --weighting meta and joint; MW-Net 100, authors' "
              "code 64")
-    add("--focal-gamma", type=nonnegative_float, default=2.0,
-        help="exponent of --weighting focal")
-    add("--spl-start", type=fraction, default=0.5,
-        help="fraction of the batch, 0..1, with which --weighting spl starts; it grows to 1")
 
     add = parser.add_argument_group("meta-data").add_argument
     add("--meta-set", default="train", metavar="train|val|FILE",
@@ -347,23 +343,20 @@ def add_method_flags(parser, method):
         help="weight decay of the network; authors' code 1e-3")
     add("--meta-betas", type=below_one, nargs=2, default=[0.9, 0.98], metavar=("BETA1", "BETA2"),
         help="decay of the moments of the network's AdamW, 0..1; authors' code 0.9 0.98")
-    add("--virtual-lr", type=rate, default=0.0,
-        help="alpha, learning rate of the virtual step; 0 = the learning rate of the encoders at "
-             "that step (paper)")
     add("--meta-every", type=int_ge1, default=1,
         help="steps between updates of the network; paper 1")
 
 
 def add_caption_flags(parser):
-    """Adds the flags of captions that training has beside those of its set."""
-    add = parser.add_argument_group("captions").add_argument
-    add("--caption-noise", type=fraction, default=0.0,
-        help="share of the training examples that get another one's captions, 0..1")
+    """Adds the flags of captions that training has beside those of its set: their group."""
+    group = parser.add_argument_group("captions")
+    add = group.add_argument
     add("--extra-captions", default="", metavar="FILE",
         help="table of video (or image), caption and perhaps start, end: further captions of "
              "training examples")
     add("--extra-pairs", nargs="+", default=[], metavar="SET",
         help="sets whose pairs join training, NAME[=DIR]: howto100m=DIR, mine.csv=DIR")
+    return group
 
 
 # Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
@@ -376,9 +369,13 @@ def parse_args(argv=None):
                         help="train the paper's baseline, InfoNCE, with everything else equal: "
                              "sets --margin-schedule none --weighting none")
     add_method_flags(parser, method)
-    add_caption_flags(parser)
-    parser.add_unfold_flag(parser.add_argument_group("texts of CLIP-ViP"))
+    captions = add_caption_flags(parser)
+    captions.add_argument("--caption-noise", type=fraction, default=0.0,
+                          help="share of the training examples that get another one's captions, "
+                               "0..1")
+    parser.add_unfold_flag(captions)
     parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
+    parser.add_frozen_flags()
     return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 
@@ -402,10 +399,8 @@ def check_method_flags(parser, args):
 
     parser.only(args.weighting in ("meta", "joint"), "with --weighting meta or joint",
                 "--weight-hidden")
-    parser.only(args.weighting == "focal", "with --weighting focal", "--focal-gamma")
-    parser.only(args.weighting == "spl", "with --weighting spl", "--spl-start")
     parser.only(args.weighting == "meta", "with --weighting meta", "--meta-lr",
-                "--meta-weight-decay", "--meta-betas", "--virtual-lr", "--meta-every")
+                "--meta-weight-decay", "--meta-betas", "--meta-every")
     parser.only(has_meta_data(args), "with --weighting meta or l2rw, or --meta-set val",
                 "--meta-set", "--meta-size", "--meta-batch-size")
     parser.only(args.meta_set in ("train", "val"), "with --meta-set train or val", "--meta-size")
@@ -510,7 +505,7 @@ def main(args):
             losses = look_ahead_losses(plain_model, criterion, accelerator.device)
             if args.weighting == "meta":
                 gradient = weightnet_gradient(                             # Eqs. 9, 12
-                    losses, Theta, inputs, meta_inputs, weight_net, args.virtual_lr or lr)
+                    losses, Theta, inputs, meta_inputs, weight_net, virtual_lr=lr)
                 update_weight_net(weight_net, meta_optimizer, gradient)    # Eq. 10
             else:
                 gain = meta_gain(losses, Theta, inputs, meta_inputs)       # (B,)
@@ -575,9 +570,9 @@ def baseline_weight(args, sample_loss, progress, gain):
         gain: (B,) of meta_gain, for L2RW.
     """
     if args.weighting == "focal":
-        return focal_weights(sample_loss, args.focal_gamma)
+        return focal_weights(sample_loss)
     if args.weighting == "spl":
-        return spl_weights(sample_loss, args.spl_start + (1 - args.spl_start) * progress)
+        return spl_weights(sample_loss, progress)
     if args.weighting == "l2rw":
         return l2rw_weights(gain)
     if args.weighting == "none":

@@ -231,6 +231,7 @@ def parse_args(argv=None):
     add_method_flags(parser)
     parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, randaugment=True)
     parser.add_cc3m_flags()
+    parser.add_frozen_flags()
     return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 

@@ -285,8 +285,7 @@ BASELINE = {True: dict(loss="infonce", normalize="none")}
 # (--dataset, --recipe) < preset (--baseline) < saved flags of --resume < command line.
 def parse_args(argv=None):
     """The flags of a run. argv: words of the command line; None = those of this process."""
-    parser = Parser(__file__, "NCL: all items get the same share of probability.",
-                    freeze=["clip4clip"])
+    parser = Parser(__file__, "NCL: all items get the same share of probability.")
     method = parser.add_argument_group("method")
     method.add_argument("--loss", choices=["ncl", "infonce"], default="ncl",
                         help="loss: NCL's, or InfoNCE as in CLIP4Clip")
@@ -307,6 +306,7 @@ def parse_args(argv=None):
     parser.add_unfold_flag(clip4clip)
     parser.add_eps_flag(clip4clip)
     parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
+    parser.add_frozen_flags("clip4clip")
     return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 

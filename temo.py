@@ -39,8 +39,8 @@ import functools
 import common
 
 from common import (
-    Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, between, clean_exit,
-    cwcl_loss, dystress_temperature, fp32, gather, int_ge1, nonnegative_float, normalize,
+    Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, clean_exit,
+    cwcl_loss, dystress_temperature, fp32, gather, nonnegative_float, normalize,
     one_number, per_anchor, positive_float, positive_index, row_blocks, ts_temperature)
 
 import torch
@@ -212,7 +212,7 @@ FROZEN = SMALL | dict(
     jitter=0.0, log_every=50)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN,
            "frozen": FROZEN}
-# --row of Table 3; a and b have one term, and so no weights to blend
+# --row: what of temo_loss the rows of Table 3 have; a and b have one term, and so no weights
 ROWS = {
     "a": dict(base=True, modulated=False, unimodal="none", blend="quadratic"),
     "b": dict(base=False, modulated=True, unimodal="none", blend="quadratic"),
@@ -226,7 +226,7 @@ LOSSES = ["temo", "infonce", "ts", "dystress", "dystress-shifted", "cwcl"]
 
 
 # Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
-# (--dataset, --recipe) < preset (--row, --baseline) < saved flags of --resume < command line.
+# (--dataset, --recipe) < preset (--baseline) < saved flags of --resume < command line.
 def parse_args(argv=None):
     """The flags of a run. argv: words of the command line; None = those of this process."""
     parser = Parser(__file__, "TeMo: a temperature for each pair, multimodal and unimodal.")
@@ -248,26 +248,9 @@ def parse_args(argv=None):
     method.add_argument("--similarity", choices=["shifted", "cosine"], default="shifted",
                         help="similarity of a pair in Eq. 4: (1 + cosine) / 2 (code), or "
                              "max(cosine, 0) (paper)")
-    method.add_argument("--row", choices=list(ROWS), default="",
-                        help="row of the paper's Table 3: sets --base --modulated --unimodal "
-                             "--blend; the paper's method is g")
-    method.add_argument("--base", action=yes_or_no, default=True,
-                        help="InfoNCE between images and texts, L_MM, is in the loss")
-    method.add_argument("--modulated", action=yes_or_no, default=True,
-                        help="InfoNCE between images and texts with a temperature for each pair, "
-                             "L_M-MM, is in the loss")
-    method.add_argument("--unimodal", choices=["none", "plain", "modulated"], default="modulated",
-                        help="InfoNCE between images and their views, and between texts and their "
-                             "paraphrases: none, at --tau, or with a temperature for each pair")
-    method.add_argument("--blend", choices=["quadratic", "fixed"], default="quadratic",
-                        help="weights of L_MM and of the other terms: (1-t)^2 and t^2, where t is "
-                             "the progress of training, 0..1; or 0.5 and 0.5")
-    method.add_argument("--ts-periods", type=int_ge1, default=5,
-                        help="periods of the temperature of --loss ts in a run; paper 5")
-    method.add_argument("--dystress-phase", type=between(1e-3, 2), nargs=2, default=[0.4, 0.7],
-                        metavar=("COSINE", "WIDTH"),
-                        help="--loss dystress-shifted: the temperature is highest from this cosine "
-                             "on and lowest at this distance below it; DySTReSS 0.4 0.7")
+    method.add_argument("--row", choices=list(ROWS), default="g",
+                        help="row of the paper's Table 3, whose terms and weights the loss has: a "
+                             "is InfoNCE, g TeMo; docs/temo.md has all")
 
     augmented = parser.add_argument_group("I~ and T~")
     augmented.add_argument("--grad-augmented", action=yes_or_no, default=False,
@@ -282,52 +265,46 @@ def parse_args(argv=None):
     augmented.add_argument("--paraphrase-anchor", action=yes_or_no, default=True,
                            help="with --paraphrases, draw T from the caption and its paraphrases "
                                 "(CC3M code); no: T is the caption (CC12M code)")
-    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=0.8, randaugment=True)
+    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, randaugment=True)
     parser.add_simclr_view_flags()
     parser.add_cc3m_flags()
-    return parser.parse(argv, RECIPES, {"--row": ROWS, "--baseline": BASELINE}, check_flags)
+    parser.add_frozen_flags()
+    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
 
 
 def check_flags(parser, args):
     """Refuses contradictory flags and flags without effect."""
     is_temo = args.loss == "temo"
     is_dystress = args.loss in ("dystress", "dystress-shifted")
-    modulates = is_temo and (args.modulated or args.unimodal == "modulated")
+    modulates = is_temo and ROWS[args.row]["modulated"]
     unimodal = has_unimodal_terms(args)
     parser.require(not args.baseline or args.loss == "infonce",
                    f"--loss {args.loss}: --baseline is --loss infonce; leave out one of the two")
-    parser.only(is_temo, "with --loss temo", "--row", "--base", "--modulated", "--unimodal",
-                "--blend")
-    parser.only(uses_tau(args), "with a term at that temperature (--base, --unimodal plain, --loss "
-                "infonce or cwcl)", "--tau", "--learnable-tau")
+    parser.only(is_temo, "with --loss temo", "--row")
+    parser.only(uses_tau(args), "with a term at that temperature (any --row but b, --loss infonce "
+                "or cwcl)", "--tau", "--learnable-tau")
     parser.check_tau_flags(args)
     parser.only(modulates or is_dystress or args.loss == "ts", "with temperatures that differ "
-                "(--modulated, --unimodal modulated, --loss ts or dystress)",
-                "--tau-min", "--tau-alpha")
+                "(any --row but a and c, --loss ts or dystress)", "--tau-min", "--tau-alpha")
     parser.only(modulates or is_dystress, "with a temperature for each pair", "--detach-tau")
-    parser.only(modulates, "with --modulated or --unimodal modulated", "--similarity")
-    parser.only(args.loss == "ts", "with --loss ts", "--ts-periods")
-    parser.only(args.loss == "dystress-shifted", "with --loss dystress-shifted",
-                "--dystress-phase")
-    parser.only(unimodal, "with --loss temo --unimodal plain or modulated",
+    parser.only(modulates, "with --loss temo and any --row but a and c", "--similarity")
+    parser.only(unimodal, "with --row c, f or g",
                 "--grad-augmented", "--image-aug", "--paraphrases", "--paraphrase-anchor")
     parser.only(unimodal and args.image_aug == "simclr", "with --image-aug simclr",
                 *parser.flags_of("SimCLR's view"))
     parser.only(args.paraphrases, "with --paraphrases", "--paraphrase-anchor")
-    parser.require(not is_temo or args.base or args.modulated or args.unimodal != "none",
-                   "--no-base --no-modulated --unimodal none leaves no loss; keep one of its terms")
 
 
 def uses_tau(args):
     """Whether a term of the loss is InfoNCE at --tau."""
     if args.loss == "temo":
-        return args.base or args.unimodal == "plain"
+        return ROWS[args.row]["base"]
     return args.loss in ("infonce", "cwcl")
 
 
 def has_unimodal_terms(args):
     """Whether the loss reads I~ and T~."""
-    return args.loss == "temo" and args.unimodal != "none"
+    return args.loss == "temo" and ROWS[args.row]["unimodal"] != "none"
 
 
 # ======================================================= main =====================================
@@ -366,10 +343,10 @@ def main(args):
 
     # ------------------------------------------- views and texts ----------------------------------
     unimodal = has_unimodal_terms(args)
-    views = [common.training_view(args)]                                   # I
+    views = [common.training_view(args, jitter_p=0.8)]                     # I
     paraphrases = None
     if unimodal:
-        views.append(common.training_view(args, kind=args.image_aug))      # I~
+        views.append(common.training_view(args, args.image_aug, jitter_p=0.8))           # I~
         if args.paraphrases:
             paraphrases = Paraphrases(args.paraphrases)
     draw_texts = functools.partial(                                        # T and T~
@@ -412,8 +389,7 @@ def main(args):
         if args.loss == "temo":
             loss = temo_loss(                                              # ()
                 image, text, image_aug, text_aug, progress, tau, args.tau_min, args.tau_alpha,
-                base=args.base, modulated=args.modulated, unimodal=args.unimodal,
-                blend=args.blend, detach=args.detach_tau, shifted=args.similarity == "shifted",
+                **ROWS[args.row], detach=args.detach_tau, shifted=args.similarity == "shifted",
                 terms=terms)
         else:
             loss, tau = baseline_loss(args, image, text, tau, progress)
@@ -443,8 +419,7 @@ def baseline_loss(args, image, text, tau, progress):
     if args.loss == "infonce":
         return multimodal_loss(image, text, tau), tau
     if args.loss == "ts":
-        tau = ts_temperature(progress, args.tau_min, args.tau_min + args.tau_alpha,
-                             args.ts_periods)
+        tau = ts_temperature(progress, args.tau_min, args.tau_min + args.tau_alpha)
         return multimodal_loss(image, text, tau), tau
     if args.loss in ("dystress", "dystress-shifted"):
         return multimodal_loss(image, text, pair_temperature(args)), tau
@@ -456,12 +431,10 @@ def baseline_loss(args, image, text, tau, progress):
 def pair_temperature(args):
     """tau_ij of images and texts, a function of the cosines; None if they all have one tau."""
     if args.loss in ("dystress", "dystress-shifted"):
-        highest_from, width = args.dystress_phase
         return functools.partial(
             dystress_temperature, tau_min=args.tau_min, tau_max=args.tau_min + args.tau_alpha,
-            shifted=args.loss == "dystress-shifted", detach=args.detach_tau,
-            highest_from=highest_from, width=width)
-    if args.loss == "temo" and args.modulated:
+            shifted=args.loss == "dystress-shifted", detach=args.detach_tau)
+    if args.loss == "temo" and ROWS[args.row]["modulated"]:
         return functools.partial(
             modulated_temperature, tau_min=args.tau_min, tau_alpha=args.tau_alpha,
             detach=args.detach_tau, shifted=args.similarity == "shifted")

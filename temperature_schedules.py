@@ -331,10 +331,12 @@ def parse_args(argv=None):
                              "else equal: sets --schedule fixed --tau 0.2")
     method.add_argument("--loss", choices=["simclr", "moco"], default="simclr",
                         help="SimCLR's NT-Xent, or MoCo's loss with a queue of keys")
-    method.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"],
-                        default="cos",
+    method.add_argument("--schedule", default="cos",
+                        choices=["cos", "step", "random", "oscillating", "fixed", "coarse"],
                         help="course of the temperature over the epochs: a cosine (the paper's "
-                             "method), the others of Table 5, or fixed at --tau")
+                             "method), the others of Table 5, or fixed at --tau; or coarse "
+                             "supervision: --tau-max for the half of the classes that have the "
+                             "most images, --tau-min for the others")
     method.add_argument("--tau-min", type=positive_float, default=0.1,
                         help="lowest temperature of a schedule; paper 0.1")
     method.add_argument("--tau-max", type=positive_float, default=1.0,
@@ -343,12 +345,6 @@ def parse_args(argv=None):
                         help="T, epochs of a full period of the schedule; paper 400")
     parser.add_tau_flags(method, tau=0.2, tau_clamp=(0.01, 10.0),
                          note="with --schedule fixed; paper 0.2")
-    method.add_argument("--tau-head", type=nonnegative_float, default=0.0,
-                        help="coarse supervision in place of a schedule: temperature of the half "
-                             "of the classes that have the most images; paper 1.0; 0 = off")
-    method.add_argument("--tau-tail", type=nonnegative_float, default=0.0,
-                        help="coarse supervision: temperature of the other half of the classes; "
-                             "paper 0.1")
     method.add_argument("--queue-size", type=int_ge1, default=10_000,
                         help="K, keys in MoCo's queue; paper 10,000")
     method.add_argument("--momentum", type=fraction, default=0.99,
@@ -415,14 +411,12 @@ def add_image_flags(parser):
 
 def check_flags(parser, args):
     """Refuses contradictory flags and flags without effect."""
-    is_fixed = args.schedule == "fixed" and not args.tau_head
-    is_scheduled = args.schedule != "fixed" and not args.tau_head
-    has_period = is_scheduled and args.schedule != "random"
+    is_fixed = args.schedule == "fixed"
+    has_period = args.schedule in ("cos", "step", "oscillating")
     parser.require(not args.baseline or is_fixed,
-                   f"--schedule {args.schedule}, --tau-head {args.tau_head}: --baseline has a "
-                   "fixed temperature; leave out one of the two")
-    parser.only(not args.tau_head, "without --tau-head", "--schedule")
-    parser.only(is_scheduled, "with a --schedule other than fixed", "--tau-min", "--tau-max")
+                   f"--schedule {args.schedule}: --baseline has a fixed temperature; leave out one "
+                   "of the two")
+    parser.only(not is_fixed, "with a --schedule other than fixed", "--tau-min", "--tau-max")
     parser.only(has_period or args.stop_at_phase, "with --schedule cos, step or oscillating, or "
                 "with --stop-at-phase", "--period")
     parser.only(is_fixed, "with --schedule fixed", "--tau", "--learnable-tau")
@@ -431,9 +425,6 @@ def check_flags(parser, args):
     parser.only(args.loss != "moco", "with --loss simclr", "--head-norm")
     parser.require(args.tau_min <= args.tau_max,
                    f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
-    parser.require((args.tau_head > 0) == (args.tau_tail > 0),
-                   f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or "
-                   "neither")
     check_image_flags(parser, args)
     parser.only(args.eval_epoch == "last", "with --eval-epoch last", "--stop-at-phase")
 
@@ -517,12 +508,12 @@ def main(args):  # noqa: C901, PLR0912
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         epoch = run.step // steps.per_epoch
-        if args.tau_head:
-            tau = coarse_temperature(labels[batch["rows"]], head_classes, args.tau_head,
-                                     args.tau_tail)
-            tau = to_device(tau, accelerator.device)                       # (B,)
-        elif args.schedule == "fixed":
+        if args.schedule == "fixed":
             tau = tau_parameter()                                          # a number, or ()
+        elif args.schedule == "coarse":
+            tau = coarse_temperature(labels[batch["rows"]], head_classes,
+                                     tau_head=args.tau_max, tau_tail=args.tau_min)
+            tau = to_device(tau, accelerator.device)                       # (B,)
         else:
             tau = temperature(epoch, args.schedule, args.tau_min, args.tau_max, args.period,
                               args.seed)                                   # a number

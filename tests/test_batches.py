@@ -219,12 +219,13 @@ def test_a_question_goes_with_the_sample_that_was_read(tmp_path):
     names = write_images(tmp_path, range(8))
     (tmp_path / names[3]).write_bytes(TEXT)
     paths = [str(tmp_path / name) for name in names]
-    data = common.Data(
-        "asked", "train", common.make_table([["x"]] * 8, names, paths, question=names)
-    )
+    captions = [[f"words of {name}"] for name in names]
+    table = common.make_table(captions, names, paths, question=names)
+    data = common.Data("asked", "train", table)
     batch = next(iter(batches_of(data, [PLAIN], 8, last=1, side=32)))
     assert sorted(batch["rows"].tolist()) == [0, 1, 2, 4, 4, 5, 6, 7] and 3 in batch["index"]
     assert batch["keys"] == [names[i] for i in batch["rows"]]
+    assert batch["captions"] == [captions[i] for i in batch["rows"]]
 
 
 def test_a_hundred_bad_samples_in_a_row_are_the_end(tmp_path):

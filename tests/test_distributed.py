@@ -106,7 +106,7 @@ def weights_of_mama(rows):
         results += mama.weightnet_gradient(losses, theta, "first", "second", net, 0.05, method)
     gain = mama.meta_gain(losses, theta, "first", "second")
     results.append(gather(mama.l2rw_weights(gain)))
-    results.append(gather(mama.spl_weights(losses(theta, "first"), 0.5)))
+    results.append(gather(mama.spl_weights(losses(theta, "first"), 0.0)))
     return results
 
 

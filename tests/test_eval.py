@@ -191,6 +191,25 @@ def test_repeated_texts_are_right_but_in_published_sets(sets, tmp_path, capsys):
     assert common.load_data("emoji", "test").same_text == "positive"
 
 
+def test_rows_that_were_trained_on_are_left_out_of_a_test_file(tmp_path, capsys):
+    """Those of the training set and of --extra-pairs; they are counted."""
+    names = helpers.write_images(tmp_path, range(60))
+    rows = [(name, f"picture {i}") for i, name in enumerate(names)]
+    csv = [tmp_path / f"{name}.csv" for name in ("train", "more", "test")]
+    for path, part in zip(csv, (rows[:30], rows[30:40], rows[20:])):
+        helpers.write_rows(path, ["image", "caption"], part)
+    flags = f"--dataset {csv[0]} --extra-pairs {csv[1]} --batch-size 8 --weighting none"
+    folder, _, _ = train(tmp_path / "r", flags.split(), mama)
+    trained = set(common.load_data(str(csv[0]), "train").keys())
+    trained |= set(common.load_data(str(csv[1]), "train").keys())
+    expected = [name for name, _ in rows[20:] if name not in trained]
+    assert any(name in expected for name, _ in rows[20:30])  # held out of train by the run
+    found = evaluate("--checkpoint", folder, "--datasets", csv[2])["datasets"][str(csv[2])]
+    assert 20 <= found["metrics"]["images"] == len(expected) < 40
+    said = capsys.readouterr().out
+    assert "rows left out, whose files were trained on" in said and "has changed" not in said
+
+
 def test_neighbours_by_the_embeddings(runs):
     """A run and eval.py, against one neighbour by hand."""
     folder, own, _ = runs("neighbours")
@@ -344,6 +363,19 @@ def test_an_image_of_two_classes_is_refused(tmp_path):
         str(path))
     with pytest.raises(UserError, match="row 1 has the labels 'apple', 'pear_tree'"):
         helpers.all_rows(path)
+def test_images_of_several_classes_are_of_no_class_together():
+    """The first two pictures have two classes each, which are their captions."""
+    names = [name.replace("_", " ") for name in helpers.CLASSES]
+    captions = [[names[0], names[1]], [names[1], names[2]], *([names[k]] for k in (2, 0, 1, 2))]
+    table = common.make_table(
+        captions, list("abcdef"), classes={"label": helpers.CLASSES}, label=[-1, -1, 2, 0, 1, 2])
+    data = common.Data("some", "test", table, has_captions=False)
+    texts, owner = evaluation.retrieval.captions_of(data, np.arange(6))
+    groups = evaluation.retrieval.groups_of_images(data)
+    positives = evaluation.retrieval.positives_table(groups[owner], groups)
+    for text, image, right in zip(texts, owner, positives.tolist(), strict=True):
+        assert image in right
+        assert all(text in data.captions(other) for other in right if other >= 0)
 
 
 def test_training_images_of_other_classes_are_none(run, sets, tmp_path):

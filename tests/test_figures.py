@@ -54,7 +54,7 @@ def pieces(tmp_path):
 def finished_run(folder, rows, flags=None, **summary):
     """A FinishedRun with this log."""
     folder.mkdir()
-    write_json(folder / "args.json", flags or {"loss": "temo", "blend": "fixed"})
+    write_json(folder / "args.json", flags or {"loss": "temo"})
     write_json(folder / "summary.json", {"val_chance": {}} | summary)
     lines = [str(row).replace("'", '"') + "\n" for row in rows]
     (folder / "metrics.jsonl").write_text("".join(lines))

@@ -385,7 +385,7 @@ def train(line, folder, monkeypatch):
         "temo",
         "temo --loss infonce --learnable-tau --jitter .4 --chunk-size 8 --grad-clip 1",
         "temperature_schedules",
-        "temperature_schedules --loss moco --queue-size 32 --tau-head .1 --tau-tail .2",
+        "temperature_schedules --loss moco --queue-size 32 --schedule coarse",
         "ncl",
         "mmts --num-clusters 4",
         "mmts --num-clusters 4 --loss max-margin --alpha 0.2 --shift-min 0.17 --shift-max 0.3",

@@ -13,7 +13,7 @@ import common
 from contrastive import data as data_sets
 from contrastive import evaluation
 from contrastive.data import images, long_tail, questions, videos
-from contrastive.data.hub import COMMITS
+from contrastive.data.hub import COMMITS, announce_download
 from contrastive.data.registry import SETS
 from contrastive.encoders.base import hub_encoder
 from contrastive.core.files import read_json
@@ -25,6 +25,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import DryRunFileInfo
 from timm.data import ImageNetInfo
 
 import helpers
@@ -316,6 +317,21 @@ def test_a_data_set_of_the_hub_at_a_commit(tmp_path, monkeypatch):
         (f"{tmp_path}@{B}", {}),
     ):
         complains(name, "test", "only what is read from the hub has a revision", **options)
+
+
+def test_a_download_is_announced_and_refused_without_space(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def files(size):
+        cached = DryRunFileInfo(A, 10**18, "a.tar", "", is_cached=True, will_download=False)
+        return [cached, DryRunFileInfo(A, size, "b.tar", "", is_cached=False, will_download=True)]
+
+    announce_download("org/name", files(0))
+    assert capsys.readouterr().out == ""
+    announce_download("org/name", files(3 * 10**5))
+    assert capsys.readouterr().out.startswith("org/name: 0.0 GB to download into ")
+    with pytest.raises(UserError, match="1000000.0 GB to download .* are free; the variable HF"):
+        announce_download("org/name", files(10**15))
 
 
 def test_a_run_on_a_commit_of_own_data_and_weights_says_which(tmp_path, tiny, monkeypatch):
@@ -613,6 +629,8 @@ def test_imagenet100_runs_without_val(lists, tmp_path, monkeypatch):
     few = summary["test"]["imagenet100-lt"]["few-shot"]
     assert {"top1", "head", "mid", "tail"} <= few.keys()
     assert len(probed[-1].neighbour_features) == 6  # the images of the list
+    with pytest.raises(UserError, match="val"):
+        run_script(ts, tmp_path / "best", *flags, *"--eval-epoch best --eval-every 1".split())
 
 
 def test_few_shot_probe_learns_from_its_own_images():

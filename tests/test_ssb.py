@@ -189,7 +189,6 @@ def test_recipe_of_ssb(tmp_path):
         (["--feature-dir", "."] + "--loss max-margin".split(), "trains no temperature"),
         (["--feature-dir", "."] + "--baseline --tau 0.1".split(), "--tau: only with --loss ncl"),
         (["--feature-dir", "."] + "--margin 0.1".split(), "--margin: only with --loss max-margin"),
-        (["--feature-dir", "."] + "--freeze text".split(), "all encoders of SSB learn"),
         (["--feature-dir", "."] + "--eval-datasets msvd".split(), "are those of msrvtt alone"),
     ],
 )

@@ -261,7 +261,7 @@ def test_the_loss_is_made_of_the_terms_in_its_log(tmp_path):
 
 def test_the_log_has_the_temperature_of_the_loss(tmp_path):
     """That of the step, or the means of the pairs; that of terms without --tau is not in it."""
-    words = "--loss ts --max-steps 6 --ts-periods 5".split()
+    words = "--loss ts --max-steps 6".split()
     log = few_steps(temo, tmp_path / "ts", *words, base=SMALL)
     expected = [temo.ts_temperature(k / 6, 0.05, 0.15) for k in range(6)]
     assert [row["tau"] for row in log] == pytest.approx(expected)
@@ -270,9 +270,8 @@ def test_the_log_has_the_temperature_of_the_loss(tmp_path):
         (row,) = few_steps(temo, folder, *words.split(), "--max-steps", 1, base=SMALL)
         assert "L_MM" not in row and "tau" not in row
         assert row["tau_pos"] > 0.05 and row["tau_neg"] > 0.05
-    # images with texts have no temperatures by pair, though the unimodal terms do
-    words = "--no-modulated --unimodal modulated --max-steps 1".split()
-    (row,) = few_steps(temo, tmp_path / "unimodal", *words, base=SMALL)
+    # no pair has a temperature of its own
+    (row,) = few_steps(temo, tmp_path / "c", "--row", "c", "--max-steps", 1, base=SMALL)
     assert "tau_pos" not in row and "tau_neg" not in row and row["tau"] == pytest.approx(0.1)
 
 
@@ -384,5 +383,5 @@ def test_without_a_crop_the_views_have_the_shape_of_the_evaluation():
     """As in the other scripts."""
     for squash, words in ((True, "--eval-resize squash"), (False, "")):
         args = temo.parse_args(f"--crop-min 1 --image-aug crop {words}".split())
-        views = [common.training_view(args), common.training_view(args, kind="crop")]
+        views = [common.training_view(args), common.training_view(args, "crop")]
         assert [view.squash for view in views] == [squash, squash]

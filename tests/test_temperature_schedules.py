@@ -308,7 +308,7 @@ def test_a_replaced_image_has_the_temperature_of_its_own_class(tmp_path, monkeyp
 
     monkeypatch.setattr(common.Batches, "__iter__", watch)
     flags = (
-        "--cpu --workers 0 --batch-size 8 --max-steps 3 --tau-head 1.0 --tau-tail 0.1 "
+        "--cpu --workers 0 --batch-size 8 --max-steps 3 --schedule coarse "
         "--max-bad-fraction 1 --log-every 1"
     ).split()
     log = few_steps(ts, tmp_path / "r", "--dataset", tmp_path / "data", *flags)
@@ -398,8 +398,7 @@ REFUSED = {  # flags: words of the refusal
     "--tau 0.1": "--tau: only with --schedule fixed",
     "--schedule fixed --period 3": "--period: only with --schedule cos",
     "--schedule random --period 3": "--period: only with --schedule cos",
-    "--tau-head 1 --tau-tail .1 --schedule cos": "--schedule: only without --tau-head",
-    "--tau-head 1": "give both",
+    "--schedule coarse --period 3": "--period: only with --schedule cos, step or oscillating",
     "--schedule fixed --learnable-tau --tau .001": "must start within --tau-clamp 0.01 10.0",
     "--queue-size 9": "--queue-size: only with --loss moco",
     "--loss moco --head-norm batch": "--head-norm: only with --loss simclr",
@@ -442,7 +441,7 @@ def test_figure_4_is_the_mean_over_the_last_period_of_runs(tmp_path, capsys):
             log.append({"step": 4 * e, "eval": {"d": {"few-shot": {"top1": top1}}}})
         files = {
             "metrics.jsonl": "".join(json.dumps(row) + "\n" for row in log),
-            "args.json": {"dataset": "d", "period": period, "schedule": "cos", "tau_head": 0.0},
+            "args.json": {"dataset": "d", "period": period, "schedule": "cos"},
             "summary.json": {"steps": 4 * epochs, "epochs": epochs},
         }
         write_files(tmp_path / name, files)

@@ -714,7 +714,6 @@ def test_eval_reranks_and_says_so(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, reason",
     [
-        (["--freeze", "image"], "not with questions, SSB, VGT or VAST"),
         (["--dataset", "emoji", "--modalities", "a"], "emoji has none of them; give v"),
         (["--dataset", "emoji", "--modalities", "va"], "emoji has no more than v; give that"),
     ],

@@ -116,7 +116,8 @@ BASELINE = {True: dict(contrastive_weight=0.0, margin_schedule="none", weighting
 
 def parse_args(argv=None):
     """The flags of a run. argv: words of the command line; None = those of this process."""
-    parser = Parser(__file__, "MAMA for questions about videos.")
+    parser = Parser(__file__, "MAMA for questions about videos.",
+                    data="msrvtt-qa --data-dir ANNOTATIONS --video-dir VIDEOS")
     method = parser.add_argument_group("method")
     add = method.add_argument
     add("--baseline", action="store_true",
@@ -263,7 +264,7 @@ def main(args):
             losses = look_ahead_losses(plain_model, criterion, accelerator.device)
             if args.weighting == "meta":
                 gradient = weightnet_gradient(                             # Eqs. 9, 12
-                    losses, Theta, examples, meta_examples, weight_net, args.virtual_lr or lr)
+                    losses, Theta, examples, meta_examples, weight_net, virtual_lr=lr)
                 mama.update_weight_net(weight_net, meta_optimizer, gradient)         # Eq. 10
             else:
                 gain = meta_gain(losses, Theta, examples, meta_examples)   # (B,)

@@ -110,7 +110,8 @@ BASELINE = {True: dict(loss="max-margin", loss_scale=64.0, normalize="none")}
 # (--dataset, --recipe) < preset (--baseline) < saved flags of --resume < command line.
 def parse_args(argv=None):
     """The flags of a run. argv: words of the command line; None = those of this process."""
-    parser = Parser(__file__, "NCL on SSB: features of videos, and a captioning loss.")
+    parser = Parser(__file__, "NCL on SSB: features of videos, and a captioning loss.",
+                    needs="--feature-dir FEATURES")
     method = parser.add_argument_group("method")
     method.add_argument("--loss", choices=["ncl", "infonce", "max-margin"], default="ncl",
                         help="loss beside the captioning loss: NCL's, InfoNCE, or SSB's margin "
@@ -167,8 +168,6 @@ def check_flags(parser, args):
     parser.require(not has_margin or args.normalize == "none",
                    f"--normalize {args.normalize}: --loss max-margin trains no temperature, which "
                    "biases need; add --normalize none")
-    parser.require(args.freeze == "none",
-                   f"--freeze {args.freeze}: all encoders of SSB learn; leave it out")
     eval_names = {word.partition("=")[0] for word in args.eval_datasets}
     parser.require(eval_names <= {args.dataset},
                    f"--eval-datasets: the features of --feature-dir are those of {args.dataset} "

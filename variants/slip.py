@@ -124,7 +124,7 @@ def parse_args(argv=None):
                         help="temperature of NT-Xent; SLIP 0.1")
     method.add_argument("--image-weight", type=nonnegative_float, default=1.0,
                         help="weight of NT-Xent; SLIP 1")
-    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=0.8)
+    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0)
     parser.add_simclr_view_flags()
     return parser.parse(argv, RECIPES)
 
@@ -171,8 +171,8 @@ def main(args):
                            functools.partial(encode_views, model))
 
     # ------------------------------------------- views --------------------------------------------
-    strong = common.simclr_view(args)
-    batches = run.batches([common.training_view(args), strong, strong], transform)
+    view, strong = common.training_view(args, jitter_p=0.8), common.simclr_view(args)
+    batches = run.batches([view, strong, strong], transform)
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(

@@ -87,7 +87,8 @@ RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "own": OWN}
 
 def parse_args(argv=None):
     """The flags of a run. argv: words of the command line; None = those of this process."""
-    parser = Parser(__file__, "TeMo with temperatures from frozen encoders.")
+    parser = Parser(__file__, "TeMo with temperatures from frozen encoders.",
+                    needs="--text-expert sentence-transformers/all-MiniLM-L6-v2")
     method = parser.add_argument_group("method")
     method.add_argument("--image-expert", default="",
                         help="frozen DINO: a transformers id or folder; empty = none; paper "
@@ -111,8 +112,9 @@ def parse_args(argv=None):
                         help="lowest temperature of a pair")
     method.add_argument("--tau-alpha", type=nonnegative_float, default=0.04,
                         help="highest minus lowest temperature of a pair")
-    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, jitter_p=0.8, randaugment=True)
+    parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, randaugment=True)
     parser.add_cc3m_flags()
+    parser.add_frozen_flags()
     return parser.parse(argv, RECIPES, check=check_flags)
 
 
@@ -173,7 +175,7 @@ def main(args):
     grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views and texts ----------------------------------
-    views = [common.training_view(args)]                                   # I
+    views = [common.training_view(args, jitter_p=0.8)]                     # I
     expert_view = 0                                                        # that of I
     if image_expert and args.expert_inputs == "clean":
         views.append(common.Augment(args.image_size, squash=True))         # the whole image

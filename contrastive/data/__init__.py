@@ -25,6 +25,7 @@ openclipart.py, and long_tail.py, which cuts a long tail from a set of labelled 
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import os
 from pathlib import Path
@@ -134,8 +135,12 @@ def open_unnamed(name, options):
     path = Path(name).expanduser()
     is_path = len(path.parts) != 2 or path.is_absolute() or path.suffix in FILE_TYPES
     if is_path and not path.exists():
-        raise UserError(f"{name}: no such file or folder, no hub id (org/name), and no known set: "
-                        f"{', '.join(SETS)}")
+        message = f"{name}: no such file or folder"
+        if len(path.parts) == 1 and path.suffix not in FILE_TYPES:
+            nearest = difflib.get_close_matches(name, SETS, 3, cutoff=0)
+            message += (", no hub id (org/name), and no known set; the nearest: "
+                        f"{', '.join(nearest)}")
+        raise UserError(message)
     if options.revision and path.exists():
         refuse_revision(name, options)
     return open_unchanged(name, options, state_of_files(path))

@@ -235,14 +235,6 @@ def video_folder(options, root=None):
     return Path(folder).expanduser()
 
 
-class NamesAsVideos:
-    """In place of Videos: each name stands for itself, where captions and classes are read but no
-    video."""
-
-    def __getitem__(self, name):
-        return name
-
-
 # ---- Data of annotated videos ----
 def clips_of(name, split, rows, options, *, classes=None, clip=None, videos=None, **attributes):
     """Data of the rows of a reader.
@@ -258,10 +250,7 @@ def clips_of(name, split, rows, options, *, classes=None, clip=None, videos=None
     """
     folder = video_folder(options)
     if videos is None:
-        if options.without_videos:
-            videos = NamesAsVideos()
-        else:
-            videos = Videos(folder)
+        videos = Videos(folder)
     joined = join_rows(rows, videos)
     if not joined.examples:
         first = next(iter(joined.paths), "none")

@@ -6,9 +6,10 @@ import csv
 import glob
 import os
 import re
+import shutil
 from pathlib import Path
 
-from contrastive.core.processes import UserError, opening
+from contrastive.core.processes import UserError, opening, print_main
 from contrastive.core.words import counted, listed, shortened
 
 import pyarrow as pa
@@ -39,12 +40,34 @@ TEXT_OF_CONTAINER = re.compile(r"""
 def hub_folder(repository, patterns, revision=None):
     """Downloads the files of a data set on the hub whose names have one of these patterns, or
     finds them in the hub's cache. Returns: their folder."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import errors, snapshot_download
 
-    folder = Path(snapshot_download(
-        repository, repo_type="dataset", allow_patterns=patterns, revision=revision))
+    what = dict(repo_type="dataset", allow_patterns=patterns, revision=revision)
+    with contextlib.suppress(errors.DryRunError):  # without the hub, whose cache is then read
+        announce_download(repository, snapshot_download(repository, dry_run=True, **what))
+    folder = Path(snapshot_download(repository, **what))
     COMMITS[repository] = folder.name
     return folder
+
+
+def announce_download(repository, files):
+    """Prints the size of a download and the free space.
+
+    Args: files: of the repository, DryRunFileInfo.
+    Raises: UserError if there is too little space.
+    """
+    from huggingface_hub import constants
+
+    size = sum(file.file_size or 0 for file in files if file.will_download)
+    if not size:
+        return
+    os.makedirs(constants.HF_HUB_CACHE, exist_ok=True)
+    free = shutil.disk_usage(constants.HF_HUB_CACHE).free
+    words = (f"{repository}: {size / 1e9:.1f} GB to download into {constants.HF_HUB_CACHE}, where "
+             f"{free / 1e9:.1f} GB are free")
+    if size > free:
+        raise UserError(f"{words}; the variable HF_HOME names another folder")
+    print_main(words)
 
 
 def note_commit(model):

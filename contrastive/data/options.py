@@ -84,8 +84,6 @@ class DataOptions:
     test_as_whole: bool = False
     # Whether a test split that the user's data lack is held out of train.
     hold_out_test: bool = True
-    # Whether only captions are read, so that no video has to be there.
-    without_videos: bool = False
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

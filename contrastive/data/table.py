@@ -57,7 +57,6 @@ class Data:
     caption_relevancy: float = 0.0  # train on sentences above this relevancy; 0 = own captions
     # ---- how it is evaluated ----
     same_text: str = "positive"  # another item's caption with the same words: positive or wrong
-    max_captions: int = 0  # captions of an example that are used; 0 = all
     grouped: bool = False  # video -> text ranks videos by their best caption (MSVD)
     prompts: list = None  # templates of zero-shot classification, with {c}
     # ---- for the banner ----

@@ -434,9 +434,9 @@ def group_rows(rows, files, starts, ends):
         example.captions += [text for text in captions if text not in example.captions]
         label = rows.labels[row]
         if example.label not in (None, label) and label is not None:
-            shown = shortened(name) or f"row {rows.numbers[row]}"
-            raise ValueError(f"{shown} has the labels {listed([example.label, label])}, but may "
-                             "have one")
+            name = shortened(name or f"row {rows.numbers[row]}")
+            both = listed([example.label, label])
+            raise ValueError(f"{name} has the labels {both}, but may have one")
         example.label = example.label or label
     if rows_left_out:
         row = rows_left_out[0]

@@ -440,12 +440,12 @@ def randaugment(image, u, operations, magnitude):
 
 
 # ------------------------------------------------------- views by flags ---------------------------
-def training_view(args, kind="same"):
+def training_view(args, kind="same", jitter_p=1.0):
     """The view of a training image or clip, as the flags of Parser.add_view_flags say.
 
-    A script without --jitter-p jitters all views, one without --randaugment none.
-
-    Args: kind: 'same', that view; 'simclr', that of simclr_view; 'crop', a random crop alone.
+    Args:
+        kind: 'same', that view; 'simclr', that of simclr_view; 'crop', a random crop alone.
+        jitter_p: probability of the colour jitter.
     """
     if kind == "simclr":
         return simclr_view(args)
@@ -453,16 +453,18 @@ def training_view(args, kind="same"):
         return Augment(args.image_size, args.crop_min, squash=args.eval_resize == "squash")
     if kind != "same":
         raise ValueError(f"kind={kind!r}: give 'same', 'simclr' or 'crop'")
-    jitter_p = getattr(args, "jitter_p", 1.0)
-    randaugment = getattr(args, "randaugment", (0, 0))
+    randaugment = getattr(args, "randaugment", (0, 0))                     # a script may lack it
     return Augment(args.image_size, args.crop_min, args.flip, jitter_p,
                    brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
                    randaugment=tuple(randaugment), squash=args.eval_resize == "squash")
 
 
-def simclr_view(args):
-    """The strong view of SimCLR and SLIP, as the flags of Parser.add_simclr_view_flags say."""
-    return Augment(args.image_size, args.aug_crop_min, args.aug_flip, args.jitter_p,
-                   brightness=args.aug_jitter, contrast=args.aug_jitter, saturation=args.aug_jitter,
-                   hue=args.aug_hue, grey=args.aug_grey, blur=args.aug_blur,
-                   squash=args.eval_resize == "squash")
+def simclr_view(args, jitter=0.4, jitter_p=0.8, grey=0.2):
+    """The strong view of SimCLR and SLIP, as the flags of Parser.add_simclr_view_flags say.
+
+    Args: jitter, jitter_p, grey: strength and probability of the colour jitter, and probability of
+        grey; those of SLIP's code.
+    """
+    return Augment(args.image_size, args.aug_crop_min, args.aug_flip, jitter_p,
+                   brightness=jitter, contrast=jitter, saturation=jitter, hue=args.aug_hue,
+                   grey=grey, blur=args.aug_blur, squash=args.eval_resize == "squash")

@@ -1,7 +1,6 @@
 """What of the encoders is frozen, and their dropout."""
 
 from contrastive.core.processes import UserError, opening
-from contrastive.encoders.base import TwoTower
 
 import torch
 import torch.nn as nn
@@ -67,17 +66,7 @@ def check_pooling(text, tokenizer):
 
 
 def freeze_bodies(model, choice):
-    """Freezes the bodies of encoders, whose projections learn (--freeze image, text, both).
-
-    Raises:
-        UserError: for a model that is more than two bodies and projections.
-    """
-    if choice not in ("image", "text", "both"):
-        return
-    has_text_head = getattr(model.text, "head", None) is not None
-    if type(model) is not TwoTower or has_text_head or model.vision.kind.reads_files:
-        raise UserError(f"--freeze {choice}: not with questions, SSB, VGT or VAST, which have no "
-                        "projection of each encoder's features; use --freeze none")
+    """Freezes the bodies of encoders, whose projections learn (--freeze image, text, both)."""
     if choice in ("image", "both"):
         model.vision.freeze()
     if choice in ("text", "both") and model.text is not None:

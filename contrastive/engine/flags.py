@@ -51,6 +51,10 @@ FROZEN = ("image", "text", "both")  # choices of --freeze whose encoders have co
 NOTES = {"source", "baseline_rates"}  # entries of a recipe that are no flags
 # groups of flags that are no hyperparameters; the banner does not call them changed
 NOT_IN_RECIPES = ("data", "evaluation", "run")
+# groups that --help shows first, in this order; others follow as they are added
+FIRST_GROUPS = (
+    "options", "method", "meta-data", "questions", "I~ and T~", "data", "--dataset",
+    "optimisation")
 
 
 def words_of(name, value):
@@ -69,6 +73,16 @@ def dataset_words(flags):
     """The data set of flags, {name: value}, as on the command line: NAME or NAME@REVISION."""
     revision = flags.get("revision", "")
     return f"{flags['dataset']}@{revision}" if revision else flags["dataset"]
+
+
+def place_in_help(group):
+    """The place of a group of flags in --help."""
+    title = group.title
+    if title.startswith("--dataset"):
+        title = "--dataset"  # flags of one data set
+    if title in FIRST_GROUPS:
+        return FIRST_GROUPS.index(title)
+    return len(FIRST_GROUPS)
 
 
 # ===================================================== argparse ===================================
@@ -161,21 +175,24 @@ class Parser(OneLineErrorParser):
         file: the script's __file__.
         description: first line of --help.
         texts: whether the script trains on captions.
-        freeze: choices of --freeze that the script has beside those of all scripts.
+        needs: flags that a run must have, in the examples of --help.
+        data: --dataset and what goes with it in these examples; "" = the user's own.
     """
 
-    def __init__(self, file, description, texts=True, freeze=()):
-        own_data = "captions.csv  # columns image, caption"
-        if not texts:
-            own_data = "photos  # a folder per class"
+    def __init__(self, file, description, texts=True, needs="", data=""):
+        first = f" {needs}" if needs else "  # runs without a download"
+        if not data:
+            data = f"captions.csv {needs}".strip() + "  # columns image, caption"
+            if not texts:
+                data = "photos  # a folder per class"
         script = command_of(file)
         super().__init__(Path(file).name, f"{description} In brackets: the default.",
                          epilog=f"""examples:
-  python {script}  # runs without a download
-  python {script} --dataset {own_data}
+  python {script}{first}
+  python {script} --dataset {data}
   python {script} --resume runs/NAME""")
         self.texts = texts
-        self.freeze_choices = ["none", "image", "text", "both", *freeze]
+        self.recipe_sets = []  # data sets by name that have a recipe
 
     def parse(self, argv, recipes, presets=None, check=None):
         """Parses a command line.
@@ -191,6 +208,7 @@ class Parser(OneLineErrorParser):
         Returns: the flags. Exits with one line and code 2 if one is refused.
         """
         presets = presets or {}
+        self.recipe_sets = [name for name in recipes if find_data_set(name)]
         chosen = self.chosen_flags(argv, presets)
         saved = self.saved_flags(chosen)
         revision = self.choose_recipe(chosen, saved, recipes)
@@ -199,6 +217,7 @@ class Parser(OneLineErrorParser):
         self.add_shared_flags()
         datasets = [chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])]
         self.add_dataset_flags(datasets)
+        self._action_groups.sort(key=place_in_help)
         defaults = self.recipe_defaults(recipes[chosen.recipe], chosen)
         for flag, values in presets.items():
             defaults.update(values.get(getattr(chosen, name_of(flag)), {}))
@@ -222,9 +241,8 @@ class Parser(OneLineErrorParser):
         self.check_resume(saved, args)
         self.require_defaults(args)
         self.check_data_flags(args)
-        if self.texts and args.feature_cache and args.freeze not in FROZEN:
-            self.error("--feature-cache: no encoder is frozen, whose features would be computed "
-                       "once; add --freeze image, text or both")
+        self.only(getattr(args, "freeze", "none") in FROZEN, "with --freeze image, text or both",
+                  "--feature-cache")
         if check:
             check(self, args)
         args.method_flags = []  # for the banner
@@ -403,12 +421,22 @@ class Parser(OneLineErrorParser):
         add("--projection-bias", action=YES_OR_NO, default=False,
             help="new layers from features to embeddings have a bias (CC3M trainer)")
 
-    def add_view_flags(self, crop_min, flip, jitter, jitter_p=None, randaugment=False):
+    def add_frozen_flags(self, *choices):
+        """Adds the flags of frozen encoders. Args: choices: of --freeze, beside the usual ones."""
+        add = self.add_argument_group("frozen encoders").add_argument
+        meaning = "encoders that do not learn, only their projections do: none, image, text or both"
+        if "clip4clip" in choices:
+            meaning += "; clip4clip: a CLIP's embeddings and first norms, as in CLIP4Clip's scripts"
+        add("--freeze", choices=["none", *FROZEN, *choices], default="none", help=meaning)
+        add("--feature-cache", default="", metavar="DIR",
+            help="folder in which the features of frozen encoders are kept, computed once; empty = "
+                 "contrastive-temperature in the user's cache folder; none = compute them in each "
+                 "step")
+
+    def add_view_flags(self, crop_min, flip, jitter, randaugment=False):
         """Adds the flags of common.training_view, with the defaults of the script.
 
-        Args:
-            jitter_p: None = no flag, all views are jittered.
-            randaugment: whether there is a flag, for scripts with the recipe of the CC3M trainer.
+        Args: randaugment: whether it has a flag, for scripts with the recipe of the CC3M trainer.
         """
         add = self.add_argument_group("view").add_argument
         add("--crop-min", type=fraction, default=crop_min,
@@ -418,9 +446,6 @@ class Parser(OneLineErrorParser):
             help="horizontal-flip probability, 0..1; CC3M code 0.5, CLIP4Clip, MAMA, SLIP 0")
         add("--jitter", type=nonnegative_float, default=jitter,
             help="strength of the colour jitter: brightness, contrast and saturation; papers 0")
-        if jitter_p is not None:
-            add("--jitter-p", type=fraction, default=jitter_p,
-                help="probability of the colour jitter, 0..1; SimCLR 0.8")
         if randaugment:
             add("--randaugment", type=between(0, 30, int), nargs=2, default=[0, 0],
                 metavar=("NUMBER", "MAGNITUDE"),
@@ -428,17 +453,14 @@ class Parser(OneLineErrorParser):
                      "0..30; CC3M code 2 21 (7 of its 10); 0 0 = off")
 
     def add_simclr_view_flags(self):
-        """Adds the flags of common.simclr_view; defaults are SimCLR's, of colours SLIP's."""
+        """Adds the flags of common.simclr_view."""
         add = self.add_argument_group("SimCLR's view").add_argument
         add("--aug-crop-min", type=fraction, default=0.08,
             help="smallest crop as a fraction of the area, 0..1; SimCLR 0.08")
         add("--aug-flip", type=fraction, default=0.5,
             help="horizontal-flip probability, 0..1; SimCLR 0.5")
-        add("--aug-jitter", type=nonnegative_float, default=0.4,
-            help="strength of the colour jitter, whose probability is --jitter-p; SLIP 0.4")
         add("--aug-hue", type=between(0, 0.5), default=0.1,
             help="strength of the hue jitter, 0..0.5; SLIP 0.1")
-        add("--aug-grey", type=fraction, default=0.2, help="grey probability, 0..1; SimCLR 0.2")
         add("--aug-blur", type=fraction, default=0.5, help="blur probability, 0..1; SimCLR 0.5")
 
     # ---------------------------------------- the flags that all scripts share --------------------
@@ -449,16 +471,15 @@ class Parser(OneLineErrorParser):
         if self.texts:
             self.add_text_flags()
         self.add_model_flags()
-        if self.texts:
-            self.add_frozen_flags()
         self.add_optimisation_flags()
         self.add_run_flags()
 
     def add_data_flags(self):
         add = self.add_argument_group("data").add_argument
         add("--dataset",
-            help="training data: name of a set; or a folder, csv, json, jsonl, parquet or tar "
-                 "file; or a hub id (org/name, NAME@COMMIT)")
+            help=f"training data: name of a set ({', '.join(self.recipe_sets)}; docs/data.md has "
+                 "all); or a folder, csv, json, jsonl, parquet or tar file; or a hub id (org/name, "
+                 "NAME@COMMIT)")
         add("--recipe", metavar="NAME",
             help="set whose defaults apply, whatever the data; empty = --dataset, or 'own' where "
                  "it has no recipe")
@@ -469,6 +490,10 @@ class Parser(OneLineErrorParser):
         add("--image-column", default="",
             help="column of a table, or extension in a tar, of the images or videos; empty = the "
                  "usual names")
+        if self.texts:
+            add("--caption-column", default="",
+                help="column of a table, or extension in a tar, of the captions; empty = the usual "
+                     "names")
         add("--label-column", default="",
             help="column of a table, or extension in a tar, of the classes; empty = the usual "
                  "names")
@@ -481,10 +506,6 @@ class Parser(OneLineErrorParser):
         workers = max(4, min(16, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         add("--workers", type=int_ge0, default=workers,
             help="loader processes of each training process; 0 = load in the process itself")
-        if self.texts:
-            add("--caption-column", default="",
-                help="column of a table, or extension in a tar, of the captions; empty = the usual "
-                     "names")
 
     def add_evaluation_flags(self):
         add = self.add_argument_group("evaluation").add_argument
@@ -537,17 +558,6 @@ class Parser(OneLineErrorParser):
             help="start the model from these weights: a .safetensors, .pt or .bin file, or a run")
         add("--embed-dim", type=between(2, 10**6, int), default=128,
             help="width D of the embeddings")
-
-    def add_frozen_flags(self):
-        add = self.add_argument_group("frozen encoders").add_argument
-        add("--freeze", choices=self.freeze_choices, default="none",
-            help="encoders that do not learn, only their projections do: none, image, text or "
-                 "both; clip4clip (ncl.py): a CLIP's embeddings and first norms, as in CLIP4Clip's "
-                 "scripts")
-        add("--feature-cache", default="", metavar="DIR",
-            help="folder in which the features of frozen encoders are kept, computed once; empty = "
-                 "contrastive-temperature in the user's cache folder; none = compute them in each "
-                 "step")
 
     def add_optimisation_flags(self):
         add = self.add_argument_group("optimisation").add_argument

@@ -100,9 +100,9 @@ def val_line(val):
     parts = []
     for name, metrics in val.items():
         if "text_to_image" in metrics:
-            to_image = metrics["text_to_image"]["R@1"]
-            to_text = metrics["image_to_text"]["R@1"]
-            part = f"R@1 {to_image:.1f} / {to_text:.1f}"
+            text_recall = metrics["text_to_image"]["R@1"]
+            image_recall = metrics["image_to_text"]["R@1"]
+            part = f"R@1 {text_recall:.1f} / {image_recall:.1f}"
         elif "accuracy" in metrics:
             part = f"accuracy {metrics['accuracy']:.1f}"
         elif "knn@1" in metrics:

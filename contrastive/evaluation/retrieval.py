@@ -47,7 +47,7 @@ def captions_of(data, index):
     """The captions of the rows (M,): C texts, and (C,) which of the M rows each belongs to."""
     texts, owner = [], []
     for place, row in enumerate(index):
-        captions = data.captions(row)[:data.max_captions or None]
+        captions = data.captions(row)
         texts += captions
         owner += [place] * len(captions)
     return texts, np.array(owner)

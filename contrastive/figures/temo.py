@@ -38,14 +38,10 @@ def draw_training(run):
     tau = {"tau": "tau"}
     if "tau_pos" in logged:
         tau = {"positive pairs": "tau_pos", "negative pairs": "tau_neg"}
-    total_loss = "total loss"
-    blended_terms = terms.keys() - {"L_MM", "L_E-image", "L_E-text", "L_image"}
-    if "L_MM" in terms and blended_terms and run.args.blend == "quadratic":
-        total_loss = "total loss (weights change along the run, Eq. 8)"
     panels = [
         ("terms of the loss, without their weights", "loss", terms),
         base.recall_panel(run),
-        (total_loss, "loss", {"loss": "loss"}),
+        ("total loss, with the weights of the terms", "loss", {"loss": "loss"}),
         ("temperature (Fig. 2)", "mean over the batch", tau),
         *base.batch_panels()]
     draw_training_curves(run, panels)

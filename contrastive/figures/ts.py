@@ -52,8 +52,6 @@ def draw_curves(run):
 
 def schedule_of(args):
     """The schedule of a run's temperature; a variant without schedules has a fixed one."""
-    if getattr(args, "tau_head", 0):
-        return "coarse"
     return getattr(args, "schedule", "fixed")
 
 
@@ -184,7 +182,7 @@ def temperatures_of(args):
     """The temperatures of a run that Fig. 2 shows, lowest first; of a learnt one the first."""
     schedule = schedule_of(args)
     if schedule == "coarse":
-        return sorted([args.tau_head, args.tau_tail])
+        return [args.tau_min, args.tau_max]
     if schedule == "fixed":
         return [args.tau]
     return [args.tau_min, (args.tau_min + args.tau_max) / 2, args.tau_max]

@@ -134,11 +134,15 @@ def focal_weights(losses, gamma=2.0):
     return (-torch.expm1(-losses / 2)).clamp(min=0) ** gamma
 
 
-def spl_weights(losses, share):
+def spl_weights(losses, progress, start=0.5):
     """Self-paced learning: 1 for the easiest pairs of the global batch, else 0: (B,) -> (B,).
 
-    Args: share: fraction of the batch that has weight 1, 0..1, at least one pair.
+    Args:
+        progress: of training, 0..1.
+        start: fraction of the batch, 0..1, that has weight 1 at first, at least one pair; it grows
+            to 1.
     """
+    share = start + (1 - start) * progress
     sorted_losses = gather(losses).sort().values                           # (N,)
     num_easiest = max(1, round(share * len(sorted_losses)))
     return (losses <= sorted_losses[num_easiest - 1]).to(losses)           # (B,)
