@@ -451,7 +451,7 @@ def evaluate_normalized(pieces, args, temperature, text_queue, video_queue):
 def save_queues(run, temperature, text_queue, video_queue):
     """Writes the queues and gamma, for eval.py --normalize queue and the pictures."""
     if common.rank() == 0:
-        gamma = torch.tensor([float(temperature())], dtype=torch.float64)
+        gamma = torch.as_tensor(temperature(), dtype=torch.float64).detach().reshape(1)
         common.write_tensors(run.folder / "queues.safetensors", {
             "texts": text_queue.get(), "videos": video_queue.get(), "gamma": gamma})
 

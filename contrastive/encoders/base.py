@@ -180,9 +180,7 @@ class SmallText(nn.Module):
     def __init__(self, vocabulary, length, width=128):
         super().__init__()
         self.token = nn.Embedding(vocabulary, width, padding_idx=0)
-        # The last three rows are never read: texts were once padded to a multiple of 4. Without
-        # them the random numbers of everything after would be others.
-        self.position = nn.Parameter(torch.randn(length + 3, width) * 0.01)
+        self.position = nn.Parameter(torch.randn(length, width) * 0.01)
         nn.init.normal_(self.token.weight, std=0.02)
         self.blocks = Transformer(width, layers=1, heads=4)
         self.norm = nn.LayerNorm(width)
