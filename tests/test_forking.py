@@ -15,7 +15,7 @@ import mama
 import mmts
 import ncl
 import temo
-from helpers import few_steps, fork, refused, run_script, steps, write_images
+from helpers import few_steps, fork, refused, run_script, write_images
 
 PAGE = Path(temo.__file__).with_name("docs") / "forking.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf8"), re.S)
@@ -48,7 +48,10 @@ def test_a_weighting_is_printed_and_drawn(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "--weighting median" in output and "meta-data" not in output
     assert (tmp_path / "run" / "weights.png").is_file()
-    assert {row["w"] for row in steps(tmp_path / "run")} != {1.0}
+    weights = script.RunningMedian()(torch.tensor([1.0, 1.0, 3.0]))
+    assert weights.tolist() == [1, 1, 0]
+    state = torch.load(tmp_path / "run" / "checkpoints" / "step_4.pt", weights_only=True)
+    assert state["median"]["median"] > 0 and state["median"]["median"].isfinite()
 
 
 @pytest.mark.parametrize("words", ["--num-clusters 4", "--no-shifts --no-schedule --clusters none"])
@@ -65,6 +68,22 @@ def test_a_loss_touches_two_places(words, tmp_path):
     flags = [*TINY, "--loss", "mine", *words.split()]
     for row in few_steps(script, tmp_path / "run", *flags):
         assert row["loss"] > 0 and row["tau"] > 0
+
+
+def test_a_loss_with_a_bias_is_trained_and_resumed(tmp_path):
+    """SigLIP's, in a copy of ncl.py: the bias moves, and is saved with the temperature."""
+    script = fork(ncl, tmp_path, FLAGS_RULER, f"\n{block_with('def sigmoid_loss')}{FLAGS_RULER}")
+    made = "    text_queue = QueryQueue(args.queue_size"
+    script = fork(script, tmp_path, made, block_with("temperature.bias = ") + made)
+    otherwise = "        else:\n            raise ValueError(f\"--loss"
+    branch = block_with('elif args.loss == "siglip"')
+    script = fork(script, tmp_path, otherwise, branch + otherwise)
+    script = fork(script, tmp_path, '["ncl", "infonce"]', '["ncl", "infonce", "siglip"]')
+    flags = [*TINY, *"--loss siglip --learnable-tau --tau 0.1 --normalize none".split()]
+    biases = [row["bias"] for row in few_steps(script, tmp_path / "run", *flags)]
+    assert biases[0] == -10 and biases[3] > biases[2] > -10
+    state = torch.load(tmp_path / "run" / "checkpoints" / "step_4.pt", weights_only=True)
+    assert state["tau"].keys() == {"bias", "log_tau"} and state["tau"]["bias"] > -10
 
 
 def test_a_module_of_the_loss_has_a_rate_of_its_own(tmp_path):
