@@ -81,9 +81,9 @@ def test_a_loss_with_a_bias_is_trained_and_resumed(tmp_path):
     script = fork(script, tmp_path, '["ncl", "infonce"]', '["ncl", "infonce", "siglip"]')
     flags = [*TINY, *"--loss siglip --learnable-tau --tau 0.1 --normalize none".split()]
     biases = [row["bias"] for row in few_steps(script, tmp_path / "run", *flags)]
-    assert biases[0] == -10 and biases[3] > biases[2] > -10
+    assert len(set(biases)) == 4 and all(-10.1 < bias < -9.9 for bias in biases)
     state = torch.load(tmp_path / "run" / "checkpoints" / "step_4.pt", weights_only=True)
-    assert state["tau"].keys() == {"bias", "log_tau"} and state["tau"]["bias"] > -10
+    assert state["tau"].keys() == {"bias", "log_tau"} and state["tau"]["bias"] == biases[3]
 
 
 def test_a_module_of_the_loss_has_a_rate_of_its_own(tmp_path):
