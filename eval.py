@@ -48,7 +48,7 @@ from contrastive.evaluation.rerank import reranked_retrieval
 from contrastive.evaluation.retrieval import retrieval_both_ways
 from contrastive.evaluation.saved_pieces import (
     MAX_PICTURES, rows_to_save, save_pieces, select_pieces)
-from contrastive.figures.base import draw_answers, draw_retrieval, has_few_queries
+from contrastive.figures.base import draw_answers, draw_retrieval
 
 from ncl import normalized_retrieval
 
@@ -433,8 +433,6 @@ def evaluate(args, evaluator, opened, folder):
 def draw(name, pieces, folder):
     """Draws the pictures of a data set. pieces: EvaluationPieces."""
     saved = select_pieces(pieces, rows_to_save(pieces), MAX_PICTURES)
-    if has_few_queries(saved):
-        return
     if saved.hits is not None:
         draw_answers(saved, folder / f"answers_{slug(name)}.png")
     if saved.text is not None:

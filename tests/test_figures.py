@@ -217,13 +217,22 @@ def test_few_classes_have_their_names():
     assert many.get_xlabel() == "21 classes, from 0 (largest) to 20"
 
 
-def test_sets_of_few_queries_have_no_pictures(pieces):
+def test_sets_of_few_queries_have_examples_alone(pieces):
     few = SavedPieces("few", "image", 10, ["a"] * 10, texts=["a"] * 19)
     questions = SavedPieces("questions", "image", 20, ["a"] * 20)
     sets = base.by_set({"few": few, "a": pieces, "questions": questions})
     assert [(name, suffix) for name, suffix, _ in sets] == [
         ("a", "_a"), ("questions", "_questions")
     ]
+    examples = base.by_set({"few": few, "a": pieces}, min_queries=1)
+    assert [name for name, _, _ in examples] == ["few", "a"]
+
+
+def test_the_last_panel_takes_what_is_left_of_its_row():
+    fig, axes = base.figure(3, columns=2)
+    fig.draw_without_rendering()
+    assert axes[2].bbox.width > 1.5 * axes[0].bbox.width
+    assert len(fig.axes) == 3
 
 
 def test_one_caption_is_no_captions():

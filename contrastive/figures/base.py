@@ -52,7 +52,7 @@ STYLE = {
 WITHOUT_EFFECT = {
     "output_dir", "run_name", "resume", "cpu", "workers", "save_every", "eval_every", "log_every",
     "tracker", "hub", "command_line", "changed", "method_flags", "recipes", "recipe_source"}
-NO_PICTURES_BELOW = 20  # of a set; with fewer there are no pictures
+MIN_QUERIES = 20  # of a set; of fewer there are examples, and no other pictures
 # (text, width in letters)
 wrap = functools.partial(textwrap.fill, max_lines=3, placeholder=" ...")
 
@@ -65,7 +65,7 @@ def figure(panels, columns=0, width=3.6, height=2.7):
         panels: how many.
         columns: of the grid; 0 = all panels in one row.
         width, height: of a panel, in inches.
-    Returns: figure, flat array of axes.
+    Returns: figure, flat array of axes; the last one takes what is left of its row.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -75,6 +75,9 @@ def figure(panels, columns=0, width=3.6, height=2.7):
     rows = math.ceil(panels / columns)
     fig = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = fig.subplots(rows, columns, squeeze=False).ravel()
+    if panels % columns:
+        row = axes[0].get_gridspec()[rows - 1, (panels - 1) % columns:]
+        axes[panels - 1].set_subplotspec(row)
     for unused in axes[panels:]:
         unused.remove()
     return fig, axes[:panels]
@@ -104,8 +107,11 @@ def wrap_text(text, dots):
 def legend_above(ax):
     """A legend that covers nothing: the y axis grows by its height."""
     names = ax.get_legend_handles_labels()[1]
+    longest = max(map(len, names))
     columns = 1
-    if len(names) > 2 and max(map(len, names)) <= 14:
+    if longest <= 6:
+        columns = 3
+    elif longest <= 12:
         columns = 2
     ax.legend(loc="upper center", ncols=columns)
     # height of a row as a part of the panel, which the layout makes lower
@@ -221,25 +227,23 @@ def require_texts(pieces):
                             "give runs with images and texts")
 
 
-def by_set(sets):
+def by_set(sets, min_queries=MIN_QUERIES):
     """The data sets of a run: [(name, suffix of its pictures' file names, pieces)].
 
-    The first has no suffix. Sets of fewer than NO_PICTURES_BELOW queries have no pictures.
+    The first has no suffix.
 
-    Args: sets: {name: SavedPieces}.
+    Args:
+        sets: {name: SavedPieces}.
+        min_queries: sets of fewer captions, or questions, are left out: statistics of them would
+            mislead.
     """
     result = []
     for place, (name, pieces) in enumerate(sets.items()):
         suffix = f"_{slug(name)}" if place else ""
-        if not has_few_queries(pieces):
+        queries = pieces.keys if pieces.texts is None else pieces.texts
+        if len(queries) >= min_queries:
             result.append((name, suffix, pieces))
     return result
-
-
-def has_few_queries(pieces):
-    """Whether a set has so few captions, or questions, that pictures of them would mislead."""
-    queries = pieces.keys if pieces.texts is None else pieces.texts
-    return len(queries) < NO_PICTURES_BELOW
 
 
 # ======================================================= curves ===================================
@@ -301,7 +305,7 @@ def draw_curves(run, panels, path, x="step", *, chance=None):
         chance = run.summary["val_chance"]
     levels = flatten({"eval": chance})
     panels = [panel for panel in panels if has_numbers(run, panel)]
-    fig, axes = figure(len(panels), columns=2)
+    fig, axes = figure(len(panels), columns=2, height=3.0)
     for ax, (title, label, lines) in zip(axes, panels):
         draw_lines(ax, run, lines, x, levels)
         ax.set_title(title)

@@ -26,7 +26,7 @@ def draw(folder):
     pairs = read_pairs(run.folder)
     if pairs and run.args.weighting != "none":
         draw_weights(pairs, run.args.weighting, run.folder / "weights.png")
-    for _, suffix, pieces in base.by_set(run.test):
+    for _, suffix, pieces in base.by_set(run.test, min_queries=1):
         if pieces.predicted is not None:
             base.draw_answers(pieces, run.folder / f"answers{suffix}.png")
         else:
@@ -53,7 +53,7 @@ def draw_training(run):
         ("temperature", "tau", {"tau": "tau"}),
         ("margin", "mu, radians", {"mu": "mu"}),
         ("weights", "mean over the batch", weights),
-        *base.batch_panels("video")])
+        *base.batch_panels()])
 
 
 def read_pairs(folder):

@@ -114,7 +114,7 @@ def draw(folder):
     draw_training(run)
     for name, suffix, pieces in base.by_set(run.val):
         draw_evaluation(run, name, pieces.kind, run.folder / f"evaluation{suffix}.png")
-    for _, suffix, pieces in base.by_set(run.test):
+    for _, suffix, pieces in base.by_set(run.test, min_queries=1):
         base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
     if (run.folder / "clusters.json").exists():
         draw_clusters(run)

@@ -38,19 +38,26 @@ def draw(folder):
             stages["before training"] = before[name]
         stages["after training"] = after
         draw_planes(stages, after.title, run.folder / f"modalities{suffix}.png")
-        if not pieces.biases:
-            base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
-            continue
-        gamma = read_gamma(run)
-        metrics = run.summary["test"][name]["normalize"]
-        draw_normalization(pieces, metrics, gamma, run.folder / f"normalization{suffix}.png")
-        mode = mode_of(run, pieces)
-        if mode == "none":
-            mode = "oracle"
-        stages = {
-            "cosine": Stage(pieces, "none", gamma),
-            f"with biases ({mode})": Stage(pieces, mode, gamma)}
-        draw_answers(stages, run.folder / f"retrieval{suffix}.png")
+        if pieces.biases:
+            metrics = run.summary["test"][name]["normalize"]
+            path = run.folder / f"normalization{suffix}.png"
+            draw_normalization(pieces, metrics, read_gamma(run), path)
+    for _, suffix, pieces in base.by_set(run.test, min_queries=1):
+        draw_retrieval(run, pieces, run.folder / f"retrieval{suffix}.png")
+
+
+def draw_retrieval(run, pieces, path):
+    """Draws Fig. 6, or the retrieval of a run without biases."""
+    if not pieces.biases:
+        base.draw_retrieval(pieces, path)
+        return
+    gamma = read_gamma(run)
+    mode = mode_of(run, pieces)
+    if mode == "none":
+        mode = "oracle"
+    draw_answers({
+        "cosine": Stage(pieces, "none", gamma),
+        f"with biases ({mode})": Stage(pieces, mode, gamma)}, path)
 
 
 def read_gamma(run):

@@ -27,7 +27,7 @@ def draw(folder):
         stages["after training"] = similarity_histograms(pieces)
         title = f"{pieces.title}: {pieces.kind}-text cosines (Fig. 4)"
         base.draw_histograms(stages, run.folder / f"similarities{suffix}.png", title=title)
-    for _, suffix, pieces in base.by_set(run.test):
+    for _, suffix, pieces in base.by_set(run.test, min_queries=1):
         base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
 
 
