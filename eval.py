@@ -144,9 +144,15 @@ def check_flags(parser, args):
 def flags_of_run(args):
     """The flags of the run, with those of eval.py in their place; of a CLIP by name the defaults.
 
-    Raises: UserError if no data set is known.
+    Raises: UserError if no data set is known, or the run has not ended.
     """
-    flags = read_json(Path(args.checkpoint) / "args.json", {})
+    run = Path(args.checkpoint)
+    if run.is_file():
+        raise UserError(f"--checkpoint {run}: is a file; give the folder of the run, or of a CLIP")
+    flags = read_json(run / "args.json", {})
+    if flags and not (run / "model.json").is_file():
+        raise UserError(f"--checkpoint {run}: the run has not ended; python {flags['script']}.py "
+                        f"--resume {run} goes on with it")
     if not flags:
         if not args.datasets:
             raise UserError("--datasets is needed: the data set of this model is not known")

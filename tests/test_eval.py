@@ -474,7 +474,7 @@ def test_bad_flags(flags, message, capsys):
         ("temo", "--normalize oracle", "--normalize oracle: give --tau"),
         ("temo", "--normalize queue --tau 1", "only on the data set of a run of ncl.py"),
         ("temo", "--rerank 5", "has no matching head"),
-        ("half", "", "half.model.json: .*No such file"),  # of a run that has not ended
+        ("half", "", "half: the run has not ended; python x.py --resume .*half goes on with it"),
         (
             "none",
             "--datasets emoji",
@@ -484,7 +484,7 @@ def test_bad_flags(flags, message, capsys):
 )
 def test_what_a_run_cannot_give(name, flags, message, runs, tmp_path):
     (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "args.json").write_text('{"dataset": "emoji"}')
+    (tmp_path / "half" / "args.json").write_text('{"dataset": "emoji", "script": "x"}')
     folder = runs(name)[0] if name in RUNS else tmp_path / name
     with pytest.raises(UserError, match=message):
         evaluate("--checkpoint", folder, *flags.split(), "--output-dir", tmp_path / "out")

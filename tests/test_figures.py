@@ -241,6 +241,17 @@ def test_one_caption_is_no_captions():
     assert "one of 1 image is worth 100.0 points" in text
 
 
+def test_numbers_with_the_chosen_biases_stand_once():
+    """NCL's modes: chance is that of the retrieval; of the chosen one the error alone is new."""
+    scores = {"text_to_image": {"R@1": 5.0}}
+    modes = {mode: scores | {"error": {"text_to_image": 0.25}} for mode in ("none", "queue")}
+    metrics = scores | {"normalize": modes, "normalized_by": "queue"}
+    lines = table("a (test)", metrics, {"text_to_image": {"R@1": 1.0}}).splitlines()
+    assert sum("R@1 5.00 (1.00)" in line for line in lines) == 2
+    assert sum("0.25" in line for line in lines) == 2
+    assert not any("biases queue: text" in line for line in lines)
+
+
 def test_the_line_of_an_evaluation_has_its_main_numbers():
     """Both directions, text -> image first; of several sets each with its name, without folders."""
     retrieval = {"text_to_image": {"R@1": 10.04}, "image_to_text": {"R@1": 2.0}}

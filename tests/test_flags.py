@@ -338,7 +338,7 @@ def test_own_data_take_the_batch_that_processes_share_and_500_steps(
     args = fit("--dataset x.csv --epochs 3 --batch-size 4")
     assert (args.batch_size, args.epochs) == (4, 3)
     with pytest.raises(
-        UserError, match="--batch-size 256: larger than the 3 training examples of x"
+        UserError, match="--batch-size 256: larger than the number of training examples of x, 3; give more"
     ):
         fit("--dataset x.csv", 3)
 
@@ -370,8 +370,9 @@ def test_a_warm_up_of_less_than_half_a_step_is_none():
 
 # ----------------------------------------------- a resumed run ------------------------------------
 def test_what_a_resumed_run_may_change(tmp_path, capsys):
-    with pytest.raises(UserError, match=f"^{tmp_path}/args.json: .*No such file"):
+    with pytest.raises(SystemExit):
         parse("temo", ["--resume", str(tmp_path)])
+    assert f"--resume {tmp_path}: is neither the folder of a run" in capsys.readouterr().err
     (tmp_path / "args.json").write_text(
         json.dumps(vars(parse("temo", "--max-steps 9")) | {"script": "temo"})
     )

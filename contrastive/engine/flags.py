@@ -299,7 +299,11 @@ class Parser(OneLineErrorParser):
         """{flag: value} of the run that --resume names, {} without it."""
         if not chosen.resume:
             return {}
-        saved = read_json(folder_of(chosen.resume) / "args.json")
+        path = folder_of(chosen.resume) / "args.json"
+        if not path.is_file():
+            self.error(f"--resume {chosen.resume}: is neither the folder of a run nor a checkpoint "
+                       "in it")
+        saved = read_json(path)
         script = saved.pop("script")
         if script != Path(self.prog).stem:
             self.error(f"--resume {chosen.resume}: a run of {script}.py, not of {self.prog}")

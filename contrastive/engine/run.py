@@ -104,8 +104,8 @@ def adjust_flags_to_data(args, train):
         print_main(f"--batch-size {args.batch_size} -> {batch_size}, which fits the data")
         args.batch_size = batch_size
     if examples < args.batch_size:
-        raise UserError(f"--batch-size {args.batch_size}: larger than the {examples} training "
-                        f"examples of {train.name}")
+        raise UserError(f"--batch-size {args.batch_size}: larger than the number of training "
+                        f"examples of {train.name}, {examples}; give more data or a smaller batch")
     chooses_length = {"--epochs", "--max-steps"}.intersection(args.command_line)
     if own_data and not args.max_steps and not chooses_length:
         per_epoch = examples // args.batch_size

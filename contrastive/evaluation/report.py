@@ -1,5 +1,6 @@
 """The result of an evaluation as lines of text."""
 
+import re
 from pathlib import Path
 
 from contrastive.core.files import flatten
@@ -64,11 +65,16 @@ def lines_of_groups(metrics, chance):
     measured = {name: value for name, value in metrics.items() if name not in COUNTS}
     chance_levels = flatten(chance)
     groups = {}
+    chosen_biases = f"normalize/{metrics.get('normalized_by')}/"
     for path, value in flatten(measured).items():
         group, _, name = path.rpartition("/")
+        # biases change no chance level, and the numbers with the chosen ones stand above
+        path_of_chance = re.sub("^normalize/[^/]*/", "", path)
+        if path.startswith(chosen_biases) and path_of_chance in chance_levels:
+            continue
         cell = f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}"
-        if path in chance_levels:
-            cell += f" ({chance_levels[path]:.2f})"
+        if path_of_chance in chance_levels:
+            cell += f" ({chance_levels[path_of_chance]:.2f})"
         groups.setdefault(group, []).append(cell)
     lines = []
     for group, cells in groups.items():

@@ -1,5 +1,7 @@
 """The tasks by caption: retrieval both ways, multi-instance retrieval, and the modality gap."""
 
+import math
+
 from contrastive.core.metrics import (
     check_finite, embedding_health, mir_chance, mir_metrics, modality_gap, normalize, recalls,
     retrieval_chance, retrieval_ranks)
@@ -240,7 +242,8 @@ def gap_and_health(pieces):
     captions of a group would be among the negatives. Of more than MAX_HEALTH groups so many are
     drawn, the same ones for all models.
 
-    Returns: metrics {modality_gap, embeddings: {...}}; the gap of random unit vectors as chance.
+    Returns: metrics {modality_gap, embeddings: {...}}; as chance, the gap of random unit vectors
+        and the InfoNCE of a random guess.
     """
     image, text = pieces.image, pieces.text                                # (M, D), (C, D)
     check_finite(image=image, text=text)
@@ -250,10 +253,11 @@ def gap_and_health(pieces):
     if len(rows) > MAX_HEALTH:
         rows = np.random.default_rng(42).permutation(rows)[:MAX_HEALTH]
     rows = np.sort(rows)
-    health = {}
+    metrics = {"modality_gap": modality_gap(image, text)}
+    chance = {"modality_gap": (1 / len(image) + 1 / len(text)) ** 0.5}
     if len(rows) > 1:
-        health = embedding_health(
+        metrics["embeddings"] = embedding_health(
             image[images[rows]], text[first_captions[rows]], limit=MAX_HEALTH)
-        del health["gap"]  # of these pairs alone
-    metrics = {"modality_gap": modality_gap(image, text), "embeddings": health}
-    return metrics, {"modality_gap": (1 / len(image) + 1 / len(text)) ** 0.5}
+        del metrics["embeddings"]["gap"]  # of these pairs alone
+        chance["embeddings"] = {"info_nce": math.log(len(rows))}
+    return metrics, chance

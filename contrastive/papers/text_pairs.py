@@ -100,7 +100,8 @@ class Paraphrases:
     def __init__(self, path):
         import datasets
 
-        with opening(f"--paraphrases {path}"):
+        with opening(f"--paraphrases {path}: has to be a file of JSON lines, as tools.paraphrase "
+                     "writes it"):
             pattern = glob.escape(str(path))
             self.table = datasets.load_dataset("json", data_files=pattern, split="train")
             captions = self.table["caption"][:]
