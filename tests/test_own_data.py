@@ -339,6 +339,8 @@ REFUSALS = {
     "Karpathy's lists": ({"a.json": [{"image": "0.png", "sentences": [{"raw": "a dog"}]}]},
                          "a.json", "--caption-column: there is no column 'caption', 'captions'"),
     "dicts": ({"a.jsonl": jsonl_of({"raw": "a dog"})}, "a.jsonl", "captions are texts or lists"),
+    "texts of lists in lists": ({"a.jsonl": jsonl_of(["a", "['b', 'c']"])}, "a.jsonl",
+                                "the column caption holds the text of a list"),
     "lists of lists": ({"a.jsonl": jsonl_of([["a", "b"]])}, "a.jsonl", "texts or lists of texts"),
     "numbers": ({"a.jsonl": jsonl_of(2, 3)}, "a.jsonl", "holds Value('int64'), but captions are"),
     "a number among texts": ({"a.jsonl": jsonl_of("a", 3)}, "a.jsonl", "the column caption holds"),
@@ -362,6 +364,8 @@ REFUSALS = {
                "the column subset holds 'Test', 'train'; call it split if it divides the rows"),
     "words in words": ({"a.csv": csv_of("VAL_SET", "train (a)", "x", column="part")}, "a.csv",
                        "the column part holds 'VAL_SET', 'train (a)', 'x'; call it split"),
+    "test rows alone": ({"a.csv": csv_of("test", "", column="part")}, "a.csv",
+                        "the column part holds 'test'; call it split if it divides the rows"),
     "Split": ({"a.csv": csv_of("0", "1", column="Split")}, "a.csv", "the column Split holds '0'"),
     "split against files": ({"train.csv": f"{SPLITS}val\n", "test.csv": f"{SPLITS}val\n"}, "",
                             "the column split names other splits than the files"),
@@ -377,6 +381,10 @@ REFUSALS = {
     "tar of no split": ({"test.tar": tar_samples([0], "jpg", "txt"),
                          "a.tar": tar_samples([1], "jpg", "txt")}, "",
                         "a.tar names no split, as others do"),
+    "long name": ({"metadata.csv": f"file_name,text\ntrain/0.png,x\n{LONG}.png,y\n"}, "",
+                  "xxx... names no split, as others do: it, or a folder around it, needs the"),
+    "long folder": ({"metadata.csv": f"file_name,text\ntest {LONG}/0.png,x\n"}, "",
+                    "xxx... seems to mean a split, but is none of train"),
     "train/test": ({"train/test.csv": BOTH}, "", "train/test names both test and train"),
     # ---- folders ----
     "holdout": (two_splits("train", "holdout"), "", "the name holdout seems to mean a split"),
@@ -744,16 +752,19 @@ def test_a_column_split_says_which_rows_are_whose(tmp_path):
 
 
 def test_an_example_of_several_splits_stays_in_the_last_alone(tmp_path):
-    """Also behind a link; windows of one video are examples of their own, but noted."""
+    """Also behind a link of either kind; windows of one video are examples of their own, but
+    noted."""
     write_files(tmp_path, images("x", count=12))
+    os.link(tmp_path / "x" / "6.png", tmp_path / "x" / "hard.png")
     (tmp_path / "x" / "link.png").symlink_to(tmp_path / "x" / "5.png")
     rows = [(f"x/{i}.png", "x", "train" if i < 9 else "test") for i in range(12)]
-    rows += [("x/3.png", "y", "test"), ("x/link.png", "y", "val"), ("x/0.png", "y", "train")]
+    rows += [("x/3.png", "y", "test"), ("x/link.png", "y", "val"), ("x/0.png", "y", "train"),
+             ("x/hard.png", "y", "test")]
     path = write_rows(tmp_path / "a.csv", ["image", "caption", "split"], rows)
     keys = keys_of(path)
-    assert keys["train"] == {f"x/{i}.png" for i in (0, 1, 2, 4, 6, 7, 8)}
+    assert keys["train"] == {f"x/{i}.png" for i in (0, 1, 2, 4, 7, 8)}
     assert keys["val"] == {"x/link.png"} and "x/3.png" in keys["test"]
-    words = "WARNING: 2 examples of train or val left out, which are in val or test, too, the first"
+    words = "WARNING: 3 examples of train or val left out, which are in val or test, too, the first"
     assert words in note_of(path)
 
     (tmp_path / "a.mp4").touch()

@@ -1,14 +1,15 @@
 """Data: from a file to the batches of a run.
 
 load_data opens one split of a data set, and open_data all that a run trains and evaluates on. One
-row of a csv file goes through load_data, open_split, user_data.open_user_data, table.Data,
-batches.Batches and views.Augment.
+row of a csv file goes through load_data, table_files.read_table, user_data.data_of_tables,
+splits.hold_out, table.Data, batches.RawBatches, views.Augment and batches.Batches.
 
 options.py      DataOptions: one field for each flag that concerns data
 registry.py     data sets by name: what is known of each, and which module opens it
 user_data.py    the user's own files and hub ids: their rows become examples
 folders.py      the files below a folder, and the splits that names say
-hub.py          tables that are read with pandas and `datasets`, also from the hub
+table_files.py  csv, json and parquet files, and the columns in them
+hub.py          what is downloaded from the Hugging Face hub
 tars.py         tars, by an index of their samples
 table.py        Data, one split as a table
 splits.py       splits that the data lack; --extra-captions and --extra-pairs
@@ -33,12 +34,12 @@ from pathlib import Path
 from contrastive.core.processes import UserError
 from contrastive.core.words import name_of
 from contrastive.data.folders import files_below
-from contrastive.data.hub import FILE_TYPES
 from contrastive.data.options import DataOptions
 from contrastive.data.registry import SETS, SPLITS, find_data_set, partition_name
 from contrastive.data.splits import (
     add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, without_trained)
 from contrastive.data.table import EmptySplit, with_note
+from contrastive.data.table_files import FILE_TYPES
 from contrastive.data.user_data import open_user_data
 
 
@@ -162,7 +163,8 @@ def state_of_files(path):
 
 @functools.lru_cache(maxsize=8)
 def open_unchanged(name, options, state):
-    """As open_unnamed; `state` is that of the files, for the cache."""
+    """{split: Data} of the user's own data. The files are read again if `state`, that of
+    state_of_files, has changed: it is a key of this cache."""
     splits = open_user_data(name, options)
     if options.test_as_whole and list(splits) == ["train"]:
         train = splits["train"]
@@ -200,12 +202,12 @@ def with_modalities(data, options):
 
 
 def same_text_of(name):
-    """Whether retrieval takes another item's caption with the same words for "positive" or
-    "wrong"."""
+    """How retrieval counts a caption of another item that has the same words: "positive", or
+    "wrong" as in published sets."""
     data_set = find_data_set(name)
     if data_set is None or data_set.is_drawn or data_set.function is not None:
         return "positive"
-    return "wrong"  # in published sets
+    return "wrong"
 
 
 def prepare_for_training(data, options):

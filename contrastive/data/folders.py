@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 
 from contrastive.core.processes import UserError
-from contrastive.data.hub import TABLE_TYPES, join_tables, read_table
+from contrastive.core.words import shortened
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
+from contrastive.data.table_files import TABLE_TYPES, join_tables, read_table
 
 SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
                "test": "test"}
@@ -112,7 +113,7 @@ def split_of_name(name):
     if word in SPLIT_WORDS:
         return SPLIT_WORDS[word]
     if is_like_a_split(name):
-        raise ValueError(f"the name {name} seems to mean a split, but is none of "
+        raise ValueError(f"the name {shortened(name)} seems to mean a split, but is none of "
                          f"{', '.join(SPLIT_WORDS)}: rename it")
     return None
 
@@ -154,8 +155,8 @@ def train_if_unnamed(splits, paths=None):
         first = splits[None][0]
         if paths is not None:
             first = paths[first]
-        raise ValueError(f"{first} names no split, as others do: it, or a folder around it, needs "
-                         "the name train, val or test; or move it away")
+        raise ValueError(f"{shortened(first, 200)} names no split, as others do: it, or a folder "
+                         "around it, needs the name train, val or test; or move it away")
     return {"train": splits[None]}
 
 

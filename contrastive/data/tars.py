@@ -12,13 +12,13 @@ import re
 import tarfile
 
 from contrastive.core.processes import UserError, first_line, opening
-from contrastive.core.words import shortened
+from contrastive.core.words import counted, shortened
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import check_name
-from contrastive.data.hub import TEXT_OF_CONTAINER, find_column, generating
 from contrastive.data.options import DataOptions
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
 from contrastive.data.table import Data, join_notes
+from contrastive.data.table_files import TEXT_OF_CONTAINER, find_column, generating
 
 import numpy as np
 
@@ -123,7 +123,7 @@ def index_tars(name, split, tars, options):
     readable = np.flatnonzero(errors == "")
     note = ""
     if len(reasons):
-        note = f"{len(reasons):,} samples left out, first {reasons[0]}"
+        note = f"{counted(len(reasons), 'samples')} left out, first {reasons[0]}"
     if len(readable) <= len(reasons):
         raise UserError(f"--dataset {name}: {note or 'no samples'}")
 

@@ -5,7 +5,6 @@ docs/data.md has the forms that are read. What looks like another form is refuse
 """
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import os
@@ -20,11 +19,11 @@ from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
     SPLIT_WORDS, files_below, is_like_a_split, media_kind, read_folder, sort_by_split, sort_files,
     split_of_name, train_if_unnamed)
-from contrastive.data.hub import (
-    TEXT_OF_CONTAINER, find_column, generating, has_tars, hub_folder, join_tables, open_repository,
-    read_table)
+from contrastive.data.hub import has_tars, hub_folder, open_repository
 from contrastive.data.registry import SPLITS
 from contrastive.data.table import Data, make_table, with_column, with_note
+from contrastive.data.table_files import (
+    TEXT_OF_CONTAINER, find_column, generating, join_tables, read_table)
 from contrastive.data.tars import open_tars
 
 import numpy as np
@@ -105,7 +104,10 @@ def read_hub(name, revision):
 # ---- the rows of a table ----
 @dataclasses.dataclass
 class Rows:
-    """What the rows of the user's tables say, a list each; and the column of files inside them."""
+    """The rows of all tables of the user, one list for each column, as long as the tables together.
+
+    Rows that are left out are still in the lists.
+    """
 
     names: list  # of the images or videos, "" = none
     captions: list  # of lists of texts
@@ -134,7 +136,8 @@ def data_of_tables(name, tables, options, root, *, is_published=False):
 
     Args:
         root: folder where relative paths begin; "" of a hub id, whose files `datasets` finds.
-        is_published: of a set by name, whose rows are examples as they are.
+        is_published: whether this is a set by name: each row is an example, and none is moved or
+            left out for being in two splits.
     """
     table = join_tables(list(tables.values()))
     rows = read_rows(table, options)
@@ -180,7 +183,7 @@ def data_of_tables(name, tables, options, root, *, is_published=False):
 
 
 def read_rows(table, options):
-    """The Rows of a table, without their splits."""
+    """The Rows of a table; data_of_tables fills in `splits` and `numbers`."""
     import datasets
 
     names = table.column_names
@@ -258,14 +261,15 @@ def captions_of_rows(table, column):
                          "texts")
     if is_list:
         lists = table[column][:]
-        return [[(text or "").strip() for text in texts or ()] for texts in lists]
-    texts = texts_of(table, column)
-    for text in texts:
+        captions = [[(text or "").strip() for text in texts or ()] for texts in lists]
+    else:
+        captions = [[text] for text in texts_of(table, column)]
+    for text in itertools.chain.from_iterable(captions):
         if TEXT_OF_CONTAINER.match(text):
             raise ValueError(f"the column {column} holds the text of a list, {shortened(text)!r}: "
                              "a jsonl or parquet file has lists of captions, a csv one caption a "
                              "row")
-    return [[text] for text in texts]
+    return captions
 
 
 def labels_of_rows(table, column):
@@ -323,8 +327,9 @@ def refuse_split_words(table, column):
         return
     words = pc.unique(table.with_format("arrow")[column][:]).to_pylist()
     words = sorted({word.strip() for word in words if word and word.strip()})
-    num_split_words = sum(is_like_a_split(word) for word in words)
-    divides = len(words) <= MANY_SPLITS and num_split_words > 1
+    split_words = list(filter(is_like_a_split, words))
+    names_held_out = any(SPLIT_WORDS.get(word.lower()) in ("val", "test") for word in words)
+    divides = len(words) <= MANY_SPLITS and (len(split_words) > 1 or names_held_out)
     if divides or column.strip().lower() == "split":
         raise ValueError(f"the column {column} holds {listed(words)}; call it split if it divides "
                          "the rows, with the words train, val and test, else drop it")
@@ -343,13 +348,16 @@ def without_shared_examples(rows, examples):
     """The examples without those that are in another split, too, and come later there: of train,
     those of val and test, and of val those of test. Notes how many these are, and how many videos
     have other windows in several splits."""
+    if len(set(rows.splits)) == 1:
+        return examples
     splits_of_file = {}  # {file: names of splits}
     last_split = {}  # {(file, start, end): the split in which the example stays}
-    files = {}  # {file as it is written: file behind links}
+    files = {}  # {path: what all links to the file share}
     for split, file, start, end in examples:
         files[file] = file
-        if rows.pictures is None:
-            files[file] = real_path(file)
+        if rows.pictures is None and os.path.exists(file):
+            status = os.stat(file)
+            files[file] = (status.st_dev, status.st_ino)
         splits_of_file.setdefault(files[file], set()).add(split)
         place = (files[file], start, end)
         last_split[place] = max(last_split.get(place, split), split, key=SPLITS.index)
@@ -368,21 +376,6 @@ def without_shared_examples(rows, examples):
         rows.notes.append(f"WARNING: {counted(num_shared, 'videos')} with windows in several "
                           "splits")
     return result
-
-
-def real_path(file):
-    """The path of a file behind links."""
-    folder, name = os.path.split(file)
-    path = os.path.join(real_folder(folder), name)
-    if os.path.islink(path):
-        return os.path.realpath(path)
-    return path
-
-
-@functools.lru_cache(maxsize=10_000)
-def real_folder(folder):
-    """The path of a folder behind links."""
-    return os.path.realpath(folder)
 
 
 # ---- rows to examples ----
@@ -433,11 +426,12 @@ def group_rows(rows, files, starts, ends):
         example = examples.setdefault(key, Example(row, []))
         example.captions += [text for text in captions if text not in example.captions]
         label = rows.labels[row]
-        if example.label not in (None, label) and label is not None:
+        if example.label is None:
+            example.label = label
+        elif label is not None and label != example.label:
             name = shortened(name or f"row {rows.numbers[row]}")
             both = listed([example.label, label])
             raise ValueError(f"{name} has the labels {both}, but may have one")
-        example.label = example.label or label
     if rows_left_out:
         row = rows_left_out[0]
         first = rows.names[row] or next(filter(None, rows.captions[row]), "an empty row")
