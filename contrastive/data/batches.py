@@ -110,7 +110,7 @@ class RawBatches(torch.utils.data.Dataset):
 
     def __getitem__(self, epoch_and_index):
         epoch, index = epoch_and_index
-        # the table is asked once for all files
+        # One question to the table for the whole batch; one for each row takes longer.
         sources = self.data.sources[index.tolist()]["source"]
         samples = []
         bad = []
@@ -125,9 +125,12 @@ class RawBatches(torch.utils.data.Dataset):
             sounds_and_texts=[sample.sound_and_text for sample in samples])
 
     def read(self, epoch, number, source, bad):
-        """The Sample of a row whose cell of the column source is given.
+        """The Sample of a row, or of the next one that can be read.
 
-        Args: bad: to which [(key, reason)] of rows is added that cannot be read.
+        Args:
+            number: of the row.
+            source: its cell of the column source.
+            bad: list to which (key, reason) of each row that cannot be read is appended.
         """
         data = self.data
         draws = frame_draws(data.clip, self.seed, epoch, number)

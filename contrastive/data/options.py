@@ -53,7 +53,7 @@ class DataOptions:
     unfold_captions: bool = False
     # File with further captions of the training examples.
     extra_captions: str = ""
-    # Share of the training examples that get another one's captions.
+    # Part of the training examples that get another one's captions, 0..1.
     caption_noise: float = 0.0
     # Train on a random sentence with a relevancy above this (EPIC-KITCHENS-100). 0 = off.
     caption_relevancy: float = 0.0

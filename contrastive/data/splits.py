@@ -49,8 +49,8 @@ def hold_out(splits, missing, options, least=FEW_ROWS):
     # "video" of sets with several rows, or several names, of a video
     names = train.column("video") or train.keys()
     fractions = np.array([hash_fraction(name) for name in names])           # (M,)
-    share = options.holdout_fraction or HELD_OUT_FRACTION
-    masks = choose_rows(fractions, missing, share, least)
+    size = options.holdout_fraction or HELD_OUT_FRACTION
+    masks = choose_rows(fractions, missing, size, least)
     is_train = ~(masks["val"] | masks["test"])
     result = dict(splits)
     num_held_out = len(train) - is_train.sum()
@@ -65,13 +65,13 @@ def hold_out(splits, missing, options, least=FEW_ROWS):
     return result
 
 
-def choose_rows(fractions, missing, share, least=FEW_ROWS):
+def choose_rows(fractions, missing, size, least=FEW_ROWS):
     """{"val": (M,) bool, "test": (M,) bool} of the rows that are held out.
 
     Args:
         fractions: (M,) hash_fraction of the rows.
         missing: val, test, both or none.
-        share: part of the rows that each missing split gets.
+        size: of each missing split, as a part of the rows.
         least: pictures or videos in each missing split.
     """
     units = np.unique(fractions)                    # (U,) ascending, one of each picture or video
@@ -81,13 +81,13 @@ def choose_rows(fractions, missing, share, least=FEW_ROWS):
     if "test" in missing:
         start = 0.0
         if "val" in missing:
-            start = share
+            start = size
         candidates = units[units >= start]
-        test = candidates[:max(least, np.sum(candidates < start + share))]
+        test = candidates[:max(least, np.sum(candidates < start + size))]
     val = units[:0]
     if "val" in missing:
         candidates = np.setdiff1d(units, test)
-        val = candidates[:max(least, np.sum(candidates < share))]
+        val = candidates[:max(least, np.sum(candidates < size))]
     return {"val": np.isin(fractions, val), "test": np.isin(fractions, test)}
 
 
@@ -225,8 +225,8 @@ def add_captions(data, file):
 
 
 # ---- exchanged captions ----
-def add_caption_noise(data, share):
-    """The data in which a share of the rows have the captions of another row (--caption-noise).
+def add_caption_noise(data, fraction):
+    """The data in which a fraction of the rows have the captions of another row (--caption-noise).
 
     The rows and the captions that they get are the same in all runs. The column noisy marks them.
     Raises: UserError for data without captions.
@@ -234,10 +234,10 @@ def add_caption_noise(data, share):
     import datasets
 
     if not data.has_captions:
-        raise UserError(f"--caption-noise {share:g}: {data.name} has no captions to exchange")
+        raise UserError(f"--caption-noise {fraction:g}: {data.name} has no captions to exchange")
     captions = data.column("captions")
     contents = description_numbers(data)                                    # (M,)
-    source_rows = exchange_rows(contents, share)                            # (M,)
+    source_rows = exchange_rows(contents, fraction)                         # (M,)
     is_noisy = []
     for row, source_row in enumerate(source_rows):
         is_noisy.append(captions[row] != captions[source_row])
@@ -257,8 +257,8 @@ def description_numbers(data):
     return np.array([numbers.setdefault(words, len(numbers)) for words in descriptions])
 
 
-def exchange_rows(contents, share):
-    """(M,) the row whose captions each row gets: its own, or, for a share of the rows, a row of
+def exchange_rows(contents, fraction):
+    """(M,) the row whose captions each row gets: its own, or, for a fraction of the rows, a row of
     another content (if any is left).
 
     Args:
@@ -266,7 +266,7 @@ def exchange_rows(contents, share):
     """
     source_rows = np.arange(len(contents))
     permutation = np.random.default_rng(NOISE_SEED).permutation(len(contents))
-    rows = permutation[:round(share * len(contents))]
+    rows = permutation[:round(fraction * len(contents))]
     sources = np.roll(rows, 1)
     for k in np.flatnonzero(contents[rows] == contents[sources]):
         is_right = contents[sources] == contents[rows[k]]                   # (n,) for row k
