@@ -337,9 +337,8 @@ def test_own_data_take_the_batch_that_processes_share_and_500_steps(
     assert f"--epochs 24 -> {epochs}, which make {steps} steps" in out
     args = fit("--dataset x.csv --epochs 3 --batch-size 4")
     assert (args.batch_size, args.epochs) == (4, 3)
-    with pytest.raises(
-        UserError, match="--batch-size 256: larger than the number of training examples of x, 3; give more"
-    ):
+    words = "--batch-size 256: larger than the number of training examples of x, 3; give more"
+    with pytest.raises(UserError, match=words):
         fit("--dataset x.csv", 3)
 
 

@@ -1057,7 +1057,8 @@ def test_a_method_of_classes_needs_classes(tmp_path):
 
 # ======================================== the start of a run ======================================
 STOPPED = {
-    "--batch-size 64": "--batch-size 64: larger than the number of training examples of .*captions.csv, 16",
+    "--batch-size 64": (
+        "--batch-size 64: larger than the number of training examples of .*captions.csv, 16"),
     "--image-encoder resnet_99": "--image-encoder resnet_99: no image encoder has this name; the",
     "--image-encoder no/such": "no/such: ",
     "--paraphrases /no.jsonl": "--paraphrases /no.jsonl: .*/no.jsonl",
