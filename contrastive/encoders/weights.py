@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import pickle
 import re
+import zipfile
 from pathlib import Path
 
 from contrastive.encoders.base import OPTIONAL_PARTS
@@ -129,7 +130,9 @@ def load_pickle(path):
     UserError with the name of anything else that it asks for."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            # mapped, so that a process does not hold the file beside the model
+            is_mapped = zipfile.is_zipfile(path)  # older files are no zip, and are read whole
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         reason = re.search(r"Unsupported [^\n]*?(?= was not| whose|\. |\n|$)", str(error))
         if reason is None:
