@@ -82,6 +82,9 @@ class Log:
                 file.write(json.dumps(row) + "\n")
         if self.tracker:
             numbers = {}
+            if "eval" in row:  # no folders of this machine in the names of metrics
+                evals = {Path(name).stem: metrics for name, metrics in row["eval"].items()}
+                row = row | {"eval": evals}
             for name, value in flatten(row).items():
                 if isinstance(value, (int, float)):
                     numbers[name] = value
