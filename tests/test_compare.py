@@ -190,13 +190,6 @@ def test_means_deviations_and_further_metrics(fork):
         compare.main([*PAIR, "--metric", "R@5"])
 
 
-def test_one_pair_and_pairs_that_are_alike_are_said(fork):
-    compare.main([*PAIR, "--seeds", "1", "--out", "one"])
-    assert "| -20.00, one pair | open |" in tables("one")
-    compare.main(["mine.py", "mine.py --tau 1", "--seeds", "3", "--out", "alike"])
-    assert "| +10.00, all pairs alike | open |" in tables("alike")
-
-
 def test_a_failed_run_and_a_warning_name_their_command(fork, capsys):
     with pytest.raises(UserError, match="^1 runs failed"):
         compare.main([*PAIR, "--dataset", "bad", "--seeds", "3"])

@@ -203,20 +203,6 @@ def test_moving_emoji_holds_out_pairs_but_neither_verbs_nor_nouns(moving):
     assert all(groups_are_facts(d) for d in moving.values())
 
 
-def test_moving_emoji_thousands_of_distinct_test_clips():
-    """Each pair in turn: a pair comes again in another colour, and only after all its colours in
-    one it had."""
-    train, test = (small(s, clips=[4000, 30, 2000], image_size=16) for s in ("train", "test"))
-    assert len(drawn(test)) == len(test) == len(set(test.groups.tolist())) == 2000
-    assert groups_are_facts(test)
-    times = Counter(both(test))
-    assert len(times) < 400
-    assert max(times.values()) - min(times.values()) == 1
-    assert max(times.values()) <= 6
-    assert not set(times) & set(both(train)) and not drawn(test) & drawn(train)
-    assert all(all(agree(test, i)) for i in range(0, 2000, 7)) and "2000 descriptions" in test.note
-
-
 def test_moving_emoji_by_the_law_of_training():
     once, zipf = (
         {s: small(s, clips=[2000, 300, 2000], image_size=16, clip_law=law) for s in SPLITS}

@@ -6,12 +6,10 @@ import itertools
 import json
 import math
 import struct
-import tracemalloc
 import zlib
 from collections import Counter
 
 import common
-from contrastive.data import table as data_table
 from contrastive.data.pixels import decode
 from contrastive.data.views import OPERATIONS, crop_batch, gaussian_blur, randaugment, shift_hue
 from contrastive.papers.text_pairs import Paraphrases
@@ -103,28 +101,6 @@ def test_small_images_of_one_size_go_into_memory(tmp_path):
     ):  # unreadable: counted as a bad sample when its turn comes
         (tmp_path / "a" / data.key(5)).write_bytes(other)
         assert data.in_memory().pixels is None
-
-
-@pytest.mark.parametrize(
-    "rows_in_lists", [10**6, 0]
-)  # small tables are kept as lists, larger ones asked row by row
-def test_a_caption_reads_no_image(rows_in_lists, monkeypatch):
-    monkeypatch.setattr(data_table, "MAX_ROWS_AS_LISTS", rows_in_lists)
-    captions = [[caption(i), caption(i, 1)] for i in range(4)]
-    huge = [{"bytes": bytes(2**24)} for _ in range(4)]
-    data = common.Data(
-        "x",
-        "train",
-        common.make_table(captions, list("abcd"), huge, {"label": CLASSES}, label=[0] * 4),
-    )
-    tracemalloc.start()
-    for part in (data, data.select([3, 1]), data.unfold()):
-        words = [(part.key(i), tuple(part.captions(i))) for i in range(len(part))]
-        assert len(set(words)) == len(part) == len(part.labels) and [*part.first_captions()]
-    assert tracemalloc.get_traced_memory()[1] < 2**21
-    tracemalloc.stop()
-    assert [data.captions(i) for i in range(4)] == captions
-    assert data.unfold().captions(3) == [captions[1][1]]
 
 
 # ---- decoding ----

@@ -18,7 +18,7 @@ import temperature_schedules
 from helpers import (
     picture, run_script, steps, write_captions)
 from contrastive.figures import base
-from tools import check, figures
+from tools import figures
 from tools.export import export, warnings_of
 
 SMALL = [
@@ -202,8 +202,3 @@ def test_runs_that_cannot_have_a_figure_are_refused(runs, draw):
         draw("similarities", ["ts", "infonce"])
     with pytest.raises(UserError, match="ts: its evaluation has no captions"):
         draw("similarities", ["ts"])
-
-
-def test_check_has_a_help(capsys):
-    assert check.main(["--help"]) == 0
-    assert "python -m tools.check mine.py" in capsys.readouterr().out
