@@ -8,13 +8,16 @@ each pair to its weight. It is meta-learned: the encoders take a virtual step wi
 it is trained to lower their loss after that step on a few clean examples, the meta-data.
 
 Equations (s_ij = cos(lambda_ij): cosine of video i and text j)
-    (1, 4)      L_v2t,i = -log( e^(cos([lambda_ii - mu]_+) / tau) / sum_j e^(s_ij / tau) ), in which
-                the pair keeps s_ii if lambda_ii > pi / 2  cosine_with_margin, angular_margin_loss
+    (1, 4)      L_v2t,i = -log( e^(m_i / tau) / (e^(m_i / tau) + sum_{j != i} e^(s_ij / tau)) )
+                                                                          angular_margin_loss
+                m_i = cos([lambda_ii - mu]_+) if lambda_ii <= pi / 2, else s_ii
+                                                                           cosine_with_margin
     (3)         L_i = L_v2t,i + L_t2v,i                                       angular_margin_loss
     (6)         mu(k) = a0 / (a1 + exp(-a2 k))                                             margin
     (7)         w_i = MLP_theta(L_i)                                                    WeightNet
     (9)         Theta^ = Theta - alpha/B sum_j w_j grad L_j, a virtual step    weightnet_gradient
-    (10, 12)    theta <- theta - beta grad_theta 1/M sum_i L_i^meta(Theta^)    weightnet_gradient
+    (10, 12)    theta <- theta - beta grad_theta 1/M sum_i L_i^meta(Theta^), by AdamW
+                                                        weightnet_gradient, update_weight_net
     (8, 11)     Theta <- a step on 1/B sum_i w_i L_i, with the w_i of the new theta          main
     (13)        G_j = <grad L^meta, grad L_j>               meta_gradient, directional_derivative
     (14, 15)    density and distance of each frame of a video                          key_frames
@@ -277,7 +280,8 @@ MSRVTT = dict(
     epochs=5.0, batch_size=4, lr=5e-6, lr_end=0.0, warmup_fraction=0.01, weight_decay=5e-2,
     meta_lr=5e-6, meta_batch_size=4, log_every=50, save_every=1000)
 PARAGRAPHS = MSRVTT | dict(epochs=20.0, unfold_captions=False)
-# values of ours for small encoders from scratch, and for frozen ones
+# values of ours for small encoders from scratch, and for frozen ones; mu = 0.01 rad, since at tau
+# 0.1 the paper's 0.2 rad leaves few pairs a gradient
 SMALL = dict(tau=0.1, a0=0.1)
 OWN = SMALL | dict(
     source="ours; small encoders from scratch", frames=8, frame_sampling="random",
@@ -391,6 +395,9 @@ def check_flags(parser, args):
 def check_method_flags(parser, args):
     """Refuses contradictory flags of add_method_flags, and those without effect."""
     parser.check_tau_flags(args)
+    parser.require(not (looks_ahead(args) and args.lr_scale),
+                   f"--lr-scale: the virtual step of --weighting {args.weighting} has one learning "
+                   "rate for all parameters; give --weighting joint or none")
     parser.only(args.margin_schedule != "none", "with --margin-schedule logistic or constant",
                 "--a0", "--a1")
     parser.only(args.margin_schedule == "logistic", "with --margin-schedule logistic", "--a2")
@@ -496,11 +503,11 @@ def main(args):
         # L_i of Eq. 3; the look-ahead calls it, too
         criterion = functools.partial(angular_margin_loss, tau=tau, mu=mu)
 
-        # before the step, whose graph takes memory
+        # before the graph of the step exists, so that both are never in memory together
         gain = None
         if looks_ahead(args) and run.step % meta_every == 0:
             meta_batch = next(meta_batches)
-            batch["bad"] += meta_batch["bad"]                              # are listed, too
+            batch["bad"] += meta_batch["bad"]                              # reported, too
             meta_inputs = inputs_of(meta_batch, tokenizer)
             losses = look_ahead_losses(plain_model, criterion, accelerator.device)
             if args.weighting == "meta":

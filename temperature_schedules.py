@@ -59,7 +59,7 @@ def temperature(  # noqa: PLR0917
         epoch: from 0; tau is constant within an epoch.
         schedule: 'cos' and 'oscillating' (a linear triangle) start at tau_max; 'step' is tau_min
             for the first half of a period and tau_max for the second; 'random' is uniform between
-            both, drawn from (seed, epoch); 'fixed' is tau_min.
+            both, drawn from (seed, epoch).
         tau_min, tau_max: lowest and highest temperature.
         period: T in epochs.
     Returns: float.
@@ -74,10 +74,7 @@ def temperature(  # noqa: PLR0917
     if schedule == "random":
         generator = np.random.default_rng([seed, int(epoch)])
         return tau_min + (tau_max - tau_min) * generator.random()
-    if schedule == "fixed":
-        return tau_min
-    raise ValueError(f"schedule={schedule!r}: give 'cos', 'step', 'random', 'oscillating' or "
-                     "'fixed'")
+    raise ValueError(f"schedule={schedule!r}: give 'cos', 'step', 'random' or 'oscillating'")
 
 
 # row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, 2N) matrix is
@@ -495,7 +492,7 @@ def main(args):  # noqa: C901, PLR0912
 
     # ------------------------------------------- views --------------------------------------------
     view = training_view(args)
-    batches = run.batches([view, view], transform)                         # u and v
+    batches = run.batches([view, view], transform)                         # twice
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(encoder, None, transform, eval_sets, training_images(train, args),
@@ -518,16 +515,16 @@ def main(args):  # noqa: C901, PLR0912
             tau = temperature(epoch, args.schedule, args.tau_min, args.tau_max, args.period,
                               args.seed)                                   # a number
 
-        u, v = batch["views"]                                              # (B, [T,] 3, S, S) each
+        view1, view2 = batch["views"]                                      # (B, [T,] 3, S, S) each
         terms = {}                                                         # for the log
         if args.loss == "simclr":
-            z1, z2 = grad_cache.encode(u=u, v=v)                           # (B, D)
+            z1, z2 = grad_cache.encode(view1=view1, view2=view2)           # (B, D)
             loss = nt_xent(z1, z2, tau, terms=terms)                       # ()
         elif args.loss == "moco":
             # the keys in the precision of the queries
             with accelerator.autocast(), common.tf32(grad_cache.uses_tf32):
-                z2 = encode_keys(key_model, v, args.seed + run.step)       # (B, D)
-            z1, = grad_cache.encode(u=u)                                   # (B, D)
+                z2 = encode_keys(key_model, view2, args.seed + run.step)   # (B, D)
+            z1, = grad_cache.encode(view1=view1)                           # (B, D)
             loss = moco_loss(z1, z2, queue.keys, tau, terms=terms)         # ()
         else:
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
@@ -567,7 +564,7 @@ def training_images(train, args):
 
 
 def training_view(args):
-    """The random view of u and of v."""
+    """The random view, drawn twice of each image."""
     return Augment(args.image_size, args.crop_min, args.flip, jitter_p=args.jitter_p,
                    brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
                    hue=args.hue, grey=args.grey, blur=args.blur,

@@ -42,7 +42,6 @@ def test_the_schedules_by_hand():
     assert cosine == pytest.approx([1.0, 0.55, 0.1, at_280, 1.0, 0.1])
     limits = dict(tau_min=0.1, tau_max=0.5, period=4)
     assert temperatures("step", range(5), **limits) == [0.1, 0.1, 0.5, 0.5, 0.1]
-    assert temperatures("fixed", range(5), **limits) == [0.1] * 5
     triangle = temperatures("oscillating", range(5), **limits)
     assert triangle == pytest.approx([0.5, 0.3, 0.1, 0.3, 0.5])
 

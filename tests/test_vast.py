@@ -635,6 +635,14 @@ RUN = (
 CLIPS = "--clips 60 20 20".split()
 
 
+def test_a_run_learns_the_divisor_itself(tmp_path):
+    """AdamW's first step moves what is learnt by the learning rate."""
+    flags = "--baseline --learnable-tau --tau 0.2 --max-steps 1 --warmup-fraction 0"
+    (row,) = few_steps(mmts_vast, tmp_path / "run", *RUN, *CLIPS, *flags.split(),
+                       "--num-clusters", 2)
+    assert abs(row["tau"] - 0.2) == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_reranking_by_hand():
     """The first two by cosine by their logits alone, the others behind them by cosine."""
     query = F.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), dim=1)

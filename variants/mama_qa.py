@@ -60,13 +60,13 @@ def question_loss(  # noqa: PLR0917
         scores, target: as in answer_loss.
         contrastive_weight: weight of L_v2t,i + L_t2v,i; paper 1.
         eta: weight of CE_i; paper 1.
-        terms: dict that receives the mean of CE_i, for the log.
+        terms: dict that receives the mean of CE_i over the rows with an answer, for the log.
     Returns: (B,), float32.
     """
     contrastive = angular_margin_loss(video, text, tau, mu)                # (B,)
     answer = answer_loss(scores, target)                                   # (B,)
     if terms is not None:
-        terms["CE"] = answer.mean()
+        terms["CE"] = answer.sum() / (target >= 0).sum().clamp(min=1)
     return contrastive_weight * contrastive + eta * answer
 
 
@@ -258,7 +258,7 @@ def main(args):
         gain = None
         if mama.looks_ahead(args) and run.step % meta_every == 0:
             meta_batch = next(meta_batches)
-            batch["bad"] += meta_batch["bad"]                              # are listed, too
+            batch["bad"] += meta_batch["bad"]                              # reported, too
             examples = inputs, target
             meta_examples = inputs_of(meta_batch, tokenizer, meta_data, questions)
             losses = look_ahead_losses(plain_model, criterion, accelerator.device)

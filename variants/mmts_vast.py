@@ -7,7 +7,8 @@ a clip, which are too many to be kept for a batch: a first pass encodes the batc
 second one encodes each chunk again, and adds the gradient of its pairs.
 
 Equations (s_ij: cosine of query i and candidate j)
-    p_ij = softmax_j(s_ij / tau_neg) + 1e-4, p_ii = 0                       hard_negatives
+    p_ij ~ softmax_j(s_ij / tau_neg) + 1e-4 for j != i, p_ii = 0: a         hard_negatives
+           distribution over j, up to the sum of its row
     L_match = mean of the cross-entropies of the 3 N pairs                  matching_loss
     L = L_MM-TS + 0.1 L_match                                MatchingCache, clip_loss (mmts.py)
 
@@ -293,12 +294,14 @@ def main(args):
         num_missing = 0
         if args.shifts:
             cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,)
-        tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha)     # (B,)
-        tau_or_margin = common.to_device(tau_or_margin, accelerator.device)
-        negatives_tau = args.negatives_tau
-        if args.learnable_tau:
+        if args.learnable_tau:                                             # VAST's own
             tau_or_margin = temperature()                                  # ()
             negatives_tau = tau_or_margin.detach()
+        else:
+            # shifts[-1] is that of captions without a cluster
+            tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha) # (B,)
+            tau_or_margin = common.to_device(tau_or_margin, accelerator.device)
+            negatives_tau = args.negatives_tau
 
         terms = {}                                                         # for the log
         if args.loss == "clip":

@@ -116,9 +116,9 @@ def named_batchnorms(model):
     return [(name, module) for name, module in model.named_modules() if module in norms]
 
 
-def encode(model, masks, u, v):
-    """z1, z2 (b, D) of two views (b, [T,] 3, S, S): u through the dense branch, v the pruned."""
-    z = model(torch.cat([u, v]), masks, half=len(u))                       # (2b, D)
+def encode(model, masks, view1, view2):
+    """z1, z2 (b, D): the dense branch of view1, the pruned one of view2; (b, [T,] 3, S, S) each."""
+    z = model(torch.cat([view1, view2]), masks, half=len(view1))           # (2b, D)
     return z.chunk(2)
 
 
@@ -213,7 +213,7 @@ def main(args):
 
     # ------------------------------------------- views --------------------------------------------
     view = training_view(args)
-    batches = run.batches([view, view], transform)                         # u and v
+    batches = run.batches([view, view], transform)                         # twice
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(encoder, None, transform, eval_sets, training_images(train, args),
@@ -226,8 +226,8 @@ def main(args):
 
         if run.step % steps.per_epoch == 0:
             masks.prune(encoder, args.prune)
-        u, v = batch["views"]                                              # (B, [T,] 3, S, S) each
-        z1, z2 = grad_cache.encode(u=u, v=v)                               # (B, D)
+        view1, view2 = batch["views"]                                      # (B, [T,] 3, S, S) each
+        z1, z2 = grad_cache.encode(view1=view1, view2=view2)               # (B, D)
         terms = {}                                                         # for the log
         loss = nt_xent(z1, z2, args.tau, terms=terms)                      # ()
 

@@ -44,6 +44,8 @@ class Tokenizer:
         self.device = torch.device("cpu")
 
     def __call__(self, texts):
+        if isinstance(texts, str):
+            texts = [texts]
         tokens = self.tokenizer(self.cleaned(texts), padding=True, truncation=True,
                                 max_length=self.length, return_tensors="pt")
         longest = tokens["input_ids"].shape[1]
