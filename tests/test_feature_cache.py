@@ -72,10 +72,6 @@ def refuses(words):
     return pytest.raises(UserError, match=re.escape(words))
 
 
-def not_called(pixels):
-    raise AssertionError("features are computed again")
-
-
 # ----------------------------------------------- what learns --------------------------------------
 def test_a_frozen_body_does_not_change_and_its_projection_learns(tmp_path, captions_csv):
     """Bit by bit; the optimiser has nothing of it."""

@@ -26,13 +26,10 @@ import transformers as T
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import mama
-import mmts
 import temo
 import temperature_schedules as ts
 from variants import temo_experts
 from helpers import CPU, few_steps, run_script, tiny_model, write_captions
-from variants import sdclr
 
 SPEC = dict(
     image_encoder="small",
@@ -46,7 +43,6 @@ SPEC = dict(
 )
 RUN = ["--cpu", "--workers", "0", "--max-steps", "2", "--batch-size", "16"]
 SMALL = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-SCRIPTS = {"temo": temo, "ts": ts, "mmts": mmts, "mama": mama, "sdclr": sdclr}
 IMAGENET = encoders.base.STATS["imagenet"]
 
 
@@ -127,15 +123,6 @@ def test_a_name_says_what_an_encoder_is(name, entry, reads):
     kind = encoder_kind(name)
     assert kind is IMAGE_ENCODERS[entry] and kind.reads == reads
     check_image_encoder(name)
-
-
-def test_a_folder_is_a_model_of_transformers(tmp_path, monkeypatch):
-    """Also when it has gone, if its config is known."""
-    monkeypatch.chdir(tmp_path)
-    assert not encoder_kind("model").is_transformers
-    assert encoder_kind("model", config={"model_type": "vit"}).is_transformers
-    (tmp_path / "model").mkdir()
-    assert encoder_kind("model").is_transformers
 
 
 @pytest.mark.parametrize(
@@ -316,13 +303,6 @@ def test_accents_and_vowel_signs_make_other_words(pair):
     assert first != second
     decomposed = unicodedata.normalize("NFD", pair.upper())  # as file names of macOS are
     assert small([pair])["input_ids"].tolist() == small([decomposed])["input_ids"].tolist()
-
-
-def test_long_words_are_not_unknown():
-    """Thai sentences have no blanks."""
-    text = "สุนัขสีน้ำตาลวิ่งบนชายหาด" * 8
-    small = Tokenizer(train_wordpiece([text]), 400)
-    assert small.tokenizer.unk_token_id not in small([text])["input_ids"]
 
 
 def test_padding_changes_no_text_of_the_small_encoder(tokenizer):
@@ -506,7 +486,7 @@ PARTLY = {  # what is said: a model whose tensors are saved, the model that read
         {"image_encoder": "resnet18"},
         {"image_encoder": "resnet34"},
     ),
-    "text.body.position is .15, 128. there, .11, 128. in the model": ({}, {"text_length": 8}),
+    "text.body.position is .12, 128. there, .8, 128. in the model": ({}, {"text_length": 8}),
 }
 
 

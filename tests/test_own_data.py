@@ -416,9 +416,8 @@ def test_names_of_nothing(name, words):
 
 
 @pytest.mark.parametrize("cell", [
-    "('a dog', 'b')", "('a dog',)", "{'raw': 'a dog'}", "array(['a', 'b'], dtype=object)",
-    "[['a', 'b']]", "['a'\n 'b']", "[{'raw': 'a'}]", "[u'a']", "[nan, 'a']", "[None]", "[]",
-    "{'a', 'b'}", "OrderedDict([('raw', 'a')])", "[array(['a'])]"])
+    "('a dog', 'b')", "{'raw': 'a dog'}", "array(['a', 'b'], dtype=object)", "[['a', 'b']]",
+    "['a'\n 'b']", "[nan, 'a']", "[]"])
 def test_the_text_of_a_container_is_no_caption(cell, tmp_path):
     (tmp_path / "a.jsonl").write_text(jsonl_of("a dog", cell))
     complains(tmp_path / "a.jsonl", "train", "the column caption holds the text of a list")

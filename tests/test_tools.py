@@ -26,7 +26,6 @@ SMALL = [
     *"--eval-every 0 --workers 0".split(),
 ]
 CLIPS = "--dataset moving-emoji --clips 64 24 24 --max-steps 4 --lr 0.01"
-MAMA = "--clips 64 16 16 --batch-size 16 --weighting none --max-steps 2"
 RUNS = {
     "infonce": (temo, f"{CLIPS} --baseline --learnable-tau"),
     "temo": (temo, CLIPS),
