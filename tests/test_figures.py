@@ -8,7 +8,6 @@ from contrastive.core.processes import UserError
 from contrastive.engine.run import evaluation_interval
 from contrastive.evaluation.measure import usual_tasks
 from contrastive.evaluation.pieces import EvaluationPieces
-from contrastive.evaluation.report import table, val_line
 from contrastive.evaluation.saved_pieces import SavedPieces, read_pieces, save_pieces
 from contrastive.figures import base, mama, temo, ts
 
@@ -125,16 +124,6 @@ def test_the_correct_image_stands_first_with_its_rank(pieces, monkeypatch):
         assert framed == [ranks[text] == k for k in range(1, 6)]
 
 
-def test_losses_stand_first_and_speed_last(drawn, tmp_path):
-    names = ("step", "samples_seen", "loss", "lr", "samples_per_s", "step_s", "data_s", "mine")
-    run = finished_run(tmp_path / "r", [dict.fromkeys(names, k) for k in range(3)])
-    base.draw_training_curves(run, [("loss", "loss", {"loss": "loss"}), *base.batch_panels()])
-    ((fig, path),) = drawn
-    titles = [ax.get_title() for ax in fig.axes]
-    assert path == tmp_path / "r" / "curves.png"
-    assert titles == ["loss", "learning rate", "mine", "speed", "time of a step"]
-
-
 def test_runs_of_other_data_or_without_a_temperature_are_refused(tmp_path):
     sizes = torch.tensor([3, 1])
     one = SavedPieces("a", "image", 4, [], label_names=["cat", "dog"], class_sizes=sizes)
@@ -208,15 +197,6 @@ def test_a_class_without_a_test_image_has_no_accuracy():
     assert [bar.get_height() for bar in ax.patches] == pytest.approx([50, 0, np.nan], nan_ok=True)
 
 
-def test_few_classes_have_their_names():
-    _, (few, many) = base.figure(2)
-    ts.name_classes(few, [1, 0], ["cat", "dog"])
-    ts.name_classes(many, range(21), [str(i) for i in range(21)])
-    assert [text.get_text() for text in few.get_xticklabels()] == ["dog", "cat"]
-    assert len(many.get_xticks()) < 21
-    assert many.get_xlabel() == "21 classes, from 0 (largest) to 20"
-
-
 def test_sets_of_few_queries_have_examples_alone(pieces):
     few = SavedPieces("few", "image", 10, ["a"] * 10, texts=["a"] * 19)
     questions = SavedPieces("questions", "image", 20, ["a"] * 20)
@@ -226,40 +206,6 @@ def test_sets_of_few_queries_have_examples_alone(pieces):
     ]
     examples = base.by_set({"few": few, "a": pieces}, min_queries=1)
     assert [name for name, _, _ in examples] == ["few", "a"]
-
-
-def test_the_last_panel_takes_what_is_left_of_its_row():
-    fig, axes = base.figure(3, columns=2)
-    fig.draw_without_rendering()
-    assert axes[2].bbox.width > 1.5 * axes[0].bbox.width
-    assert len(fig.axes) == 3
-
-
-def test_one_caption_is_no_captions():
-    text = table("a (test)", {"images": 1, "captions": 1, "captions_cut": 1}, {})
-    assert "1 image, 1 caption, 1 caption cut;" in text
-    assert "one of 1 image is worth 100.0 points" in text
-
-
-def test_numbers_with_the_chosen_biases_stand_once():
-    """NCL's modes: chance is that of the retrieval; of the chosen one the error alone is new."""
-    scores = {"text_to_image": {"R@1": 5.0}}
-    modes = {mode: scores | {"error": {"text_to_image": 0.25}} for mode in ("none", "queue")}
-    metrics = scores | {"normalize": modes, "normalized_by": "queue"}
-    lines = table("a (test)", metrics, {"text_to_image": {"R@1": 1.0}}).splitlines()
-    assert sum("R@1 5.00 (1.00)" in line for line in lines) == 2
-    assert sum("0.25" in line for line in lines) == 2
-    assert not any("biases queue: text" in line for line in lines)
-
-
-def test_the_line_of_an_evaluation_has_its_main_numbers():
-    """Both directions, text -> image first; of several sets each with its name, without folders."""
-    retrieval = {"text_to_image": {"R@1": 10.04}, "image_to_text": {"R@1": 2.0}}
-    assert val_line({"/tmp/x.csv": retrieval}) == "val  R@1 10.0 / 2.0"
-    assert val_line({"/tmp/x.csv": retrieval, "questions": {"accuracy": 7.0}}) == (
-        "val  R@1 10.0 / 2.0 (x.csv), accuracy 7.0 (questions)")
-    assert val_line({"cifar10-lt": {"knn@1": {"top1": 30.0}}}) == "val  kNN@1 30.0"
-    assert val_line({}) == ""
 
 
 def test_a_run_is_evaluated_five_to_eight_times_by_default():
@@ -281,9 +227,3 @@ def test_emoji_have_no_neighbours_where_raw_pixels_are_above_towers():
     assert usual_tasks(model, None, SimpleNamespace(name="emoji")) == ("knn", "probe")
 
 
-def test_retrieval_panel_names_both_directions(pieces):
-    run = SimpleNamespace(val={"a.csv": pieces})
-    title, _, columns = base.recall_panel(run)
-    assert title == "retrieval, val (t = text, i = image)"
-    assert columns["t->i R@1"] == "eval/a.csv/text_to_image/R@1"
-    assert columns["i->t R@10"] == "eval/a.csv/image_to_text/R@10"

@@ -108,11 +108,8 @@ def test_a_run_leaves_its_summary_and_pictures(name, walk_of):
     assert walk.summary["chance"]["moving-emoji"]
     pictures = {path.stem for path in walk.folder.glob("*.png") if path.stat().st_size > 5000}
     assert pictures == PICTURES[name]
-
-
-@each_script
-def test_nothing_in_a_run_holds_code(name, walk_of):
-    suffixes = {path.suffix for path in walk_of(name).folder.rglob("*") if path.is_file()}
+    # nothing in a run holds code
+    suffixes = {path.suffix for path in walk.folder.rglob("*") if path.is_file()}
     assert suffixes <= {".json", ".jsonl", ".safetensors", ".png", ".pt"}
 
 
@@ -130,29 +127,20 @@ LEARNT = {
     "mmts": "--baseline --clusters none"}
 
 
-def learn_tau(name, folder):
-    """The log of two steps, tau after the first, and the optimiser's groups."""
+@each_script
+def test_a_learnt_tau_is_logged_as_the_step_used_it_and_does_not_decay(name, tmp_path):
+    folder = tmp_path / "run"
     flags = f"{LEARNT.get(name, '')} --learnable-tau --max-steps 2 --lr 0.1 --weight-decay 0.3"
     base = [*SMALL, *FLAGS.get(name, ())]
     script = importlib.import_module(name)
     log = few_steps(script, folder, *flags.split(), "--save-every", 1, base=base)
-    saved = torch.load(folder / "checkpoints" / "step_1.pt", weights_only=True)
-    tau = tensors_of(folder, 1)["tau/log_tau"].exp().item()
-    return log, tau, saved["optimizer"]["param_groups"]
-
-
-@each_script
-def test_a_learnt_tau_is_logged_as_the_step_used_it(name, tmp_path):
-    log, tau, _ = learn_tau(name, tmp_path / "run")
     first_tau = 0.2 if name == "temperature_schedules" else 0.1
     assert log[0]["tau"] == pytest.approx(first_tau, rel=1e-6)
+    tau = tensors_of(folder, 1)["tau/log_tau"].exp().item()  # after the first step
     assert log[1]["tau"] == pytest.approx(tau, rel=1e-6) != pytest.approx(first_tau, rel=1e-3)
-
-
-@each_script
-def test_a_learnt_tau_does_not_decay(name, tmp_path):
-    _, _, groups = learn_tau(name, tmp_path / "run")
-    assert groups[-1]["weight_decay"] == 0 and len(groups[-1]["params"]) == 1
+    saved = torch.load(folder / "checkpoints" / "step_1.pt", weights_only=True)
+    group = saved["optimizer"]["param_groups"][-1]
+    assert group["weight_decay"] == 0 and len(group["params"]) == 1
 
 
 # ----------------------------------------------- every flag acts ----------------------------------
