@@ -332,8 +332,8 @@ def check_range(parser, args):
     missing = [flag for flag in needed if flag not in args.command_line]
     parser.require(not missing,
                    f"--loss {args.loss}: add {' '.join(missing)}, since the recipe's values are of "
-                   "the other loss; paper: --alpha 0.2 --shift-min 0.17 --shift-max 0.3 for "
-                   "margins, 0.04, 0.05 and 0.1 for temperatures")
+                   "the other loss; the paper's --alpha, --shift-min, --shift-max are 0.2 0.17 0.3 "
+                   "for margins, and for temperatures 0.08 0.05 0.2 on EPIC, 0.04 0.05 0.1 on CC3M")
 
 
 # ------------------------------------------------------- schedule and shifts of a run -------------
@@ -454,14 +454,16 @@ def main(args):
         image, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokenizer(texts))
 
-        cluster = torch.full((len(texts),), -1)                            # (B,) -1: no cluster
+        # (B,) -1: no cluster, of which shifts[-1] is the shift
+        cluster = torch.full((len(texts),), -1)
         num_missing = 0
         if args.shifts:
             cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,)
-        tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha)     # (B,)
-        tau_or_margin = common.to_device(tau_or_margin, accelerator.device)
         if args.learnable_tau:
             tau_or_margin = temperature()                                  # ()
+        else:
+            tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha) # (B,)
+            tau_or_margin = common.to_device(tau_or_margin, accelerator.device)
 
         terms = {}                                                         # for the log
         if args.loss == "clip":
@@ -487,7 +489,7 @@ def main(args):
 
     # ------------------------------------------- save and evaluate --------------------------------
     if common.rank() == 0 and clusters is not None and not args.learnable_tau:
-        common.write_tensors(run.folder / "temperatures.safetensors",      # for Figs. 3 to 11
+        common.write_tensors(run.folder / "temperatures.safetensors",      # for the pictures
                              curves_of_clusters(clusters, args, steps.total))
     return run.finish(figures="mmts")
 

@@ -51,12 +51,12 @@ import torch.nn.functional as F
 
 # ======================================================= METHOD ===================================
 def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
-    """Biases that bring the row and column sums of exp((a + b + sim) / gamma) to the priors, up to
-    a common factor (Eqs. 7 to 11).
+    """Biases that bring the row and column sums of P = exp((a + b + sim) / gamma) to the priors, up
+    to a common factor (Eqs. 7 to 11).
 
     In the log domain exp(1 / 0.01) does not overflow. Each round normalises rows, then columns, so
-    the column sums are exact at the end. (The paper prints Eqs. 8 and 9 with their right-hand sides
-    exchanged.)
+    at the end the column sums of P are exact and its row sums nearly (the error of Eq. 5 is small,
+    not 0). The paper prints Eqs. 8 and 9 with their right-hand sides exchanged.
 
     Args:
         sim: (m, n) cosines; rows are texts (or queries), columns videos (or items).
@@ -65,6 +65,8 @@ def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
         row_prior, col_prior: (m,), (n,) that sum to 1; None = 1/m and 1/n for all.
     Returns: a (m,), b (n,), float32 or float64.
     """
+    if iterations < 1:
+        raise ValueError(f"iterations={iterations}: give 1 or more")
     gamma = one_number(gamma, "gamma")
     m, n = sim.shape
     if sim.dtype != torch.float64:
@@ -102,8 +104,8 @@ def ncl_loss(text, video, gamma, iterations=4, detach=True, *, terms=None):
         text, video: (B, D) embeddings of this process; row i of both is a pair.
         gamma: temperature > 0, a number or (): the biases need one for the whole matrix.
         iterations: rounds of Sinkhorn-Knopp; 0 = no biases, InfoNCE.
-        detach: stop the gradient through the biases. The paper does not say; at convergence it is
-            zero (Eq. 28).
+        detach: stop the gradient through the biases. The paper does not say; the gradient of the
+            loss through them is zero at convergence (Eq. 28).
         terms: dict that receives L_t2v and L_v2t, means over the anchors.
     Returns: (), float32. A random guess is about ln N.
     """
@@ -413,7 +415,8 @@ def main(args):
 
 @torch.no_grad()
 def batch_errors(text, video, gamma, iterations):
-    """Normalisation errors of the global batch, without and with its biases (Eq. 5, Fig. 2).
+    """Text-to-video errors (Eq. 5) of the global batch, without and with its biases; Fig. 2 has
+    those of the test set.
 
     Returns: {"error", "error_normalized": number}, the same on all processes.
     """

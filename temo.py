@@ -8,16 +8,17 @@ apart less. A quadratic schedule moves the weight from InfoNCE to these losses d
 Equations (s_ij: cosine of anchor i and candidate j; t: progress of training, 0..1)
     (1, 2)  NCE(X, Y; tau) = -mean_i log( exp(s_ii / tau) / sum_j exp(s_ij / tau) )     info_nce
     (3)     L_MM = 1/2 [ NCE(I, T; tau) + NCE(T, I; tau) ]                       multimodal_loss
-    (4)     tau_ij = tau_min + tau_alpha sqrt((1 + s_ij) / 2), authors' code modulated_temperature
-    (5, 6)  L_M-I2I = NCE(I, I~; tau_ij), L_M-T2T = NCE(T, T~; tau_ij)           info_nce
-    (7)     L_M-MM = 1/2 [ NCE(I, T; tau_ij) + NCE(T, I; tau_ij) ]               multimodal_loss
+    (4)     tau_ij = tau_min + tau_alpha sqrt(s_ij); authors' code         modulated_temperature
+            and here: (1 + s_ij) / 2 in place of s_ij
+    (5)     L_M-I2I = NCE(I, I~; tau_ij), L_M-T2T = NCE(T, T~; tau_ij)           info_nce
+    (6, 7)  L_M-MM = 1/2 [ NCE(I, T; tau_ij) + NCE(T, I; tau_ij) ]               multimodal_loss
     (8)     L = (1-t)^2 L_MM + t^2 (L_M-MM + L_M-I2I + L_M-T2T)                  temo_loss
 
 Symbols
     I, T                  image, text             (B, D)  embeddings of this process
     I~, T~                image_aug, text_aug     (B, D)  second view of I; paraphrase of T
     tau                   tau                     ()      divides the cosine; paper 0.01
-    tau_ij                tau_ij, modulate        (b, N); the function of the cosines
+    tau_ij                tau_ij, modulate        (b, N) of b anchors; cosines -> tau_ij
     tau_min, tau_alpha    tau_min, tau_alpha      ()      lowest tau_ij, range; paper 0.01, 0.04
     t                     progress                ()      optimiser step / all steps
 
@@ -77,7 +78,7 @@ def info_nce(anchor, candidates, tau):
 
 
 def multimodal_loss(image, text, tau):
-    """The mean of InfoNCE in both directions: L_MM (Eq. 3), or L_M-MM with tau_ij (Eq. 7).
+    """The mean of InfoNCE in both directions: L_MM (Eq. 3), or L_M-MM with tau_ij (Eqs. 6 and 7).
 
     tau: as in info_nce, except (B, N), which belongs to one direction.
     """
@@ -88,15 +89,15 @@ def multimodal_loss(image, text, tau):
 
 
 def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04, detach=False, shifted=True):
-    """tau_ij = tau_min + tau_alpha sqrt((1 + s_ij) / 2) (Eq. 4), higher for similar pairs.
+    """tau_ij (Eq. 4), with (1 + s_ij) / 2 in place of s_ij as the authors' code has it.
 
     Args:
         sim: cosines, any shape.
         tau_min: lowest temperature, > 0.
         tau_alpha: highest temperature minus the lowest, >= 0.
         detach: stop the gradient through the temperature.
-        shifted: False: sqrt(s_ij) as printed, 0 where s_ij < 0.
-    Returns: temperatures of sim's shape; the gradient is finite everywhere.
+        shifted: True: (1 + s_ij) / 2 under the root; False: s_ij, as printed, or 0 if negative.
+    Returns: temperatures of sim's shape, higher for similar pairs.
     """
     if detach:
         sim = sim.detach()
@@ -114,14 +115,14 @@ def temo_loss(  # noqa: PLR0917
 
     Args:
         image, text: (B, D) embeddings I, T of this process.
-        image_aug, text_aug: (B, D) embeddings I~, T~, or None with unimodal='none'. They may have
-            no gradient.
+        image_aug, text_aug: (B, D) embeddings I~, T~, with or without gradient; None with
+            unimodal='none'.
         progress: t = step / all steps, 0..1.
         tau: temperature of InfoNCE, as in multimodal_loss.
         tau_min, tau_alpha, detach, shifted: as in modulated_temperature.
         base, modulated: whether L_MM and L_M-MM are in the loss.
         unimodal: 'none', 'plain' (L_I2I, L_T2T at tau) or 'modulated' (L_M-I2I, L_M-T2T).
-        blend: 'quadratic' or 'fixed', 1/2 each.
+        blend: 'quadratic' or 'fixed', 1/2 each; without L_MM, or with one term, all weights are 1.
         terms: dict that receives the terms by their names, for the log.
     Returns: (), float32.
     """
@@ -132,15 +133,17 @@ def temo_loss(  # noqa: PLR0917
     if base:
         losses["L_MM"] = multimodal_loss(image, text, tau)                 # Eq. 3
     if modulated:
-        losses["L_M-MM"] = multimodal_loss(image, text, modulate)          # Eq. 7
+        losses["L_M-MM"] = multimodal_loss(image, text, modulate)          # Eqs. 6, 7
     if unimodal == "modulated":
         losses["L_M-I2I"] = info_nce(image, image_aug, modulate)           # Eq. 5
-        losses["L_M-T2T"] = info_nce(text, text_aug, modulate)             # Eq. 6
+        losses["L_M-T2T"] = info_nce(text, text_aug, modulate)             # Eq. 5
     elif unimodal == "plain":
         losses["L_I2I"] = info_nce(image, image_aug, tau)
         losses["L_T2T"] = info_nce(text, text_aug, tau)
     elif unimodal != "none":
         raise ValueError(f"unimodal={unimodal!r}: give 'none', 'plain' or 'modulated'")
+    if not losses:
+        raise ValueError("no term is left: set base or modulated, or give another unimodal")
     if terms is not None:
         terms.update(losses)
 
@@ -212,7 +215,8 @@ FROZEN = SMALL | dict(
     jitter=0.0, log_every=50)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN,
            "frozen": FROZEN}
-# --row: what of temo_loss the rows of Table 3 have; a and b have one term, and so no weights
+# --row: what of temo_loss the rows of Table 3 have; a and b have one term, and so no weights. The
+# paper gives no weights of c: 1/2 each is our choice
 ROWS = {
     "a": dict(base=True, modulated=False, unimodal="none", blend="quadratic"),
     "b": dict(base=False, modulated=True, unimodal="none", blend="quadratic"),
@@ -445,7 +449,7 @@ def pair_temperature(args):
 def mean_temperatures(image, text, modulate):
     """Mean tau_ij of positive and of negative pairs (Fig. 2): {'tau_pos', 'tau_neg': ()}.
 
-    Of at most 2,048 pairs, for memory.
+    Of the first 2,048 examples of the global batch, for memory.
     """
     image, text = gather(normalize(image))[:2048], gather(normalize(text))[:2048]    # (n, D)
     tau_ij = modulate(image @ text.T)                                      # (n, n)

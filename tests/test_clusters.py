@@ -10,7 +10,7 @@ from contrastive.core.processes import UserError
 from contrastive.encoders.sentences import SentenceEncoder
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.papers import clusters as clusters_module
-from contrastive.papers.clusters import Clusters, centroids, largest_first
+from contrastive.papers.clusters import Clusters, centroids, largest_first, name_of_class
 
 import numpy as np
 import pytest
@@ -190,3 +190,8 @@ def test_what_makes_no_clusters_is_refused_in_one_line(source, data, words, tmp_
     with pytest.raises(UserError, match=f"^.*{words}.*$"):
         opened(tmp_path / "out", data, source)
     assert not (tmp_path / "out" / "clusters.json").exists()
+
+
+@pytest.mark.parametrize("value", [None, math.nan, -1])
+def test_rows_without_a_class_have_no_name(value):
+    assert name_of_class(value, ["cat", "dog"]) is None

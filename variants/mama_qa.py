@@ -60,13 +60,14 @@ def question_loss(  # noqa: PLR0917
         scores, target: as in answer_loss.
         contrastive_weight: weight of L_v2t,i + L_t2v,i; paper 1.
         eta: weight of CE_i; paper 1.
-        terms: dict that receives the mean of CE_i over the rows with an answer, for the log.
+        terms: dict that receives the mean of CE_i over all B rows, of which those without an answer
+            count as 0, since the log averages over processes.
     Returns: (B,), float32.
     """
     contrastive = angular_margin_loss(video, text, tau, mu)                # (B,)
     answer = answer_loss(scores, target)                                   # (B,)
     if terms is not None:
-        terms["CE"] = answer.sum() / (target >= 0).sum().clamp(min=1)
+        terms["CE"] = answer.mean()
     return contrastive_weight * contrastive + eta * answer
 
 
