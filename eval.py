@@ -151,11 +151,12 @@ def flags_of_run(args):
         raise UserError(f"--checkpoint {run}: is a file; give the folder of the run, or of a CLIP")
     flags = read_json(run / "args.json", {})
     if flags and not (run / "model.json").is_file():
-        raise UserError(f"--checkpoint {run}: the run has not ended; python {flags['script']}.py "
-                        f"--resume {run} goes on with it")
+        raise UserError(f"--checkpoint {run}: the run has not ended; {flags['script']} goes on "
+                        f"with it by --resume {run}")
     if not flags:
         if not args.datasets:
-            raise UserError("--datasets is needed: the data set of this model is not known")
+            raise UserError(f"--datasets is needed: {run} is no folder of a run, and the data sets "
+                            "of another model are not known")
         parser = Parser("eval.py", "")
         parser.add_shared_flags()
         flags = vars(parser.parse_args([])) | {"dataset": "", "modalities": "v"}

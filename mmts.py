@@ -441,7 +441,7 @@ def main(args):
 
     # ------------------------------------------- loop ---------------------------------------------
     quantity = "margin" if args.loss == "max-margin" else "tau"            # a column of the log
-    shifts = shifts_of(clusters, args)                                     # (K + 1,)
+    shifts = shifts_of(clusters, args)                                     # (K + 1,) -1: no cluster
     period, alpha = period_and_alpha(args, steps.total)
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
@@ -454,15 +454,15 @@ def main(args):
         image, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokenizer(texts))
 
-        # (B,) -1: no cluster, of which shifts[-1] is the shift
-        cluster = torch.full((len(texts),), -1)
+        cluster = torch.full((len(texts),), -1)                            # (B,) -1: no cluster
         num_missing = 0
         if args.shifts:
             cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,)
         if args.learnable_tau:
             tau_or_margin = temperature()                                  # ()
         else:
-            tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha) # (B,)
+            tau_or_margin = sample_temperature(                            # (B,)
+                run.step, shifts[cluster], period, alpha)
             tau_or_margin = common.to_device(tau_or_margin, accelerator.device)
 
         terms = {}                                                         # for the log

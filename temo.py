@@ -347,7 +347,7 @@ def main(args):
 
     # ------------------------------------------- views and texts ----------------------------------
     unimodal = has_unimodal_terms(args)
-    views = [common.training_view(args, jitter_p=0.8)]                     # I
+    views = [common.training_view(args, jitter_p=0.8)]                     # I; SimCLR's 0.8
     paraphrases = None
     if unimodal:
         views.append(common.training_view(args, args.image_aug, jitter_p=0.8))           # I~

@@ -492,7 +492,7 @@ def main(args):  # noqa: C901, PLR0912
 
     # ------------------------------------------- views --------------------------------------------
     view = training_view(args)
-    batches = run.batches([view, view], transform)                         # twice
+    batches = run.batches([view, view], transform)                         # view1, view2
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(encoder, None, transform, eval_sets, training_images(train, args),

@@ -363,6 +363,8 @@ def test_an_image_of_two_classes_is_refused(tmp_path):
         str(path))
     with pytest.raises(UserError, match="row 1 has the labels 'apple', 'pear_tree'"):
         helpers.all_rows(path)
+
+
 def test_images_of_several_classes_are_of_no_class_together():
     """The first two pictures have two classes each, which are their captions."""
     names = [name.replace("_", " ") for name in helpers.CLASSES]
@@ -474,7 +476,8 @@ def test_bad_flags(flags, message, capsys):
         ("temo", "--normalize oracle", "--normalize oracle: give --tau"),
         ("temo", "--normalize queue --tau 1", "only on the data set of a run of ncl.py"),
         ("temo", "--rerank 5", "has no matching head"),
-        ("half", "", "half: the run has not ended; python x.py --resume .*half goes on with it"),
+        ("half", "", "half: the run has not ended; x goes on with it by --resume .*half"),
+        ("none", "", "--datasets is needed: .*none is no folder of a run"),
         (
             "none",
             "--datasets emoji",

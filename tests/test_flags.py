@@ -127,6 +127,7 @@ REFUSED = [  # script, flags, words of the one line
     ("mama", "--a0 20", "the margin a0 / a1 must be at most pi / 2"),
     ("mama", "--learnable-tau --tau 2", "a learnt temperature must start within --tau-clamp"),
     ("mama", "--chunk-size 4", "--chunk-size: --weighting meta encodes the whole batch"),
+    ("mama", "--lr-scale image=2", "--lr-scale: the virtual step of --weighting meta has one"),
     ("mama", "--betas 1 .98", "--betas 1: must be between 0 and 0.9999999"),
 ]
 

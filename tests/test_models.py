@@ -219,6 +219,11 @@ def test_pads_follow_the_text(tokenizer):
     assert (ids[:, 0] == left_padded.cls_token_id).all() and ids[0, -1] == left_padded.pad_token_id
 
 
+def test_one_text_is_one_row(tokenizer):
+    assert tokenizer("red apple")["input_ids"].tolist() == tokenizer(["red apple"])[
+        "input_ids"].tolist()
+
+
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_transformers_text_encoder(tiny, tokenizer, kind, pooling):

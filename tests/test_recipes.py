@@ -193,7 +193,9 @@ def test_rows_of_clip4clip_have_its_schedule():
     assert row == "4" and args.data_dir and len(args.feature_dir) == 2
 
 
-def test_rows_of_mama_have_the_weights_of_clip_vip():
+def test_rows_of_mama_have_videos_and_the_weights_of_clip_vip():
+    page = (PAGES / "mama.md").read_text(encoding="utf8")
+    assert "Add `--data-dir ANNOTATIONS --video-dir\nVIDEOS`" in page  # said once for all commands
     runs = table_runs("mama")
     for row, args in runs:
         if args.baseline or args.image_encoder.startswith("clip_vip:"):

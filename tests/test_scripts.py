@@ -343,6 +343,23 @@ def test_wandb_gets_a_project_and_the_name_of_the_run(tmp_path, monkeypatch):
         monkeypatch.setenv("WANDB_PROJECT", "mine")
 
 
+@pytest.mark.parametrize("names, said", [
+    (["/data/a.csv", "coco"], ["a", "coco"]),
+    (["/data/a.csv", "/more/a.csv"], ["/data/a.csv", "/more/a.csv"]),  # none takes another's place
+])
+def test_trackers_name_a_table_without_its_folders(names, said, tmp_path):
+    from types import SimpleNamespace
+
+    from contrastive.engine.log import Log
+
+    logged = []
+    accelerator = SimpleNamespace(log=lambda numbers, step: logged.extend(numbers))
+    args = SimpleNamespace(tracker="wandb")
+    log = Log(SimpleNamespace(folder=tmp_path, accelerator=accelerator, args=args, step=0))
+    log.write({"step": 1, "eval": {name: {"R@1": 1.0} for name in names}})
+    assert logged == ["step", *(f"eval/{name}/R@1" for name in said)]
+
+
 @each_script
 def test_evaluations_on_the_way_change_nothing_of_the_training(name, tmp_path):
     """Weights, optimiser, queues and torch's random state are bitwise the same."""

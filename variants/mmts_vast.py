@@ -276,7 +276,7 @@ def main(args):
 
     # ------------------------------------------- loop ---------------------------------------------
     quantity = "margin" if args.loss == "max-margin" else "tau"            # a column of the log
-    shifts = mmts.shifts_of(clusters, args)                                # (K + 1,)
+    shifts = mmts.shifts_of(clusters, args)                                # (K + 1,) -1: no cluster
     period, alpha = mmts.period_and_alpha(args, steps.total)
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
@@ -294,14 +294,14 @@ def main(args):
         num_missing = 0
         if args.shifts:
             cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,)
+        negatives_tau = args.negatives_tau
         if args.learnable_tau:                                             # VAST's own
             tau_or_margin = temperature()                                  # ()
             negatives_tau = tau_or_margin.detach()
         else:
-            # shifts[-1] is that of captions without a cluster
-            tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha) # (B,)
+            tau_or_margin = sample_temperature(                            # (B,)
+                run.step, shifts[cluster], period, alpha)
             tau_or_margin = common.to_device(tau_or_margin, accelerator.device)
-            negatives_tau = args.negatives_tau
 
         terms = {}                                                         # for the log
         if args.loss == "clip":

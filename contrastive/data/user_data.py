@@ -327,9 +327,9 @@ def refuse_split_words(table, column):
         return
     words = pc.unique(table.with_format("arrow")[column][:]).to_pylist()
     words = sorted({word.strip() for word in words if word and word.strip()})
-    split_words = list(filter(is_like_a_split, words))
-    names_held_out = any(SPLIT_WORDS.get(word.lower()) in ("val", "test") for word in words)
-    divides = len(words) <= MANY_SPLITS and (len(split_words) > 1 or names_held_out)
+    num_split_words = sum(is_like_a_split(word) for word in words)
+    has_val_or_test = any(SPLIT_WORDS.get(word.lower()) in ("val", "test") for word in words)
+    divides = len(words) <= MANY_SPLITS and (num_split_words > 1 or has_val_or_test)
     if divides or column.strip().lower() == "split":
         raise ValueError(f"the column {column} holds {listed(words)}; call it split if it divides "
                          "the rows, with the words train, val and test, else drop it")
@@ -352,7 +352,7 @@ def without_shared_examples(rows, examples):
         return examples
     splits_of_file = {}  # {file: names of splits}
     last_split = {}  # {(file, start, end): the split in which the example stays}
-    files = {}  # {path: what all links to the file share}
+    files = {}  # {path: device and inode, equal for all links to a file; or the path}
     for split, file, start, end in examples:
         files[file] = file
         if rows.pictures is None and os.path.exists(file):

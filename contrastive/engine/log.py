@@ -82,9 +82,10 @@ class Log:
                 file.write(json.dumps(row) + "\n")
         if self.tracker:
             numbers = {}
-            if "eval" in row:  # no folders of this machine in the names of metrics
-                evals = {Path(name).stem: metrics for name, metrics in row["eval"].items()}
-                row = row | {"eval": evals}
+            evals = row.get("eval", {})
+            stems = [Path(name).stem for name in evals]
+            if evals and len(set(stems)) == len(stems):  # no folders in the names of metrics
+                row = row | {"eval": dict(zip(stems, evals.values()))}
             for name, value in flatten(row).items():
                 if isinstance(value, (int, float)):
                     numbers[name] = value

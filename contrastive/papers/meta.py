@@ -134,10 +134,8 @@ def named_rows(data, file, splits):
         left out.
     Returns: (n,) rows in ascending order, and words that describe them.
     """
-    if not Path(file).is_file():
-        raise UserError(f"--meta-set {file}: there is no such file; it has the names of clean "
-                        "examples, one in each line")
-    with opening(file):
+    with opening(f"--meta-set {file}: has to be a file with the names of clean examples, one in "
+                 "each line"):
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     names = dict.fromkeys(line.strip() for line in lines if line.strip())
     # a name has several rows with --unfold-captions
