@@ -15,6 +15,7 @@ from contrastive.core.files import write_json
 from contrastive.core.processes import UserError
 from contrastive.data.table import EmptySplit
 from contrastive.encoders.base import STATS
+from contrastive.encoders.models import model_of_spec
 from contrastive.engine import run as run_module
 from contrastive.engine.run import Run
 
@@ -399,6 +400,29 @@ def tiny_model(kind, folder, tokenizer):
         stats = dict(image_processor_type="BitImageProcessor", image_mean=mean, image_std=std)
         write_json(Path(folder) / "preprocessor_config.json", stats)
     return model
+
+
+SPEC = {
+    "image_encoder": "small",
+    "text_encoder": "small",
+    "embed_dim": 16,
+    "image_size": 32,
+    "text_length": 12,
+    "text_pooling": "mean",
+    "image_stats": "half",
+    "eval_resize": "crop",
+}
+
+
+def model_of(tokenizer, pretrained=False, weights="", **changes):
+    """The model of SPEC, some of its values changed."""
+    model, _ = model_of_spec(SPEC | changes, tokenizer, pretrained, weights)
+    return model
+
+
+def assert_close(a, b, tolerance=1e-5):
+    """The tensors are equal up to an absolute tolerance."""
+    torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
 
 
 # ---- runs of the scripts ----

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import mama
 import temo
 from helpers import evaluated, run_script, steps
-from test_models import SPEC
+from helpers import SPEC
 
 
 # -------------------------------------------- CLIP-ViP ------------------------------------------
