@@ -112,7 +112,7 @@ def angular_margin_loss(video, text, tau, mu):
     all_videos, all_texts = gather(video), gather(text)                    # (N, D)
     tau = per_anchor(tau, video)                                           # () or (B, 1)
     mu = per_anchor(mu, video, "mu", positive=False)                       # () or (B, 1)
-    target = positive_index(video)                                         # (B,)
+    target = positive_index(video, text)                                   # (B,)
     video_to_text = angular_margin_per_anchor(video, target, tau, mu, candidates=all_texts)
     text_to_video = angular_margin_per_anchor(text, target, tau, mu, candidates=all_videos)
     return video_to_text + text_to_video                                   # (B,) the sum of Eq. 3

@@ -109,7 +109,7 @@ def clip_loss(image, text, tau, label_smoothing=0.0, *, terms=None):
     """
     image, text = normalize(image), normalize(text)                        # (B, D)
     tau = per_anchor(tau, image)                                           # () or (B, 1)
-    target = positive_index(image)                                         # (B,)
+    target = positive_index(image, text)                                   # (B,)
     # both directions need logits of their own: tau_i divides the row of its anchor, and in a
     # transpose it would divide a column
     loss_v2t = info_nce_per_anchor(image, target, tau, candidates=gather(text),
@@ -124,6 +124,8 @@ def clip_loss(image, text, tau, label_smoothing=0.0, *, terms=None):
 @row_blocks
 def max_margin_per_anchor(anchor, target, margin, *, candidates):
     """Eq. 3, the mean over the negatives of each anchor: (b, D), (b,), margin, (N, D) -> (b,)."""
+    if len(candidates) < 2:
+        raise ValueError("the max-margin loss needs at least two pairs: one alone has no negative")
     target_column = target[:, None]                                        # (b, 1)
     sim = anchor @ candidates.T                                            # (b, N)
     hinge = (sim - sim.gather(1, target_column) + margin).relu()           # (b, N)
@@ -143,7 +145,7 @@ def max_margin_loss(image, text, margin, *, terms=None):
     """
     image, text = normalize(image), normalize(text)                        # (B, D)
     margin = per_anchor(margin, image, "margin", positive=False)           # () or (B, 1)
-    target = positive_index(image)                                         # (B,)
+    target = positive_index(image, text)                                   # (B,)
     loss_v2t = max_margin_per_anchor(image, target, margin, candidates=gather(text)).mean()
     loss_t2v = max_margin_per_anchor(text, target, margin, candidates=gather(image)).mean()
     if terms is not None:

@@ -116,7 +116,7 @@ def ncl_loss(text, video, gamma, iterations=4, detach=True, *, terms=None):
     if iterations > 0:
         with torch.set_grad_enabled(not detach):
             a, b = sinkhorn_biases(all_texts @ all_videos.T, gamma, iterations)          # (N,)
-    target = positive_index(text)                                          # (B,)
+    target = positive_index(text, video)                                   # (B,)
     # the candidates' biases alone: that of the anchor is in all of its logits, and the softmax
     # cancels it
     loss_t2v = biased_cross_entropy(text, target, candidates=all_videos, bias=b, gamma=gamma)

@@ -71,9 +71,10 @@ def info_nce(anchor, candidates, tau):
     Returns: () mean over the anchors of this process, float32. A random guess is about ln N.
     """
     # gather sums the gradient over processes and DDP averages it: that of the mean over all N
-    anchor, candidates = normalize(anchor), gather(normalize(candidates))  # (B, D), (N, D)
+    anchor, candidates = normalize(anchor), normalize(candidates)          # (B, D) each
+    target = positive_index(anchor, candidates)                            # (B,)
+    candidates = gather(candidates)                                        # (N, D)
     tau = per_anchor(tau, anchor, columns=len(candidates))                 # (B,) -> (B, 1)
-    target = positive_index(anchor)                                        # (B,)
     return cross_entropy(anchor, target, tau, candidates=candidates).mean()
 
 

@@ -106,7 +106,7 @@ def nt_xent(z1, z2, tau, *, terms=None):
     z1, z2 = normalize(z1), normalize(z2)                                  # (B, D)
     all_z1, all_z2 = gather(z1), gather(z2)                                # (N, D)
     tau = per_anchor(tau, z1)                                              # () or (B, 1)
-    target = positive_index(z1)                                            # (B,)
+    target = positive_index(z1, z2)                                        # (B,)
     loss_1 = nt_xent_of_view(z1, target, tau, same_view=all_z1, other_view=all_z2)
     loss_2 = nt_xent_of_view(z2, target, tau, same_view=all_z2, other_view=all_z1)
     loss = (loss_1 + loss_2) / 2

@@ -151,6 +151,19 @@ def test_another_shape_or_number_is_refused_in_one_line(name):
             loss(value)
 
 
+@pytest.mark.parametrize("name", sorted({*LOSSES} - {"moco", "info_nce, (B, N)"}))
+def test_embeddings_of_different_shapes_are_refused(name):
+    """Row i of both is a pair; all losses but MoCo's, whose keys have a size of their own."""
+    p, e = parameters(), [unit(N, D, seed=k) for k in range(4)]
+    with pytest.raises(ValueError, match=r"shapes \(1[56], 8\) and \(1[56], 8\)"):
+        LOSSES[name]([e[0], *(x[:-1] for x in e[1:])], p)
+
+
+def test_the_max_margin_loss_refuses_a_single_pair():
+    with pytest.raises(ValueError, match="needs at least two pairs"):
+        mmts.max_margin_loss(X[:1], Y[:1], 0.2)
+
+
 def test_a_parameter_that_a_step_does_not_use_has_gradient_zero_on_one_process_too():
     """So that AdamW decays it, and its momentum goes on, as on several processes."""
     used, unused = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))

@@ -440,7 +440,7 @@ class Memory(nn.Module):
         texts = gather(normalize(text))                                    # (N, D)
         logits = normalize(video) @ torch.cat([texts, self.texts]).T / tau   # (B, N + size)
         self.texts = torch.cat([texts.detach(), self.texts])[:len(self.texts)]
-        return F.cross_entropy(logits, positive_index(video), reduction="none")
+        return F.cross_entropy(logits, positive_index(video, text), reduction="none")
 '''
 FLAGS_RULER = "# ======================================================= flags ==="
 MAKE_OPTIMIZER = "    optimizer = common.make_optimizer([model, loss_modules], args)\n"

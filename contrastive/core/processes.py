@@ -328,6 +328,13 @@ def gather(x):
     return _Gather.apply(x) if world_size() > 1 else x
 
 
-def positive_index(anchor):
-    """The column of each local row's own pair among the gathered candidates: (B,) long."""
+def positive_index(anchor, other):
+    """The column of each local row's own pair among the gathered candidates: (B,) long.
+
+    Args: anchor, other: (B, D) of this process, before they are gathered; row i of both is a pair.
+    Raises: ValueError if they have different shapes.
+    """
+    if anchor.shape != other.shape:
+        raise ValueError(f"embeddings of shapes {tuple(anchor.shape)} and {tuple(other.shape)}: "
+                         "row i of both is a pair, so give two of the same shape")
     return rank() * len(anchor) + torch.arange(len(anchor), device=anchor.device)

@@ -80,8 +80,9 @@ def cwcl_loss(image, text, tau):
     image, text = normalize(image), normalize(text)                        # (B, D)
     images, texts = gather(image), gather(text)                            # (N, D)
     tau = per_anchor(tau, image)                                           # () or (B, 1)
+    target = positive_index(text, image)                                   # (B,)
     image_to_text = weighted_cross_entropy(image, tau, candidates=texts, images=images.detach())
-    text_to_image = cross_entropy(text, positive_index(text), tau, candidates=images)
+    text_to_image = cross_entropy(text, target, tau, candidates=images)
     return (image_to_text.mean() + text_to_image.mean()) / 2
 
 
@@ -117,7 +118,7 @@ def hardest_negative_loss(text, video, margin=0.2, *, terms=None):
     text, video = normalize(text), normalize(video)                        # (B, D)
     all_texts, all_videos = gather(text), gather(video)                    # (N, D)
     margin = per_anchor(margin, text, "margin", positive=False)            # () or (B, 1)
-    target = positive_index(text)                                          # (B,)
+    target = positive_index(text, video)                                   # (B,)
     t2v = triplet_loss(text, all_videos, target, margin)
     v2t = triplet_loss(video, all_texts, target, margin)
     if terms is not None:
