@@ -34,7 +34,7 @@ from contrastive.data import (
 from contrastive.data.images import TEMO_17
 from contrastive.data.long_tail import labelled_splits
 from contrastive.data.registry import find_data_set, partition_name
-from contrastive.data.splits import without_trained
+from contrastive.data.additions import without_trained
 from contrastive.data.table import Data, EmptySplit, identity_of_files
 from contrastive.encoders.models import load_model, model_of_spec
 from contrastive.encoders.texts import build_tokenizer

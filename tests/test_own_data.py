@@ -11,9 +11,9 @@ from importlib.util import find_spec
 import common
 from contrastive.core.processes import UserError
 from contrastive.data import batches, open_data, open_pairs
+from contrastive.data import hash_fraction, held_out_masks
 from contrastive.data.folders import split_of_name
 from contrastive.data.options import HELD_OUT_FRACTION
-from contrastive.data.splits import choose_rows, hash_fraction
 from contrastive.data.table import EmptySplit
 from contrastive.papers.meta import named_rows
 
@@ -783,7 +783,7 @@ def test_windows_of_a_video_stay_together(tmp_path):
 def test_small_data_hold_out_twenty_images_or_a_sixth(num_images, least):
     fractions = np.random.default_rng(num_images).random(num_images)
     rows = np.concatenate([fractions, fractions[: num_images // 2]])  # windows of some videos
-    masks = choose_rows(rows, ["val", "test"], HELD_OUT_FRACTION)
+    masks = held_out_masks(rows, ["val", "test"], HELD_OUT_FRACTION)
     for split, low in (("val", 0.0), ("test", 0.05)):
         in_band = ((fractions >= low) & (fractions < low + 0.05)).sum()
         assert len(np.unique(rows[masks[split]])) == max(least, in_band) or split == "val"

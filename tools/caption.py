@@ -34,7 +34,7 @@ from contrastive.data import data_options
 from contrastive.data.folders import files_below, sort_files
 from contrastive.data.frames import read_frames
 from contrastive.data.pixels import VIDEO_TYPES
-from contrastive.data.splits import own_path
+from contrastive.data.additions import own_path
 from contrastive.data.table import frames_of
 from contrastive.encoders.image_encoders import check_image_encoder, encoder_kind
 from contrastive.engine.flags import OneLineErrorParser

@@ -1,8 +1,16 @@
 """Data: from a file to the batches of a run.
 
-load_data opens one split of a data set, and open_data all that a run trains and evaluates on. One
-row of a csv file goes through load_data, table_files.read_table, user_data.data_of_tables,
-splits.hold_out, table.Data, batches.RawBatches, views.Augment and batches.Batches.
+load_data opens one split of a data set, and open_data all that a run trains and evaluates on. The
+way of one row of a csv file, through seven files:
+
+1. load_data, open_unnamed (this file)      which data set, and with which options
+2. read_table (table_files.py)              the file as a table of texts
+3. data_of_tables (user_data.py)            rows of one image or window become one example
+4. hold_out (this file)                     is it in train, val or test?
+5. Data (table.py)                          one split: a table, and how its pixels are read
+6. Batches, RawBatches (batches.py)         the order; a batch in a worker, and on the device
+7. decode (pixels.py; read_frames in frames.py for a video)
+8. Augment (views.py)                       crop, colours and the random numbers behind them
 
 options.py      DataOptions: one field for each flag that concerns data
 registry.py     data sets by name: what is known of each, and which module opens it
@@ -12,7 +20,7 @@ table_files.py  csv, json and parquet files, and the columns in them
 hub.py          what is downloaded from the Hugging Face hub
 tars.py         tars, by an index of their samples
 table.py        Data, one split as a table
-splits.py       splits that the data lack; --extra-captions and --extra-pairs
+additions.py    --extra-captions, --caption-noise and --extra-pairs
 pixels.py       image files; frames.py: videos; clips.py: clips of frames, or features of them;
                 regions.py: features of regions, for VGT
 sound.py        sound of clips, for VAST
@@ -29,18 +37,27 @@ import dataclasses
 import difflib
 import functools
 import os
+import re
 from pathlib import Path
 
 from contrastive.core.processes import UserError
 from contrastive.core.words import name_of
+from contrastive.data.additions import (
+    add_caption_noise, add_captions, add_pairs, clips_of_data, without_trained)
 from contrastive.data.folders import files_below
-from contrastive.data.options import DataOptions
+from contrastive.data.options import HELD_OUT_FRACTION, DataOptions
 from contrastive.data.registry import SETS, SPLITS, find_data_set, partition_name
-from contrastive.data.splits import (
-    add_caption_noise, add_captions, add_pairs, clips_of_data, hold_out, without_trained)
 from contrastive.data.table import EmptySplit, with_note
 from contrastive.data.table_files import FILE_TYPES
 from contrastive.data.user_data import open_user_data
+from contrastive.data.views import key_hash
+
+import numpy as np
+
+MAX_HELD_OUT = 5000  # rows of a held-out split that are evaluated
+FEW_ROWS = 20  # with fewer in val, a single one moves its numbers by 5 points
+# the end of the key of a window, such as " 2-4.5 s" and " 1e-05-2 s"
+WINDOW_SUFFIX = re.compile(r" [\d.e+-]*-[\d.e+-]* s$")
 
 
 # ---- one split ----
@@ -173,6 +190,86 @@ def open_unchanged(name, options, state):
     if not options.hold_out_test and "test" in missing:
         missing.remove("test")
     return hold_out(splits, missing, options)
+
+
+# ---- splits that are held out ----
+def hash_fraction(key):
+    """A number in 0..1 from the hash of a name alone, whatever the other rows; the windows of a
+    video share it."""
+    video = WINDOW_SUFFIX.sub("", key)
+    return key_hash(f"held out {video}") / 2**63
+
+
+def hold_out(splits, missing, options, least=FEW_ROWS):
+    """Takes missing splits out of train.
+
+    A hash of each name decides which pictures or videos they get: holdout_fraction of train, but at
+    least `least`, or a sixth of train if that is less. Above this number a row is in the same split
+    whatever the other rows are. At most MAX_HELD_OUT rows of a split are evaluated.
+
+    Args:
+        splits: {split: Data}.
+        missing: val, test, both or none.
+        least: pictures or videos in each missing split.
+    """
+    train = splits.get("train")
+    if train is None or not missing:
+        return splits
+    # "video" of sets with several rows, or several names, of a video
+    names = train.column("video") or train.keys()
+    fractions = np.array([hash_fraction(name) for name in names])           # (M,)
+    size = options.holdout_fraction or HELD_OUT_FRACTION
+    masks = held_out_masks(fractions, missing, size, least)
+    is_train = ~(masks["val"] | masks["test"])
+    result = dict(splits)
+    num_held_out = len(train) - is_train.sum()
+    keys = list(train.keys())
+    held_out = [keys[row] for row in np.flatnonzero(~is_train)]
+    result["train"] = with_note(
+        dataclasses.replace(train.select(np.flatnonzero(is_train), "train"), held_out=held_out),
+        f"{num_held_out:,} of {len(train):,} held out for {' and '.join(missing)}, "
+        "by a hash of the name")
+    for split in missing:
+        result[split] = held_out_split(train, split, masks[split], fractions)
+    return result
+
+
+def held_out_masks(fractions, missing, size, least=FEW_ROWS):
+    """{"val": (M,) bool, "test": (M,) bool} of the rows that are held out.
+
+    Args:
+        fractions: (M,) hash_fraction of the rows.
+        missing: val, test, both or none.
+        size: of each missing split, as a part of the rows.
+        least: pictures or videos in each missing split.
+    """
+    units = np.unique(fractions)                    # (U,) ascending, one of each picture or video
+    least = min(least, len(units) // 6)
+    # Test begins behind val.
+    test = units[:0]
+    if "test" in missing:
+        start = 0.0
+        if "val" in missing:
+            start = size
+        candidates = units[units >= start]
+        test = candidates[:max(least, np.sum(candidates < start + size))]
+    val = units[:0]
+    if "val" in missing:
+        candidates = np.setdiff1d(units, test)
+        val = candidates[:max(least, np.sum(candidates < size))]
+    return {"val": np.isin(fractions, val), "test": np.isin(fractions, test)}
+
+
+def held_out_split(train, split, mask, fractions):
+    """Data of the rows in the mask, at most MAX_HELD_OUT of them."""
+    rows = np.flatnonzero(mask)
+    by_hash = np.argsort(fractions[rows], kind="stable")
+    rows = np.sort(rows[by_hash[:MAX_HELD_OUT]])
+    data = with_note(train.select(rows, split), f"held out of {len(train):,}")
+    if len(rows) < FEW_ROWS:
+        data = with_note(
+            data, f"WARNING: fewer than {FEW_ROWS} rows, --holdout-fraction holds out more")
+    return data
 
 
 # ---- what the options change ----

@@ -18,7 +18,7 @@ from contrastive.data.clips import clip_options
 from contrastive.data.folders import files_below
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
 from contrastive.data.sound import SOUND_TYPES, has_sound
-from contrastive.data.table import Data, make_table, with_column, with_note
+from contrastive.data.table import Data, make_table, window_key, with_column, with_note
 
 
 # ---- annotation files ----
@@ -363,16 +363,3 @@ def left_out_notes(joined, folder, labels):
         yield f"{joined.num_without_caption:,} without a caption left out"
     if labels is not None and -1 in labels:
         yield f"{(labels == -1).sum():,} without a class"
-
-
-def window_key(video, start=None, end=None):
-    """The key of a clip: the video's name and, if it has a window, the seconds: 'yt1 2-4 s'."""
-    if start is None and end is None:
-        return video
-    seconds = []
-    for second in (start, end):
-        if second is None:
-            seconds.append("")
-        else:
-            seconds.append(f"{second:g}")
-    return f"{video} {seconds[0]}-{seconds[1]} s"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from contrastive.core.processes import UserError
 from contrastive.core.words import shortened
-from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
+from contrastive.data.pixels import media_kind
 from contrastive.data.table_files import TABLE_TYPES, join_tables, read_table
 
 SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
@@ -59,16 +59,6 @@ def check_name(path):
     except UnicodeEncodeError:
         readable = os.fsencode(path).decode("utf8", "backslashreplace")
         raise UserError(f"{readable}: its name is not UTF-8; rename it") from None
-
-
-def media_kind(path):
-    """image or video by the ending of a file's name; None of any other file."""
-    ending = os.path.splitext(path)[1][1:].lower()
-    if ending in VIDEO_TYPES:
-        return "video"
-    if ending in IMAGE_TYPES:
-        return "image"
-    return None
 
 
 def sort_files(folder):

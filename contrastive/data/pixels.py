@@ -32,6 +32,16 @@ JPEG_END = b"\xff\xd9"
 JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 
 
+def media_kind(path):
+    """image or video by the ending of a file's name; None of any other file."""
+    ending = os.path.splitext(path)[1][1:].lower()
+    if ending in VIDEO_TYPES:
+        return "video"
+    if ending in IMAGE_TYPES:
+        return "image"
+    return None
+
+
 def decode(source):
     """Reads an image: upright, transparency over white, the first frame of an animation.
 

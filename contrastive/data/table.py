@@ -330,6 +330,19 @@ def make_table(captions, keys, sources=None, classes=None, **columns):
     return datasets.Dataset.from_dict({**content, **columns}, features=features)
 
 
+def window_key(video, start=None, end=None):
+    """The key of a clip: the video's name and, if it has a window, the seconds: 'yt1 2-4 s'."""
+    if start is None and end is None:
+        return video
+    seconds = []
+    for second in (start, end):
+        if second is None:
+            seconds.append("")
+        else:
+            seconds.append(f"{second:g}")
+    return f"{video} {seconds[0]}-{seconds[1]} s"
+
+
 def with_column(data, name, values, feature=None):
     """The data with other values of a column, a list or an array (M,).
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from contrastive.core.processes import opening
 from contrastive.core.words import counted, listed, shortened
-from contrastive.data.annotations import (
-    Videos, video_folder, window_key, with_sound, with_subtitle_note)
+from contrastive.data.annotations import Videos, video_folder, with_sound, with_subtitle_note
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
-    SPLIT_WORDS, files_below, is_like_a_split, media_kind, read_folder, sort_by_split, sort_files,
+    SPLIT_WORDS, files_below, is_like_a_split, read_folder, sort_by_split, sort_files,
     split_of_name, train_if_unnamed)
 from contrastive.data.hub import has_tars, hub_folder, open_repository
+from contrastive.data.pixels import media_kind
 from contrastive.data.registry import SPLITS
-from contrastive.data.table import Data, make_table, with_column, with_note
+from contrastive.data.table import Data, make_table, window_key, with_column, with_note
 from contrastive.data.table_files import (
     TEXT_OF_CONTAINER, find_column, generating, join_tables, read_table)
 from contrastive.data.tars import open_tars

@@ -1,106 +1,20 @@
-"""Rows that are held out of a training set as a split that the data lack, captions and pairs of
-other files that are added to one, and captions that are exchanged."""
+"""Captions and pairs of other files that are added to a training set, captions that are exchanged,
+and rows that an evaluation leaves out because they were trained on."""
 
 import dataclasses
 import os
-import re
 from pathlib import Path
 from typing import NamedTuple
 
 from contrastive.core.processes import UserError, opening
 from contrastive.data.annotations import without_ending
-from contrastive.data.options import HELD_OUT_FRACTION
 from contrastive.data.table import EmptySplit, with_column, with_note
 from contrastive.data.user_data import read_captions
-from contrastive.data.views import key_hash
 
 import numpy as np
 
-MAX_HELD_OUT = 5000  # rows of a held-out split that are evaluated
-FEW_ROWS = 20  # with fewer in val, a single one moves its numbers by 5 points
-WINDOW_SUFFIX = re.compile(r" [\d.e+-]*-[\d.e+-]* s$")  # at the end of a key; 1e-05-2 s is one, too
-NOISE_SEED = [7, 2]  # of the rows whose captions are exchanged
+NOISE_SEED = [7, 2]  # draws the rows whose captions are exchanged
 QUESTION_COLUMNS = ("question", "answer", "choices", "question_type")
-
-
-# ---- splits that are held out ----
-def hash_fraction(key):
-    """A number in 0..1 from the hash of a name alone, whatever the other rows; the windows of a
-    video share it."""
-    video = WINDOW_SUFFIX.sub("", key)
-    return key_hash(f"held out {video}") / 2**63
-
-
-def hold_out(splits, missing, options, least=FEW_ROWS):
-    """Takes missing splits out of train.
-
-    A hash of each name decides which pictures or videos they get: holdout_fraction of train, but at
-    least `least`, or a sixth of train if that is less. Above this number a row is in the same split
-    whatever the other rows are. At most MAX_HELD_OUT rows of a split are evaluated.
-
-    Args:
-        splits: {split: Data}.
-        missing: val, test, both or none.
-        least: pictures or videos in each missing split.
-    """
-    train = splits.get("train")
-    if train is None or not missing:
-        return splits
-    # "video" of sets with several rows, or several names, of a video
-    names = train.column("video") or train.keys()
-    fractions = np.array([hash_fraction(name) for name in names])           # (M,)
-    size = options.holdout_fraction or HELD_OUT_FRACTION
-    masks = choose_rows(fractions, missing, size, least)
-    is_train = ~(masks["val"] | masks["test"])
-    result = dict(splits)
-    num_held_out = len(train) - is_train.sum()
-    keys = list(train.keys())
-    held_out = [keys[row] for row in np.flatnonzero(~is_train)]
-    result["train"] = with_note(
-        dataclasses.replace(train.select(np.flatnonzero(is_train), "train"), held_out=held_out),
-        f"{num_held_out:,} of {len(train):,} held out for {' and '.join(missing)}, "
-        "by a hash of the name")
-    for split in missing:
-        result[split] = held_out_split(train, split, masks[split], fractions)
-    return result
-
-
-def choose_rows(fractions, missing, size, least=FEW_ROWS):
-    """{"val": (M,) bool, "test": (M,) bool} of the rows that are held out.
-
-    Args:
-        fractions: (M,) hash_fraction of the rows.
-        missing: val, test, both or none.
-        size: of each missing split, as a part of the rows.
-        least: pictures or videos in each missing split.
-    """
-    units = np.unique(fractions)                    # (U,) ascending, one of each picture or video
-    least = min(least, len(units) // 6)
-    # Test begins behind val.
-    test = units[:0]
-    if "test" in missing:
-        start = 0.0
-        if "val" in missing:
-            start = size
-        candidates = units[units >= start]
-        test = candidates[:max(least, np.sum(candidates < start + size))]
-    val = units[:0]
-    if "val" in missing:
-        candidates = np.setdiff1d(units, test)
-        val = candidates[:max(least, np.sum(candidates < size))]
-    return {"val": np.isin(fractions, val), "test": np.isin(fractions, test)}
-
-
-def held_out_split(train, split, mask, fractions):
-    """Data of the rows in the mask, at most MAX_HELD_OUT of them."""
-    rows = np.flatnonzero(mask)
-    by_hash = np.argsort(fractions[rows], kind="stable")
-    rows = np.sort(rows[by_hash[:MAX_HELD_OUT]])
-    data = with_note(train.select(rows, split), f"held out of {len(train):,}")
-    if len(rows) < FEW_ROWS:
-        data = with_note(
-            data, f"WARNING: fewer than {FEW_ROWS} rows, --holdout-fraction holds out more")
-    return data
 
 
 # ---- sets that are evaluated alone ----
