@@ -123,32 +123,34 @@ class Temperature(nn.Module):
 
     Args:
         start: value at the first step, > 0.
-        limits: (lowest, highest) value of a learnt temperature, None for no limit on a side.
-            None in place of the pair: it is fixed.
+        learnable: whether it is learnt.
+        limits: lowest and highest value of a learnt temperature, None for no limit on a side.
     """
 
-    def __init__(self, start, limits=None):
+    def __init__(self, start, learnable=False, limits=(None, None)):
         super().__init__()
         self.start = start
+        self.learnable = learnable
         self.limits = limits
-        if limits is not None:
+        if learnable:
             self.log_tau = nn.Parameter(torch.tensor(math.log(start)))
 
     def forward(self):
         """tau: a number, or () with gradient if it is learnt."""
-        if self.limits is None:
-            return self.start
-        return self.log_tau.exp()
+        if self.learnable:
+            return self.log_tau.exp()
+        return self.start
 
     @torch.no_grad()
     def clamp(self):
         """Brings a learnt temperature back into its limits after a step."""
-        if self.limits is not None:
-            low, high = self.limits
-            if low is not None:
-                self.log_tau.clamp_(min=math.log(low))
-            if high is not None:
-                self.log_tau.clamp_(max=math.log(high))
+        if not self.learnable:
+            return
+        low, high = self.limits
+        if low is not None:
+            self.log_tau.clamp_(min=math.log(low))
+        if high is not None:
+            self.log_tau.clamp_(max=math.log(high))
 
 
 # ===================================================== optimiser ==================================

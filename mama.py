@@ -86,8 +86,8 @@ def cosine_with_margin(sim, mu):
     return torch.where(sim < 0, sim, cosine)
 
 
-# row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, N) matrix is
-# kept for the backward; keyword arguments stay whole
+# row_blocks saves memory and changes no value: it calls the function with b rows of the positional
+# tensors at a time, and with all of the keyword arguments
 @row_blocks
 def angular_margin_per_anchor(anchor, target, tau, mu, *, candidates):
     """L_v2t,i or L_t2v,i of each anchor (after Eq. 4): (b, D), (b,), tau, mu, (N, D) -> (b,)."""
@@ -309,7 +309,7 @@ RECIPES = {
         source="ours; as msrvtt", epochs=1.0, warmup_fraction=0.05, unfold_captions=False),
     "own": OWN,
     "frozen": FROZEN}
-BASELINE = {True: dict(margin_schedule="none", weighting="none")}
+BASELINE = dict(margin_schedule="none", weighting="none")
 
 
 def add_method_flags(parser, method):
@@ -380,7 +380,7 @@ def parse_args(argv=None):
     parser.add_unfold_flag(captions)
     parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
     parser.add_frozen_flags()
-    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
+    return parser.parse(argv, RECIPES, BASELINE, check_flags)
 
 
 def check_flags(parser, args):
@@ -446,9 +446,7 @@ def main(args):
     common.set_seed(args.seed)
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
-    # None: the temperature is fixed
-    limits = args.tau_clamp if args.learnable_tau else None
-    temperature = Temperature(args.tau, limits).to(accelerator.device)
+    temperature = Temperature(args.tau, args.learnable_tau, args.tau_clamp).to(accelerator.device)
     # outside DDP: average_gradients does for these what DDP does for the model
     loss_modules = nn.ModuleList([temperature])
     weight_net, meta_optimizer = None, None
@@ -463,10 +461,10 @@ def main(args):
     # shares the weights; `prepare` replaces `forward`, and the look-ahead needs the plain one
     plain_model = copy.copy(model)
 
-    # >>> shared: prepare
+    # >>> shared: prepare (the same lines in all scripts)
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
-    raw_model = model                                                      # evaluated and saved
+    raw_model = model                                                      # without DDP
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)

@@ -85,8 +85,8 @@ def sample_temperature(step, shift, period, alpha):
     return shift + base_temperature(step, period, alpha)
 
 
-# row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, N) matrix is
-# kept for the backward; keyword arguments stay whole
+# row_blocks saves memory and changes no value: it calls the function with b rows of the positional
+# tensors at a time, and with all of the keyword arguments
 @row_blocks
 def info_nce_per_anchor(anchor, target, tau, *, candidates, label_smoothing):
     """Eq. 2 of each anchor: (b, D), (b,), tau, (N, D) -> (b,)."""
@@ -221,7 +221,7 @@ EPIC = dict(
 RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "own": OWN, "frozen": FROZEN,
            "epic-kitchens-100": EPIC}
 # one temperature or margin for all samples and steps: --tau or --margin
-BASELINE = {True: dict(schedule=False, shifts=False)}
+BASELINE = dict(schedule=False, shifts=False)
 
 
 # Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
@@ -234,7 +234,7 @@ def parse_args(argv=None):
     parser.add_view_flags(crop_min=0.5, flip=0.5, jitter=0.0, randaugment=True)
     parser.add_cc3m_flags()
     parser.add_frozen_flags()
-    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
+    return parser.parse(argv, RECIPES, BASELINE, check_flags)
 
 
 def add_method_flags(parser):
@@ -417,17 +417,15 @@ def main(args):
     clusters = common.open_clusters(
         run.folder, args, train, accelerator.device,
         functools.partial(cluster_captions, seed=args.seed))
-    # None: the temperature is fixed
-    limits = args.tau_clamp if args.learnable_tau else None
     # outside DDP: average_gradients does for it what DDP does for the model
-    temperature = Temperature(args.tau, limits).to(accelerator.device)
+    temperature = Temperature(args.tau, args.learnable_tau, args.tau_clamp).to(accelerator.device)
     optimizer = common.make_optimizer([model, temperature], args)
     parameters = [*model.parameters(), *temperature.parameters()]
 
-    # >>> shared: prepare
+    # >>> shared: prepare (the same lines in all scripts)
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
-    raw_model = model                                                      # evaluated and saved
+    raw_model = model                                                      # without DDP
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)

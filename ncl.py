@@ -87,8 +87,8 @@ def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
     return a, b
 
 
-# row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, N) matrix is
-# kept for the backward; keyword arguments stay whole
+# row_blocks saves memory and changes no value: it calls the function with b rows of the positional
+# tensors at a time, and with all of the keyword arguments
 @row_blocks
 def biased_cross_entropy(anchor, target, *, candidates, bias, gamma):
     """Mean cross-entropy with biases (Eqs. 2, 3, 12): (b, D), (b,), (N, D), (N,) or 0 -> ()."""
@@ -280,7 +280,7 @@ RECIPES = {
     "own": OWN,
     "frozen": FROZEN}
 # InfoNCE, whose reported retrieval has no biases
-BASELINE = {True: dict(loss="infonce", normalize="none")}
+BASELINE = dict(loss="infonce", normalize="none")
 
 
 # Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
@@ -309,7 +309,7 @@ def parse_args(argv=None):
     parser.add_eps_flag(clip4clip)
     parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
     parser.add_frozen_flags("clip4clip")
-    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
+    return parser.parse(argv, RECIPES, BASELINE, check_flags)
 
 
 def check_flags(parser, args):
@@ -337,19 +337,17 @@ def main(args):
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
     if args.freeze == "clip4clip":
         common.freeze_as_clip4clip(model)
-    # None: the temperature is fixed
-    limits = args.tau_clamp if args.learnable_tau else None
     # outside DDP: average_gradients does for it what DDP does for the model
-    temperature = Temperature(args.tau, limits).to(accelerator.device)
+    temperature = Temperature(args.tau, args.learnable_tau, args.tau_clamp).to(accelerator.device)
     text_queue = QueryQueue(args.queue_size, args.embed_dim).to(accelerator.device)
     video_queue = QueryQueue(args.queue_size, args.embed_dim).to(accelerator.device)
     optimizer = common.make_optimizer([model, temperature], args, args.eps)
     parameters = [*model.parameters(), *temperature.parameters()]
 
-    # >>> shared: prepare
+    # >>> shared: prepare (the same lines in all scripts)
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
-    raw_model = model                                                      # evaluated and saved
+    raw_model = model                                                      # without DDP
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)

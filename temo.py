@@ -49,8 +49,8 @@ import torch.nn.functional as F
 
 
 # ======================================================= METHOD ===================================
-# row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, N) matrix is
-# kept for the backward; keyword arguments stay whole
+# row_blocks saves memory and changes no value: it calls the function with b rows of the positional
+# tensors at a time, and with all of the keyword arguments
 @row_blocks
 def cross_entropy(anchor, target, tau, *, candidates):
     """Eq. 1 of each anchor: (b, D), (b,), tau, (N, D) -> (b,)."""
@@ -226,7 +226,7 @@ ROWS = {
     "e": dict(base=True, modulated=True, unimodal="none", blend="quadratic"),
     "f": dict(base=True, modulated=True, unimodal="modulated", blend="fixed"),
     "g": dict(base=True, modulated=True, unimodal="modulated", blend="quadratic")}
-BASELINE = {True: dict(loss="infonce")}
+BASELINE = dict(loss="infonce")
 LOSSES = ["temo", "infonce", "ts", "dystress", "dystress-shifted", "cwcl"]
 
 
@@ -274,7 +274,7 @@ def parse_args(argv=None):
     parser.add_simclr_view_flags()
     parser.add_cc3m_flags()
     parser.add_frozen_flags()
-    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
+    return parser.parse(argv, RECIPES, BASELINE, check_flags)
 
 
 def check_flags(parser, args):
@@ -328,17 +328,15 @@ def main(args):
     common.set_seed(args.seed)
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
-    # None: the temperature is fixed
-    limits = args.tau_clamp if args.learnable_tau else None
     # outside DDP: average_gradients does for it what DDP does for the model
-    temperature = Temperature(args.tau, limits).to(accelerator.device)
+    temperature = Temperature(args.tau, args.learnable_tau, args.tau_clamp).to(accelerator.device)
     optimizer = common.make_optimizer([model, temperature], args)
     parameters = [*model.parameters(), *temperature.parameters()]
 
-    # >>> shared: prepare
+    # >>> shared: prepare (the same lines in all scripts)
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
-    raw_model = model                                                      # evaluated and saved
+    raw_model = model                                                      # without DDP
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)

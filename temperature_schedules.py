@@ -77,8 +77,8 @@ def temperature(  # noqa: PLR0917
     raise ValueError(f"schedule={schedule!r}: give 'cos', 'step', 'random' or 'oscillating'")
 
 
-# row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, 2N) matrix is
-# kept for the backward; keyword arguments stay whole
+# row_blocks saves memory and changes no value: it calls the function with b rows of the positional
+# tensors at a time, and with all of the keyword arguments
 @row_blocks
 def nt_xent_of_view(anchor, target, tau, *, same_view, other_view):
     """Mean of Eq. 1 over the anchors of one view: (b, D), (b,), tau -> ().
@@ -313,7 +313,7 @@ RECIPES = {
     "moving-emoji": MOVING,
     "emoji-scenes": SCENES,
     "own": SMALL}
-BASELINE = {True: dict(schedule="fixed", tau=0.2)}                         # Table 1
+BASELINE = dict(schedule="fixed", tau=0.2)                         # Table 1
 
 
 # Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
@@ -353,7 +353,7 @@ def parse_args(argv=None):
                              "unchanged schedules; paper about 0.7 (1,880 of 2,000 epochs); 0 = "
                              "run to the end")
     add_image_flags(parser)
-    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
+    return parser.parse(argv, RECIPES, BASELINE, check_flags)
 
 
 def add_image_flags(parser):
@@ -464,10 +464,8 @@ def main(args):  # noqa: C901, PLR0912
     else:
         head = simclr_head(encoder.vision.width, args.embed_dim, args.head_norm)
     model = SimCLRNet(encoder, head).to(accelerator.device)
-    # None: the temperature is fixed
-    limits = args.tau_clamp if args.learnable_tau else None
     # outside DDP: average_gradients does for it what DDP does for the model
-    tau_parameter = Temperature(args.tau, limits).to(accelerator.device)   # fixed or learnt
+    tau_parameter = Temperature(args.tau, args.learnable_tau, args.tau_clamp).to(accelerator.device)
     checkpoint_parts = {"head": head, "tau": tau_parameter}
     if args.loss == "moco":
         key_model = copy.deepcopy(model).requires_grad_(False)
@@ -478,10 +476,10 @@ def main(args):  # noqa: C901, PLR0912
         decay_vectors(optimizer, args.weight_decay)
     parameters = [*model.parameters(), *tau_parameter.parameters()]
 
-    # >>> shared: prepare
+    # >>> shared: prepare (the same lines in all scripts)
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
-    raw_model = model                                                      # evaluated and saved
+    raw_model = model                                                      # without DDP
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)

@@ -20,7 +20,7 @@ from helpers import few_steps, fork, refused, run_script, write_images
 PAGE = Path(temo.__file__).with_name("docs") / "forking.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf8"), re.S)
 FLAGS_RULER = "\n# ======================================================= flags ==="
-PREPARE = "    # >>> shared: prepare\n"
+PREPARE = "    # >>> shared: prepare (the same lines in all scripts)\n"
 TINY = [
     *"--cpu --workers 0 --dataset moving-emoji --clips 32 16 16 --frames 2 --image-size 16".split(),
     *"--log-every 1 --eval-every 0 --max-steps 4 --embed-dim 8 --batch-size 8".split()]

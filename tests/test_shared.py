@@ -35,7 +35,7 @@ def text_of(name):
 
 @each_program
 def test_shared_blocks(name):
-    block = r"# >>> shared: (\w+)\n(.*?)# <<< shared"
+    block = r"# >>> shared: (\w+) .*?\n(.*?)# <<< shared"
     ours = re.findall(block, text_of(name), re.S)
     assert ours == re.findall(block, text_of("temo"), re.S)
     assert [title for title, _ in ours] == ["prepare"]

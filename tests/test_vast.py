@@ -602,7 +602,7 @@ def test_the_divisor_itself_is_learnt():
     ends = []
     for temperature in (
         mmts_vast.LinearTemperature(args.tau, args.tau_clamp),
-        common.Temperature(args.tau, args.tau_clamp),
+        common.Temperature(args.tau, True, args.tau_clamp),
     ):
         optimizer = common.make_optimizer([torch.nn.Linear(2, 2), temperature], args)
         (parameter,) = temperature.parameters()

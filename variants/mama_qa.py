@@ -112,7 +112,7 @@ RECIPES = {
     "tgif-qa-r-transition-vgt": CHOICE_GRAPH,
     "nextqa-vgt": CHOICE_GRAPH | dict(regions=5, text_length=38),
     "causal-vidqa-vgt": CHOICE_GRAPH | dict(text_length=38)}
-BASELINE = {True: dict(contrastive_weight=0.0, margin_schedule="none", weighting="none")}
+BASELINE = dict(contrastive_weight=0.0, margin_schedule="none", weighting="none")
 
 
 def parse_args(argv=None):
@@ -148,7 +148,7 @@ def parse_args(argv=None):
         help="dropout of VGT's layers, 0..1; the text encoder keeps its own; VGT's code 0.3")
     mama.add_caption_flags(parser)
     parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
-    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
+    return parser.parse(argv, RECIPES, BASELINE, check_flags)
 
 
 def check_flags(parser, args):
@@ -199,9 +199,7 @@ def main(args):
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     texts = functools.partial(answers.texts_for_tokenizer, train, 200_000)  # of a new tokenizer
     model, tokenizer, transform = common.build_model(args, train, run, texts, questions)
-    # None: the temperature is fixed
-    limits = args.tau_clamp if args.learnable_tau else None
-    temperature = Temperature(args.tau, limits).to(accelerator.device)
+    temperature = Temperature(args.tau, args.learnable_tau, args.tau_clamp).to(accelerator.device)
     # outside DDP: average_gradients does for these what DDP does for the model
     loss_modules = nn.ModuleList([temperature])
     weight_net, meta_optimizer = None, None
@@ -216,10 +214,10 @@ def main(args):
     # shares the weights; `prepare` replaces `forward`, and the look-ahead needs the plain one
     plain_model = copy.copy(model)
 
-    # >>> shared: prepare
+    # >>> shared: prepare (the same lines in all scripts)
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
-    raw_model = model                                                      # evaluated and saved
+    raw_model = model                                                      # without DDP
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)

@@ -212,7 +212,7 @@ def parse_args(argv=None):
     clips.add_argument("--eval-frames", type=common.int_ge0, default=0,
                        help="frames of a clip of val and test; VAST 16; 0 = as in training")
     parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
-    return parser.parse(argv, RECIPES, {"--baseline": mmts.BASELINE}, check_flags)
+    return parser.parse(argv, RECIPES, mmts.BASELINE, check_flags)
 
 
 def check_flags(parser, args):
@@ -260,10 +260,10 @@ def main(args):
     optimizer = common.make_optimizer([model, temperature], args, args.eps)
     parameters = [*model.parameters(), *temperature.parameters()]
 
-    # >>> shared: prepare
+    # >>> shared: prepare (the same lines in all scripts)
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
-    raw_model = model                                                      # evaluated and saved
+    raw_model = model                                                      # without DDP
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)

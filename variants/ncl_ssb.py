@@ -103,7 +103,7 @@ RECIPES = {
     "own": SSB | dict(unfold_captions=False, queue_size=2000, log_every=10)}
 # SSB. Its loss is a sum over the batch of 64, as in VSE++'s code, and ours a mean: hence the scale.
 # (A sum fits the factor of 15 in App. C, but the paper does not say it.)
-BASELINE = {True: dict(loss="max-margin", loss_scale=64.0, normalize="none")}
+BASELINE = dict(loss="max-margin", loss_scale=64.0, normalize="none")
 
 
 # Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
@@ -151,7 +151,7 @@ def parse_args(argv=None):
                                "ActivityNet 0")
     encoders.add_argument("--text-dropout", action=argparse.BooleanOptionalAction, default=True,
                           help="keep the dropout with which T5 was published")
-    return parser.parse(argv, RECIPES, {"--baseline": BASELINE}, check_flags)
+    return parser.parse(argv, RECIPES, BASELINE, check_flags)
 
 
 def check_flags(parser, args):
@@ -202,10 +202,10 @@ def main(args):
     optimizer = common.make_optimizer([model, loss_modules], args)
     parameters = [*model.parameters(), *loss_modules.parameters()]
 
-    # >>> shared: prepare
+    # >>> shared: prepare (the same lines in all scripts)
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
-    raw_model = model                                                      # evaluated and saved
+    raw_model = model                                                      # without DDP
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 
 
 # ======================================================= METHOD ===================================
-# row_blocks cuts the positional tensors into blocks of b rows, so that no large (B, 2N) matrix is
-# kept for the backward; keyword arguments stay whole
+# row_blocks saves memory and changes no value: it calls the function with b rows of the positional
+# tensors at a time, and with all of the keyword arguments
 @row_blocks
 def nt_xent_of_view(anchor, target, tau, *, same_view, other_view):
     """NT-Xent of each anchor of one view: (b, D), (b,), tau -> (b,).
@@ -152,16 +152,16 @@ def main(args):
     common.set_seed(args.seed)
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
-    temperature = Temperature(args.tau, args.tau_clamp)
+    temperature = Temperature(args.tau, learnable=True, limits=args.tau_clamp)
     head = slip_head(model.vision.width)
     loss_modules = nn.ModuleList([temperature, head]).to(accelerator.device)
     optimizer = common.make_optimizer([model, loss_modules], args)
     parameters = [*model.parameters(), *loss_modules.parameters()]
 
-    # >>> shared: prepare
+    # >>> shared: prepare (the same lines in all scripts)
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
-    raw_model = model                                                      # evaluated and saved
+    raw_model = model                                                      # without DDP
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)

@@ -149,10 +149,8 @@ def main(args):
     common.set_seed(args.seed)
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
-    # None: the temperature is fixed
-    limits = args.tau_clamp if args.learnable_tau else None
     # outside DDP: average_gradients does for it what DDP does for the model
-    temperature = Temperature(args.tau, limits).to(accelerator.device)
+    temperature = Temperature(args.tau, args.learnable_tau, args.tau_clamp).to(accelerator.device)
     image_expert, text_expert = None, None
     if args.image_expert:
         image_expert = Expert(args.image_expert, "image", transform, accelerator.device,
@@ -163,10 +161,10 @@ def main(args):
     optimizer = common.make_optimizer([model, temperature], args)
     parameters = [*model.parameters(), *temperature.parameters()]
 
-    # >>> shared: prepare
+    # >>> shared: prepare (the same lines in all scripts)
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
     model = common.sync_batchnorm(model, args)
-    raw_model = model                                                      # evaluated and saved
+    raw_model = model                                                      # without DDP
     model, optimizer = accelerator.prepare(model, optimizer)               # DDP, mixed precision
     if args.compile:
         model = torch.compile(model)

@@ -167,9 +167,9 @@ class OneLineErrorParser(argparse.ArgumentParser):
 class Parser(OneLineErrorParser):
     """The flags of a script: its own groups, then those that all scripts share.
 
-    The default of a flag stands beside it. A recipe overrides defaults, a preset (a flag of the
-    script that stands for values of others) overrides the recipe, and the command line overrides
-    all. The data sets on the command line add flags of their own.
+    The default of a flag stands beside it. A recipe overrides defaults, --baseline overrides the
+    recipe, and the command line overrides all. The data sets on the command line add flags of their
+    own.
 
     Args:
         file: the script's __file__.
@@ -194,7 +194,7 @@ class Parser(OneLineErrorParser):
         self.texts = texts
         self.recipe_sets = []  # data sets by name that have a recipe
 
-    def parse(self, argv, recipes, presets=None, check=None):
+    def parse(self, argv, recipes, baseline=None, check=None):
         """Parses a command line.
 
         Args:
@@ -202,14 +202,12 @@ class Parser(OneLineErrorParser):
             recipes: {data set: {flag: value}}, chosen by --dataset or --recipe. The first is the
                 default data set, 'own' is for data that have no recipe. The entry 'source' says
                 whose values they are, 'baseline_rates' which other flags the paper's baseline has.
-            presets: {flag: {value: {name: value}}} of flags that set others, which are named as in
-                args; the value of a store_true flag such as --baseline is True.
+            baseline: {flag: value} of the flags that --baseline sets.
             check: function (parser, args) that refuses flags which contradict each other.
         Returns: the flags. Exits with one line and code 2 if one is refused.
         """
-        presets = presets or {}
         self.recipe_sets = [name for name in recipes if find_data_set(name)]
-        chosen = self.chosen_flags(argv, presets)
+        chosen = self.chosen_flags(argv)
         saved = self.saved_flags(chosen)
         revision = self.choose_recipe(chosen, saved, recipes)
 
@@ -219,8 +217,8 @@ class Parser(OneLineErrorParser):
         self.add_dataset_flags(datasets)
         self._action_groups.sort(key=place_in_help)
         defaults = self.recipe_defaults(recipes[chosen.recipe], chosen)
-        for flag, values in presets.items():
-            defaults.update(values.get(getattr(chosen, name_of(flag)), {}))
+        if baseline and chosen.baseline:
+            defaults.update(baseline)
         defaults["dataset"] = chosen.dataset
         for action in self._actions:
             if action.dest in saved:
@@ -280,17 +278,12 @@ class Parser(OneLineErrorParser):
         if flags:
             self.error(f"{'/'.join(flags)}: no default; give one in parse_args or in every recipe")
 
-    def chosen_flags(self, argv, presets):
-        """The flags of the command line that choose the recipe and the presets."""
+    def chosen_flags(self, argv):
+        """The flags of the command line that choose other defaults."""
         chooser = OneLineErrorParser(self.prog, "", add_help=False)
         for flag in ("--dataset", "--recipe", "--resume", "--image-encoder"):
             chooser.add_argument(flag, default="")
-        for flag in presets:
-            default = self._option_string_actions[flag].default
-            if default is False:
-                chooser.add_argument(flag, action="store_true")
-            else:
-                chooser.add_argument(flag, default=default)
+        chooser.add_argument("--baseline", action="store_true")
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
         chosen, _ = chooser.parse_known_args(argv)
         return chosen
