@@ -1,255 +1,243 @@
-"""CLIP-ViP's and AVION's towers over whole clips, by loops; their released weights; their runs."""
+"""CLIP-ViP's and AVION's towers over whole clips, against loops, and their released weights."""
 
 import math
 
 import common
-from contrastive import encoders
-from contrastive.encoders.models import model_of_spec
-from contrastive.encoders.weights import init_from
 from contrastive.core.processes import UserError
+from contrastive.encoders.clip_vip import ClipViP, attend
+from contrastive.encoders.weights import init_from
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
-import transformers as T
+import transformers
 from safetensors.torch import save_file
+from torch.nn import Transformer, TransformerEncoder, TransformerEncoderLayer
 
 import mama
 import temo
-from helpers import evaluated, run_script, steps
-from helpers import SPEC
+from helpers import assert_close, model_of, run_script, steps
 
 
-# -------------------------------------------- CLIP-ViP ------------------------------------------
+# ------------------------------------------- CLIP-ViP ----------------------------------------
 @pytest.fixture
-def clip(tiny, tokenizer):
-    """The folder of a tiny CLIP, the model, and its tokenizer."""
-    return *tiny("clip"), tokenizer
+def clip(tiny):
+    _, model = tiny("clip")
+    return model
+
+
+@pytest.fixture
+def video_clip(tiny, tokenizer):
+    """Function -> a CLIP-ViP with the weights of a tiny CLIP."""
+    folder, _ = tiny("clip")
+    encoders = {"image_encoder": f"clip_vip:{folder}", "text_encoder": folder}
+    encoders["image_stats"] = "encoder"
+    return lambda: model_of(tokenizer, True, **encoders).eval()
 
 
 def tower_of(clip, **options):
     torch.manual_seed(1)
-    tower = encoders.clip_vip.ClipViP(clip[1].vision_model, **options).eval()
+    tower = ClipViP(clip.vision_model, **options).eval()
     torch.nn.init.normal_(tower.temporal)
     return tower
 
 
-def model_of(clip, **changes):
-    spec = (
-        SPEC
-        | dict(image_encoder=f"clip_vip:{clip[0]}", text_encoder=clip[0], image_stats="encoder")
-        | changes
-    )
-    return model_of_spec(spec, clip[2], True)[0].eval()
-
-
-def published(config):
-    """A state dict with the names and shapes of the released files.
-
-    Their model is VidCLIP, whose `clipmodel` is the authors'.
-    """
-    shapes = {k: v.shape for k, v in T.CLIPModel(config).state_dict().items()}
-    width = config.vision_config.hidden_size
-    shapes |= {
-        "vision_model.embeddings.added_cls": (3, width),
-        "vision_model.embeddings.position_ids": (1, 5),
-        "vision_model.embeddings.temporal_embedding": (1, 12, width),
-        "text_model.embeddings.position_ids": (1, 12),
-    }
-    return {f"clipmodel.{k}": torch.randn(shape) * 0.1 for k, shape in shapes.items()}
-
-
 @pytest.mark.parametrize("frames", [1, 3])
-def test_attention_against_loops(clip, frames):
-    """As transformers' own, with a mask that lets a patch see the proxies and its frame."""
-    M, L, T = 4, 5, frames
-    attention = clip[1].vision_model.encoder.layers[0].self_attn
-    x = torch.randn(2, M + T * L, 24)
-    frame_of = torch.tensor([-1] * M + [t for t in range(T) for _ in range(L)])
-    visible = (frame_of[:, None] == frame_of) | (frame_of[:, None] < 0) | (frame_of < 0)
-    assert visible.sum(1).tolist() == [M + T * L] * M + [M + L] * T * L
-    expected = attention(x, attention_mask=torch.where(visible, 0.0, -math.inf)[None, None])[0]
-    assert torch.allclose(encoders.clip_vip.attend(attention, x, M, T), expected, atol=1e-5)
+def test_proxies_see_all_and_a_patch_the_proxies_and_its_frame(clip, frames):
+    """As transformers' own attention with this mask."""
+    proxies, patches = 4, 5
+    attention = clip.vision_model.encoder.layers[0].self_attn
+    frame = torch.arange(frames).repeat_interleave(patches)
+    frame = torch.cat([torch.full((proxies,), -1), frame])
+    visible = (frame[:, None] == frame) | (frame[:, None] < 0) | (frame < 0)
+    mask = torch.where(visible, 0.0, -math.inf)
+    x = torch.randn(2, len(frame), 24)
+    expected, _ = attention(x, attention_mask=mask[None, None])
+    assert_close(attend(attention, x, proxies, frames), expected)
 
 
-def test_one_frame_without_proxies_is_clip_and_the_order_of_frames_counts(clip):
-    pixels, clips, tower = torch.randn(3, 3, 32, 32), torch.randn(2, 3, 3, 32, 32), tower_of(clip)
-    with torch.no_grad():
-        expected = clip[1].vision_model(pixel_values=pixels).pooler_output
-        # its temporal embedding is 0
-        alone = encoders.clip_vip.ClipViP(clip[1].vision_model, proxies=0).eval()
-        for images in (pixels, pixels[:, None]):
-            assert torch.allclose(alone(images), expected, atol=1e-5)
-        assert not torch.allclose(tower(pixels), expected, atol=1e-3)
-        assert not torch.allclose(tower(clips), tower(clips.flip(1)), atol=1e-4)
-        (x, M, T), token = tower.embed(clips), clip[1].vision_model.embeddings.class_embedding
-        place = clip[1].vision_model.embeddings.position_embedding.weight[0]
-    assert (M, T) == (4, 3) and x.shape == (2, 4 + 3 * 4, 24)
-    assert torch.allclose(x[0, :4], torch.cat([token[None], tower.added_cls]) + place)
+def test_one_frame_without_proxies_is_clip(clip):
+    pixels = torch.randn(3, 3, 32, 32)
+    expected = clip.vision_model(pixel_values=pixels).pooler_output
+    tower = ClipViP(clip.vision_model, proxies=0).eval()  # its temporal embedding is 0
+    assert_close(tower(pixels), expected)
+    assert_close(tower(pixels[:, None]), expected)
+
+
+def test_the_order_of_frames_counts(clip):
+    clips, tower = torch.randn(2, 3, 3, 32, 32), tower_of(clip)
+    assert not torch.allclose(tower(clips), tower(clips.flip(1)), atol=1e-4)
+
+
+def test_proxies_are_class_tokens_at_the_first_place(clip):
+    tower, embeddings = tower_of(clip), clip.vision_model.embeddings
+    x, proxies, frames = tower.embed(torch.randn(2, 3, 3, 32, 32))
+    assert (proxies, frames) == (4, 3)
+    tokens = torch.cat([embeddings.class_embedding[None], tower.added_cls])
+    assert_close(x[0, :4], tokens + embeddings.position_embedding.weight[0])
 
 
 def test_frames_between_those_the_weights_know(clip):
     """Twelve as they are; 24 and 6 by torch's line, whose ends are not moved out."""
-    tower = tower_of(clip)
-    time = {
-        T: tower.embed(torch.zeros(1, T, 3, 32, 32))[0][0, 4:].unflatten(0, (T, 4))[:, 0]
-        for T in (6, 12, 24)
-    }
-    base = time[12] - tower.temporal
-    assert torch.allclose(base, base[:1].expand(12, -1), atol=1e-5)
-    assert torch.allclose(time[6] - base[0], tower.temporal.unflatten(0, (6, 2)).mean(1), atol=1e-5)
+    tower, times = tower_of(clip), {}
+    for frames in (6, 12, 24):
+        x, _, _ = tower.embed(torch.zeros(1, frames, 3, 32, 32))
+        times[frames] = x[0, 4::4]  # a patch of each frame
+    base = times[12] - tower.temporal
+    assert_close(base, base[:1].expand(12, -1))
+    assert_close(times[6] - base[0], tower.temporal.unflatten(0, (6, 2)).mean(1))
     quarter = 0.75 * tower.temporal[:-1] + 0.25 * tower.temporal[1:]
-    assert torch.allclose(time[24][1:-1:2] - base[0], quarter, atol=1e-5)
+    assert_close(times[24][1:-1:2] - base[0], quarter)
 
 
-def test_a_released_file_is_read_to_its_last_tensor(clip, tmp_path, capsys):
-    state, model = published(clip[1].config), model_of(clip)
-    torch.save(state, tmp_path / "a.pt")
-    init_from(model, tmp_path / "a.pt")
-    printed = capsys.readouterr().out
-    assert f"{len(model.state_dict())} of {len(model.state_dict())} tensors read" in printed
-    reference = T.CLIPModel(clip[1].config).eval()  # the same numbers by transformers' names
-    plain = {k.removeprefix("clipmodel."): v for k, v in state.items()}
-    assert not reference.load_state_dict(plain, strict=False).missing_keys
-    tokens = clip[2](["red apple", "green pear"])
-    with torch.no_grad():
-        text = reference(pixel_values=torch.zeros(2, 3, 32, 32), **tokens).text_embeds
-        assert torch.allclose(common.normalize(model(tokens=tokens)[1]), text, atol=1e-5)
-    assert torch.equal(
-        model.vision.body.temporal, plain["vision_model.embeddings.temporal_embedding"][0]
-    )
-    assert torch.equal(model.vision.body.added_cls, plain["vision_model.embeddings.added_cls"])
+@pytest.fixture
+def released(clip):
+    """A state dict with the names and shapes of the released files.
+
+    Their model is VidCLIP, whose `clipmodel` is the authors'.
+    """
+    width = clip.config.vision_config.hidden_size
+    shapes = {name: x.shape for name, x in clip.state_dict().items()}
+    shapes["vision_model.embeddings.added_cls"] = (3, width)
+    shapes["vision_model.embeddings.position_ids"] = (1, 5)
+    shapes["vision_model.embeddings.temporal_embedding"] = (1, 12, width)
+    shapes["text_model.embeddings.position_ids"] = (1, 12)
+    state = {}
+    for name, shape in shapes.items():
+        state[f"clipmodel.{name}"] = 0.1 * torch.randn(shape)
+    return state
 
 
-def test_a_released_file_that_does_not_fit(clip, tmp_path):
-    state = published(clip[1].config)
-    torch.save(state, tmp_path / "a.pt")
-    with pytest.raises(UserError, match="first vision.projection.weight"):
-        init_from(model_of(clip, embed_dim=8), tmp_path / "a.pt")
-    del state["clipmodel.vision_model.post_layernorm.bias"]
-    torch.save(state, tmp_path / "a.pt")
-    with pytest.raises(
-        UserError, match=r"1 of its .* first vision.body.clip.post_layernorm.bias \(24,\)"
-    ):
-        init_from(model_of(clip), tmp_path / "a.pt")
+def test_a_released_file_is_read_to_its_last_tensor(
+        clip, video_clip, released, tokenizer, tmp_path):
+    torch.save(released, tmp_path / "a.pt")
+    model = video_clip()
+    assert init_from(model, tmp_path / "a.pt").keys() == model.state_dict().keys()
+    plain = {name.removeprefix("clipmodel."): x for name, x in released.items()}
+    reference = transformers.CLIPModel(clip.config).eval()
+    reference.load_state_dict(plain, strict=False)
+    tokens = tokenizer(["red apple", "green pear"])
+    expected = reference(pixel_values=torch.zeros(2, 3, 32, 32), **tokens).text_embeds
+    assert_close(common.normalize(model(tokens=tokens)[1]), expected)
+    body, prefix = model.vision.body, "vision_model.embeddings."
+    assert torch.equal(body.temporal, plain[f"{prefix}temporal_embedding"][0])
+    assert torch.equal(body.added_cls, plain[f"{prefix}added_cls"])
 
 
-def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path):
-    """mama.py from the released weights, and eval.py of the run."""
-    weights = str(tmp_path / "a.pt")
-    torch.save(published(clip[1].config), weights)
-    pair = ["--image-encoder", f"clip_vip:{clip[0]}", "--text-encoder", clip[0]]
-    run = (
-        "--clips 32 16 16 --batch-size 16 --log-every 1 --pretrained --text-length 12 "
-        "--embed-dim 16 --cpu --image-stats encoder --frames 3 --max-steps 2 --meta-size 8 "
-        "--meta-batch-size 4"
-    )
-    summary = run_script(mama, tmp_path / "run", *pair, *run.split(), "--init-from", weights)
-    ahead = [row["w"] for row in steps(tmp_path / "run")]
-    assert len(ahead) == 2 and 0 < ahead[0] != ahead[1] < 1
-
-    trained = summary["test"]["moving-emoji"]["text_to_image"]
-    flags = ["--tasks", "retrieval", "--output-dir", tmp_path / "eval"]
-    (of_run,) = evaluated(tmp_path / "run", *flags).values()
-    assert of_run["metrics"]["text_to_image"] == trained
+def test_a_released_file_without_a_tensor_is_refused(video_clip, released, tmp_path):
+    del released["clipmodel.vision_model.post_layernorm.bias"]
+    torch.save(released, tmp_path / "a.pt")
+    with pytest.raises(UserError, match=r"first vision.body.clip.post_layernorm.bias \(24,\)"):
+        init_from(video_clip(), tmp_path / "a.pt")
 
 
+def test_mama_s_look_ahead_goes_through_clip_vip(tiny, tmp_path):
+    folder, _ = tiny("clip")
+    flags = (
+        f"--image-encoder clip_vip:{folder} --text-encoder {folder} --embed-dim 16 --frames 3 "
+        "--text-length 12 --image-stats encoder --cpu --clips 32 16 16 --batch-size 16 "
+        "--log-every 1 --max-steps 2 --meta-size 8 --meta-batch-size 4")
+    run_script(mama, tmp_path / "run", *flags.split())
+    first, second = [row["w"] for row in steps(tmp_path / "run")]
+    assert 0 < first != second < 1
 
-# -------------------------------------------- AVION ---------------------------------------------
+
+# --------------------------------------------- AVION -----------------------------------------
+VIT = "video_vit_base_patch16_clip_224"
 WIDTH, PATCHES, LAYERS = 16, 4, 2  # of a tiny ViT: AVION's has 768, 196 and 12
 
 
 @pytest.fixture
 def tiny_vit(monkeypatch):
     """timm's CLIP ViT in small, under its own name."""
+    make = timm.create_model
 
     def create(name, img_size=0, **options):
-        small = (
-            dict(embed_dim=WIDTH, depth=LAYERS, num_heads=2, img_size=img_size) if img_size else {}
-        )
-        return make(name, **options, **small)
+        if img_size:
+            options |= {"embed_dim": WIDTH, "depth": LAYERS, "num_heads": 2, "img_size": img_size}
+        return make(name, **options)
 
-    make = timm.create_model
     monkeypatch.setattr(timm, "create_model", create)
 
 
-VIT = "video_vit_base_patch16_clip_224"
-
-
-def test_the_video_tower_is_one_transformer_over_all_patches(tiny_vit):
+@pytest.fixture
+def video_vit(tiny_vit):
     torch.manual_seed(0)
     encoder = common.VisionEncoder(VIT, 8, False, 32, frames=3).eval()
-    body, clip = encoder.body, torch.randn(2, 3, 3, 32, 32)
-    for p in body.parameters():
+    for p in encoder.body.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    torch.nn.init.normal_(body.temporal, std=9)
-    features, embedding = encoder(clip)
-    assert features.shape == (2, WIDTH) and embedding.shape == (2, 8)
-    # the plain way, of the second clip
-    tokens = [body.vit.cls_token[0, 0] + body.vit.pos_embed[0, 0]]
+    torch.nn.init.normal_(encoder.body.temporal, std=9)
+    return encoder
+
+
+def test_the_video_tower_is_one_transformer_over_all_patches(video_vit):
+    vit, temporal = video_vit.body.vit, video_vit.body.temporal
+    clip = torch.randn(1, 3, 3, 32, 32)
+    tokens = [vit.cls_token[0] + vit.pos_embed[0, :1]]
     for t in range(3):
-        patches = body.vit.patch_embed(clip[1:, t])[0]
-        tokens += [
-            patches[p] + body.vit.pos_embed[0, 1 + p] + body.temporal[t] for p in range(PATCHES)
-        ]
-    x = body.vit.norm_pre(torch.stack(tokens)[None])
-    for block in body.vit.blocks:
+        tokens.append(vit.patch_embed(clip[:, t])[0] + vit.pos_embed[0, 1:] + temporal[t])
+    x = vit.norm_pre(torch.cat(tokens)[None])
+    for block in vit.blocks:
         x = block(x)
-    assert torch.allclose(features[1], body.vit.norm(x)[0, 0], atol=1e-5)
-    # the order of the frames matters
-    assert not torch.allclose(encoder(clip.flip(1))[0], features, atol=1e-3)
-    still = common.VisionEncoder(VIT, 8, False, 32, frames=3).eval()  # as it starts, it does not
-    assert torch.allclose(still(clip.flip(1))[0], still(clip)[0], atol=1e-5)
-    assert {m.eps for m in body.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
-    for pixels in (clip[:, :2], clip[:, 0]):
-        with pytest.raises(UserError, match="made for clips of 3 frames"):
-            encoder(pixels)
+    features, embedding = video_vit(clip)
+    assert_close(features, vit.norm(x)[:, 0])
+    assert embedding.shape == (1, 8)
+    assert not torch.allclose(video_vit(clip.flip(1))[0], features, atol=1e-3)
 
 
-def test_a_run_with_the_video_tower(tiny_vit, tmp_path):
+def test_another_number_of_frames_is_refused(video_vit):
+    with pytest.raises(UserError, match="made for clips of 3 frames"):
+        video_vit(torch.randn(1, 2, 3, 32, 32))
+
+
+def test_a_run_keeps_the_frames_of_the_video_tower(tiny_vit, tmp_path):
     flags = (
-        f"--image-encoder {VIT} --image-size 32 --image-stats encoder --no-pretrained --cpu "
-        "--batch-size 8 --chunk-size 4 --max-steps 2 --dataset moving-emoji --clips 16 8 8"
-    )
-    summary = run_script(temo, tmp_path / "r", *flags.split())
-    assert summary["steps"] == 2 and 0 < summary["test"]["moving-emoji"]["mir"]["mAP"] < 100
-    model, _, transform = common.load_model(tmp_path / "r")
+        f"--image-encoder {VIT} --image-size 32 --no-pretrained --cpu --batch-size 8 "
+        "--max-steps 2 --dataset moving-emoji --clips 16 8 8")
+    run_script(temo, tmp_path / "run", *flags.split())
+    model, _, _ = common.load_model(tmp_path / "run")
     assert model.vision.body.temporal.shape == (4, WIDTH)
-    assert model.vision.body.temporal.abs().max() > 0
-    assert transform.mean == pytest.approx(list(encoders.base.STATS["clip"][0]))
 
 
-PLAIN = {
+PLAIN_NAMES = {
     "self_attn": "attn",
     "linear1": "mlp.c_fc",
     "linear2": "mlp.c_proj",
     "norm1": "ln_1",
     "norm2": "ln_2",
 }
-FLASH = {"attn.in_proj_": "attn.Wqkv.", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
+FLASH_NAMES = {
+    "attn.in_proj_": "attn.Wqkv.",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
 
 
-def avion_blocks(layers, eps):
+def blocks_of(layers, eps):
     """torch's own transformer, whose layers AVION's are."""
-    block = torch.nn.TransformerEncoderLayer(
-        WIDTH, 2, 4 * WIDTH, 0, F.gelu, eps, batch_first=True, norm_first=True
-    )
-    return torch.nn.TransformerEncoder(block, layers, enable_nested_tensor=False).eval()
+    layer = TransformerEncoderLayer(
+        WIDTH, 2, 4 * WIDTH, 0, F.gelu, eps, batch_first=True, norm_first=True)
+    blocks = TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
+    for p in blocks.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    return blocks
 
 
-def renamed(name, words):
-    for old, new in words.items():
-        name = name.replace(old, new)
-    return name
+def block_names(blocks, tables):
+    """{AVION's name: tensor} of the layers of torch's transformer."""
+    state = {}
+    for name, x in blocks.state_dict().items():
+        name = name.removeprefix("layers.")
+        for old, new in tables.items():
+            name = name.replace(old, new)
+        state[f"transformer.resblocks.{name}"] = x
+    return state
 
 
-def avion_state(flash, layers=LAYERS):
-    """A state dict by the names and shapes of AVION's CLIP_VITB16, in small.
-
-    As its fast (flash) or plain code has it; and torch's transformers of the same weights.
-    """
-    torch.manual_seed(1)
+def avion_state(has_flash, layers=LAYERS):
+    """A state dict by the names and shapes of AVION's CLIP_VITB16 in small, as its fast (flash) or
+    plain code has it; torch's transformers of the same weights."""
     shapes = {
         "logit_scale": (),
         "visual.class_embedding": (WIDTH,),
@@ -261,131 +249,99 @@ def avion_state(flash, layers=LAYERS):
         "textual.text_projection": (WIDTH, 8),
         "textual.token_embedding.weight": (40, WIDTH),
     }
-    shapes |= {
-        f"{n}.{k}": (WIDTH,)
-        for n in ("visual.ln_pre", "visual.ln_post", "textual.ln_final")
-        for k in ("weight", "bias")
-    }
-    state, towers = {k: torch.randn(shape) * 0.2 for k, shape in shapes.items()}, []
-    for tower, eps in (("visual", 1e-6), ("textual", 1e-5)):
-        towers.append(avion_blocks(layers, eps))
-        for name, p in towers[-1].named_parameters():
-            torch.nn.init.normal_(p, std=0.2)
-            name = renamed(
-                name.removeprefix("layers."), PLAIN | (FLASH if flash and tower == "visual" else {})
-            )
-            state[f"{tower}.transformer.resblocks.{name}"] = p.detach()
-    if flash:
+    for norm in ("visual.ln_pre", "visual.ln_post", "textual.ln_final"):
+        shapes[f"{norm}.weight"] = shapes[f"{norm}.bias"] = (WIDTH,)
+    torch.manual_seed(1)
+    state = {name: 0.2 * torch.randn(shape) for name, shape in shapes.items()}
+    visual, textual = blocks_of(layers, 1e-6), blocks_of(layers, 1e-5)
+    names = PLAIN_NAMES
+    if has_flash:
+        names = PLAIN_NAMES | FLASH_NAMES
         state["visual.conv1.weight"] = state["visual.conv1.weight"].flatten(1)
-    return {f"module.{k}": v for k, v in state.items()}, towers
+    for name, x in block_names(visual, names).items():
+        state[f"visual.{name}"] = x
+    for name, x in block_names(textual, PLAIN_NAMES).items():
+        state[f"textual.{name}"] = x
+    return state, visual, textual
 
 
-def avion_model(folder, act="gelu"):
-    tower = dict(
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        hidden_act=act,
-    )
-    words = dict(
-        vocab_size=40, max_position_embeddings=12, bos_token_id=38, eos_token_id=2, pad_token_id=0
-    )
-    T.CLIPConfig(text_config=tower | words, vision_config=tower, projection_dim=16).save_pretrained(
-        folder
-    )
+def write_avion(path, state):
+    save_file({f"module.{name}": x.contiguous() for name, x in state.items()}, path)
+    return path
+
+
+def avion_model(folder, hidden_act="gelu"):
+    """A model of six frames for the weights of avion_state."""
+    tower = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 4 * WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "hidden_act": hidden_act,
+    }
+    # of CLIP's own file: the highest id ends a text, whatever eos_token_id is
+    words = {"vocab_size": 40, "max_position_embeddings": 12, "eos_token_id": 2}
+    config = transformers.CLIPConfig(text_config=tower | words, vision_config=tower)
+    config.save_pretrained(folder)
     vision = common.VisionEncoder(VIT, 8, False, 32, frames=6)
     return common.TwoTower(vision, common.TextEncoder(str(folder), 8, False, 12)).eval()
 
 
-@pytest.mark.parametrize("flash", [True, False])
-def test_avion_s_weights_by_their_names(flash, tiny_vit, tmp_path):
-    """Against torch's transformers of the same weights."""
-    state, (visual, textual) = avion_state(flash)
-    save_file(state, tmp_path / "avion.safetensors")
+@pytest.fixture(params=[True, False], ids=["flash", "plain"])
+def avion(request, tiny_vit, tmp_path):
+    """Weights by AVION's names, torch's two transformers of them, and the model that reads them."""
+    state, visual, textual = avion_state(request.param)
     model = avion_model(tmp_path / "clip")
-    init_from(model, tmp_path / "avion.safetensors")
-    s = {k.removeprefix("module."): v for k, v in state.items()}
+    init_from(model, write_avion(tmp_path / "avion.safetensors", state))
+    return state, visual, textual, model
 
-    def norm(x, name, eps):
-        return F.layer_norm(x, (WIDTH,), s[f"{name}.weight"], s[f"{name}.bias"], eps)
 
-    clip = torch.randn(2, 6, 3, 32, 32)
-    # (6, width)
-    temporal = F.interpolate(s["visual.temporal_embedding"].T[None], 6, mode="linear")[0].T
-    patches = F.conv2d(
-        clip.flatten(0, 1), s["visual.conv1.weight"].view(WIDTH, 3, 16, 16), stride=16
-    )
-    place = s["visual.positional_embedding"]
-    x = patches.flatten(2).transpose(1, 2).unflatten(0, (2, 6)) + place[1:] + temporal[:, None]
-    token = (s["visual.class_embedding"] + place[0]).expand(2, 1, -1)
-    x = visual(norm(torch.cat([token, x.flatten(1, 2)], 1), "visual.ln_pre", 1e-6))
-    want = norm(x[:, 0], "visual.ln_post", 1e-6) @ s["visual.image_projection"]
-    assert torch.allclose(model.vision(clip)[1], want, atol=1e-4)
+def layer_norm(x, state, name, eps):
+    return F.layer_norm(x, (WIDTH,), state[f"{name}.weight"], state[f"{name}.bias"], eps)
 
+
+def test_avion_s_video_encoder_by_its_names(avion):
+    """Its four frame embeddings are interpolated to the six of the model."""
+    state, visual, _, model = avion
+    clips = torch.randn(2, 6, 3, 32, 32)
+    temporal = state["visual.temporal_embedding"].T[None]
+    temporal = F.interpolate(temporal, 6, mode="linear")[0].T  # (6, width)
+    place = state["visual.positional_embedding"]
+    kernel = state["visual.conv1.weight"].view(WIDTH, 3, 16, 16)
+    tokens = [(state["visual.class_embedding"] + place[0]).expand(2, 1, -1)]
+    for t in range(6):
+        patches = F.conv2d(clips[:, t], kernel, stride=16).flatten(2).transpose(1, 2)
+        tokens.append(patches + place[1:] + temporal[t])
+    x = visual(layer_norm(torch.cat(tokens, 1), state, "visual.ln_pre", 1e-6))
+    x = layer_norm(x[:, 0], state, "visual.ln_post", 1e-6)
+    assert_close(model.vision(clips)[1], x @ state["visual.image_projection"], 1e-4)
+
+
+def test_avion_s_text_encoder_by_its_names(avion):
+    state, _, textual, model = avion
     ids = torch.tensor([[38, 5, 7, 39, 0], [38, 9, 39, 0, 0]])  # the highest id ends a text
-    x = s["textual.token_embedding.weight"][ids] + s["textual.positional_embedding"][:5]
-    x = textual(x, torch.nn.Transformer.generate_square_subsequent_mask(5), is_causal=True)
-    want = (
-        norm(x, "textual.ln_final", 1e-5)[torch.arange(2), ids.argmax(1)]
-        @ s["textual.text_projection"]
-    )
-    assert torch.allclose(model.text(ids, (ids > 0).long()), want, atol=1e-4)
+    x = state["textual.token_embedding.weight"][ids] + state["textual.positional_embedding"][:5]
+    x = textual(x, Transformer.generate_square_subsequent_mask(5), is_causal=True)
+    x = layer_norm(x, state, "textual.ln_final", 1e-5)[torch.arange(2), ids.argmax(1)]
+    assert_close(model.text(ids, (ids > 0).long()), x @ state["textual.text_projection"], 1e-4)
 
 
-def test_avion_s_weights_that_do_not_fit(tiny_vit, tmp_path):
-    for layers, act, words in (
-        (LAYERS, "quick_gelu", "has GELU, .*clip has quick_gelu"),
-        (1, "gelu", r"first vision.body.vit.blocks.1\S+ \S+; they are for"),
-    ):
-        save_file(avion_state(True, layers)[0], tmp_path / "a.safetensors")
-        with pytest.raises(UserError, match=words):
-            init_from(avion_model(tmp_path / "clip", act), tmp_path / "a.safetensors")
+@pytest.mark.parametrize("layers, hidden_act, words", [
+    (LAYERS, "quick_gelu", "has GELU, .*clip has quick_gelu"),
+    (1, "gelu", r"first vision.body.vit.blocks.1\S+ \S+; they are for"),
+])
+def test_avion_s_weights_that_do_not_fit(tiny_vit, tmp_path, layers, hidden_act, words):
+    state, _, _ = avion_state(True, layers)
+    write_avion(tmp_path / "a.safetensors", state)
+    with pytest.raises(UserError, match=words):
+        init_from(avion_model(tmp_path / "clip", hidden_act), tmp_path / "a.safetensors")
 
 
-# -------------------------------------------- CLIP's text ---------------------------------------
-def test_clip_s_text_transformer_from_scratch(tmp_path):
-    """SLIP's text tower, by what the recipe of cc12m asks for, in small.
-
-    CLIP's tokenizer of letters and one merge, and a configuration without weights.
-    """
-    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    words = [
-        *letters,
-        *(c + "</w>" for c in letters),
-        "re",
-        "red</w>",
-        "<|startoftext|>",
-        "<|endoftext|>",
-    ]
-    T.CLIPTokenizer(
-        vocab={w: i for i, w in enumerate(words)},
-        merges=[("r", "e"), ("re", "d</w>")],
-        model_max_length=77,
-    ).save_pretrained(tmp_path)
-    tower = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    # 2: as in CLIP's own file
-    text = tower | dict(vocab_size=len(words), bos_token_id=len(words) - 2, eos_token_id=2)
-    T.CLIPConfig(text_config=text, vision_config=tower, projection_dim=16).save_pretrained(tmp_path)
-    recipe = temo.parse_args(["--dataset", "cc12m", "--text-encoder", str(tmp_path)])
-    tokenizer = common.build_tokenizer(
-        recipe.text_encoder, recipe.text_length, clean=recipe.clean_captions
-    )
-    ids = tokenizer(["Red, red!", "b"])["input_ids"]
-    assert tokenizer.length == 77
-    assert ids[0, 1] == 53
-    assert (ids[:, 0] == 54).all()  # lower case, 'red' is one token
-    names = ("text_encoder", "text_length", "text_pooling", "image_stats", "eval_resize")
-    spec = SPEC | {k: getattr(recipe, k) for k in names} | dict(embed_dim=16)
-    one, two = (model_of_spec(dict(spec), tokenizer, recipe.pretrained)[0] for _ in range(2))
-    assert one.text.body.embeddings.position_embedding.num_embeddings == 77
-    tables = [m.text.body.embeddings.token_embedding.weight for m in (one, two)]
-    assert not torch.equal(*tables)
-    assert tables[0].std().item() == pytest.approx(0.02, rel=0.1)  # random, as CLIP starts
-    assert one.text.projection.weight.std().item() == pytest.approx(24**-0.5, rel=0.2)
-    one.eval()
-    alone, padded = (
-        one.text(**tokenizer(texts))[0] for texts in (["red"], ["red", "a red bird on a tree"])
-    )
-    # read at the end of the text, whatever the padding
-    assert torch.allclose(alone, padded, atol=1e-6)
+def test_clip_s_text_transformer_is_random_without_published_weights(tiny, tokenizer, tmp_path):
+    """As SLIP's recipe asks for: from a configuration alone, with CLIP's deviations."""
+    _, clip = tiny("clip")
+    clip.config.save_pretrained(tmp_path)
+    model = model_of(tokenizer, text_encoder=str(tmp_path))
+    table = model.text.body.embeddings.token_embedding.weight
+    assert table.std().item() == pytest.approx(0.02, rel=0.1)
+    assert model.text.projection.weight.std().item() == pytest.approx(24**-0.5, rel=0.2)
