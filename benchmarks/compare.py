@@ -259,12 +259,14 @@ class Runs:
         rows: {command: row of `file` or of runs.parquet}. Those of runs.parquet have no state of
             the code, and count whatever has been edited since.
         failed: commands that did not end well.
+        needed: (split, metric) pairs that each new run must have; none of claims.
     """
 
     file: Path
     vary: str
     rows: dict
     failed: set
+    needed: list
 
     def words(self, setting, seed):
         """The words of a setting's command with a seed."""
@@ -335,7 +337,10 @@ class Runs:
         return commands
 
     def run(self, words):
-        """Runs a command and appends what it measured to the file, or adds it to `failed`."""
+        """Runs a command and appends what it measured to the file, or adds it to `failed`.
+
+        Raises: UserError if it has not measured what the comparison needs.
+        """
         command = shlex.join(words)
         state = state_of_code(words)  # that of the code with which the run starts
         path = os.environ.get("PYTHONPATH", "")
@@ -369,6 +374,8 @@ class Runs:
         with self.file.open("a", encoding="utf8") as file:
             file.write(json.dumps(row) + "\n")
         self.rows[command] = row
+        for split, metric in self.needed:
+            metric_of(row, split, metric)
 
 
 def read_rows(file):
@@ -392,8 +399,9 @@ def metric_of(row, split, metric):
     """One metric of a run; ends the program if it is not there."""
     metrics = metrics_of(row, split)
     if metric not in metrics:
-        raise UserError(f"{metric}: not in the {split} results of `{row['command']}`, which have "
-                         + ", ".join(metrics))
+        names = ", ".join(metrics) or "no metrics"
+        raise UserError(f"metric {metric}: not in the {split} results of `{row['command']}`, "
+                        f"which have {names}")
     return metrics[metric]
 
 
@@ -541,14 +549,23 @@ def tuning_lines(runs, methods, tuning_seeds):
         if len(method.settings) == 1:
             continue
         chosen = [f"`{words}`" for words in runs.chosen(method, tuning_seeds)]
-        values = []
-        for words, value in runs.values_on_val(method, tuning_seeds).items():
-            values.append(f"`{words}` {value:.2f}")
-        lines.append(f"- {method.name}: {' and '.join(chosen)}; {method.metric} on val: "
-                     + ", ".join(values))
+        values = runs.values_on_val(method, tuning_seeds)
+        texts = [f"`{words}` {value:.2f}" for words, value in values.items()]
+        line = f"- {method.name}: {' and '.join(chosen)}; {method.metric} on val: "
+        line += ", ".join(texts)
+        if is_tie(values, method.metric):
+            line += "; the best are equal, so val has not chosen between them"
+        lines.append(line)
     if lines:
         lines = ["", "Chosen:", "", *lines]
     return lines
+
+
+def is_tie(values, metric):
+    """Whether several alternatives have the best value on val. values: {alternative: mean}."""
+    sign = sign_of(metric)
+    ordered = sorted((sign * value for value in values.values()), reverse=True)
+    return len(ordered) > 1 and ordered[0] - ordered[1] < ROUNDING
 
 
 def source_lines(rows):
@@ -623,8 +640,8 @@ def parse_args(argv=None):
                    help="folder of the tables, the pictures and the finished runs (default: "
                         "%(default)s)")
     args, args.shared = p.parse_known_args(argv)
-    if bool(args.commands) == bool(args.claims):
-        p.error("give commands, before all flags and each quoted, or --claims FILE")
+    if bool(args.commands) == bool(args.claims) or len(args.commands) == 1:
+        p.error("give two or more commands, before all flags and each quoted, or --claims FILE")
     if args.claims and (args.also or args.metric != p.get_default("metric")):
         p.error("--metric and --also have no effect beside --claims: the file has the metrics")
     for word in args.shared:
@@ -676,8 +693,20 @@ def claims_of(args):
     methods = []
     for command in args.commands:
         settings = settings_of(command, args.shared)
+        if settings in [method.settings for method in methods]:
+            raise UserError(f"{command}: is given twice, so there is no difference to measure; "
+                            "change a flag of one of the two")
         methods.append(Method(f"`{command}`", args.metric, settings))
     return methods, [Claim(method, methods[0]) for method in methods[1:]]
+
+
+def needed_metrics(args, methods):
+    """`needed` of Runs: --metric on test, and on val if it chooses among alternatives."""
+    if args.claims:
+        return []
+    if any(len(method.settings) > 1 for method in methods):
+        return [("val", args.metric), ("test", args.metric)]
+    return [("test", args.metric)]
 
 
 def name_of_call(args):
@@ -724,7 +753,8 @@ def main(argv=None):
     rows = read_rows(file)
     if args.claims:
         rows |= read_rows(RESULTS / "runs.parquet")
-    runs = Runs(file, args.vary, rows, failed=set())
+    needed = needed_metrics(args, methods)
+    runs = Runs(file, args.vary, rows, failed=set(), needed=needed)
     tuning_seeds = range(TUNING_SEED, TUNING_SEED + args.tuning_seeds)
     pairs = range(args.seeds)
     run_all(runs, methods, tuning_seeds, pairs)
