@@ -165,10 +165,10 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs, processes):
     tau = tensors_of(killed, 10)["tau/log_tau"].exp().item()  # which step 11 used
     assert rows(killed)[-3]["tau"] == pytest.approx(tau, rel=1e-6) != rows(killed)[1]["tau"]
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["step_10.pt", "step_12.pt"]
-    states = [
-        of["cpu"].numpy().tobytes() for of in torch.load(last, weights_only=True)["processes"]
-    ]
-    assert len({*states}) == processes  # else dropout were the same on all
+    seeds = []  # a random state begins with its seed
+    for process in torch.load(last, weights_only=True)["processes"]:
+        seeds.append(process["cpu"][:8].view(torch.int64).item())
+    assert seeds == [42, 43][:processes]  # else dropout were the same on all
 
 
 @pytest.fixture
