@@ -365,21 +365,6 @@ def test_an_image_of_two_classes_is_refused(tmp_path):
         helpers.all_rows(path)
 
 
-def test_images_of_several_classes_are_of_no_class_together():
-    """The first two pictures have two classes each, which are their captions."""
-    names = [name.replace("_", " ") for name in helpers.CLASSES]
-    captions = [[names[0], names[1]], [names[1], names[2]], *([names[k]] for k in (2, 0, 1, 2))]
-    table = common.make_table(
-        captions, list("abcdef"), classes={"label": helpers.CLASSES}, label=[-1, -1, 2, 0, 1, 2])
-    data = common.Data("some", "test", table, has_captions=False)
-    texts, owner = evaluation.retrieval.captions_of(data, np.arange(6))
-    groups = evaluation.retrieval.groups_of_images(data)
-    positives = evaluation.retrieval.positives_table(groups[owner], groups)
-    for text, image, right in zip(texts, owner, positives.tolist(), strict=True):
-        assert image in right
-        assert all(text in data.captions(other) for other in right if other >= 0)
-
-
 def test_training_images_of_other_classes_are_none(run, sets, tmp_path):
     why = dict.fromkeys(("knn", "probe"), "there are no other training images of the same classes")
     shutil.copytree(sets / "classes" / "test", tmp_path / "alone" / "test")

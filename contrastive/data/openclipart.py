@@ -98,7 +98,7 @@ def make_archive(folder, path):
     for drawing, caption in drawings:
         try:
             picture = read_picture(root / "png" / f"{drawing.key}.png")     # (3, H, W)
-        except Exception:  # no whole picture, or too large
+        except Exception:  # reading one sample: left out, and counted below
             continue
         picture = scale(picture)                                            # (3, S, S)
         content = picture.numpy().tobytes()

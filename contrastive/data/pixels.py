@@ -48,7 +48,7 @@ def decode(source):
     Args:
         source: path or bytes.
     Returns: (3, H, W) uint8 RGB.
-    Raises: OSError or ValueError for what is no whole image, has too many pixels, or more than 8
+    Raises: whatever a decoder raises for what is no whole image, and ValueError for more than 8
         bits of grey.
     """
     content = source
@@ -70,18 +70,11 @@ def pixels_of(image):
         raise ValueError("more than 8 bits of grey, of which Pillow makes white")
     is_transparent = "A" in image.getbands() or "transparency" in image.info
     if not is_transparent:
-        pixels = np.array(upright(image.convert("RGB")))                            # (H, W, 3)
+        pixels = np.array(ImageOps.exif_transpose(image.convert("RGB")))            # (H, W, 3)
     else:
-        pixels = over_white(np.asarray(upright(image.convert("RGBA"))))             # (H, W, 3)
+        image = ImageOps.exif_transpose(image.convert("RGBA"))
+        pixels = over_white(np.asarray(image))                                      # (H, W, 3)
     return torch.from_numpy(pixels).permute(2, 0, 1)
-
-
-def upright(image):
-    """A PIL image turned as its metadata say; as it is if these cannot be read."""
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # damaged metadata are no damage of the pixels
-        return image
 
 
 def check_jpeg_is_whole(content):

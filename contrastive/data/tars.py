@@ -17,7 +17,7 @@ from contrastive.data.clips import clip_options
 from contrastive.data.folders import check_name
 from contrastive.data.options import DataOptions
 from contrastive.data.pixels import IMAGE_TYPES, VIDEO_TYPES
-from contrastive.data.table import Data, join_notes
+from contrastive.data.table import ROWS_AT_ONCE, Data, join_notes
 from contrastive.data.table_files import TEXT_OF_CONTAINER, find_column, generating
 
 import numpy as np
@@ -134,7 +134,7 @@ def index_tars(name, split, tars, options):
         names = [path.removesuffix(".tar") for path in paths_below_one_folder(tars)]
         keys = [f"{names[shard]}/{key}" for shard, key in zip(shards, keys)]
         table = table.remove_columns("key").add_column("key", keys)
-    has_captions = not are_class_numbers(table[:100])
+    has_captions = not are_class_numbers(table.select_columns(["captions", "label"]))
     if columns["label"][readable].max() < 0:
         table = table.remove_columns("label")
 
@@ -202,10 +202,11 @@ def paths_below_one_folder(tars):
     return [os.path.relpath(path, folder) for path in paths]
 
 
-def are_class_numbers(rows):
-    """Whether the captions of all these rows of an index are their classes, as parse_sample writes
+def are_class_numbers(table):
+    """Whether the captions of all rows of an index are their classes, as parse_sample writes
     them."""
-    for captions, label in zip(rows["captions"], rows["label"]):
-        if captions != [class_caption(label)]:
-            return False
+    for rows in table.iter(ROWS_AT_ONCE):
+        for captions, label in zip(rows["captions"], rows["label"]):
+            if captions != [class_caption(label)]:
+                return False
     return True

@@ -335,22 +335,27 @@ GREY = (128, 128, 128)
 
 
 def identity(picture, strength):
+    """The picture as it is."""
     return picture
 
 
 def shear_x(picture, strength):
+    """Shifts each row to the side by `strength` times its distance from the top."""
     return transform_affine(picture, (1, strength, 0, 0, 1, 0))
 
 
 def shear_y(picture, strength):
+    """Shifts each column up or down by `strength` times its distance from the left."""
     return transform_affine(picture, (1, 0, 0, strength, 1, 0))
 
 
 def shift_x(picture, pixels):
+    """Moves the picture to the right."""
     return transform_affine(picture, (1, 0, -pixels, 0, 1, 0))
 
 
 def shift_y(picture, pixels):
+    """Moves the picture down."""
     return transform_affine(picture, (1, 0, 0, 0, 1, -pixels))
 
 
@@ -362,22 +367,27 @@ def transform_affine(picture, matrix):
 
 
 def rotate(picture, degrees):
+    """Rotates the picture about its centre, anticlockwise."""
     return picture.rotate(degrees, resample=Image.Resampling.BILINEAR, fillcolor=GREY)
 
 
 def brightness(picture, strength):
+    """Multiplies the brightness by 1 + strength."""
     return ImageEnhance.Brightness(picture).enhance(1 + strength)
 
 
 def sharpness(picture, strength):
+    """Multiplies the sharpness by 1 + strength."""
     return ImageEnhance.Sharpness(picture).enhance(1 + strength)
 
 
 def auto_contrast(picture, strength):
+    """Spreads the values of each channel over the whole range."""
     return ImageOps.autocontrast(picture)
 
 
 def equalize(picture, strength):
+    """Makes the values of each channel equally frequent."""
     return ImageOps.equalize(picture)
 
 

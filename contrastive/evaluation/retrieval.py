@@ -57,12 +57,10 @@ def captions_of(data, index):
 
 def groups_of_images(data):
     """(rows,) numbers; images of one group are positives of each other's captions. If class names
-    serve as captions, the groups are the classes; an image of several classes, whose label is -1,
-    has a group of its own."""
+    serve as captions, the groups are the classes."""
     if data.has_captions or data.labels is None:
         return data.groups
-    own_groups = -1 - np.arange(len(data.labels))
-    return np.where(data.labels >= 0, data.labels, own_groups)
+    return data.labels
 
 
 def positives_table(query_groups, gallery_groups):
