@@ -119,11 +119,12 @@ def batches_of(
 
 
 def complains(name, split, *words, **options):
-    """load_data refuses in one line that has these words."""
+    """load_data refuses in one line that has these words. Returns: the line."""
     with pytest.raises(UserError) as error:
         common.load_data(str(name), split, **options)
     message = str(error.value)
     assert "\n" not in message and all(word in message for word in words), message
+    return message
 
 
 def counted(batches):
