@@ -128,6 +128,14 @@ def table_runs(name, variant=None):
     return runs
 
 
+def says(page, words):
+    """Whether a page has these words, which may go on in the next line."""
+    return words in " ".join((PAGES / f"{page}.md").read_text(encoding="utf8").split())
+
+
+VIDEO_FLAGS = "Add `--data-dir ANNOTATIONS --video-dir VIDEOS` to all commands "  # said once
+
+
 def test_rows_of_temo_have_paraphrases_where_they_read_them():
     """Rows c, f and g do; a, b, d, e, the experts and the baselines have no T~."""
     runs = table_runs("temo")
@@ -153,11 +161,11 @@ def test_rows_that_evaluate_during_training_have_something_to_evaluate(name):
 
 def test_rows_of_mm_ts_have_videos_first_weights_and_a_learnt_tau():
     """And the supplement's ranges, of both losses (Section 7)."""
+    assert says("mmts", f"{VIDEO_FLAGS}but those of cc3m")
     runs, of_vast = table_runs("mmts"), table_runs("mmts", mmts_vast)
     ranges = {}
     for row, args in runs + of_vast:
         if args.dataset != "cc3m":
-            assert args.data_dir and args.video_dir, row
             assert args.init_from and args.pretrained, row
         if args.schedule and args.shifts and row != "8":
             ranges[args.dataset, args.loss] = (args.alpha, args.shift_min, args.shift_max)
@@ -180,9 +188,9 @@ def test_rows_of_mm_ts_have_videos_first_weights_and_a_learnt_tau():
 
 def test_rows_of_clip4clip_have_its_schedule():
     """5 epochs and a warm-up of 10 % on every set; NCL's own on the others."""
+    assert says("ncl", f"{VIDEO_FLAGS}of ncl.py")
     runs = table_runs("ncl")
     for row, args in runs:
-        assert args.data_dir and args.video_dir, row
         if args.loss == "infonce":
             assert (args.epochs, args.warmup_fraction, args.normalize) == (5, 0.1, "none"), row
     baselines = {args.dataset for _, args in runs if args.loss == "infonce"}
@@ -194,8 +202,7 @@ def test_rows_of_clip4clip_have_its_schedule():
 
 
 def test_rows_of_mama_have_videos_and_the_weights_of_clip_vip():
-    page = (PAGES / "mama.md").read_text(encoding="utf8")
-    assert "Add `--data-dir ANNOTATIONS --video-dir\nVIDEOS`" in page  # said once for all commands
+    assert says("mama", f"{VIDEO_FLAGS}that train")
     runs = table_runs("mama")
     for row, args in runs:
         if args.baseline or args.image_encoder.startswith("clip_vip:"):
@@ -207,13 +214,14 @@ def test_rows_of_mama_have_videos_and_the_weights_of_clip_vip():
 
 
 def test_rows_of_ts_compare_on_the_same_sets():
+    files = "--data-dir IMAGENET --index-file TRAIN --test-file TEST --few-shot-file FEW"
+    assert says("temperature_schedules", f"ImageNet100 needs `{files}`")
     runs = [args for row, args in table_runs("temperature_schedules") if row == "3"]
     pruned = [args for row, args in table_runs("temperature_schedules", sdclr) if row == "3"]
     assert {args.dataset for args in pruned} == {"cifar10-lt", "cifar100-lt", "imagenet100-lt"}
     sizes = {}
     for args in [*runs, *pruned]:
         if args.dataset == "imagenet100-lt":
-            assert args.data_dir and args.index_file and args.test_file
             schedule = getattr(args, "schedule", "sdclr")
             sizes[schedule] = (args.epochs, args.batch_size)
     assert sizes == {"fixed": (800, 512), "cos": (800, 512), "sdclr": (500, 256)}
