@@ -27,6 +27,7 @@ import torch
 import helpers
 import launch
 import mama
+import mmts
 import temo
 from helpers import equal_files, load_file, rows, tensors_of
 from tools import check
@@ -475,6 +476,13 @@ def test_an_error_with_chunks_is_not_left_out(tmp_path, capsys):
     assert not check.keeps_promise(chunks, own, flags, tmp_path)
     said = capsys.readouterr().out
     assert "--chunk-size" in said and "not finite" in said and "DIFFERS (exit code 2)" in said
+
+
+def test_a_check_that_is_refused_is_the_line_of_its_error(tmp_path):
+    """Without the progress bar that stands open above it."""
+    flags = [*check.SMALL, *TINY, *check.FIXED, "--cpu", "--output-dir", str(tmp_path)]
+    with pytest.raises(UserError, match="^--clusters captions: n_samples=96 .*$"):
+        check.check(mmts, flags, tmp_path)
 
 
 def test_on_a_gpu_rounding_is_allowed_and_one_gpu_has_no_two_processes(capsys):

@@ -270,6 +270,8 @@ def variants_on(num_gpus):
 def check(module, flags, place, num_gpus=0):
     """The run of one process, then the others. Returns: whether all promises are kept."""
     code, output = run(Job(module, [*flags, "--run-name", "one"], place / "one.log"))
+    if code == 2:  # its last line is the error
+        raise common.UserError(output.splitlines()[-1].removeprefix("error: "))
     if code:
         raise common.UserError(output)
     results = []

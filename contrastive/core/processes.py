@@ -113,14 +113,17 @@ def clean_exit():
 
 
 def print_error(error):
-    """Prints a UserError on stderr, above any progress bar."""
+    """Prints a UserError on stderr, after the progress bars have been removed."""
     index = int(os.environ.get("RANK", 0))
     process = ""
     if index > 0:
         # if the main process fails too, it prints, and the launcher ends this one meanwhile
         time.sleep(2)
         process = f" (process {index})"
-    tqdm.write(f"error{process}: {error}", file=sys.stderr)
+    for bar in list(tqdm._instances):
+        bar.leave = False
+        bar.close()
+    print(f"error{process}: {error}", file=sys.stderr)
 
 
 def end_with_parent(signal_number):
