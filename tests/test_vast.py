@@ -1,10 +1,7 @@
-"""VAST: each part against a computation by hand in float64, its released names, its pairs, and
-whole runs of variants/mmts_vast.py."""
+"""VAST: each part against a computation by hand in float64, its released names, its pairs, sound
+and subtitles of the data, and runs of variants/mmts_vast.py."""
 
 import math
-import re
-import shutil
-from types import SimpleNamespace
 
 import common
 from contrastive.core.processes import UserError
@@ -25,8 +22,8 @@ import torch.nn.functional as F
 
 import mmts
 from helpers import (
-    CPU, evaluated, few_steps, frame, open_splits, refused, run_script, tensors_in, unit,
-    write_files, write_rows, write_video)
+    CPU, SPEC, assert_close, evaluated, few_steps, frame, open_splits, refused, run_script,
+    tensors_in, unit, write_files, write_rows, write_video)
 from variants import mmts_vast
 
 D = 24  # width of the embeddings
@@ -40,108 +37,102 @@ def words():
 
 def model_of(words, modalities="vas", weights=""):
     """A vast-small in float64, in eval mode, with its EvalTransform."""
-    spec = {
-        "image_encoder": "vast-small", "text_encoder": "small", "embed_dim": D, "image_size": 32,
-        "text_length": 12, "text_pooling": "mean", "image_stats": "encoder", "eval_resize": "crop",
-        "modalities": modalities}  # fmt: skip
+    spec = SPEC | {"image_encoder": "vast-small", "embed_dim": D, "modalities": modalities}
     torch.manual_seed(0)
     model, transform = model_of_spec(spec, words, False, weights)
-    with torch.no_grad():
-        for p in model.parameters():  # zeros and ones would hide a part that is not used
-            if p.ndim == 1:
-                p += 0.1 * torch.randn(p.shape)
+    for p in model.parameters():  # zeros and ones would hide a part that is not used
+        if p.ndim == 1:
+            p.data += 0.1 * torch.randn(p.shape)
     return model.double().eval(), transform
 
 
 def clips_of(words, n=3, frames=2):
     """The inputs of n clips in float64."""
-    generator = torch.Generator().manual_seed(1)
-    draw = {"generator": generator, "dtype": torch.float64}
+    torch.manual_seed(1)
     return {
-        "frames": torch.randn(n, frames, 3, 32, 32, **draw),
-        "sound": torch.randn(n, SLICE_LENGTH, 64, **draw),
+        "frames": torch.randn(n, frames, 3, 32, 32).double(),
+        "sound": torch.randn(n, SLICE_LENGTH, 64).double(),
         "subtitle": vast.subtitle_tokens(words, TEXTS[:n]),
     }
 
 
-# ------------------------------------------------------- sound -----------------------------------
+# -------------------------------------------- sound ------------------------------------------
+def mel(frequency):
+    return 1127 * math.log(1 + frequency / 700)
+
+
 def kaldi(samples):
     """compute-fbank-feats of Kaldi for one window of 400 samples."""
     x = samples * 2.0**15
     x = x - x.mean()
     x = x - 0.97 * np.concatenate([x[:1], x[:-1]])
-    n = np.arange(400)
-    x = x * (0.5 - 0.5 * np.cos(2 * np.pi * n / 399)) ** 0.85
-    # without Nyquist
-    power = [abs((x * np.exp(-2j * np.pi * k * n / 512)).sum()) ** 2 for k in range(256)]
-
-    def mel(f):
-        return 1127 * math.log(1 + f / 700)
-
-    low, step, bands = mel(20), (mel(8000) - mel(20)) / 65, []
+    x = x * (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 399)) ** 0.85
+    power = abs(np.fft.rfft(x, 512)[:256]) ** 2  # without Nyquist
+    low, step = mel(20), (mel(8000) - mel(20)) / 65
+    bands = []
     for band in range(64):
-        left, centre, right = (low + (band + k) * step for k in range(3))
         energy = 0.0
-        for k, p in enumerate(power):
-            m = mel(k * 16000 / 512)
-            energy += p * max(0.0, min((m - left) / step, (right - m) / step))
+        for k in range(256):
+            rising = (mel(k * 16000 / 512) - low) / step - band
+            energy += power[k] * max(0.0, min(rising, 2 - rising))
         bands.append(math.log(max(energy, np.finfo(np.float32).eps)))
     return np.array(bands)
 
 
 def test_the_filter_bank_is_kaldi_s():
-    rng = np.random.default_rng(0)
-    samples = 0.1 * np.sin(2 * np.pi * 700 * np.arange(1000) / 16000) + 0.01 * rng.normal(size=1000)
+    """Of whole windows of 25 ms every 10 ms."""
+    draws = np.random.default_rng(0)
+    samples = 0.1 * np.sin(2 * np.pi * 700 * np.arange(1000) / 16000)
+    samples += 0.01 * draws.normal(size=1000)
     bank = filter_bank(samples)
-    assert bank.shape == (4, 64)  # whole windows of 25 ms every 10 ms
+    assert bank.shape == (4, 64)
     for window in (0, 3):
-        expected = kaldi(samples[160 * window : 160 * window + 400])
+        expected = kaldi(samples[160 * window:160 * window + 400])
         assert np.allclose(bank[window], expected, atol=2e-4)
 
 
-def test_slices_of_a_sound():
-    """10.24 s each, normalised and then padded with zeros; whole slices have an empty one more."""
-    rng = np.random.default_rng(0)
-    length = 1024 * 160 + 240  # samples of one slice of whole windows
-    sound = 0.1 * rng.normal(size=2 * 1024 * 160 + 240)
+@pytest.mark.parametrize("draw, number", [(0.0, 0), (0.5, 1), (None, 1)])
+def test_a_slice_is_10_24_s_of_the_normalised_filter_bank(draw, number):
+    sound = 0.1 * np.random.default_rng(0).normal(size=2 * 1024 * 160 + 240)
     bank = (filter_bank(sound) - 15.41663) / (2 * 6.55582)
-    assert len(bank) == 2048
-    for draw, number in ((0.0, 0), (0.5, 1), (None, 1)):
-        got = sound_slice(sound, draw).numpy()
-        assert np.allclose(got, bank[1024 * number : 1024 * (number + 1)], atol=1e-5)
-    assert not sound_slice(sound, 0.99).any()  # the empty third
-    short = sound_slice(sound[: length // 2]).numpy()
-    assert np.allclose(short[:511], bank[:511], atol=1e-5) and not short[512:].any()
-    assert not sound_slice(None).any() and not sound_slice(sound[:100]).any()
+    expected = bank[1024 * number:1024 * (number + 1)]
+    assert np.allclose(sound_slice(sound, draw), expected, atol=1e-5)
+    assert not sound_slice(sound, 0.99).any()  # whole slices have an empty one more
+
+
+def test_a_short_sound_is_padded_with_zeros_after_it_is_normalised():
+    short = np.random.default_rng(0).normal(size=160 * 512)
+    bank = (filter_bank(short) - 15.41663) / (2 * 6.55582)
+    piece = sound_slice(short)
+    assert np.allclose(piece[:len(bank)], bank, atol=1e-5)
+    assert not piece[len(bank):].any()
+    assert not sound_slice(None).any()
 
 
 def tone(pitch, seconds, rate=16000):
     return np.sin(2 * np.pi * pitch * np.arange(round(seconds * rate)) / rate).astype(np.float32)
 
 
-def write_sound(path, channels, rate, codec="pcm_s16le", frames=()):
-    """A file of sound, or of video frames with sound."""
+def write_sound(path, samples, rate=16000, codec="pcm_s16le", frames=0):
+    """A file of stereo sound whose second channel is another, or of so many frames with sound."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    samples = np.ascontiguousarray((np.stack(channels) * 0.5).astype(np.float32))
+    channels = np.stack([samples, tone(3000, len(samples) / rate, rate)]) * 0.5
     with av.open(str(path), "w") as out:
-        layout = "stereo" if len(channels) > 1 else "mono"
-        stream = out.add_stream(codec, rate=rate, layout=layout)
-        if len(frames):
+        stream = out.add_stream(codec, rate=rate, layout="stereo")
+        if frames:
             video = out.add_stream("libx264", rate=10)
-            video.height, video.width = frames[0].shape[:2]
-        for k, picture in enumerate(frames):
-            shown = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="yuv420p")
-            shown.pts = k
-            out.mux(video.encode(shown))
-        if len(frames):
+            video.height, video.width = 64, 96
+            for k in range(frames):
+                picture = av.VideoFrame.from_ndarray(frame(k), format="rgb24")
+                picture.pts = k
+                out.mux(video.encode(picture.reformat(format="yuv420p")))
             out.mux(video.encode(None))
-        heard = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
-        heard.sample_rate, heard.pts = rate, 0
-        encoder = av.AudioResampler(
-            format=stream.codec_context.format, layout=layout, rate=rate,
-            frame_size=stream.codec_context.frame_size or 1024)  # fmt: skip
-        for frame in [*encoder.resample(heard), *encoder.resample(None)]:
-            out.mux(stream.encode(frame))
+        sound = av.AudioFrame.from_ndarray(channels, format="fltp", layout="stereo")
+        sound.sample_rate, sound.pts = rate, 0
+        resampler = av.AudioResampler(
+            stream.codec_context.format, "stereo", rate, stream.codec_context.frame_size or 1024)
+        for piece in [*resampler.resample(sound), *resampler.resample(None)]:
+            out.mux(stream.encode(piece))
         out.mux(stream.encode(None))
     return path
 
@@ -151,214 +142,221 @@ def pitch_of(samples):
     return abs(np.fft.rfft(samples)).argmax() * 16000 / len(samples)
 
 
-def test_sound_of_files(tmp_path):
-    """The first channel at 16 kHz; a window of it; a video without sound has none."""
-    two = [np.concatenate([tone(440, 2, 44100), tone(880, 2, 44100)]), tone(3000, 4, 44100)]
-    wav = write_sound(tmp_path / "a.wav", two, 44100)
-    mp3 = write_sound(tmp_path / "a.mp3", [np.concatenate([tone(440, 2), tone(880, 2)])], 16000,
-                      "libmp3lame")  # fmt: skip
-    mp4 = write_sound(tmp_path / "a.mp4", two, 44100, "aac", [frame(k) for k in range(40)])
-    for file in (wav, mp3, mp4, wav.read_bytes()):
-        whole = read_sound(file)
-        assert abs(len(whole) - 64000) < 4000 and 0.3 < abs(whole[8000:24000]).max() < 0.7
-        assert pitch_of(whole[4000:28000]) == pytest.approx(440, abs=2)
-        part = read_sound(file, 2.5, 3.5)
-        assert abs(len(part) - 16000) < 200 and pitch_of(part) == pytest.approx(880, abs=2)
-    ts = write_sound(tmp_path / "a.ts", two, 44100, "aac", [frame(k) for k in range(40)])
-    assert len(read_sound(ts, 0, 1)) == 16000  # whose first second is not 0
-    assert read_sound(wav, 9, 10) is None
-    assert read_sound(write_video(tmp_path / "b.mp4", range(8))) is None
-    with pytest.raises((OSError, ValueError)):
-        read_sound(b"not a sound")
+@pytest.mark.parametrize("name, codec, frames", [
+    ("a.wav", "pcm_s16le", 0), ("a.mp3", "libmp3lame", 0), ("a.mp4", "aac", 40)])
+def test_sound_is_the_first_channel_of_the_window_at_16_khz(name, codec, frames, tmp_path):
+    two = np.concatenate([tone(440, 2, 44100), tone(880, 2, 44100)])
+    file = write_sound(tmp_path / name, two, 44100, codec, frames)
+    whole, window = read_sound(file.read_bytes()), read_sound(file, 2.5, 3.5)
+    assert len(whole) == pytest.approx(64000, abs=4000)
+    assert pitch_of(whole[4000:28000]) == pytest.approx(440, abs=2)
+    assert len(window) == pytest.approx(16000, abs=200)
+    assert pitch_of(window) == pytest.approx(880, abs=2)
+    assert read_sound(file, 9, 10) is None
 
 
-# ------------------------------------------------------- data ------------------------------------
+def test_a_video_may_have_no_sound_and_may_not_begin_at_0(tmp_path):
+    assert read_sound(write_video(tmp_path / "a.mp4", range(8))) is None
+    file = write_sound(tmp_path / "a.ts", tone(440, 4, 44100), 44100, "aac", 40)
+    assert len(read_sound(file, 0, 1)) == 16000
+
+
+# --------------------------------------------- data ------------------------------------------
 def test_youcook2_in_vast_s_layout(tmp_path):
     """[{video_id, desc, subtitle}], audios/ID.wav or .mp3, else the clip's own sound, else none."""
-    for k, name in enumerate(("yt1_0_4", "yt1_4_8", "yt2_1_3", "yt3_2_9")):
-        write_video(tmp_path / "videos" / f"{name}.mp4", range(8 * k, 8 * k + 8))
-    write_sound(tmp_path / "audios" / "yt1_0_4.wav", [tone(440, 3)], 16000)
-    write_sound(tmp_path / "audios" / "yt1_4_8.mp3", [tone(880, 3)], 16000, "libmp3lame")
-    write_sound(tmp_path / "videos" / "yt2_1_3.mp4", [tone(1760, 3)], 16000, "aac",
-                [frame(k) for k in range(8)])  # fmt: skip
     rows = [
         {"video_id": "yt1_0_4", "desc": "chop the onion", "subtitle": "so now chop it"},
         {"video_id": "yt1_4_8", "desc": "fry it", "subtitle": ""},
         {"video_id": "yt2_1_3", "desc": "add salt", "subtitle": "salt goes in"},
         {"video_id": "yt3_2_9", "desc": "stir", "subtitle": "keep going"},
     ]
+    for row in rows:
+        write_video(tmp_path / "videos" / f"{row['video_id']}.mp4", range(8))
+    write_sound(tmp_path / "audios" / "yt1_0_4.wav", tone(440, 3))
+    write_sound(tmp_path / "audios" / "yt1_4_8.mp3", tone(880, 3), codec="libmp3lame")
+    write_sound(tmp_path / "videos" / "yt2_1_3.mp4", tone(1760, 3), codec="aac", frames=8)
     write_files(tmp_path, {"descs_cap_train.json": rows, "descs_cap_test.json": rows[:3]})
-    write_files(tmp_path, {"youcookii_annotations_trainval.json": {"database": {}}})
     options = {"data_dir": str(tmp_path), "modalities": "vas", "frames": 4, "eval_frames": 6}
-    train = common.load_data("youcook2", "train", **options)
-    test = common.load_data("youcook2", "test", **options)
-    assert (train.read(0).shape[0], test.read(0).shape[0]) == (4, 6)
-    assert [train.captions(k)[0] for k in range(4)] == [row["desc"] for row in rows]
-    assert "1 without sound, which is zeros" in train.note and "1 without a subtitle" in train.note
+    data = common.load_data("youcook2", "train", **options)
+    for k, row in enumerate(rows):
+        assert data.captions(k)[0] == row["desc"]
+        assert data.sound_and_text(k)["subtitle"] == row["subtitle"]
     for k, pitch in enumerate((440, 880, 1760)):
-        assert pitch_of(train.samples(k)[4000:40000]) == pytest.approx(pitch, abs=2)
-        parts = train.sound_and_text(k)
-        assert torch.equal(parts["sound"], sound_slice(train.samples(k)))
-        assert parts["subtitle"] == rows[k]["subtitle"]
-    assert train.samples(3) is None and not train.sound_and_text(3)["sound"].any()
-    assert train.available_modalities() == "vas"
-    (tmp_path / "youcookii_annotations_trainval.json").unlink()
-    only = common.load_data("youcook2", "test", data_dir=str(tmp_path), modalities="v")
-    assert len(only) == 3 and only.sound_and_text(0) == {}
+        samples = data.samples(k)
+        assert pitch_of(samples[4000:40000]) == pytest.approx(pitch, abs=2)
+        assert torch.equal(data.sound_and_text(k)["sound"], sound_slice(samples))
+    assert not data.sound_and_text(3)["sound"].any()
+    assert "1 without sound, which is zeros" in data.note
+    assert "1 without a subtitle" in data.note
+    test = common.load_data("youcook2", "test", **options)
+    assert (len(data.read(0)), len(test.read(0)), len(test)) == (4, 6, 3)
 
 
-def test_own_csv_with_sound_and_subtitles(tmp_path):
-    """A column of each; the windows of a video cut its sound, too; a batch has them as tensors."""
+def test_own_windows_cut_the_sound_of_their_video_too(tmp_path):
     write_video(tmp_path / "a.mp4", range(40))
-    write_video(tmp_path / "b.mp4", range(40))
-    write_sound(tmp_path / "a.wav", [np.concatenate([tone(440, 2), tone(880, 2)])], 16000)
-    table = [
-        ("a.mp4", 0.0, 2.0, "one", "a.wav", "first words"),
-        ("a.mp4", 2.0, 4.0, "two", "a.wav", "then others"),
-        ("b.mp4", 0.0, 4.0, "three", "", ""),
-        ("b.mp4", 0.0, 3.0, "four", "lost.wav", ""),
-    ]
-    header = ["video", "start", "end", "caption", "audio", "subtitle"]
-    path = write_rows(tmp_path / "own.csv", header, [(*row, ) for row in table])
-    write_rows(path, [*header, "split"], [(*row, "train") for row in table])
+    write_sound(tmp_path / "a.wav", np.concatenate([tone(440, 2), tone(880, 2)]))
+    header = ["video", "start", "end", "caption", "audio", "subtitle", "split"]
+    path = write_rows(tmp_path / "own.csv", header, [
+        ("a.mp4", 0.0, 2.0, "one", "a.wav", "first words", "train"),
+        ("a.mp4", 2.0, 4.0, "two", "a.wav", "then others", "train"),
+        ("a.mp4", 0.0, 4.0, "three", "", "", "train"),
+        ("a.mp4", 0.0, 3.0, "four", "lost.wav", "", "train")])
     data = open_splits(path, modalities="vas", frames=3)["train"]
-    for k, pitch in ((0, 440), (1, 880)):
-        assert pitch_of(data.samples(k)) == pytest.approx(pitch, abs=2)
-    note = data.note
-    assert "1 without sound" in note and "2 without a subtitle" in note
+    assert pitch_of(data.samples(0)) == pytest.approx(440, abs=2)
+    assert pitch_of(data.samples(1)) == pytest.approx(880, abs=2)
+    assert "1 without sound" in data.note
     with pytest.raises(OSError):  # a bad sample
         data.samples(3)
-    batches = RawBatches(data, [common.Augment(16, 1.0)], seed=0)
-    parts = batches[0, np.array([1, 2])].sound_and_text
-    assert parts["subtitle"] == ["then others", ""]
-    assert parts["sound"].shape == (2, 1024, 64) and not parts["sound"][1].any()
-    assert open_splits(path, frames=3)["train"].sound_and_text(0) == {}
-    rows = [(*row[:4], "train") for row in table]
-    bare = write_rows(tmp_path / "bare.csv", [*header[:4], "split"], rows)
-    note = common.load_data(str(bare), "train", modalities="vas", frames=3).note
-    assert "no sound" in note and "no subtitles" in note
+    batch = RawBatches(data, [common.Augment(16, 1.0)], seed=0)[0, np.array([1, 2])]
+    assert batch.sound_and_text["subtitle"] == ["then others", ""]
+    assert batch.sound_and_text["sound"].flatten(1).any(1).tolist() == [True, False]
 
 
-def test_each_clip_is_read_with_its_own_sound_and_subtitle(words):
-    """In a training batch, and in an evaluation, whose embeddings are those of each clip alone."""
-    model, transform = model_of(words)
-    model.float()
+@pytest.fixture(scope="module")
+def emoji():
     options = {"modalities": "vas", "clips": [12, 4, 4], "frames": 2, "image_size": 32}
-    data = common.load_data("moving-emoji", "train", **options)
-    batches = common.Batches(
-        data, [common.Augment(32, 1.0)], transform, 8, 0, first=0, last=1, device=CPU)
-    (batch,) = batches
-    (inputs,) = batch["views"]
-    parts = [data.sound_and_text(row) for row in batch["rows"]]
-    subtitles = [part["subtitle"] for part in parts]
-    assert torch.equal(inputs["sound"], torch.stack([part["sound"] for part in parts]))
-    wanted = vast.subtitle_tokens(words, subtitles)
-    assert torch.equal(inputs["subtitle"]["input_ids"], wanted["input_ids"])
-    assert len(set(subtitles)) > 4 and len(inputs["sound"].unique(dim=0)) > 4
+    return common.load_data("moving-emoji", "train", **options)
 
-    embeddings = encode_images(model, data, transform, CPU, batch=5).image
-    for row in range(len(data)):
-        part = data.sound_and_text(row)
-        alone = {
-            "frames": transform(data.read(row))[None],
+
+def test_each_clip_of_a_batch_has_its_own_sound_and_subtitle(words, emoji):
+    _, transform = model_of(words)
+    augments = [common.Augment(32, 1.0)]
+    (batch,) = common.Batches(emoji, augments, transform, 8, 0, first=0, last=1, device=CPU)
+    (inputs,) = batch["views"]
+    parts = [emoji.sound_and_text(row) for row in batch["rows"]]
+    subtitles = [part["subtitle"] for part in parts]
+    expected = vast.subtitle_tokens(words, subtitles)["input_ids"]
+    assert torch.equal(inputs["sound"], torch.stack([part["sound"] for part in parts]))
+    assert torch.equal(inputs["subtitle"]["input_ids"], expected)
+    assert len(set(subtitles)) > 4
+
+
+def test_each_clip_of_an_evaluation_has_its_own_sound_and_subtitle(words, emoji):
+    model, transform = model_of(words)
+    embeddings = encode_images(model.float(), emoji, transform, CPU, batch=5).image
+    for row in range(len(emoji)):
+        part = emoji.sound_and_text(row)
+        inputs = {
+            "frames": transform(emoji.read(row))[None],
             "sound": part["sound"][None],
             "subtitle": vast.subtitle_tokens(words, [part["subtitle"]]),
         }
-        assert torch.allclose(embeddings[row], model(alone)[0][0], atol=1e-4), row
+        assert_close(embeddings[row], model(inputs)[0][0], 1e-4)
 
 
-# ------------------------------------------------------- BEATs -----------------------------------
+# -------------------------------------------- BEATs ------------------------------------------
 def bucket_by_hand(distance):
     """Of 320: 160 for the keys behind the query; 80 exact ones, then logarithmic ones up to 800."""
-    d = abs(distance)
-    if d >= 80:
-        d = min(159, 80 + int(math.log(d / 80) / math.log(10) * 80))
-    return d + 160 * (distance > 0)
+    bucket = abs(distance)
+    if bucket >= 80:
+        bucket = min(159, 80 + int(math.log(bucket / 80) / math.log(10) * 80))
+    return bucket + 160 * (distance > 0)
 
 
-def test_beats_is_the_loop():
-    """Convolution of positions with a normalised weight, the gate, the bias and the scale of the
-    residuals, token by token."""
+def test_distances_beyond_the_sound_share_the_last_buckets():
+    buckets = vast.relative_buckets(1000)
+    assert buckets[0, [79, 80, 800, 999]].tolist() == [239, 240, 319, 319]
+    assert buckets[999, 0] == bucket_by_hand(-999) == 159
+
+
+@pytest.fixture
+def beats():
     size = vast.BeatsSize(width=8, patch_width=6, layers=2, heads=2, groups=2)
     torch.manual_seed(0)
     beats = vast.Beats(size).double().eval()
-    with torch.no_grad():
-        for p in beats.parameters():
-            p += 0.2 * torch.randn(p.shape)
+    for p in beats.parameters():
+        p.data += 0.2 * torch.randn(p.shape)
+    return beats
+
+
+def positions_by_hand(conv, x):
+    """A convolution of two groups with a normalised weight over 128 places, place by place."""
+    norm = conv.weight_v.pow(2).sum((0, 1), keepdim=True).sqrt()
+    weight = conv.weight_v * conv.weight_g / norm
+    padded, added = F.pad(x, (0, 0, 64, 64)), torch.zeros_like(x)
+    for place in range(len(x)):
+        for out in range(8):
+            group = slice(4 * (out // 4), 4 * (out // 4) + 4)
+            window = padded[place:place + 128, group]
+            added[place, out] = (window.T * weight[out]).sum() + conv.bias[out]
+    return F.gelu(added)
+
+
+def attention_by_hand(attention, x, bias):
+    """Two heads, whose bias by distance (L, L, 2) has a gate of the query."""
+    q, k, v = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
+    heads = []
+    for h, part in enumerate((slice(0, 4), slice(4, 8))):
+        gates = attention.grep_linear(q[:, part])  # (256, 8)
+        g1, g2 = gates[:, :4].sum(1).sigmoid(), gates[:, 4:].sum(1).sigmoid()
+        gate = g1 * (g2 * attention.grep_a[0, h, 0, 0] - 1) + 2
+        logits = q[:, part] @ k[:, part].T / 2 + gate[:, None] * bias[..., h]
+        heads.append(logits.softmax(1) @ v[:, part])
+    return attention.out_proj(torch.cat(heads, 1))
+
+
+@torch.no_grad()
+def test_beats_is_the_loop(beats):
+    """Patches, positions, gated attention and the scale of the residuals."""
     sound = torch.randn(1, 1024, 64, dtype=torch.float64)
     patches = sound[0].unfold(0, 16, 16).unfold(1, 16, 16).flatten(0, 1)  # (256, 16, 16)
     x = torch.einsum("lij,wij->lw", patches, beats.patch_embedding.weight[:, 0])
     x = beats.post_extract_proj(beats.layer_norm(x))
-    conv = beats.pos_conv
-    weight = conv.weight_v * conv.weight_g / conv.weight_v.pow(2).sum((0, 1), keepdim=True).sqrt()
-    padded, added = F.pad(x, (0, 0, 64, 64)), torch.zeros_like(x)
-    for place in range(256):
-        for out in range(8):
-            group = slice(4 * (out // 4), 4 * (out // 4) + 4)
-            window = padded[place : place + 128, group]
-            added[place, out] = (window.T * weight[out]).sum() + conv.bias[out]
-    x = beats.norm(x + F.gelu(added))
-    buckets = torch.tensor([[bucket_by_hand(j - i) for j in range(256)] for i in range(256)])
+    x = beats.norm(x + positions_by_hand(beats.pos_conv, x))
+    buckets = torch.zeros(256, 256, dtype=torch.long)
+    for i in range(256):
+        for j in range(256):
+            buckets[i, j] = bucket_by_hand(j - i)
+    bias = beats.relative_bias.weight[buckets]  # (256, 256, 2)
     for layer in beats.layers:
-        attention, heads = layer.self_attn, []
-        for h in range(2):
-            part = slice(4 * h, 4 * h + 4)
-            q, k, v = (getattr(attention, f"{name}_proj")(x)[:, part] for name in ("q", "k", "v"))
-            gates = attention.grep_linear(q)  # (256, 8)
-            g1, g2 = gates[:, :4].sum(1).sigmoid(), gates[:, 4:].sum(1).sigmoid()
-            gate = g1 * (g2 * attention.grep_a[0, h, 0, 0] - 1) + 2
-            bias = gate[:, None] * beats.relative_bias.weight[buckets, h]
-            heads.append((q @ k.T / 2 + bias).softmax(1) @ v)
-        y = attention.out_proj(torch.cat(heads, 1))
+        y = attention_by_hand(layer.self_attn, x, bias)
         x = layer.self_attn_layer_norm(4**0.25 * x + y)
         x = layer.final_layer_norm(4**0.25 * x + layer.fc2(F.gelu(layer.fc1(x))))
-    assert torch.allclose(beats(sound)[0], x, atol=1e-10)
-    far = vast.relative_buckets(1000)
-    assert [far[0, d].item() for d in (79, 80, 800, 999)] == [239, 240, 319, 319]
-    assert far[999, 0] == bucket_by_hand(-999) == 159
+    assert_close(beats(sound)[0], x, 1e-10)
 
 
-# ------------------------------------------------------- embeddings ------------------------------
-def test_the_head_reads_the_concatenated_modalities(words):
+# ------------------------------------------ embeddings ---------------------------------------
+@pytest.mark.parametrize("modalities", vast.MODALITIES)
+def test_the_head_reads_the_concatenated_modalities(words, modalities):
     """CLS of the frames, all tokens of the sound and CLS of the subtitle; a bias unless alone."""
     inputs = clips_of(words)
-    for modalities in vast.MODALITIES:
-        model, _ = model_of(words, modalities)
-        parts = {}
-        frames = [model.vision.body.forward_features(x) for x in inputs["frames"].unbind(1)]
-        parts["v"] = (frames[0][:, 0] + frames[1][:, 0]) / 2
-        if "a" in modalities:
-            parts["a"] = model.audio(inputs["sound"]).mean(1)
-        parts["s"] = model.text.states(**inputs["subtitle"])[0][:, 0]
-        joined = torch.cat([parts[letter] for letter in modalities], 1)
-        expected = joined @ model.clip_head.weight.T
-        assert (model.clip_head.bias is None) == (len(modalities) == 1)
-        if len(modalities) > 1:
-            expected = expected + model.clip_head.bias
-        clip, _, features = model(inputs)
-        assert torch.allclose(clip, expected) and torch.allclose(features, joined)
+    model, _ = model_of(words, modalities)
+    parts = []
+    if "v" in modalities:
+        states = model.vision.body.forward_features(inputs["frames"].flatten(0, 1))
+        parts.append(states[:, 0].unflatten(0, (3, 2)).mean(1))
+    if "a" in modalities:
+        parts.append(model.audio(inputs["sound"]).mean(1))
+    if "s" in modalities:
+        parts.append(model.text.states(**inputs["subtitle"])[0][:, 0])
+    joined = torch.cat(parts, 1)
+    expected = joined @ model.clip_head.weight.T
+    if len(modalities) > 1:
+        expected += model.clip_head.bias
+    clip, _, features = model(inputs)
+    assert_close(clip, expected)
+    assert_close(features, joined)
 
 
 def test_a_caption_s_embedding_depends_on_every_word_and_not_on_padding(words):
     """transformers gives a BERT with cross-attention a causal mask, with which CLS sees nothing."""
     model, _ = model_of(words)
     tokens = words([TEXTS[0], "a"])
-    embedding = model(tokens=tokens)[1]
+    _, embedding, _ = model(tokens=tokens)
     for place in range(1, tokens["attention_mask"][0].sum()):
         ids = tokens["input_ids"].clone()
-        ids[0, place] = 7
-        if not torch.equal(ids, tokens["input_ids"]):
-            other = model(tokens=tokens | {"input_ids": ids})[1]
-            assert (other[0] - embedding[0]).abs().max() > 1e-6, place
-    assert torch.allclose(model(tokens=words(["a"]))[1][0], embedding[1])
+        ids[0, place] = 7 + (ids[0, place] == 7)
+        _, other, _ = model(tokens=tokens | {"input_ids": ids})
+        assert (other[0] - embedding[0]).abs().max() > 1e-6, place
+    _, alone, _ = model(tokens=words(["a"]))
+    assert_close(alone, embedding[1:])
 
 
-# ------------------------------------------------------- matching --------------------------------
-def pairs_of(words, clips, texts, target=None):
+# ------------------------------------------- matching ----------------------------------------
+def pairs_of(words, clips, texts):
     tokens = words(texts)
     clips = torch.tensor(clips)
-    target = torch.tensor(target or [0] * len(clips))
-    return vast.Pairs(clips, tokens["input_ids"], tokens["attention_mask"], target)
+    return vast.Pairs(clips, tokens["input_ids"], tokens["attention_mask"], 0 * clips)
 
 
 def test_the_matching_head_by_hand(words):
@@ -366,401 +364,339 @@ def test_the_matching_head_by_hand(words):
     subtitle, too; two layers on CLS."""
     model, _ = model_of(words)
     inputs, head = clips_of(words, frames=8), model.matching
-    tokens, parts = model.clip_tokens(inputs), []
+    tokens, sequence = model.clip_tokens(inputs), []
     for kind, frames in (("vision", 8), ("audio", 1), ("subtitle", 1)):
-        x = tokens[kind][1].reshape(frames, -1, tokens[kind].shape[-1])
-        for k in range(frames):
-            y = F.layer_norm(head.linears[kind](x[k]), (64,), eps=1e-12)
+        width = tokens[kind].shape[-1]
+        for k, x in enumerate(tokens[kind][1].reshape(frames, -1, width)):
+            y = F.layer_norm(head.linears[kind](x), (64,), eps=1e-12)
             y = y * head.norms[kind].weight + head.norms[kind].bias + head.kinds[kind][0]
             if kind != "subtitle":  # four frame embeddings, the nearest for each of eight frames
                 y = y + head.frames[kind][0, k // 2]
-            parts.append(y)
-    sequence = torch.cat(parts)[None]
-    assert sequence.shape[1] == 8 * 17 + 64 + 70
-    words_of_pair = words([TEXTS[2]])
+            sequence.append(y)
+    sequence = torch.cat(sequence)[None]
+    caption = words([TEXTS[2]])
+    mask = caption["attention_mask"][:, None, None].bool()
     states = model.text.body(
-        words_of_pair["input_ids"], words_of_pair["attention_mask"][:, None, None].bool(),
-        encoder_hidden_states=sequence,
-    ).last_hidden_state  # fmt: skip
+        caption["input_ids"], mask, encoder_hidden_states=sequence).last_hidden_state
     hidden = F.layer_norm(F.gelu(head.linear1(states[:, 0])), (64,), eps=1e-12)
     expected = head.linear2(hidden * head.layernorm.weight + head.layernorm.bias)
-    got = model(inputs, pairs=pairs_of(words, [0, 1], [TEXTS[0], TEXTS[2]]))[2]
-    assert torch.allclose(got[1:], expected)
+    _, _, logits = model(inputs, pairs=pairs_of(words, [0, 1], [TEXTS[0], TEXTS[2]]))
+    assert_close(logits[1:], expected)
     for place in (0, 8 * 17, 8 * 17 + 64, -1):
         changed = sequence.clone()
         changed[0, place] += 1
-        assert not torch.allclose(
-            model.match(changed, pairs_of(words, [0], [TEXTS[2]])), expected, atol=1e-9)
+        other = model.match(changed, pairs_of(words, [0], [TEXTS[2]]))
+        assert not torch.allclose(other, expected, atol=1e-9)
 
 
 def test_negatives_are_drawn_by_their_probability():
     """softmax(sim / tau) + 1e-4 without the own pair, by the inverse of its distribution."""
     sim = unit(4, 6) @ unit(4, 6, seed=1).T
-    draws = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
-    for row in range(4):
-        weights = (sim[row] / 0.3).softmax(0) + 1e-4
-        weights[row] = 0
-        drawn = [mmts_vast.hard_negatives(sim, 0.3, u.expand(4))[row] for u in draws[::20]]
-        rows = torch.stack(drawn)
-        share = rows.bincount(minlength=4) / len(rows)
-        assert share[row] == 0
-        assert torch.allclose(share.double(), weights / weights.sum(), atol=2e-3)
-    ends = mmts_vast.hard_negatives(sim, 1e-3, torch.tensor([0.0, 0.5, 0.5, 1 - 2**-24]).double())
-    assert (ends != torch.arange(4)).all() and ends.max() < 4
-    assert mmts_vast.hard_negatives(sim * math.nan, 0.1, torch.zeros(4)).max() < 4
+    weights = (sim / 0.3).softmax(1) + 1e-4
+    weights.fill_diagonal_(0)
+    counts = torch.zeros(4, 4).double()
+    for k in range(1000):
+        draw = torch.full((4,), (k + 0.5) / 1000).double()
+        counts[range(4), mmts_vast.hard_negatives(sim, 0.3, draw)] += 1
+    assert_close(counts / 1000, weights / weights.sum(1, keepdim=True), 2e-3)
+
+
+def test_negatives_are_others_at_the_ends_of_their_distribution():
+    sim = unit(4, 6) @ unit(4, 6, seed=1).T
+    ends = torch.tensor([0.0, 0.5, 0.5, 1 - 2**-24]).double()
+    negatives = mmts_vast.hard_negatives(sim, 1e-3, ends)
+    assert (negatives != torch.arange(4)).all()
+    assert negatives.max() < 4
 
 
 def test_pairs_by_hand(words):
     """Each clip with its caption and a wrong one, each caption with a wrong clip: 3 B, by clip."""
-    image, text = unit(3, D).float(), unit(3, D, seed=1).float()
-    tokens, draws = words(TEXTS), torch.tensor([[0.1, 0.9], [0.5, 0.4], [0.8, 0.2]]).double()
-    pairs = mmts_vast.hard_pairs(image, text, tokens, draws, tau=0.5, length=12)
-    sim = image @ text.T
-    expected = {(k, k, 1) for k in range(3)}
+    clip, text = unit(3, D), unit(3, D, seed=1)
+    tokens = words(TEXTS)
+    draws = torch.tensor([[0.1, 0.9], [0.5, 0.4], [0.8, 0.2]]).double()
+    pairs = mmts_vast.hard_pairs(clip, text, tokens, draws, tau=0.5, length=12)
+    sim = clip @ text.T
+    wrong_text = mmts_vast.hard_negatives(sim, 0.5, draws[:, 0]).tolist()
+    wrong_clip = mmts_vast.hard_negatives(sim.T, 0.5, draws[:, 1]).tolist()
+    expected = []
     for k in range(3):
-        for matrix, column in ((sim, 0), (sim.T, 1)):
-            others = [j for j in range(3) if j != k]
-            p = [math.exp(matrix[k, j] / 0.5) for j in range(3)]
-            p = [p[j] / sum(p) + 1e-4 for j in others]
-            wrong = others[int(draws[k, column] * sum(p) >= p[0])]
-            expected.add((k, wrong, 0) if column == 0 else (wrong, k, 0))
-    numbers = {tuple(ids[ids > 0].tolist()): k for k, ids in enumerate(words(TEXTS)["input_ids"])}
-    got = [
-        (clip.item(), numbers[tuple(ids[mask > 0].tolist())], target.item())
-        for clip, ids, mask, target in zip(*pairs)
-    ]
-    assert len(got) == 9 and set(got) == expected and pairs.clips.tolist() == sorted(pairs.clips)
-    part = pairs.of_clips(1, 3)
-    assert (part.clips == 0).sum() == (pairs.clips == 1).sum()
+        expected += [(k, k, 1), (k, wrong_text[k], 0), (wrong_clip[k], k, 0)]
+    length = tokens["input_ids"].shape[1]
+    same = (pairs.ids[:, None, :length] == tokens["input_ids"]).all(-1)
+    rows = same.int().argmax(1)
+    triples = zip(pairs.clips.tolist(), rows.tolist(), pairs.target.tolist())
+    assert sorted(triples) == sorted(expected)
+    assert pairs.clips.tolist() == sorted(pairs.clips)
+
+
+def test_the_matching_loss_is_the_mean_over_three_pairs_a_clip():
     logits = torch.tensor([[1.0, 2.0], [0.5, -1.0]])
     loss = mmts_vast.matching_loss(logits, torch.tensor([1, 0]), num_clips=4)
     by_hand = math.log(1 + math.exp(-1)) + math.log(1 + math.exp(-1.5))
     assert loss.item() == pytest.approx(by_hand / 12)
 
 
-# ------------------------------------------------------- released weights ------------------------
-def released(words):  # noqa: C901, PLR0912
-    """A file with the released names at small widths, and what is left out of it."""
+# --------------------------------------- released weights ------------------------------------
+LAYERS = {  # with a bias
+    "audio_encoder.layer_norm": (32,),
+    "audio_encoder.encoder.layer_norm": (64,),
+    "audio_encoder.post_extract_proj": (64, 32),
+    "contra_head_va": (D, 128),
+    "contra_head_vs": (D, 128),
+    "contra_head_vas": (D, 192),
+    "itm_head.linear1": (64, 64),
+    "itm_head.linear2": (2, 64),
+    "itm_head.layernorm": (64,),
+}
+AUDIO_LAYERS = {
+    "self_attn.k_proj": (64, 64),
+    "self_attn.v_proj": (64, 64),
+    "self_attn.q_proj": (64, 64),
+    "self_attn.out_proj": (64, 64),
+    "self_attn.grep_linear": (8, 16),
+    "fc1": (256, 64),
+    "fc2": (64, 256),
+    "self_attn_layer_norm": (64,),
+    "final_layer_norm": (64,),
+}
+TENSORS = {
+    "vision_encoder.visual.head.weight": (5, 64),
+    "vision_encoder.text.positional_embedding": (7, 8),
+    "vision_encoder.logit_scale": (),
+    "audio_encoder.patch_embedding.weight": (32, 1, 16, 16),
+    "audio_encoder.encoder.pos_conv.0.bias": (64,),
+    "audio_encoder.encoder.pos_conv.0.weight_g": (1, 1, 128),
+    "audio_encoder.encoder.pos_conv.0.weight_v": (64, 16, 128),
+    "multimodal_encoder.cls.predictions.bias": (50,),
+    "multimodal_encoder.bert.embeddings.position_ids": (1, 128),
+    "contra_head_t.linear.weight": (D, 64),
+    "contra_head_s.linear.weight": (D, 64),
+    "contra_head_v.linear.weight": (D, 64),
+    "contra_head_a.linear.weight": (D, 64),
+    "vision_frame_embedding": (1, 4, 64),
+    "audio_frame_embedding": (1, 1, 64),
+}
+
+
+@pytest.fixture
+def released(words):
+    """The content of a released file at small widths."""
     model, _ = model_of(words)
-    rng, file = torch.Generator().manual_seed(5), {}
-
-    def put(name, *shape):
-        file[f"module.{name}"] = torch.randn(shape, generator=rng)
-
-    for name, x in model.vision.body.state_dict().items():
-        put(f"vision_encoder.visual.{name}", *x.shape)
-    put("vision_encoder.visual.head.weight", 5, 64)
-    put("vision_encoder.text.positional_embedding", 7, 8)
-    put("vision_encoder.logit_scale")
-    put("audio_encoder.patch_embedding.weight", 32, 1, 16, 16)
-    for name, width in (("layer_norm", 32), ("encoder.layer_norm", 64)):
-        put(f"audio_encoder.{name}.weight", width)
-        put(f"audio_encoder.{name}.bias", width)
-    put("audio_encoder.post_extract_proj.weight", 64, 32)
-    put("audio_encoder.post_extract_proj.bias", 64)
-    put("audio_encoder.encoder.pos_conv.0.bias", 64)
-    put("audio_encoder.encoder.pos_conv.0.weight_g", 1, 1, 128)
-    put("audio_encoder.encoder.pos_conv.0.weight_v", 64, 16, 128)
-    bias = torch.randn(320, 4, generator=rng)
-    for k in range(2):
-        layer = f"audio_encoder.encoder.layers.{k}."
-        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
-            put(f"{layer}self_attn.{name}.weight", 64, 64)
-            put(f"{layer}self_attn.{name}.bias", 64)
-        put(f"{layer}self_attn.grep_linear.weight", 8, 16)
-        put(f"{layer}self_attn.grep_linear.bias", 8)
-        put(f"{layer}self_attn.grep_a", 1, 4, 1, 1)
-        file[f"module.{layer}self_attn.relative_attention_bias.weight"] = bias
-        for name, shape in (("fc1", (256, 64)), ("fc2", (64, 256))):
-            put(f"{layer}{name}.weight", *shape)
-            put(f"{layer}{name}.bias", shape[0])
-        for name in ("self_attn_layer_norm", "final_layer_norm"):
-            put(f"{layer}{name}.weight", 64)
-            put(f"{layer}{name}.bias", 64)
-    for name, x in model.text.body.state_dict().items():
-        put(f"multimodal_encoder.bert.{name}", *x.shape)
-    file["module.multimodal_encoder.bert.embeddings.position_ids"] = torch.arange(128)[None]
-    put("multimodal_encoder.cls.predictions.bias", 50)
-    for name in ("t", "s", "v", "a"):
-        put(f"contra_head_{name}.linear.weight", D, 64)
-    for name in ("va", "vs", "vas"):
-        put(f"contra_head_{name}.weight", D, 64 * len(name))
-        put(f"contra_head_{name}.bias", D)
-    for name, shape in (("linear1", (64, 64)), ("linear2", (2, 64))):
-        put(f"itm_head.{name}.weight", *shape)
-        put(f"itm_head.{name}.bias", shape[0])
-    put("itm_head.layernorm.weight", 64)
-    put("itm_head.layernorm.bias", 64)
+    layers, shapes = dict(LAYERS), dict(TENSORS)
     for kind in ("vision", "audio", "subtitle"):
-        put(f"hidden_trans_{kind}_multimodal.0.weight", 64, 64)
-        for name in ("0.bias", "1.weight", "1.bias"):
-            put(f"hidden_trans_{kind}_multimodal.{name}", 64)
-        put(f"{kind}_type_embeddings", 1, 1, 64)
-    put("vision_frame_embedding", 1, 4, 64)
-    put("audio_frame_embedding", 1, 1, 64)
+        layers[f"hidden_trans_{kind}_multimodal.0"] = (64, 64)
+        layers[f"hidden_trans_{kind}_multimodal.1"] = (64,)
+        shapes[f"{kind}_type_embeddings"] = (1, 1, 64)
+    for k in range(2):
+        for name, shape in AUDIO_LAYERS.items():
+            layers[f"audio_encoder.encoder.layers.{k}.{name}"] = shape
+        shapes[f"audio_encoder.encoder.layers.{k}.self_attn.grep_a"] = (1, 4, 1, 1)
+    for name, shape in layers.items():
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[:1]
+    for name, x in model.vision.body.state_dict().items():
+        shapes[f"vision_encoder.visual.{name}"] = x.shape
+    for name, x in model.text.body.state_dict().items():
+        shapes[f"multimodal_encoder.bert.{name}"] = x.shape
+    file = {f"module.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    bias = torch.randn(320, 4)  # one for all layers
+    for k in range(2):
+        layer = f"module.audio_encoder.encoder.layers.{k}"
+        file[f"{layer}.self_attn.relative_attention_bias.weight"] = bias
     file["module.contra_temp"] = torch.tensor(0.05)
     return file
 
 
 def write_release(folder, file):
     (folder / "ckpt").mkdir(parents=True)
-    for step, content in ((9, {}), (10, file)):
-        torch.save(content, folder / "ckpt" / f"model_step_{step}.pt")
+    torch.save({}, folder / "ckpt" / "model_step_9.pt")
+    torch.save(file, folder / "ckpt" / "model_step_10.pt")
     return str(folder)
 
 
-def test_released_weights_load_by_their_names(words, tmp_path):
-    file = released(words)
-    folder = write_release(tmp_path / "pretrain_vast", file)
-    for modalities in ("vas", "va", "v", "s"):
-        model, _ = model_of(words, modalities)
-        loaded, _ = model_of(words, modalities, folder)
-        assert loaded.from_file == model.state_dict().keys()
-        assert loaded.released_tau == pytest.approx(0.05)
-    loaded, _ = model_of_spec(
-        {
-            "image_encoder": "vast-small", "text_encoder": "small", "embed_dim": D,
-            "image_size": 32, "text_length": 12, "text_pooling": "cls",
-            "image_stats": "encoder", "eval_resize": "crop", "modalities": "vas",
-        }, words, False, folder)  # fmt: skip
-    for ours, theirs in (
-        ("clip_head.weight", "contra_head_vas.weight"),
-        ("audio.relative_bias.weight",
-         "audio_encoder.encoder.layers.1.self_attn.relative_attention_bias.weight"),
-        ("audio.norm.bias", "audio_encoder.encoder.layer_norm.bias"),
-        ("audio.layer_norm.bias", "audio_encoder.layer_norm.bias"),
-        ("matching.norms.audio.weight", "hidden_trans_audio_multimodal.1.weight"),
-        ("matching.frames.vision", "vision_frame_embedding"),
-        ("text.projection.weight", "contra_head_t.linear.weight"),
-    ):  # fmt: skip
-        assert torch.equal(loaded.state_dict()[ours], file[f"module.{theirs}"])
+@pytest.mark.parametrize("modalities", ["vas", "va", "v", "s"])
+def test_released_weights_fill_the_model(words, released, modalities, tmp_path):
+    model, _ = model_of(words, modalities, write_release(tmp_path / "release", released))
+    assert model.from_file == model.state_dict().keys()
+    assert model.released_tau == pytest.approx(0.05)
 
 
-def test_released_embeddings_of_another_number_of_frames(words, tmp_path):
+@pytest.mark.parametrize("ours, theirs", [
+    ("clip_head.weight", "contra_head_vas.weight"),
+    ("audio.relative_bias.weight",
+     "audio_encoder.encoder.layers.1.self_attn.relative_attention_bias.weight"),
+    ("audio.pos_conv.weight_v", "audio_encoder.encoder.pos_conv.0.weight_v"),
+    ("matching.linears.audio.weight", "hidden_trans_audio_multimodal.0.weight"),
+    ("matching.frames.vision", "vision_frame_embedding"),
+    ("text.projection.weight", "contra_head_t.linear.weight"),
+])
+def test_released_weights_load_by_their_names(words, released, ours, theirs, tmp_path):
+    model, _ = model_of(words, weights=write_release(tmp_path / "release", released))
+    assert torch.equal(model.state_dict()[ours].float(), released[f"module.{theirs}"])
+
+
+def test_released_embeddings_of_another_number_of_frames(words, released, tmp_path):
     """The authors' number is that of the frames of pretraining; the nearest are taken."""
-    file = released(words)
     eight = torch.randn(1, 8, 64)
-    file["module.vision_frame_embedding"] = eight
-    loaded, _ = model_of(words, weights=write_release(tmp_path / "release", file))
-    assert torch.allclose(loaded.matching.frames["vision"].float(), eight[:, ::2])
+    released["module.vision_frame_embedding"] = eight
+    model, _ = model_of(words, weights=write_release(tmp_path / "release", released))
+    assert_close(model.matching.frames["vision"].float(), eight[:, ::2])
 
 
-@pytest.mark.parametrize(
-    "change, words_of_error",
-    [
-        ({"audio_encoder.layer_norm.bias": None}, ("audio.layer_norm.bias", "are missing")),
-        ({"audio_encoder.predictor.weight": torch.ones(3)}, ("audio.predictor.weight",)),
-        ({"itm_head.linear2.bias": torch.ones(3)}, ("matching.linear2.bias",)),
-    ],
-)
-def test_other_weights_are_refused_by_the_first_name(words, tmp_path, change, words_of_error):
-    file = released(words)
-    for name, x in change.items():
-        file.pop(f"module.{name}", None)
-        if x is not None:
-            file[f"module.{name}"] = x
-    folder = write_release(tmp_path / "release", file)
-    with pytest.raises(UserError) as error:
-        model_of(words, weights=folder)
-    assert all(word in str(error.value) for word in words_of_error), error.value
+@pytest.mark.parametrize("name, reason", [
+    ("audio_encoder.predictor.weight", "audio.predictor.weight"),
+    ("itm_head.linear2.bias", "matching.linear2.bias"),
+])
+def test_weights_of_another_shape_or_layer_are_refused(words, released, tmp_path, name, reason):
+    released[f"module.{name}"] = torch.ones(3)
+    with pytest.raises(UserError, match=reason):
+        model_of(words, weights=write_release(tmp_path / "release", released))
 
 
-# ------------------------------------------------------- training --------------------------------
-def test_the_second_pass_gives_the_gradient_of_both_losses(words):
-    """Against one graph of the contrastive loss and of the mean over the 3 B pairs, in chunks of
-    any size."""
+def test_weights_without_a_layer_are_refused(words, released, tmp_path):
+    del released["module.audio_encoder.layer_norm.bias"]
+    with pytest.raises(UserError, match="audio.layer_norm.bias"):
+        model_of(words, weights=write_release(tmp_path / "release", released))
+
+
+# ------------------------------------------- training ----------------------------------------
+@pytest.mark.parametrize("chunk", [0, 1, 2])
+def test_the_second_pass_gives_the_gradient_of_both_losses(words, chunk):
+    """Against one graph of the contrastive loss and of the mean over the 3 B pairs."""
     model, _ = model_of(words)
     inputs, tokens = clips_of(words), words(TEXTS)
     draws = torch.tensor([[0.1, 0.9], [0.5, 0.4], [0.8, 0.2]]).double()
     clip, text, _ = model(inputs, tokens)
     pairs = mmts_vast.hard_pairs(clip, text, tokens, draws, tau=0.2, length=12)
-    logits = model(inputs, pairs=pairs)[2]
+    _, _, logits = model(inputs, pairs=pairs)
     expected = mmts.clip_loss(clip, text, 0.1) + 0.3 * F.cross_entropy(logits, pairs.target)
-    parameters = dict(model.named_parameters())
-    gradients = torch.autograd.grad(expected, parameters.values())
+    gradients = torch.autograd.grad(expected, model.parameters())
+
     accelerator = accelerate.Accelerator(cpu=True)
-    for chunk in (0, 1, 2):
-        grad_cache = mmts_vast.MatchingCache(model, accelerator, chunk, 0.3)
-        clip, text, _ = grad_cache.encode(pixels=inputs, tokens=tokens)
-        loss = mmts.clip_loss(clip, text, 0.1)
-        pairs = mmts_vast.hard_pairs(clip, text, tokens, draws, tau=0.2, length=12)
-        grad_cache.start_pairs(pairs, 3)
-        accelerator.backward(loss)
-        assert (loss + 0.3 * grad_cache.loss).item() == pytest.approx(expected.item())
-        for (name, p), gradient in zip(parameters.items(), gradients):
-            assert torch.allclose(p.grad, gradient, atol=1e-6), (chunk, name)
-        model.zero_grad()
+    grad_cache = mmts_vast.MatchingCache(model, accelerator, chunk, 0.3)
+    clip, text, _ = grad_cache.encode(pixels=inputs, tokens=tokens)
+    loss = mmts.clip_loss(clip, text, 0.1)
+    grad_cache.start_pairs(pairs, 3)
+    accelerator.backward(loss)
+    assert (loss + 0.3 * grad_cache.loss).item() == pytest.approx(expected.item())
+    for p, gradient in zip(model.parameters(), gradients):
+        assert_close(p.grad, gradient, 1e-6)
 
 
-def test_the_divisor_itself_is_learnt():
-    """4,350 equal pushes of the schedule of YouCook2 take the release's 0.07 to 0.0047; by its
-    logarithm it would be 0.0656."""
-    words = "--dataset youcook2 --init-from x --max-steps 4350"
-    args = mmts_vast.parse_args(words.split())
-    steps = common.count_steps(args, SimpleNamespace(examples=9283))
-    assert steps.warmup == 435
-    ends = []
-    for temperature in (
-        mmts_vast.LinearTemperature(args.tau, args.tau_clamp),
-        common.Temperature(args.tau, True, args.tau_clamp),
-    ):
-        optimizer = common.make_optimizer([torch.nn.Linear(2, 2), temperature], args)
-        (parameter,) = temperature.parameters()
-        for step in range(steps.total):
-            common.set_lr(optimizer, common.learning_rate(step, steps, args))
-            parameter.grad = torch.tensor(1.0)
-            optimizer.step()
-            temperature.clamp()
-        ends.append(temperature().item())
-    assert ends == pytest.approx([0.0047, 0.0656], abs=1e-4)
+def test_the_image_encoder_learns_at_a_rate_of_its_own(words):
+    model, _ = model_of(words)
+    args = mmts_vast.parse_args(["--dataset", "youcook2", "--init-from", "x"])
+    optimizer = common.make_optimizer([model], args)
+    common.set_lr(optimizer, args.lr)
+    rates = {}
+    for group in optimizer.param_groups:
+        rates.update(dict.fromkeys(group["params"], group["lr"]))
+    for name, p in model.named_parameters():
+        expected = 3e-5
+        if name.startswith("vision."):
+            expected = 5e-7
+        assert rates[p] == pytest.approx(expected), name
 
 
-def test_a_learnt_divisor_starts_at_that_of_the_release(words, tmp_path):
-    model, _ = model_of(words, weights=write_release(tmp_path / "release", released(words)))
-    args = mmts_vast.parse_args(["--baseline", "--learnable-tau"])
-    assert mmts_vast.first_tau(args, model) == pytest.approx(0.05)
-    args = mmts_vast.parse_args(["--baseline", "--learnable-tau", "--tau", "0.2"])
-    assert mmts_vast.first_tau(args, model) == 0.2
-    divisor = mmts_vast.LinearTemperature(0.2, (0.1, 0.5))
-    for value, clamped in ((0.7, 0.5), (-1.0, 0.1)):
-        divisor.tau.data.fill_(value)
-        divisor.clamp()
-        assert divisor().item() == pytest.approx(clamped)
+@pytest.mark.parametrize("flags, tau", [("", 0.05), ("--tau 0.2", 0.2)])
+def test_a_learnt_divisor_starts_at_that_of_the_release(words, released, tmp_path, flags, tau):
+    model, _ = model_of(words, weights=write_release(tmp_path / "release", released))
+    args = mmts_vast.parse_args(["--baseline", "--learnable-tau", *flags.split()])
+    assert mmts_vast.first_tau(args, model) == pytest.approx(tau)
 
 
 RUN = (
     "--cpu --workers 0 --image-encoder vast-small --embed-dim 24 --batch-size 8 --lr 1e-3 "
-    "--frames 2 --eval-frames 3 --log-every 1"
-).split()
-CLIPS = "--clips 60 20 20".split()
+    "--frames 2 --log-every 1 --clips 24 8 24 --num-clusters 2 --max-steps 1").split()
 
 
 def test_a_run_learns_the_divisor_itself(tmp_path):
     """AdamW's first step moves what is learnt by the learning rate."""
-    flags = "--baseline --learnable-tau --tau 0.2 --max-steps 1 --warmup-fraction 0"
-    (row,) = few_steps(mmts_vast, tmp_path / "run", *RUN, *CLIPS, *flags.split(),
-                       "--num-clusters", 2)
+    flags = "--baseline --learnable-tau --tau 0.2 --warmup-fraction 0".split()
+    (row,) = few_steps(mmts_vast, tmp_path / "run", *RUN, *flags)
     assert abs(row["tau"] - 0.2) == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_reranking_by_hand():
+# ------------------------------------------- reranking ---------------------------------------
+QUERY = torch.eye(2)
+ANGLES = torch.tensor([0.1, 0.2, 0.3, 1.5])
+GALLERY = torch.stack([ANGLES.cos(), ANGLES.sin()], 1)
+BEST = torch.tensor([[0, 1], [3, 2]])  # by cosine
+SCORES = torch.tensor([[0.2, 0.7, 0.9, 0.9], [0.9, 0.9, 0.6, 0.4]])
+
+
+def test_the_best_candidates_are_those_by_cosine():
+    assert torch.equal(rerank.best_candidates(QUERY, GALLERY, 2), BEST)
+
+
+@pytest.mark.parametrize("positives, ranks", [
+    ([0, 3], [2, 2]), ([1, 2], [1, 1]), ([2, 1], [3, 3]), ([3, 0], [4, 4])])
+def test_reranking_by_hand(positives, ranks):
     """The first two by cosine by their logits alone, the others behind them by cosine."""
-    query = F.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), dim=1)
-    angles = torch.tensor([0.1, 0.2, 0.3, 1.5])
-    gallery = torch.stack([angles.cos(), angles.sin()], 1)
-    best = rerank.best_candidates(query, gallery, 2)
-    assert best.tolist() == [[0, 1], [3, 2]]
-    scores = torch.tensor([[0.2, 0.7, 0.9, 0.9], [0.9, 0.9, 0.6, 0.4]])
-    for positives, expected in (
-        ([0, 3], [2, 2]),
-        ([1, 2], [1, 1]),
-        ([2, 1], [3, 3]),
-        ([3, 0], [4, 4]),
-    ):
-        positives = torch.tensor(positives)[:, None]
-        assert rerank.ranks(query, gallery, scores, best, positives).tolist() == expected
+    positives = torch.tensor(positives)[:, None]
+    assert rerank.ranks(QUERY, GALLERY, SCORES, BEST, positives).tolist() == ranks
+
+
+@pytest.mark.parametrize("low, high", [(-30, -20), (20, 30), (99, 100), (1e-9, 2e-9)])
+def test_reranking_by_hand_of_logits_with_one_probability(low, high):
+    """In float32; those behind the candidates are not read."""
+    logits = torch.tensor([[low, high, 200, 200], [200, 200, high, low]])
     positives = torch.tensor([[1], [2]])
-    for low, high in ((-30, -20), (17, 20), (20, 30), (99, 100), (1e-9, 2e-9)):
-        # logits whose probabilities are the same number in float32; those behind them are not read
-        logits = torch.tensor([[low, high, 200, 200], [200, 200, high, low]])
-        assert rerank.ranks(query, gallery, logits, best, positives).tolist() == [1, 1], low
-    groups = torch.tensor([0, 0, 1, 1])  # the best of each is ranked
+    assert rerank.ranks(QUERY, GALLERY, logits, BEST, positives).tolist() == [1, 1]
+
+
+def test_reranking_ranks_the_best_of_each_group():
+    groups = torch.tensor([0, 0, 1, 1])
     positives = torch.tensor([[1], [0]])
-    found = rerank.ranks(query, gallery, scores, best, positives, groups=groups)
-    assert found.tolist() == [2, 2]
+    ranks = rerank.ranks(QUERY, GALLERY, SCORES, BEST, positives, groups=groups)
+    assert ranks.tolist() == [2, 2]
 
 
-def copy_of(run, folder, change):
-    """A copy of a run whose weights are change(name, weight)."""
-    shutil.copytree(run, folder)
-    tensors = tensors_in(run / "model.safetensors")
-    tensors = {name: change(name, tensor) for name, tensor in tensors.items()}
-    common.write_tensors(folder / "model.safetensors", tensors)
-    return folder
+def metrics_of(run, *flags):
+    return evaluated(run, "--tasks", "retrieval", *flags)["moving-emoji"]["metrics"]
 
 
-def test_eval_reranks_and_says_so(tmp_path, capsys):
-    """The first candidates by P(match), alone; without the head it is refused."""
-    flags = [*RUN, *"--clips 24 8 24 --num-clusters 2 --baseline --max-steps 1".split()]
-    summary = run_script(mmts_vast, tmp_path / "vas", *flags, "--matching-weight", 0.5)
-
-    def evaluate(run, *flags):
-        found = evaluated(run, "--tasks", "retrieval", *flags)
-        return found["moving-emoji"]["metrics"]
-
-    found = evaluate(tmp_path / "vas")  # at 3 frames, as in training
-    assert found["text_to_image"] == summary["test"]["moving-emoji"]["text_to_image"]
-
+def test_eval_reranks_the_first_candidates_beside_the_cosines(tmp_path):
+    run_script(mmts_vast, tmp_path / "run", *RUN, "--matching-weight", 0.5)
     # other weights, since at first all texts are alike
-    draws = torch.Generator().manual_seed(0)
-    noisy = copy_of(
-        tmp_path / "vas", tmp_path / "noisy",
-        lambda name, x: x + 0.1 * torch.randn(x.shape, generator=draws))  # fmt: skip
-    plain = evaluate(noisy)
-    capsys.readouterr()
-    found = evaluate(noisy, "--rerank", 10)
-    words = "--rerank 10: the matching head ranks the first 10"
-    assert words in capsys.readouterr().out
-    assert found["rerank"]["cosine"]["text_to_image"] == plain["text_to_image"]
-    assert found["text_to_image"] == found["rerank"]["10"]["text_to_image"]
+    torch.manual_seed(0)
+    tensors = tensors_in(tmp_path / "run" / "model.safetensors")
+    for name, x in tensors.items():
+        tensors[name] = x + 0.1 * torch.randn(x.shape)
+    common.write_tensors(tmp_path / "run" / "model.safetensors", tensors)
+    plain = metrics_of(tmp_path / "run")
+    reranked = metrics_of(tmp_path / "run", "--rerank", 10)
+    assert reranked["rerank"]["cosine"]["text_to_image"] == plain["text_to_image"]
+    assert reranked["text_to_image"] == reranked["rerank"]["10"]["text_to_image"]
     for direction in ("text_to_image", "image_to_text"):
-        assert found[direction]["R@10"] == plain[direction]["R@10"]
-        assert found[direction]["MnR"] != plain[direction]["MnR"]
+        assert reranked[direction]["R@10"] == plain[direction]["R@10"]
+        assert reranked[direction]["MnR"] != plain[direction]["MnR"]
 
-    # the same order at logits whose probabilities are 0 or 1 in float32
-    confident = copy_of(
-        noisy, tmp_path / "confident",
-        lambda name, x: 1024 * x if name.startswith("matching.linear2") else x)  # fmt: skip
-    assert evaluate(confident, "--rerank", 10) == found
 
-    few = "--cpu --workers 0 --clips 24 8 24 --num-clusters 2 --batch-size 8 --max-steps 1"
-    run_script(mmts, tmp_path / "a", *few.split())
+def test_reranking_without_a_matching_head_is_refused(tmp_path):
+    flags = "--cpu --workers 0 --clips 24 8 24 --num-clusters 2 --batch-size 8 --max-steps 1"
+    run_script(mmts, tmp_path / "run", *flags.split())
     with pytest.raises(UserError, match="--rerank: .* has no matching head"):
-        evaluate(tmp_path / "a", "--rerank", 10)
+        metrics_of(tmp_path / "run", "--rerank", 10)
 
 
-@pytest.mark.parametrize(
-    "flags, reason",
-    [
-        (["--dataset", "emoji", "--modalities", "a"], "emoji has none of them; give v"),
-        (["--dataset", "emoji", "--modalities", "va"], "emoji has no more than v; give that"),
-    ],
-)
-def test_what_vast_refuses(flags, reason, tmp_path):
-    with pytest.raises(UserError, match=re.escape(reason)):
-        few_steps(
-            mmts_vast, tmp_path / "r", *RUN, *(CLIPS if "--dataset" not in flags else []), *flags)
+# -------------------------------------------- flags ------------------------------------------
+@pytest.mark.parametrize("script, flags, reason", [
+    (mmts_vast, "--dataset emoji --modalities a", "emoji has none of them; give v"),
+    (mmts_vast, "--dataset emoji --modalities va", "emoji has no more than v; give that"),
+    (mmts, "--clips 24 8 24", "use python -m variants.mmts_vast"),
+])
+def test_data_without_the_modalities_and_other_scripts_are_refused(
+        script, flags, reason, tmp_path):
+    words = "--cpu --workers 0 --image-encoder vast-small --batch-size 8 --max-steps 1".split()
+    with pytest.raises(UserError, match=reason):
+        few_steps(script, tmp_path / "run", *words, *flags.split())
 
 
-def test_the_image_encoder_learns_at_the_rate_of_vast(words):
-    """5e-7 at the peak of both recipes; all else at --lr."""
-    model, _ = model_of(words)
-    for name, rate in (("youcook2", 3e-5), ("ssv2-lt", 2e-5)):
-        args = mmts_vast.parse_args(["--dataset", name, "--init-from", "x"])
-        optimizer = common.make_optimizer([model], args)
-        common.set_lr(optimizer, args.lr)
-        rates = {}
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                rates[p] = group["lr"]
-        for name, p in model.named_parameters():
-            expected = 5e-7 if name.startswith("vision.") else rate
-            assert rates[p] == pytest.approx(expected), name
-
-
-@pytest.mark.parametrize(
-    "words, reason",
-    [
-        ("--image-encoder small", "--image-encoder small: it has no matching head; give vast or"),
-        ("--dataset youcook2", "--init-from is needed: this recipe fine-tunes VAST's weights"),
-        ("--baseline --learnable-tau --negatives-tau 0.1", "--negatives-tau: only without"),
-        ("--loss max-margin --baseline --label-smoothing 0.1", "--label-smoothing: only with"),
-    ],
-)
-def test_flags_that_are_refused(words, reason, capsys):
-    assert reason in refused(mmts_vast.parse_args, words.split(), capsys)
-
-
-def test_other_scripts_do_not_train_vast(tmp_path):
-    with pytest.raises(UserError, match="use python -m variants.mmts_vast"):
-        few_steps(mmts, tmp_path / "r", *RUN[:9], *CLIPS)
+@pytest.mark.parametrize("flags, reason", [
+    ("--image-encoder small", "--image-encoder small: it has no matching head; give vast or"),
+    ("--dataset youcook2", "--init-from is needed: this recipe fine-tunes VAST's weights"),
+    ("--baseline --learnable-tau --negatives-tau 0.1", "--negatives-tau: only without"),
+    ("--loss max-margin --baseline --label-smoothing 0.1", "--label-smoothing: only with"),
+])
+def test_flags_that_are_refused(flags, reason, capsys):
+    assert reason in refused(mmts_vast.parse_args, flags.split(), capsys)
