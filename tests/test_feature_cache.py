@@ -10,7 +10,7 @@ import common
 from contrastive.core.files import read_json
 from contrastive.core.processes import UserError
 from contrastive.data import feature_cache
-from contrastive.data.batches import kept_text_draws
+from contrastive.data.batches import cached_text_draws
 from contrastive.encoders import feature_cache as cached_encoders, weights
 from contrastive.encoders.base import batchnorms
 from contrastive.encoders.feature_cache import CachedTokenizer, encode_frames
@@ -197,7 +197,7 @@ def test_texts_of_a_paraphrase_are_among_those_that_are_kept(tmp_path, captions_
         few_steps(temo, tmp_path / "run", *FLAGS, "--dataset", captions_csv, "--freeze", "both",
                   "--feature-cache", tmp_path / "cache", "--max-steps", 30, "--seed", 1)
     assert len(encoded) == 4  # the captions of train, val and test, and T~, each at once
-    first, second = kept_text_draws(0, [3]), kept_text_draws(1, [3])
+    first, second = cached_text_draws(0, [3]), cached_text_draws(1, [3])
     assert first.shape == (1, 32) and not (first == second).any()
 
 

@@ -163,7 +163,7 @@ def test_scores_are_dot_products_of_the_video_and_the_choices(tokenizer):
     model, pixels = vgt_of(tokenizer), torch.randn(2, 4, 3, 16, 16)
     question, choices = questions_of(tokenizer), choices_of(tokenizer)
     _, _, scores = model(pixels, None, question, choices)
-    video = model.graph(*model.look(pixels, question["boxes"]))
+    video = model.graph(*model.graph_inputs(pixels, question["boxes"]))
     texts = {name: choices[name] for name in ("input_ids", "attention_mask")}
     words, means = model.read(texts)
     mask = choices["attention_mask"].bool()
@@ -187,7 +187,7 @@ def test_answers_of_the_vocabulary_by_hand(tokenizer):
     boxes = question.pop("boxes")
     words, of_question = model.read(question)
     mask = question["attention_mask"].bool()[:, None]
-    video = model.graph(*model.look(pixels, boxes))
+    video = model.graph(*model.graph_inputs(pixels, boxes))
     video = model.summary(video, words[:, None], mask, mask.any(-1))
     answers = model.cached_vocabulary
     assert_close(scores, (video @ answers.T) * (of_question @ answers.T))

@@ -34,7 +34,7 @@ from contrastive.data import data_options
 from contrastive.data.folders import files_below, sort_files
 from contrastive.data.frames import read_frames
 from contrastive.data.pixels import VIDEO_TYPES
-from contrastive.data.additions import own_path
+from contrastive.data.additions import path_of_source
 from contrastive.data.table import frames_of
 from contrastive.encoders.image_encoders import check_image_encoder, encoder_kind
 from contrastive.engine.flags import OneLineErrorParser
@@ -141,9 +141,9 @@ def find_clips(args):
     root = video_folder(args)
     clips = {}
     for source in find_sources(args, path):
-        if not source or not own_path(source):
+        if not source or not path_of_source(source):
             continue
-        file = Path(own_path(source)).resolve()
+        file = Path(path_of_source(source)).resolve()
         if file.is_file():
             name = file
             if file.is_relative_to(root):

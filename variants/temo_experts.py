@@ -201,7 +201,7 @@ def main(args):
             image_features = image_expert(batch["views"][expert_view])     # (B, width)
         if text_expert:
             if args.expert_inputs == "clean":
-                texts = tokenizer.cleaned(texts)
+                texts = tokenizer.clean_texts(texts)
             text_features = text_expert(texts)                             # (B, width)
 
         tau = temperature()

@@ -386,10 +386,10 @@ def open_data(args):
     evaluation_sets = open_evaluation_sets(args, train, words)
     has_val = any("val" in splits for splits in evaluation_sets.values())
     if not has_val and tests_on_other_data(args):
-        own_val = open_splits(args.dataset, ["val"], data_options(args))
-        if own_val:
+        val_of_training_set = open_splits(args.dataset, ["val"], data_options(args))
+        if val_of_training_set:
             has_val = True
-            evaluation_sets[args.dataset] = own_val
+            evaluation_sets[args.dataset] = val_of_training_set
     if args.eval_every > 0 and not has_val:
         raise UserError(
             f"--eval-every {args.eval_every}: {', '.join(evaluation_sets)} without a val split, "

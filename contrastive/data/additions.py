@@ -32,12 +32,12 @@ def without_trained(data, *training_sets):
     if any(map(holds_files_inside, (data, *training_sets))):
         data = with_note(data, "WARNING: files inside tables and tars are not compared with those "
                                "trained on")
-    trained = set()
+    trained_files = set()
     for train in training_sets:
-        trained.update(file_of_rows(train))
+        trained_files.update(file_of_rows(train))
     rows = []
     for row, file in enumerate(file_of_rows(data)):
-        if file is None or file not in trained:
+        if file is None or file not in trained_files:
             rows.append(row)
     num_trained = len(data) - len(rows)
     if not num_trained:
@@ -50,7 +50,7 @@ def without_trained(data, *training_sets):
 
 def holds_files_inside(data):
     """Whether the first file of a set is inside a table or a tar."""
-    return data.sources is not None and own_path(data.sources[0]["source"]) is None
+    return data.sources is not None and path_of_source(data.sources[0]["source"]) is None
 
 
 def file_of_rows(data):
@@ -59,12 +59,12 @@ def file_of_rows(data):
         return []
     files = []
     for source in data.values_of_column("source"):
-        path = own_path(source)
+        path = path_of_source(source)
         files.append(path and os.path.realpath(path))
     return files
 
 
-def own_path(source):
+def path_of_source(source):
     """The path of a source that is a file; None if it is inside a table or a tar."""
     if source.get("bytes") or source.get("size") is not None:
         return None
@@ -83,7 +83,7 @@ class Clip(NamedTuple):
 def clips_of_data(data):
     """Yields the Clip of each row."""
     for key, source in zip(data.keys(), data.values_of_column("source")):
-        path = own_path(source) or key
+        path = path_of_source(source) or key
         yield Clip(Path(path), source.get("start"), source.get("end"))
 
 

@@ -15,7 +15,7 @@ from contrastive.data.views import crop_batch, uniforms
 import numpy as np
 import torch
 
-SHARDS_AT_ONCE = 16  # whose samples are mixed: few files are open, and the order is random
+SHARDS_AT_ONCE = 16  # shards whose samples are mixed: few files are open, the order is random
 SLICE = 256  # frames whose colours a GPU changes at a time; temporaries take six times their memory
 UNREADABLE = "could not be read when its features were computed"
 TRIES = 100  # unreadable samples in a row, after which a run stops
@@ -38,7 +38,7 @@ def epoch_order(num_rows, seed, epoch, shards=None):
     rng = np.random.default_rng([seed, epoch])
     if shards is None:
         return rng.permutation(num_rows)
-    numbers = np.unique(shards)  # of the shards that have rows
+    numbers = np.unique(shards)  # those of shards that have rows
     if len(numbers) <= SHARDS_AT_ONCE:
         return rng.permutation(num_rows)
     turns = rng.permutation(len(numbers))  # when each shard is read
@@ -154,7 +154,7 @@ class Sample(NamedTuple):
     """What was read of one row."""
 
     row: int
-    views: list | None  # of (3, S, S) or (T, 3, S, S); None after TRIES that cannot be read
+    views: list | None  # V of (3, S, S) or (T, 3, S, S); None after TRIES that cannot be read
     sound_and_text: dict
 
 
@@ -266,7 +266,7 @@ def set_up_worker(worker):
 
 
 # ---- batches ----
-def kept_text_draws(epoch, rows):
+def cached_text_draws(epoch, rows):
     """(B, 32) random numbers for texts whose features are kept: those of seed 0."""
     return uniforms(0, epoch, rows, TEXT_DRAWS)
 
@@ -414,8 +414,8 @@ class Batches:
         draws = uniforms(self.seed, raw.epoch, raw.index, TEXT_DRAWS)
         if self.num_texts:
             choice = uniforms(self.seed, raw.epoch, raw.index, 1, TEXT_CHOICE)[:, 0]    # (B,)
-            kept_epochs = (choice * self.num_texts).astype(np.int64)
-            draws[:, 1:] = kept_text_draws(kept_epochs, raw.rows)[:, 1:]
+            cached_epochs = (choice * self.num_texts).astype(np.int64)
+            draws[:, 1:] = cached_text_draws(cached_epochs, raw.rows)[:, 1:]
         return draws
 
     def colour_functions(self):

@@ -24,8 +24,8 @@ import torch
 from PIL import Image
 
 DEFAULT_FRAMES = 12
-DEFAULT_SIDE = 224  # of a view, in pixels
-JPEG_QUALITY = 92  # of the cache of frames
+DEFAULT_SIDE = 224  # pixels of a side of a view
+JPEG_QUALITY = 92  # quality of the files of the frame cache
 CACHED_PER_FRAME = 3  # cached frames for each random one
 
 

@@ -33,7 +33,7 @@ GENDER_WORDS = (
     "man", "men", "mans", "woman", "women", "womans", "person", "people", "male", "female", "boy",
     "boys", "girl", "girls")
 FOLDS = 10  # tenths of the clusters: 80 / 10 / 10
-SMALLEST_CLASS = 8  # by class, those with fewer drawings are left out
+SMALLEST_CLASS = 8  # where each class is split, smaller classes are left out
 HELD_OUT_OF_CLASS = {"test": 2, "val": 1}  # drawings of each class
 
 

@@ -31,12 +31,12 @@ import torch
 
 FORMAT = 2  # a part of every hash; it changes when the same flags give other features
 ROWS_IN_FILE = 4096
-OPEN_FILES = 256  # of which a process may have 1,024
+OPEN_FILES = 256  # files open at a time; a process may have 1,024
 # Images or frames that are encoded at a time. On a CPU each takes 1.5 times as long in batches of
 # 64 as in batches of 16, since the activations leave its caches.
 BATCH = {"cpu": 16, "cuda": 256}
 NUM_VIEWS = 4  # V draws that are kept of each view
-VIEW_SEED = 0  # of these draws
+VIEW_SEED = 0  # seed of these draws
 VIEW_CHOICE = 200  # stream of random numbers that choose among the draws, one for each Augment
 
 
@@ -149,7 +149,7 @@ class Block(NamedTuple):
     """Rows of one view that stand in one file of each folder."""
 
     view: int
-    number: int  # in the view
+    number: int  # its place in the view
     rows: range
 
     def file(self, folder):
@@ -181,14 +181,14 @@ def open_tables(folders, num_rows, device, encode, *, title, num_views=1):
         title: what is encoded, in words.
     """
     blocks = blocks_of(num_rows, num_views)
-    own_blocks = []
+    blocks_to_write = []
     for number, block in enumerate(blocks):
         is_whole = all(block.file(folder).exists() for folder in folders)
         if not is_whole and number % world_size() == rank():
-            own_blocks.append(block)
-    if own_blocks:
+            blocks_to_write.append(block)
+    if blocks_to_write:
         print_main(f"{title}: features are computed once, and kept below {folders[0].parent}")
-        write_blocks(folders, own_blocks, encode(own_blocks), title)
+        write_blocks(folders, blocks_to_write, encode(blocks_to_write), title)
     barrier()
     tables = []
     for folder in folders:

@@ -19,7 +19,8 @@ NUMBERS = re.compile(r"([-_.]?\d+)+(-of-\d+(-[0-9a-f]{16})?)?$")
 # names that speak of a split in other words; a blank is between two words
 LIKE_A_SPLIT = re.compile(
     r"\b(train|test|valid|eval|hold ?out|held ?out|(val|dev)(set|data|elopment)?\b)")
-CONFIGS = re.compile(r"""(?m)^[\s{"']*configs["']?:""")  # in the card of a data set, YAML or JSON
+# an entry in the card of a data set, YAML or JSON, that assigns files to splits
+CONFIGS = re.compile(r"""(?m)^[\s{"']*configs["']?:""")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 FORMS = ("a folder for each class, in train/, val/ and test/ or without these; a metadata.csv with "
          "file_name and caption or label; tables called train, val and test; or tars")
@@ -258,7 +259,7 @@ def read_metadata(folder, files):
     """({split: table}, paths that they name) of files of metadata. The folders of an image or
     video say which split it is of."""
     tables = []
-    paths = []  # of each row, below the folder
+    paths = []  # path of each row's file, below the folder
     for file in files:
         table = read_table(file)
         if "file_name" not in table.column_names:

@@ -15,10 +15,10 @@ def hub_folder(repository, patterns, revision=None):
     finds them in the hub's cache. Returns: their folder."""
     from huggingface_hub import errors, snapshot_download
 
-    what = dict(repo_type="dataset", allow_patterns=patterns, revision=revision)
+    selection = dict(repo_type="dataset", allow_patterns=patterns, revision=revision)
     with contextlib.suppress(errors.DryRunError):  # without the hub, whose cache is then read
-        announce_download(repository, snapshot_download(repository, dry_run=True, **what))
-    folder = Path(snapshot_download(repository, **what))
+        announce_download(repository, snapshot_download(repository, dry_run=True, **selection))
+    folder = Path(snapshot_download(repository, **selection))
     COMMITS[repository] = folder.name
     return folder
 

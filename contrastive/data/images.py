@@ -19,7 +19,7 @@ from contrastive.data.user_data import data_of_tables, read_source
 TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft",
            "imagenet-sketch", "imagenet-a", "imagenet-r", "imagenet-o", "flowers", "pets", "pcam",
            "mnist", "food101", "imagenet1k")
-COLUMN_NAMES = {"img": "image", "fine_label": "label"}  # of CIFAR on the hub
+COLUMN_NAMES = {"img": "image", "fine_label": "label"}  # columns of CIFAR on the hub -> ours
 # mean and std with which the CC3M trainer evaluates; CIFAR-10's own std is .2470 .2435 .2616
 CIFAR_STATS = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),

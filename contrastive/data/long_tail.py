@@ -10,8 +10,8 @@ from contrastive.data.table import Data, make_table, with_note
 
 import numpy as np
 
-DEFAULT_RATIO = 100.0  # of the sets with a full set, in programs without --imbalance-ratio
-VAL_FRACTION = 0.1  # of each class of the full set
+DEFAULT_RATIO = 100.0  # ratio of a cut set, in programs without --imbalance-ratio
+VAL_FRACTION = 0.1  # part of each class of the full set that is val
 CLASS_ORDER_SEED = 17  # beside --split-seed
 # order of CIFAR-10's training batches in its tar, and so in the hub's parquet
 TAR_ORDER = (4, 3, 2, 5, 1)
@@ -198,7 +198,7 @@ def check_tail(labels, num_classes, ratio, file):
     """Raises UserError if the images of index_file are not a long tail of this ratio."""
     sizes = np.sort(np.bincount(labels, minlength=num_classes))[::-1]       # largest first
     expected = long_tail_counts(int(sizes[0]), len(sizes), ratio)
-    tolerance = 0  # of equal classes
+    tolerance = 0
     if ratio > 1:
         tolerance = 1  # a tail may be rounded otherwise
     if np.abs(sizes - expected).max() > tolerance:

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 DEFAULT_FRAMES = 4
 DEFAULT_SIDE = 32  # pixels
 SCENE_CLASSES = 60  # nouns of emoji-scenes
-SCENES_AT_ONCE = 512  # that are rendered
-CANVAS_NUMBERS = 2**20  # of clips that are rendered at once: 4 MiB
-# Seeds of what is drawn.
+SCENES_AT_ONCE = 512  # scenes that are rendered together
+CANVAS_NUMBERS = 2**20  # numbers of the clips that are rendered together: 4 MiB
+# Seeds of the random numbers.
 SCENE_SEED = [7, 1]
 QUESTION_SEED = [7, 3]
 CLIP_SEED = 7
@@ -43,7 +43,7 @@ COLOURS = {
     "green": (165, 220, 165)}
 # Drawings. With 24 verbs they make 2,880 pairs, an eighth of them for val and an eighth for test.
 NOUNS = 120
-TONE_SECONDS = 0.64  # of the verb, and then of the noun
+TONE_SECONDS = 0.64  # length of the verb's tone, and then of the noun's
 TONES = (200.0, 3200.0)  # Hz, the lowest and the highest
 NOUN_CLASSES = re.compile(
     "animal|food|plant|transport|household|clothing|tool|music|sport|game|phone|computer|light|"

@@ -39,7 +39,7 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as transforms
 
 SIZE = 128  # pixels of a side
-MAX_PIXELS = 16_000_000  # of a png file
+MAX_PIXELS = 16_000_000  # largest png file that is read
 HELD_OUT = {"test": 1000, "val": 1000}  # drawings
 TEMPLATES = ("clip art of {}", "a drawing of {}", "picture: {}", "an illustration of {}")
 MAX_SAME_TITLE = 3  # drawings with one title; a title of more is that of a collection
@@ -94,7 +94,7 @@ def make_archive(folder, path):
     drawings = select_drawings(list(read_titles(root)))
     print_main(f"openclipart: {len(drawings):,} drawings are scaled to {SIZE} pixels, once: {path}")
     keys, captions, pixels = [], [], []
-    earlier = set()  # bytes of pictures
+    contents = set()  # bytes of pictures
     for drawing, caption in drawings:
         try:
             picture = read_picture(root / "png" / f"{drawing.key}.png")     # (3, H, W)
@@ -102,9 +102,9 @@ def make_archive(folder, path):
             continue
         picture = scale(picture)                                            # (3, S, S)
         content = picture.numpy().tobytes()
-        if content in earlier or picture.flatten(1).unique(dim=1).shape[1] == 1:
+        if content in contents or picture.flatten(1).unique(dim=1).shape[1] == 1:
             continue
-        earlier.add(content)
+        contents.add(content)
         keys.append(drawing.key)
         captions.append(caption)
         pixels.append(picture)

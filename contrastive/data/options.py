@@ -59,7 +59,7 @@ class DataOptions:
     caption_relevancy: float = 0.0
 
     # ---- of the training set alone: the long tail that is cut from it (long_tail.py) ----
-    # Images of the largest class per image of the smallest. None = the data set's own ratio.
+    # Ratio of the largest to the smallest class. None = the data set's own ratio.
     imbalance_ratio: float | None = None
     # Seed of the classes' order of size and of the images that stay.
     split_seed: int = 0

@@ -24,7 +24,7 @@ VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "
                "ogv", "3gp")
 # what Pillow may open: of its other formats, EPS starts a program
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM")
-OPEN_TARS = 32  # those whose samples are mixed (batches.SHARDS_AT_ONCE), and those read next
+OPEN_TARS = 32  # twice as many as are mixed (batches.SHARDS_AT_ONCE): these, and the next ones
 
 JPEG_START = b"\xff\xd8"
 JPEG_END = b"\xff\xd9"
@@ -85,8 +85,8 @@ def check_jpeg_is_whole(content):
     position = len(JPEG_START)
     marker = JPEG_MARKER.search(content, position)
     while marker and marker[0] != JPEG_END:
-        size = int.from_bytes(content[marker.end():marker.end() + 2], "big")  # of its segment
-        marker = JPEG_MARKER.search(content, marker.end() + size)
+        size_of_segment = int.from_bytes(content[marker.end():marker.end() + 2], "big")
+        marker = JPEG_MARKER.search(content, marker.end() + size_of_segment)
     if marker is None:
         raise ValueError("truncated jpeg")
 

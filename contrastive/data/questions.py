@@ -10,12 +10,11 @@ one `pair`. The caption is the question, unless --extra-captions has another.
 import hashlib
 from typing import NamedTuple
 
-from contrastive.data.annotations import (
-    Files, Videos, clips_of, files_of, video_folder)
+from contrastive.core.processes import UserError, opening, print_main
+from contrastive.data.annotations import Files, Videos, clips_of, files_of, video_folder
 from contrastive.data.clips import clip_options
 from contrastive.data.regions import Regions
 from contrastive.data.table import with_note
-from contrastive.core.processes import UserError, opening, print_main
 
 NEXTQA_TYPES = {
     "CW": "causal why",
@@ -123,7 +122,7 @@ class Layout(NamedTuple):
     """How the files of a set are read."""
 
     read: object  # function (Files) -> rows
-    pattern: str  # of the file of a split
+    pattern: str  # pattern of the name of a split's file
     words: dict  # {split: its word in the pattern}
 
 

@@ -180,7 +180,7 @@ SETS = {
         "videos", {"train": 8_395, "val": 1_065, "test": 1_004}, RESEARCH, "friedrichor/DiDeMo"),
     "youcook2": DataSet(
         "videos", {"train": 10_337, "test": 3_492}, RESEARCH, "lmms-lab/YouCook2",
-        other_counts={"train": 9_283, "test": 3_216}),  # of VAST's files, with subtitles
+        other_counts={"train": 9_283, "test": 3_216}),  # counts of VAST's files with subtitles
     "howto100m": DataSet("videos", {"train": None}, RESEARCH),
     # train: the sum of the class counts in LMR's configuration; val and test: 40 and 15 of a class
     "ssv2-lt": DataSet("videos", {"train": 50_418, "val": 6_960, "test": 2_610}, RESEARCH),

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-MAX_ROWS_AS_LISTS = 2**18  # of a table whose captions and keys are kept as Python lists
-ROWS_AT_ONCE = 10_000  # of a table that is read through
+MAX_ROWS_AS_LISTS = 2**18  # a larger table does not keep its columns as Python lists
+ROWS_AT_ONCE = 10_000  # rows that are read together from a table that is read through
 RELEVANCY_DRAWS = 98  # stream of random numbers that draw a sentence by relevancy
 SOURCE_FIELDS = {"path": "string", "bytes": "binary", "offset": "int64", "size": "int64",
                  "start": "float64", "end": "float64"}  # types of the fields of a source
@@ -61,7 +61,6 @@ class Data:
     prompts: list = None  # templates of zero-shot classification, with {c}
     # ---- for the banner ----
     note: str = ""  # what was left out or held out
-
 
     def __post_init__(self):
         # without the column of files, so that a caption reads no pixels
@@ -281,7 +280,7 @@ class Data:
             if max(self.read(0).shape[-2:]) > limit:
                 return self
             pixels = torch.stack([self.read(i) for i in range(len(self))])
-        except Exception:  # of other sizes; an unreadable one is counted when it is drawn
+        except Exception:  # other sizes; an unreadable one is counted when a batch reads it
             return self
         return dataclasses.replace(self, pixels=pixels)
 

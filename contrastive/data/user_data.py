@@ -109,16 +109,17 @@ class Rows:
     Rows that are left out are still in the lists.
     """
 
-    names: list  # of the images or videos, "" = none
-    captions: list  # of lists of texts
+    names: list  # names of the images or videos, "" = none
+    captions: list  # lists of texts
     labels: list  # names of classes, None = unknown
     splits: list = ()
-    numbers: list = dataclasses.field(default_factory=list)  # of each row in the table of its split
+    # number of each row in the table of its split
+    numbers: list = dataclasses.field(default_factory=list)
     pictures: object = None  # table of the column source if the files are inside, else None
-    label_names: list = None  # in their order if the table has it
+    label_names: list = None  # names of all classes in the order of the table, if it has one
     has_captions: bool = True  # False if class names take the place of captions
     is_video: bool = False
-    columns: set = frozenset()  # of images, captions and classes
+    columns: set = frozenset()  # names of the columns of images, captions and classes
     notes: list = dataclasses.field(default_factory=list)
 
 

@@ -17,7 +17,7 @@ from contrastive.data.registry import SETS
 from contrastive.data.table import EmptySplit, join_captions
 
 HUB_FILES = ["*.json", "*.jsonl", "*.parquet"]  # what is downloaded from a repository: no videos
-CATEGORIES = (  # of MSR-VTT, by its own numbers
+CATEGORIES = (  # names of MSR-VTT's categories, by their numbers
     "music", "people", "gaming", "sports", "news", "education", "tv shows", "movie", "animation",
     "vehicles", "howto", "travel", "science", "animals", "kids", "documentary", "food", "cooking",
     "beauty", "advertisement")

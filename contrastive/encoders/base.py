@@ -4,8 +4,8 @@ transformers by name."""
 import functools
 import typing
 
-from contrastive.data.hub import note_commit
 from contrastive.core.processes import UserError, opening, print_main, world_size
+from contrastive.data.hub import note_commit
 
 import torch
 import torch.nn as nn
@@ -56,17 +56,14 @@ def sync_batchnorm(model, args):
 
         return convert_sync_batchnorm(model)
     print_main("BatchNorm on several CPU processes: each process has its own statistics, so the "
-               "run "
-               "differs from a run on one process")
+               "run differs from a run on one process")
     return model
 
 
 # =========================================== small encoders =======================================
 class GroupNorm(nn.GroupNorm):
-    """torch's GroupNorm, for forward-mode derivatives of channels-last images as well.
-
-    torch before 2.14 refuses these, and mama.py needs them.
-    """
+    """torch's GroupNorm, also for forward-mode derivatives of channels-last images, which mama.py
+    needs and torch before 2.14 refuses."""
 
     REFUSES_CHANNELS_LAST = torch.__version__ < "2.14"
 
@@ -102,7 +99,7 @@ class SmallCNN(nn.Sequential):
         layers = []
         in_channels = 3
         for stage in range(4):
-            out_channels = width * 2 ** (stage - 1) if stage > 0 else width // 2
+            out_channels = width * 2 ** stage // 2
             layers.append(nn.Conv2d(in_channels, out_channels, 3, stride=2, padding=1, bias=False))
             layers.append(GroupNorm(8, out_channels))
             layers.append(nn.ReLU())
@@ -202,6 +199,13 @@ def channels_last(network):
         network.to(memory_format=torch.channels_last)
 
 
+def as_clips(pixels):
+    """Clips (B, T, 3, S, S) as they are; images (B, 3, S, S) as clips of one frame."""
+    if pixels.ndim == 5:
+        return pixels
+    return pixels[:, None]
+
+
 # ============================================== backbones =========================================
 class Backbone(typing.NamedTuple):
     """A network from images, clips or texts to features (., width), and its properties.
@@ -286,7 +290,7 @@ def hub_encoder(name, half, pretrained, config):
         if half == "text" and config.model_type == "t5":
             model_class = transformers.AutoModelForTextEncoding  # the encoder alone
         if pretrained:
-            model = published(model_class, name, config)
+            model = load_published(model_class, name, config)
         else:
             model = model_class.from_config(config, **TRANSFORMERS_OPTIONS)
         if config.model_type != "clip":
@@ -303,7 +307,7 @@ def hub_encoder(name, half, pretrained, config):
 
 def feature_width(config):
     """The width of the features of a transformers model, by its config; 0 if it has several."""
-    widths = getattr(config, "hidden_sizes", None) or [0]                # of stages, as a ResNet's
+    widths = getattr(config, "hidden_sizes", None) or [0]  # widths of the stages of a ResNet
     return getattr(config, "hidden_size", 0) or widths[-1]
 
 
@@ -330,7 +334,7 @@ def mask_of_body(body, mask):
     return mask
 
 
-def published(model_class, name, config, optional=OPTIONAL_PARTS):
+def load_published(model_class, name, config, optional=OPTIONAL_PARTS):
     """A transformers model with its published weights.
 
     Args:

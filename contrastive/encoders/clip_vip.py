@@ -9,15 +9,17 @@ feature of the clip. An image is a clip of one frame. The text tower is CLIP's; 
 command.
 """
 
+from contrastive.encoders.base import as_clips
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-NUM_PROXIES = 3   # of the released weights, beside the class token
-NUM_FRAMES = 12   # of their temporal embedding
+NUM_PROXIES = 3   # proxy tokens of the released weights, beside the class token
+NUM_FRAMES = 12   # frames of their temporal embedding
 
 # Modules of CLIP-ViP -> ours.
-TOWER_NAMES = {
+MODULE_NAMES = {
     "vision_model": "vision.body.clip",
     "text_model": "text.body",
     "visual_projection": "vision.projection",
@@ -45,7 +47,7 @@ class ClipViP(nn.Module):
     def embed(self, pixels):
         """The tokens (B, M + T * L, width), proxies first, then the patches frame by frame; M; T.
         """
-        clips = pixels if pixels.ndim == 5 else pixels[:, None]          # (B, T, 3, S, S)
+        clips = as_clips(pixels)                                         # (B, T, 3, S, S)
         B, T = clips.shape[:2]
         embeddings = self.clip.embeddings
         position = embeddings.position_embedding.weight                  # (1 + L, width)
@@ -84,7 +86,9 @@ def attend(attention, x, M, T):
     Returns: (B, M + T * L, width).
     """
     B = len(x)
-    dropout = attention.dropout if attention.training else 0.0
+    dropout = 0.0
+    if attention.training:
+        dropout = attention.dropout
 
     def split_heads(y):
         return y.unflatten(2, (attention.num_heads, -1)).transpose(1, 2)
@@ -120,7 +124,7 @@ def convert_clip_vip(weights):
     for name, tensor in weights.items():
         module, _, parameter = name.partition(".")
         if not parameter.endswith("position_ids"):
-            tensors[f"{TOWER_NAMES.get(module, module)}.{parameter}"] = tensor
+            tensors[f"{MODULE_NAMES.get(module, module)}.{parameter}"] = tensor
     start = "vision.body.clip.embeddings"
     temporal = tensors.pop(f"{start}.temporal_embedding")                # (1, times, width)
     tensors["vision.body.added_cls"] = tensors.pop(f"{start}.added_cls")

@@ -11,7 +11,7 @@ from contrastive.encoders.transform import EvalTransform, channel_values
 import torch
 import torch.nn.functional as F
 
-EXPERT_SIZE = 224      # most pixels of a side of what an image expert reads
+EXPERT_SIZE = 224  # largest side of an image that an expert reads, in pixels
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,7 +35,9 @@ class Expert:
         self.transform = transform
         self.device = device
         self.pooling = pooling
-        dtype = HALF_PRECISION.get(precision) if device.type == "cuda" else None
+        dtype = None
+        if device.type == "cuda":
+            dtype = HALF_PRECISION.get(precision)
         self.autocast = functools.partial(
             torch.autocast, device.type, dtype, enabled=dtype is not None)
         if modality == "text":

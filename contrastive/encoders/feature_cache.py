@@ -6,7 +6,7 @@ import functools
 import json
 from importlib import metadata
 
-from contrastive.data.batches import kept_text_draws
+from contrastive.data.batches import cached_text_draws
 from contrastive.data.feature_cache import (
     NUM_VIEWS, ImageFeatures, cache_folder, hash_of, hash_of_tensors, open_tables)
 from contrastive.data.table import ROWS_AT_ONCE
@@ -15,7 +15,8 @@ from contrastive.core.processes import UserError, to_device
 
 import torch
 
-LIBRARIES = ("torch", "torchvision", "timm", "transformers")  # whose versions features depend on
+# features depend on the versions of these libraries
+LIBRARIES = ("torch", "torchvision", "timm", "transformers")
 TEXTS_AT_ONCE = 64
 
 
@@ -107,7 +108,7 @@ def drawn_texts(train, draw_texts, num_texts):
                 choices.append((number + 0.5) / len(captions_of_row))
                 captions.append(captions_of_row)
         for epoch in range(num_texts):
-            u = kept_text_draws(epoch, rows)                               # (B, 32)
+            u = cached_text_draws(epoch, rows)                               # (B, 32)
             u[:, 0] = choices
             for list_of_texts in draw_texts(captions, u):
                 texts.update(dict.fromkeys(list_of_texts))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from contrastive.core.processes import UserError, opening
 from contrastive.data.hub import note_commit
-from contrastive.encoders.base import STATS, Backbone, SmallCNN, hub_encoder
+from contrastive.encoders.base import STATS, Backbone, SmallCNN, as_clips, hub_encoder
 
 import torch
 import torch.nn as nn
@@ -126,7 +126,7 @@ def video_swin(name, options):
 
 def swin_features(encoder, pixels):
     """Features (B * T / 2, width) of Video Swin, which sees the whole clip and halves its steps."""
-    clips = pixels if pixels.ndim == 5 else pixels[:, None]              # (B, T, 3, S, S)
+    clips = as_clips(pixels)                                             # (B, T, 3, S, S)
     features = encoder.body(clips.transpose(1, 2))                       # (B, width * T / 2)
     features = features.unflatten(1, (encoder.width, -1))                # (B, width, T / 2)
     return features.transpose(1, 2).flatten(0, 1)

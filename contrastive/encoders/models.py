@@ -38,7 +38,7 @@ def spec_of(args):
 
 # ============================================ from flags ==========================================
 def adjust_flags_to_encoder(args):
-    """The flags, with the text encoder and the width of a CLIP or VAST as --image-encoder.
+    """The flags; if --image-encoder is a CLIP or VAST, with its text encoder and its width.
 
     --text-encoder and --embed-dim stay if the command line has them, and in a resumed run.
 
@@ -162,7 +162,7 @@ def model_of_spec(spec, tokenizer, pretrained, weights=""):
             statistics of the pixels and the configs of transformers models.
         tokenizer: of the text encoder, or None.
         pretrained: read published weights.
-        weights: file for init_from, or "". It stands for the published weights of an image encoder
+        weights: file for init_from, or "". It replaces the published weights of an image encoder
             of timm or torchvision, which are then not read.
 
     Returns: TwoTower, whose `from_file` has the names of the tensors in `weights`; EvalTransform.

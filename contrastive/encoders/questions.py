@@ -30,7 +30,8 @@ class QuestionAnswerer(TwoTower):
         width = text.width
         num_heads = next(h for h in (12, 8, 4, 2, 1) if width % h == 0)
         self.frame = nn.Linear(vision.width, width)
-        self.place = nn.Parameter(torch.randn(1 + frames, width) * 0.02)   # of [CLS] and the frames
+        # positions of [CLS] and of the frames
+        self.place = nn.Parameter(torch.randn(1 + frames, width) * 0.02)
         self.fusion = Transformer(width, layers, num_heads)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, max(1, len(self.answers)))

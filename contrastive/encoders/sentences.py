@@ -3,16 +3,16 @@
 
 from pathlib import Path
 
+from contrastive.core.metrics import normalize
+from contrastive.core.processes import opening
 from contrastive.encoders.texts import MAX_LENGTH, build_tokenizer
 from contrastive.encoders.towers import TextEncoder
-from contrastive.core.processes import opening
-from contrastive.core.metrics import normalize
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-NUM_WORDS = 1000     # of tf-idf, the most frequent ones
+NUM_WORDS = 1000  # tf-idf has the most frequent words alone
 
 
 class SentenceEncoder:

@@ -6,7 +6,7 @@ paper as remembered, not looked up; ours = our choice.
 """
 
 from contrastive.core.processes import UserError, opening
-from contrastive.encoders.base import Transformer, masked_mean, published
+from contrastive.encoders.base import Transformer, load_published, masked_mean
 from contrastive.encoders.freezing import change_dropout
 
 import torch
@@ -126,7 +126,7 @@ class Captioner(nn.Module):
         with opening(name):
             if pretrained:
                 # it refuses the weights of an encoder alone
-                t5 = published(T5ForConditionalGeneration, name, config)
+                t5 = load_published(T5ForConditionalGeneration, name, config)
             else:
                 t5 = T5ForConditionalGeneration(config)
         del t5.encoder, t5.shared

@@ -46,7 +46,7 @@ class Tokenizer:
     def __call__(self, texts):
         if isinstance(texts, str):
             texts = [texts]
-        tokens = self.tokenizer(self.cleaned(texts), padding=True, truncation=True,
+        tokens = self.tokenizer(self.clean_texts(texts), padding=True, truncation=True,
                                 max_length=self.length, return_tensors="pt")
         longest = tokens["input_ids"].shape[1]
         num_pads = 0
@@ -58,7 +58,7 @@ class Tokenizer:
         return {"input_ids": to_device(ids, self.device),
                 "attention_mask": to_device(mask, self.device)}
 
-    def cleaned(self, texts):
+    def clean_texts(self, texts):
         """The texts as the tokenizer reads them."""
         if not self.clean:
             return list(texts)
@@ -66,7 +66,7 @@ class Tokenizer:
 
     def count_cut(self, texts):
         """How many of these texts have more than `length` tokens, of which the rest is cut off."""
-        tokens = self.tokenizer(self.cleaned(texts), truncation=True, max_length=self.length)
+        tokens = self.tokenizer(self.clean_texts(texts), truncation=True, max_length=self.length)
         return sum(len(encoding.overflowing) > 0 for encoding in tokens.encodings)
 
     def plain(self):
@@ -168,8 +168,7 @@ def write_wordpiece(captions, folder, clean, start):
     if start and vocabulary.is_dir():
         shutil.copytree(vocabulary, folder, dirs_exist_ok=True)
         print_main(f"--init-from: with the vocabulary of {vocabulary}, on which its text encoder "
-                   f"was "
-                   "trained")
+                   "was trained")
         return
     texts = captions()
     if clean:

@@ -76,7 +76,7 @@ class VisionEncoder(Encoder):
         clip_projection = backbone.projection
         if backbone.is_embedding:
             self.projection = nn.Identity()
-        elif fits(clip_projection, embed_dim):
+        elif has_width(clip_projection, embed_dim):
             self.projection = clip_projection
         else:
             self.projection = projection_layer(self.width, embed_dim, projection_bias)
@@ -130,7 +130,7 @@ class VisionEncoder(Encoder):
         return features, embedding
 
 
-def fits(clip_projection, embed_dim):
+def has_width(clip_projection, embed_dim):
     """Whether a CLIP's own projection is of width D, as wanted; False for None."""
     return clip_projection is not None and clip_projection.out_features == embed_dim
 
@@ -176,7 +176,7 @@ class TextEncoder(Encoder):
             clip_dim = clip_projection.out_features
         if self.head:
             self.projection = nn.Identity()
-        elif fits(clip_projection, clip_dim):
+        elif has_width(clip_projection, clip_dim):
             self.projection = clip_projection
         else:
             self.projection = projection_layer(self.width, embed_dim, projection_bias)

@@ -7,7 +7,7 @@ from contrastive.data.pixels import decode, pixels_of
 
 import torch
 
-MAX_ASPECT_RATIO = 20  # of an image that is scaled; of a longer one the centre is cut out first
+MAX_ASPECT_RATIO = 20  # of a longer image the centre is cut out before it is scaled
 
 
 @functools.lru_cache

