@@ -45,6 +45,12 @@ def saved(path, pieces, num_pictures=500):
     return read_pieces(path)["/home/me/test.csv"]
 
 
+def test_a_file_of_no_evaluation_can_be_read(tmp_path):
+    """Own data too few for a val or test split."""
+    save_pieces(tmp_path / "val.safetensors", {})
+    assert read_pieces(tmp_path / "val.safetensors") == {}
+
+
 @pytest.fixture
 def pieces(tmp_path):
     return saved(tmp_path / "test.safetensors", evaluation())

@@ -117,6 +117,7 @@ REFUSED = [  # script, flags, words of the one line
         "--clip-law zipf",
         "unknown: --clip-law zipf; the nearest flag:",
     ),  # of moving-emoji, and not of emoji
+    ("temo", "captions.csv --cpu", "data are given as --dataset captions.csv"),
     ("temo", "--max-step 2", "unknown: --max-step 2; the nearest flag: --max-steps"),
     ("temo", "--learnable-tau --tau 1.5", "must start within --tau-clamp 0.001 0.5"),
     ("temo", "--baseline --loss cwcl", "--loss cwcl: --baseline is --loss infonce"),
@@ -328,6 +329,8 @@ def test_own_data_take_the_batch_that_processes_share_and_500_steps(
     words = "--batch-size 256: larger than the number of training examples of x, 3; give more"
     with pytest.raises(UserError, match=words):
         fit("--dataset x.csv", 3)
+    with pytest.raises(UserError, match="x: a single training example has no negatives; give"):
+        fit("--dataset x.csv", 1)
 
 
 @pytest.mark.parametrize("examples, batch", [(101, 96), (15, 8)])

@@ -419,8 +419,8 @@ def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(
             lambda _: run(tmp_path / "a", data, "--log-every", every, "--save-every", every),
         )
     )
-    numbers = r"\(loss \d\.\d+, tau 0\.1\d+\)"  # of the main process
-    words = rf"not finite at step 4 {numbers}; process 1: norms up to .*, keys \[.\d+.png"
+    numbers = r": try .*; loss \d\.\d+, tau 0\.1\d+"  # of the main process
+    words = rf"not finite at step 4{numbers}; process 1: norms up to .*, keys \[.\d+.png"
     assert re.search(words, error)
     assert max(row["step"] for row in rows(tmp_path / "a")) == (0 if lagged else 4)
     assert [p.name for p in checkpoints_of(tmp_path / "a")] == ([] if lagged else ["step_4.pt"])

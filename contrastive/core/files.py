@@ -67,7 +67,8 @@ def write_tensors(path, tensors, metadata=None):
     mask = os.umask(0)
     os.umask(mask)
     with whole_file(path) as temporary:
-        save_file(copies, temporary, metadata)
+        # an empty dict beside no tensors would make a header that cannot be read
+        save_file(copies, temporary, metadata or None)
         temporary.chmod(0o666 & ~mask)  # save_file lets nobody but the user read it
 
 

@@ -96,6 +96,9 @@ def adjust_flags_to_data(args, train):
     """
     args = copy.copy(args)
     examples = train.examples
+    if examples < 2:
+        raise UserError(f"{train.name}: a single training example has no negatives; give some "
+                        "hundreds")
     own_data = args.recipe in ("own", "frozen") and not args.resume
     processes = int(os.environ.get("WORLD_SIZE", 1))  # there is no process group yet
     choose_batch = own_data and "--batch-size" not in args.command_line
@@ -320,7 +323,6 @@ class Run:
         if self.step < self.last:
             on_main(checkpoints.remove_final_files, self)
         self.log.open(self)
-        AT_FAILED_START.clear()
         self.note_best_step()
         self.write_args()
         print_main(banner(self, lines))
@@ -329,6 +331,7 @@ class Run:
         # a checkpoint is written before the evaluation of its step
         if self.step == 0 or self.is_due("eval", self.step):
             self.evaluate_val()
+        AT_FAILED_START.clear()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
         self.bar = tqdm(total=self.last, initial=self.step, disable=not self.has_bar,
@@ -452,11 +455,11 @@ class Run:
             line = f"process {rank()}: norms up to {largest}, keys {keys}"
         lines = [line for line in gather_objects(line) if line]
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in report.numbers.items())
-        advice = "Try a lower learning rate or a higher temperature"
+        advice = f"try less than --lr {self.args.lr:g}, or a higher temperature"
         if not self.args.grad_clip:
-            advice = "Try a lower learning rate, --grad-clip 1 or a higher temperature"
-        raise UserError(f"the loss is not finite at step {report.step} ({numbers}); "
-                        f"{'; '.join(lines)}. {advice}")
+            advice += ", or --grad-clip 1"
+        raise UserError(f"the loss is not finite at step {report.step}: {advice}; {numbers}; "
+                        f"{'; '.join(lines)}")
 
     @torch.no_grad()
     def log_step(self, batch, numbers, embeddings):
