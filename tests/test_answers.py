@@ -1,148 +1,123 @@
-"""Questions and answers by hand: the loss, the model, its gradient and the accuracies; runs of both
-tasks, eval.py, chunks and processes, flags that are refused."""
+"""Questions about videos by hand: the loss, the model, its meta-gradient and accuracies; runs."""
 
 import functools
 import math
 
 import common
-from contrastive import evaluation
+from contrastive.core.metrics import answer_vocabulary, question_metrics
 from contrastive.core.processes import UserError
 from contrastive.encoders.questions import QuestionAnswerer
-from contrastive.evaluation.answers import right_answers
-from contrastive.core.metrics import answer_vocabulary, question_metrics
+from contrastive.evaluation import answers
 
 import pytest
 import torch
 
 import mama
-from helpers import (
-    CPU, evaluated, refused, run_script, steps)
+from helpers import CPU, assert_close, refused, run_script, steps
 from variants import mama_qa
 
-INF = math.inf
 
-
-# -------------------------------------- loss and model ---------------------------------------
+# ---------------------------------------- loss and model --------------------------------------
 def test_answer_loss_against_a_loop():
-    scores = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    scores[1, 3:] = -INF  # a question with three choices
-    right = torch.tensor([4, 2, -1, 0])
-    expected = [
-        0.0 if k < 0 else math.log(sum(math.exp(float(s - row[k])) for s in row))
-        for row, k in zip(scores, right.tolist())
-    ]
-    leaf = scores.requires_grad_()
-    loss = mama_qa.answer_loss(leaf, right)
-    assert loss.tolist() == pytest.approx(expected, rel=1e-6) and loss[2] == 0
-    loss.sum().backward()
-    assert leaf.grad.isfinite().all() and not leaf.grad[2].any() and not leaf.grad[1, 3:].any()
+    """A missing choice has the score -inf; -1 is an answer outside the vocabulary."""
+    scores = torch.tensor([[1.0, 2.0, 0.5], [3.0, -math.inf, 1.0], [1.0, 1.0, 1.0]])
+    scores.requires_grad_()
+    losses = mama_qa.answer_loss(scores, torch.tensor([1, 2, -1]))
+    first = math.log(math.exp(1 - 2) + 1 + math.exp(0.5 - 2))
+    second = math.log(math.exp(3 - 1) + 1)
+    assert losses.tolist() == pytest.approx([first, second, 0])
+    losses.sum().backward()
+    assert scores.grad.isfinite().all()
+    assert not scores.grad[2].any()
 
 
-def model_of(choices=(), **more):
+def answerer(vocabulary=()):
     torch.manual_seed(0)
-    towers = (
-        common.VisionEncoder("small", 16, False),
-        common.TextEncoder("small", 16, length=12, vocabulary=50),
-    )
-    return QuestionAnswerer(*towers, **dict(answers=choices, frames=3) | more).eval()
+    text = common.TextEncoder("small", 16, length=12, vocabulary=50)
+    vision = common.VisionEncoder("small", 16, False)
+    return QuestionAnswerer(vision, text, answers=list(vocabulary), frames=3).eval()
 
 
-def clips_of(n, side=32):
-    return torch.randn(n, 3, 3, side, side, generator=torch.Generator().manual_seed(2))
-
-
-def words(*shape, keep=None):
-    ids = torch.randint(1, 50, shape, generator=torch.Generator().manual_seed(1))
-    mask = torch.ones(shape, dtype=torch.long)
-    if keep is not None:
-        mask[..., keep:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+def tokens_of(*shape):
+    ids = torch.randint(1, 50, shape)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 @torch.no_grad()
-def test_open_scores_look_at_question_and_frames_but_not_at_padding():
-    model, clips = model_of(["yes", "no", "two"]), clips_of(2)
-    question = words(2, 8, keep=5)
-    video, text, scores = model(clips, None, question)
-    assert scores.shape == (2, 3) and text is None
-    other = question | {
-        "input_ids": torch.cat([question["input_ids"][:, :5], words(2, 3)["input_ids"]], 1)
-    }
-    for same in ({k: v[:, :5] for k, v in question.items()}, other):
-        assert torch.allclose(model(clips, None, same)[2], scores, atol=1e-5)
-    for pixels, asked in (
-        (clips, words(2, 8)),
-        (clips.flip(1), question),
-    ):  # other words, the order of time
-        assert not torch.allclose(model(pixels, None, asked)[2], scores, atol=1e-3)
-    plain = model(clips, question)  # without a question: two towers
-    assert torch.allclose(plain[0], video, atol=1e-6) and plain[2].shape == (2, 128)
+def test_open_scores_depend_on_question_and_order_but_not_on_padding():
+    model, clips = answerer(["yes", "no", "two"]), torch.randn(2, 3, 3, 32, 32)
+    question = tokens_of(2, 8)
+    question["attention_mask"][:, 5:] = 0
+    _, text, scores = model(clips, None, question)
+    assert text is None
+    assert scores.shape == (2, 3)
+    short = {name: x[:, :5] for name, x in question.items()}
+    assert_close(model(clips, None, short)[2], scores)
+    for pixels, other in ((clips, tokens_of(2, 8)), (clips.flip(1), question)):
+        assert not torch.allclose(model(pixels, None, other)[2], scores, atol=1e-3)
 
 
 @torch.no_grad()
-def test_scores_of_choices():
-    """Each choice by itself gives the score that it has among others; absent ones are -inf."""
-    model, clips = model_of(), clips_of(2)
-    choices = words(2, 4, 6)
-    choices["choice_mask"] = torch.tensor([[True] * 4, [True, True, False, False]])
-    scores = model(clips, words(2, 5), words(2, 5), choices)[2]
-    assert scores.isneginf().tolist() == (~choices["choice_mask"]).tolist()
-    for b, c in choices["choice_mask"].nonzero().tolist():
-        alone = {k: choices[k][b : b + 1, c : c + 1] for k in ("input_ids", "attention_mask")}
-        single = model(clips[b : b + 1], None, words(1, 5), alone)[2]
-        assert torch.allclose(single[0, 0], scores[b, c], atol=1e-4)
+def test_a_choice_scores_the_same_alone():
+    """Missing choices are -inf."""
+    model, clips, question = answerer(), torch.randn(2, 3, 3, 32, 32), tokens_of(2, 5)
+    choices = tokens_of(2, 3, 6)
+    choices["choice_mask"] = torch.tensor([[True] * 3, [True, True, False]])
+    _, _, scores = model(clips, None, question, choices)
+    assert torch.equal(scores.isneginf(), ~choices["choice_mask"])
+    for c in range(2):
+        one = {name: x[:, c:c + 1] for name, x in choices.items()}
+        _, _, alone = model(clips, None, question, one)
+        assert_close(alone[:, 0], scores[:, c], 1e-4)
 
 
-@pytest.mark.parametrize("task, weight", [("qa-open", 2.0), ("qa-choice", 0.5)])
-def test_meta_gradient_of_questions(task, weight):
-    """The look-ahead has the losses of a step; forward mode gives their second-order gradient."""
-    model = model_of(["yes", "no"] if task == "qa-open" else ()).double()
-    generator = torch.Generator().manual_seed(5)
+def meta_batch(task, n):
+    """Inputs and right answers of n questions in float64."""
+    inputs = {"pixels": torch.randn(n, 3, 16, 16).double()}
+    inputs |= {"tokens": tokens_of(n, 6), "question": tokens_of(n, 5)}
+    if task == "qa-choice":
+        choice_mask = torch.ones(n, 3, dtype=torch.bool)
+        choice_mask[0, 2] = False
+        inputs["choices"] = tokens_of(n, 3, 4) | {"choice_mask": choice_mask}
+    return inputs, torch.randint(0, 2, (n,))
 
-    def batch(n):
-        made = {
-            "pixels": torch.randn(n, 3, 16, 16, generator=generator, dtype=torch.float64),
-            "tokens": words(n, 6),
-            "question": words(n, 5),
-        }
-        choice_mask = torch.tensor([[True, True, k > 0] for k in range(n)])
-        choices = words(n, 3, 4) | {"choice_mask": choice_mask}
-        made = made if task == "qa-open" else made | {"choices": choices}
-        return made, torch.randint(0, 2, (n,), generator=generator)
+
+@pytest.mark.parametrize("task, vocabulary", [("qa-open", ["yes", "no"]), ("qa-choice", [])])
+def test_meta_gradient_of_questions(task, vocabulary):
+    """The look-ahead has both losses; forward mode gives their second-order gradient."""
+    model = answerer(vocabulary).double()
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    batch, meta = meta_batch(task, 5), meta_batch(task, 4)
 
     def losses_of(eta, weight):
-        loss_fn = functools.partial(
-            mama_qa.question_loss, tau=0.5, mu=0.2, eta=eta, contrastive_weight=weight
-        )
-        return mama_qa.look_ahead_losses(model, loss_fn, CPU)
+        loss = functools.partial(
+            mama_qa.question_loss, tau=0.5, mu=0.2, eta=eta, contrastive_weight=weight)
+        return mama_qa.look_ahead_losses(model, loss, CPU)
 
-    losses, first, meta = losses_of(1.5, weight), batch(5), batch(4)
-    parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
-    answering = 1.5 * mama_qa.answer_loss(model(**first[0])[2], first[1])
-    expected = weight * losses_of(0.0, 1.0)(parameters, first) + answering
-    assert torch.allclose(losses(parameters, first), expected, rtol=1e-9)
-    assert torch.allclose(losses_of(1.5, 0.0)(parameters, first), answering, rtol=1e-9)
-    net = mama.WeightNet(8).double()
-    forward, second = (
-        mama.weightnet_gradient(losses, parameters, first, meta, net, 0.1, m)
-        for m in ("forward", "second-order")
-    )
-    for a, b in zip(forward, second):
-        assert a.isfinite().all() and a.any() and torch.allclose(a, b, rtol=1e-5, atol=1e-10)
+    losses = losses_of(1.5, 0.5)
+    contrastive = losses_of(0.0, 1.0)(parameters, batch)
+    inputs, right = batch
+    answering = mama_qa.answer_loss(model(**inputs)[2], right)
+    assert_close(losses(parameters, batch), 0.5 * contrastive + 1.5 * answering, 1e-9)
+    net, gradients = mama.WeightNet(8).double(), {}
+    for method in ("forward", "second-order"):
+        gradients[method] = mama.weightnet_gradient(
+            losses, parameters, batch, meta, net, 0.1, method)
+    for forward, second_order in zip(*gradients.values()):
+        assert forward.any()
+        torch.testing.assert_close(forward, second_order, rtol=1e-5, atol=1e-10)
 
 
-# -------------------------------------- accuracy ---------------------------------------------
-def test_accuracies_by_hand():
-    """By types and their families; Causal-VidQA's answer and reason must both be right."""
-    types = [
-        "causal why",
-        "causal how",
-        "causal why",
-        "descriptive",
-        *["predictive answer", "predictive reason"] * 2,
-    ]
-    pairs = [0, 1, 2, 3, 4, 4, 5, 5]
-    assert question_metrics([1, 1, 0, 0, 1, 1, 1, 0], types, pairs) == {
+# ------------------------------------------- accuracy -----------------------------------------
+TYPES = ["causal why", "causal how", "causal why", "descriptive"]
+TYPES += ["predictive answer", "predictive reason"] * 2
+PAIRS = [0, 1, 2, 3, 4, 4, 5, 5]
+
+
+def test_accuracies_by_type_and_family():
+    """Causal-VidQA's answer and reason must both be right."""
+    metrics = question_metrics([1, 1, 0, 0, 1, 1, 1, 0], TYPES, PAIRS)
+    assert metrics == {
         "accuracy": 50.0,  # causal 2 of 3, descriptive 0 of 1, predictive 1 of 2
         "accuracy causal": pytest.approx(200 / 3),
         "accuracy causal how": 100.0,
@@ -152,185 +127,144 @@ def test_accuracies_by_hand():
         "accuracy predictive answer": 100.0,
         "accuracy predictive reason": 50.0,
     }
-    chance = question_metrics([1 / 5] * 8, types, pairs)  # of a random choice among five
+
+
+def test_chance_of_pairs_is_that_both_are_right():
+    chance = question_metrics([1 / 5] * 8, TYPES, PAIRS)
     assert chance["accuracy"] == pytest.approx(100 * (4 * 0.2 + 2 * 0.04) / 6)
     assert chance["accuracy predictive"] == pytest.approx(4.0)
     assert chance["accuracy predictive reason"] == 20.0
 
 
-def data_of(asked, types=None, pairs=None):
-    """asked: (question, answer, choices) for each row; the clips differ."""
-    columns = dict(zip(("question", "answer", "choices"), map(list, zip(*asked))))
-    columns |= {"question_type": types} if types else {}
-    columns |= {"pair": pairs} if pairs else {}
+def data_of(right_answers, **columns):
+    """Rows whose question is their number."""
+    n = len(right_answers)
+    questions = [str(i) for i in range(n)]
     table = common.make_table(
-        [[q] for q, *_ in asked], [f"row {i}" for i in range(len(asked))], **columns
-    )
-    pixels = torch.arange(len(asked) * 2 * 3 * 64, dtype=torch.uint8).view(len(asked), 2, 3, 8, 8)
-    return common.Data("asked", "test", table, pixels=pixels)
+        [[question] for question in questions], questions,
+        question=questions, answer=right_answers, **columns)
+    return common.Data("numbers", "test", table, pixels=torch.zeros(n, 2, 3, 8, 8).byte())
 
 
-class Told(torch.nn.Module):
-    """Scores by the questions it was told, in place of a model; a question is its own number."""
+class ScoreTable(torch.nn.Module):
+    """Scores by the number of a question, in place of a model."""
 
     model = "fusion"
 
-    def __init__(self, scores, known):
+    def __init__(self, scores, vocabulary):
         super().__init__()
-        self.scores, self.answers = torch.tensor(scores), known
+        self.scores, self.answers = torch.tensor(scores), vocabulary
 
     def forward(self, pixels, tokens=None, question=None, choices=None):
-        found = self.scores[question["input_ids"][:, 0]]
+        scores = self.scores[question["input_ids"][:, 0]]
         if choices is not None:
             choice_mask = choices["choice_mask"]
-            found = found[:, : choice_mask.shape[1]].masked_fill(~choice_mask, -INF)
-        return pixels.flatten(1)[:, :4].float(), None, found
+            scores = scores[:, :choice_mask.shape[1]].masked_fill(~choice_mask, -math.inf)
+        return pixels.flatten(1)[:, :4].float(), None, scores
 
 
-def number(texts):
-    return {
-        "input_ids": torch.tensor([[int(t.split()[0])] for t in texts]),
-        "attention_mask": torch.ones(len(texts), 1, dtype=torch.long),
-    }
+def number_of(texts):
+    """The tokenizer: the first word of a text is a number."""
+    ids = torch.tensor([[int(text.split()[0])] for text in texts])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-number.count_cut = lambda texts: 0
+number_of.count_cut = lambda texts: 0
 
 
-def scored(model, data, batch=256):
-    view = common.EvalTransform(8, (0, 0, 0), (1, 1, 1))
-    return evaluation.answers.evaluate((model, number, view), data, CPU, batch=batch)
+def evaluate(model, data, batch=256):
+    transform = common.EvalTransform(8, (0.0,) * 3, (1.0,) * 3)
+    return answers.evaluate((model, number_of, transform), data, CPU, batch=batch)
 
 
 def test_open_answers_by_hand():
-    data = data_of(
-        [("0", "cat", []), ("1", "dog", []), ("2", "emu", []), ("3", "cat", []), ("4", "dog", [])],
-        types=["what", "what", "who", "who", "who"],
-    )
-    known = answer_vocabulary(data.column("answer"), 2)  # the most frequent, else by the alphabet
-    assert known == ["cat", "dog"] and right_answers(data, range(3), known).tolist() == [0, 1, -1]
+    """Of a vocabulary of the two most frequent; chance is always the first."""
+    types = ["what", "what", "who", "who", "who"]
+    data = data_of(["cat", "dog", "emu", "cat", "dog"], question_type=types)
+    vocabulary = answer_vocabulary(data.column("answer"), 2)
+    assert vocabulary == ["cat", "dog"]
     # right, wrong, unknown, tie, right
     scores = [[2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [1.0, 1.0], [1.0, 2.0]]
-    metrics, chance, pieces = scored(Told(scores, known), data, batch=4)
-    assert (metrics["accuracy"], metrics["upper_bound"], metrics["questions"]) == (40, 80, 5)
-    assert (metrics["accuracy what"], metrics["accuracy who"]) == (50, pytest.approx(100 / 3))
-    assert (chance["accuracy"], chance["accuracy what"]) == (40, 50)  # always "cat"
-    assert pieces.predicted == ["cat", "cat", "cat", "cat", "dog"]
+    metrics, chance, pieces = evaluate(ScoreTable(scores, vocabulary), data, batch=4)
     assert pieces.hits.tolist() == [1, 0, 0, 0, 1]
+    assert pieces.predicted == ["cat", "cat", "cat", "cat", "dog"]
+    assert (metrics["accuracy"], metrics["upper_bound"], metrics["questions"]) == (40, 80, 5)
+    assert metrics["accuracy what"] == 50
+    assert (chance["accuracy"], chance["accuracy what"]) == (40, 50)
 
 
-def test_choices_and_pairs_by_hand(capsys):
+@pytest.fixture
+def choices():
+    """A model of four questions, answers and reasons of two pairs, and their data."""
     four = ["a", "b", "c", "d"]
+    types = ["predictive answer", "predictive reason"] * 2
+    options = [four, four, ["a", "c"], ["a", "b"]]
     data = data_of(
-        [("0", "b", four), ("1", "a", four), ("2", "c", ["a", "c"]), ("3", "a", ["a", "b"])],
-        ["predictive answer", "predictive reason", "predictive answer", "predictive reason"],
-        [0, 0, 1, 1],
-    )
-    model = Told([[0.0, 1, 0, 0], [0.0, 1, 0, 0], [0.0, 1, 9, 9], [1.0, 0, 9, 9]], [])
-    metrics, chance, pieces = scored(model, data, batch=3)  # batches with four and with two choices
-    assert (metrics["accuracy"], metrics["accuracy predictive"]) == (50, 50)
-    assert (metrics["accuracy predictive answer"], metrics["accuracy predictive reason"]) == (
-        100,
-        50,
-    )
+        ["b", "a", "c", "a"], choices=options, question_type=types, pair=[0, 0, 1, 1])
+    scores = [[0.0, 1, 0, 0], [0.0, 1, 0, 0], [0.0, 1, 9, 9], [1.0, 0, 9, 9]]
+    return ScoreTable(scores, []), data
+
+
+def test_choices_and_pairs_by_hand(choices):
+    """In batches with four and with two choices."""
+    metrics, chance, pieces = evaluate(*choices, batch=3)
+    assert pieces.predicted == ["b", "b", "c", "a"]
+    assert (metrics["accuracy"], metrics["accuracy predictive answer"]) == (50, 100)
     assert chance["accuracy"] == pytest.approx(100 * (1 / 16 + 1 / 4) / 2)
     assert "upper_bound" not in metrics
-    assert pieces.predicted == ["b", "b", "c", "a"]
-    # half of the first pair is gone
-    metrics, chance, pieces = scored(model, data.select([1, 2, 3]))
-    assert (metrics["accuracy"], metrics["questions"], pieces.predicted) == (100, 2, ["c", "a"])
-    assert chance["accuracy"] == 25 and "1 of 3 questions are left out" in capsys.readouterr().out
+
+
+def test_half_a_pair_is_left_out(choices, capsys):
+    model, data = choices
+    metrics, chance, _ = evaluate(model, data.select([1, 2, 3]))
+    assert (metrics["accuracy"], metrics["questions"], chance["accuracy"]) == (100, 2, 25)
+    assert "1 of 3 questions are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match="no question has both its answer and its reason"):
-        scored(model, data.select([0, 2]))
+        evaluate(model, data.select([0, 2]))
 
 
-# -------------------------------------- runs -------------------------------------------------
-BASE = (
-    "--cpu --clips 64 24 24 --batch-size 16 --meta-batch-size 8 --meta-size 24 --log-every 1 "
-    "--eval-every 0 --max-steps 2"
-).split()
-
-
-def main(folder, *flags):
-    return run_script(mama_qa, folder, *flags, base=BASE)
-
-
-def evaluate(folder, *flags):
-    return evaluated(folder, *flags)["moving-emoji"]
-
-
-@pytest.fixture(scope="module")
-def runs_of(tmp_path_factory):
-    """A run of each task, with the pictures of the first: (folder, {task: summary})."""
-    folder = tmp_path_factory.mktemp("runs")
-    summary = run_script(mama_qa, folder / "qa-open", "--task", "qa-open", base=BASE, pictures=True)
-    return folder, {
-        "qa-open": summary,
-        "qa-choice": main(folder / "qa-choice", "--task", "qa-choice"),
-    }
+# --------------------------------------------- runs -------------------------------------------
+RUN = "--cpu --clips 64 24 24 --batch-size 16 --log-every 1 --eval-every 0 --max-steps 2".split()
+META = "--meta-batch-size 8 --meta-size 24".split()
 
 
 @pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
-def test_a_run_and_its_checkpoint(runs_of, task):
-    """eval.py gives its numbers; of shorter texts those that are cut are counted."""
-    folder, summary = runs_of[0] / task, runs_of[1][task]
-    test, chance = (summary[k]["moving-emoji"] for k in ("test", "chance"))
-    assert test["questions"] == 24
-    assert {"accuracy noun", "accuracy verb", "accuracy colour"} < test.keys()
-    assert ("upper_bound" in test) == (task == "qa-open") and chance.keys() <= test.keys()
-    assert chance["accuracy"] == pytest.approx(20) or task == "qa-open"
-    for row in steps(folder):
+def test_a_run_weights_the_loss_with_the_answers(task, tmp_path):
+    summary = run_script(mama_qa, tmp_path / "run", *RUN, *META, "--task", task)
+    for row in steps(tmp_path / "run"):
         assert 0 < row["CE"] < row["L"]
         assert row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
-    found = evaluate(folder)
-    assert found["metrics"] == test and found["chance"] == chance and not found["left_out"]
-    model, tokenizer, _ = common.load_model(folder)
-    train, data = (
-        common.load_data("moving-emoji", split, clips=(64, 24, 24)) for split in ("train", "test")
-    )
-    texts = data.column("question")
-    if task == "qa-open":
-        assert (folder / "answers.png").is_file()
-        assert (folder / "eval" / "answers_moving-emoji.png").is_file()
-        assert model.answers == answer_vocabulary(train.column("answer"), 1500)
-    else:
-        texts = [
-            f"{q} {choice}"
-            for q, choices in zip(texts, data.column("choices"))
-            for choice in choices
-        ]
-    tokenizer.length = 6
-    cut = evaluation.answers.count_cut_texts(data, range(24), model, tokenizer)
-    assert cut == sum(len(ids) > 6 for ids in tokenizer.tokenizer([*texts])["input_ids"]) > 0
+    test, chance = summary["test"]["moving-emoji"], summary["chance"]["moving-emoji"]
+    assert test["questions"] == 24
+    assert {"accuracy noun", "accuracy verb", "accuracy colour"} < test.keys()
+    assert ("upper_bound" in test) == (task == "qa-open")
+    if task == "qa-choice":
+        assert chance["accuracy"] == pytest.approx(20)
 
 
 def test_a_vocabulary_of_three_answers(tmp_path):
-    summary = main(tmp_path / "run", *"--task qa-open --answers 3".split())
+    flags = [*RUN, *META, "--answers", 3]
+    summary = run_script(mama_qa, tmp_path / "run", *flags, pictures=True)
     assert 0 < summary["test"]["moving-emoji"]["upper_bound"] < 50
-    assert len(common.load_model(tmp_path / "run")[0].answers) == 3
+    model, _, _ = common.load_model(tmp_path / "run")
+    train = common.load_data("moving-emoji", "train", clips=(64, 24, 24))
+    assert model.answers == answer_vocabulary(train.column("answer"), 3)
+    assert (tmp_path / "run" / "answers.png").is_file()
 
 
-def test_answers_alone_are_the_bases_of_tables_1_and_2(tmp_path):
-    """--baseline: the loss is that of the answers."""
-    args = mama_qa.parse_args(["--baseline"])
-    assert (args.weighting, args.margin_schedule, args.contrastive_weight) == ("none", "none", 0)
-    main(tmp_path / "alone", "--baseline")
-    log = steps(tmp_path / "alone")
-    assert [r["loss"] for r in log] == pytest.approx([r["CE"] for r in log])
+def test_the_loss_of_the_baseline_is_that_of_the_answers(tmp_path):
+    run_script(mama_qa, tmp_path / "run", *RUN, "--baseline")
+    for row in steps(tmp_path / "run"):
+        assert row["loss"] == pytest.approx(row["CE"])
 
 
-# -------------------------------------- flags that are refused -------------------------------
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--baseline --learnable-tau", "--learnable-tau: only with --contrastive-weight above 0"),
-        ("--baseline --margin-schedule logistic", "neither margin nor weights: give --baseline"),
-        ("--baseline --contrastive-weight 1", "--baseline is --contrastive-weight 0"),
-        ("--contrastive-weight 0", "neither margin nor weights: give --baseline"),
-        ("--baseline --eta 0", "--contrastive-weight 0 --eta 0 leaves no loss"),
-        ("--task qa-choice --answers 9", "--answers: only with --task qa-open"),
-        ("--regions 5", "--regions: only with --qa-model vgt"),
-    ],
-)
-def test_bad_flags(flags, words, capsys):
+@pytest.mark.parametrize("flags, words", [
+    ("--baseline --learnable-tau", "--learnable-tau: only with --contrastive-weight above 0"),
+    ("--baseline --margin-schedule logistic", "neither margin nor weights: give --baseline"),
+    ("--baseline --contrastive-weight 1", "--baseline is --contrastive-weight 0"),
+    ("--baseline --eta 0", "--contrastive-weight 0 --eta 0 leaves no loss"),
+    ("--task qa-choice --answers 9", "--answers: only with --task qa-open"),
+    ("--regions 5", "--regions: only with --qa-model vgt"),
+])
+def test_flags_that_do_not_fit_are_refused(flags, words, capsys):
     assert words in refused(mama_qa.parse_args, flags.split(), capsys)

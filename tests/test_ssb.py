@@ -1,5 +1,4 @@
-"""NCL on SSB: the captioning loss against a plain loop, the own video left out, SSB's encoders,
-whole runs."""
+"""NCL on SSB: the captioning loss against a loop, the support set, SSB's encoders and runs."""
 
 import math
 
@@ -10,201 +9,199 @@ from contrastive.encoders.texts import Tokenizer
 import numpy as np
 import pytest
 import torch
-import transformers as T
+import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file
 
-from helpers import (
-    refused, run_script, steps, unit, write_rows)
+from helpers import assert_close, refused, run_script, steps, unit, write_rows
 from variants import ncl_ssb
 from variants.ncl_ssb import captioning_loss, support_summary
 
-D, V = 16, 3  # embedding width, videos
+D = 16  # width of the embeddings
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory, tiny):
-    """A tiny T5 with its tokenizer, and 40 clips of two captions: motion (time, 6) and appearance
-    (time, 4), other
-    times."""
-    root, rng = tmp_path_factory.mktemp("ssb"), np.random.default_rng(0)
-    for name, width in (("motion", 6), ("appearance", 4)):
-        (root / name).mkdir()
-        for i in range(40):
-            np.save(
-                root / name / f"clip{i}.npy", rng.normal(size=(3 + i % 9, width)).astype(np.float32)
-            )
-    captions = [
-        (f"clip{i}", f"{w} number {i}") for i in range(40) for w in ("one", "yet another of them,")
-    ]
-    write_rows(root / "clips.csv", ["video", "caption"], captions)
-    (root / "t5").symlink_to(tiny("t5")[0])
-    return root
+@pytest.fixture
+def t5(tiny):
+    folder, _ = tiny("t5")
+    return folder
 
 
-def text_encoder(root, **more):
-    return common.TextEncoder(str(root / "t5"), D, pooling="ssb", **more)
+@pytest.fixture
+def text_encoder(t5):
+    return common.TextEncoder(t5, D, pooling="ssb")
 
 
-def test_the_captioning_loss_is_the_loop(root):
-    """Six captions of three videos in float64, each token from the true ones before it; the decoder
-    is T5's."""
-    captioner = Captioner(text_encoder(root), D).double().eval()
-    lengths, video_id, tau = torch.tensor([5, 2, 4, 1, 3, 5]), torch.arange(6) % V, 0.1
-    mask = (torch.arange(5) < lengths[:, None]).long()
-    ids = torch.randint(3, 20, (6, 5), generator=torch.Generator().manual_seed(0)) * mask
-    t, v, nll = unit(6, D), unit(6, D, seed=1), []
-    whole = T.T5ForConditionalGeneration.from_pretrained(root / "t5").double().eval()
+@pytest.fixture
+def model(text_encoder):
+    torch.manual_seed(0)
+    return common.TwoTower(common.VisionEncoder("ssb", D, features=(5, 10)), text_encoder)
+
+
+# ----------------------------------------- captioning ----------------------------------------
+def support_by_hand(text, videos, video_id, tau, i):
+    """The mean of the other videos' embeddings by exp(cosine / tau)."""
+    total, summary = 0.0, torch.zeros(D).double()
+    for j in range(len(videos)):
+        if video_id[j] != video_id[i]:
+            weight = math.exp((text[i] @ videos[j]).item() / tau)
+            total += weight
+            summary += weight * videos[j]
+    return summary / total
+
+
+def test_a_summary_is_of_the_other_videos_that_is_the_loop():
+    text, videos = unit(6, D), unit(6, D, seed=1)
+    video_id = torch.arange(6) % 3
+    summary = support_summary(3 * text, 2 * videos, video_id, video_id, 0.1)
     for i in range(6):
-        support = [j for j in range(6) if video_id[j] != video_id[i]]
-        weights = [math.exp((t[i] @ v[j]).item() / tau) for j in support]
-        z = sum(w / sum(weights) * v[j] for w, j in zip(weights, support))
-        state = (captioner.bridge.weight @ z + captioner.bridge.bias)[None, None]
-        words = ids[i, : lengths[i]]
-        with torch.no_grad():
-            logits = whole(
-                encoder_outputs=(state,), decoder_input_ids=torch.tensor([[0, *words[:-1]]])
-            ).logits[0]
-        nll.append(torch.nn.functional.cross_entropy(logits, words).item())
-    got = captioning_loss(
-        support_summary(3 * t, 2 * v, video_id, video_id, tau), ids, mask, captioner
-    )
-    assert got.dtype == torch.float64 and got.item() == pytest.approx(sum(nll) / 6, rel=1e-9)
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["T5", "T5 1.1"])
-def test_the_decoder_comes_back_from_a_checkpoint(root, first):
-    """T5 1.1 has output weights of its own, which a resumed run must not share with the words
-    either."""
-    text = text_encoder(root)
-    text.config["scale_decoder_outputs"] = first  # how transformers tells them apart
-    trained, again = (Captioner(text, D, pretrained=p).eval() for p in (True, False))
-    with torch.no_grad():
-        for k, p in enumerate(trained.parameters()):
-            p += 0.1 * k
-    again.load_state_dict(trained.state_dict())
-    z, ids = torch.ones(1, D), torch.tensor([[5, 6, 1]])
-    assert torch.equal(trained(z, ids), again(z, ids))
-    assert (again.t5.lm_head.weight is again.t5.decoder.embed_tokens.weight) == first
+        assert_close(summary[i], support_by_hand(text, videos, video_id, 0.1, i), 1e-12)
 
 
 def test_a_batch_of_one_video_has_no_support():
-    text = unit(6, D)
     videos = unit(6, D, seed=1).requires_grad_()
     video_id = torch.zeros(6, dtype=torch.long)
-    alone = support_summary(text, videos, video_id, video_id)
-    (gradient,) = torch.autograd.grad(alone.sum(), videos)
-    assert not alone.any() and not gradient.any()
+    summary = support_summary(unit(6, D), videos, video_id, video_id)
+    (gradient,) = torch.autograd.grad(summary.sum(), videos)
+    assert not summary.any()
+    assert not gradient.any()
 
 
-def test_towers(root):
-    """A text's embedding does not depend on the padding of its batch; order matters; --dropout
-    drops."""
-    tokenizer = Tokenizer(root / "t5", 12)
-    torch.manual_seed(0)
-    vision = common.VisionEncoder("ssb", D, features=(5, 10))
-    model = common.TwoTower(vision, text_encoder(root)).train()
-    clip, texts = torch.randn(2, 5, 10), ["one number 3", "yet another of them, number 3"]
-    tokens = tokenizer(texts)
-    set_dropout(model, 0.0, text=False)
-    video, both, features = model(clip, tokens)
-    assert video.shape == both.shape == (2, D) and torch.equal(features, video)
-    assert torch.allclose(model(tokens=tokenizer(texts[:1]))[1], both[:1], atol=1e-6)
+def test_the_captioning_loss_is_the_loop(t5, text_encoder):
+    """Each token from the true ones before it, by T5's decoder."""
+    captioner = Captioner(text_encoder, D).double().eval()
+    whole = transformers.T5ForConditionalGeneration.from_pretrained(t5).double().eval()
+    lengths, z = torch.tensor([5, 2, 1]), unit(3, D)
+    mask = (torch.arange(5) < lengths[:, None]).long()
+    ids = torch.randint(3, 20, (3, 5)) * mask
+    total = 0.0
+    for i in range(3):
+        state = captioner.bridge(z[i])[None, None]
+        caption = ids[i, :lengths[i]]
+        before = torch.tensor([[0, *caption[:-1]]])
+        logits = whole(encoder_outputs=(state,), decoder_input_ids=before).logits[0]
+        total += F.cross_entropy(logits, caption).item()
+    assert captioning_loss(z, ids, mask, captioner).item() == pytest.approx(total / 3, rel=1e-9)
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["T5", "T5 1.1"])
+def test_the_decoder_comes_back_from_a_checkpoint(text_encoder, is_shared):
+    """T5 1.1 has output weights of its own, which are not those of the words."""
+    text_encoder.config["scale_decoder_outputs"] = is_shared  # how transformers tells them apart
+    trained = Captioner(text_encoder, D).eval()
+    for k, p in enumerate(trained.parameters()):
+        p.data += 0.1 * k
+    resumed = Captioner(text_encoder, D, pretrained=False).eval()
+    resumed.load_state_dict(trained.state_dict())
+    z, ids = torch.ones(1, D), torch.tensor([[5, 6, 1]])
+    assert torch.equal(trained(z, ids), resumed(z, ids))
+    words = resumed.t5.decoder.embed_tokens.weight
+    assert (resumed.t5.lm_head.weight is words) == is_shared
+
+
+# ------------------------------------------- encoders ----------------------------------------
+def test_towers_read_the_order_of_frames_and_no_padding(model, t5):
+    model.eval()
+    tokenizer, clip = Tokenizer(t5, 12), torch.randn(2, 5, 10)
+    texts = ["one number 3", "yet another of them, number 3"]
+    video, text, features = model(clip, tokenizer(texts))
+    assert video.shape == text.shape == (2, D)
+    assert torch.equal(features, video)
     assert not torch.allclose(model(clip.flip(1))[0], video, atol=1e-3)
-    set_dropout(model, 0.5, text=False)
-    assert not torch.equal(model(clip)[0], video) and not torch.equal(model(tokens=tokens)[1], both)
-    for dropout in (True, False):
-        captioner = Captioner(model.text, D, dropout=dropout).train()
-        a, b = (captioner(torch.ones(2, D), tokens["input_ids"]) for _ in range(2))
-        assert torch.equal(a, b) != dropout
+    _, alone, _ = model(tokens=tokenizer(texts[:1]))
+    assert_close(alone, text[:1])
 
 
-def flags(root, *more):
-    towers = ["--dataset", root / "clips.csv", "--text-encoder", root / "t5"]
-    towers += ["--feature-dir", root / "motion", root / "appearance"]
-    rest = (
-        f"--cpu --workers 0 --text-length 12 --embed-dim {D} --frames 5 "
-        "--batch-size 8 --max-steps 4 --log-every 1 --save-every 2 "
-        "--queue-size 40 --unfold-captions"
-    )
-    return [str(flag) for flag in (*towers, *rest.split(), *more)]
+def is_random(encode):
+    return not torch.equal(encode(), encode())
 
 
-def test_a_model_is_saved_without_the_decoder(root, tmp_path, capsys):
-    folder = tmp_path / "r"
-    run_script(ncl_ssb, folder, *flags(root, "--lr", "1e-2"))
-    log = steps(folder)
-    assert "own (reconstruction)" in capsys.readouterr().out  # values of no paper
+@pytest.mark.parametrize("dropout, text_dropout, random_towers", [
+    (0.5, False, [True, True]),  # the text head drops
+    (0.0, True, [False, True]),
+    (0.0, False, [False, False]),
+])
+def test_dropout_of_the_towers(model, t5, dropout, text_dropout, random_towers):
+    clip, tokens = torch.randn(2, 5, 10), Tokenizer(t5, 12)(["red apple", "a blue bird"])
+    set_dropout(model.train(), dropout, text=text_dropout)
+    video, text = (lambda: model(clip)[0]), (lambda: model(tokens=tokens)[1])
+    assert [is_random(video), is_random(text)] == random_towers
+
+
+@pytest.mark.parametrize("dropout", [True, False])
+def test_dropout_of_the_captioner(text_encoder, dropout):
+    captioner = Captioner(text_encoder, D, dropout=dropout).train()
+    z, ids = torch.ones(1, D), torch.tensor([[5, 6, 1]])
+    assert is_random(lambda: captioner(z, ids)) == dropout
+
+
+# --------------------------------------------- runs ------------------------------------------
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory, tiny):
+    """A small run on 40 clips of features of two widths and other lengths, two captions each."""
+    root, draws = tmp_path_factory.mktemp("ssb"), np.random.default_rng(0)
+    rows = []
+    for i in range(40):
+        for name, width in (("motion", 6), ("appearance", 4)):
+            (root / name).mkdir(exist_ok=True)
+            feature = draws.normal(size=(3 + i % 9, width)).astype(np.float32)
+            np.save(root / name / f"clip{i}.npy", feature)
+        rows += [(f"clip{i}", f"one number {i}"), (f"clip{i}", f"yet another of them, {i}")]
+    table = write_rows(root / "clips.csv", ["video", "caption"], rows)
+    words = (
+        f"--dataset {table} --text-encoder {tiny('t5')[0]} --feature-dir {root / 'motion'} "
+        f"{root / 'appearance'} --cpu --workers 0 --text-length 12 --embed-dim {D} --frames 5 "
+        "--batch-size 8 --max-steps 4 --log-every 1 --queue-size 40 --unfold-captions")
+    return words.split()
+
+
+def test_a_run_trains_both_losses_and_leaves_the_decoder_out(flags, tmp_path):
+    run_script(ncl_ssb, tmp_path / "run", *flags, "--lr", "1e-2")
+    log = steps(tmp_path / "run")
     for row in log:
         expected = 15 * (row["L_t2v"] + row["L_v2t"]) / 2 + 10 * row["L_cap"]
         assert row["loss"] == pytest.approx(expected, rel=1e-5)
     assert log[-1]["L_cap"] < log[0]["L_cap"]
-    names = load_file(folder / "model.safetensors").keys()
-    assert not [n for n in names if "decoder" in n or "captioner" in n]
+    names = " ".join(load_file(tmp_path / "run" / "model.safetensors"))
     assert "text.head.conv.weight" in names
+    assert "decoder" not in names
+    assert "captioner" not in names
 
 
-def test_the_margin_loss_has_no_biases_at_a_temperature_that_nothing_trained(root, tmp_path):
-    """SSB itself, in the log, the result and the pictures."""
-    folder = tmp_path / "r"
-    summary = run_script(ncl_ssb, folder, *flags(root, "--baseline", "--loss-scale", 2))
+def test_ssb_itself_has_no_temperature_and_no_biases(flags, tmp_path):
+    summary = run_script(
+        ncl_ssb, tmp_path / "run", *flags, "--baseline", "--loss-scale", "2")
     (metrics,) = summary["test"].values()
-    assert "R-Mean" in metrics and not {"normalize", "normalized_by"} & metrics.keys()
-    for row in steps(folder):
+    assert not {"normalize", "normalized_by"} & metrics.keys()
+    for row in steps(tmp_path / "run"):
         assert not {"error", "tau"} & row.keys()
         expected = 2 * (row["L_t2v"] + row["L_v2t"]) + 10 * row["L_cap"]
         assert row["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_recipe_of_ssb(tmp_path):
+@pytest.mark.parametrize("dataset, flags, expected", [
+    ("msrvtt", "", {"loss": "ncl", "loss_scale": 15, "epochs": 20, "frames": 32, "dropout": 0.1}),
+    ("msvd", "--loss infonce", {"loss_scale": 15, "frames": 64, "text_length": 100}),
+    ("activitynet", "--baseline", {
+        "loss": "max-margin", "loss_scale": 64, "normalize": "none", "epochs": 28, "frames": 512,
+        "text_length": 256, "dropout": 0, "text_dropout": False}),
+])
+def test_recipe_of_ssb(dataset, flags, expected):
     """App. C, and what is recalled of SSB; the captioning loss stays beside NCL's."""
-    for name, loss, scale, *expected in (
-        ("msrvtt", "ncl", 15, 20, 32, 100, 0.1),
-        ("msvd", "infonce", 15, 20, 64, 100, 0.1),
-        ("activitynet", "max-margin", 64, 28, 512, 256, 0),
-    ):
-        words = ["--feature-dir", str(tmp_path), "--dataset", name]
-        if loss == "max-margin":
-            words += ["--baseline"]
-        else:
-            words += ["--loss", loss]
-        args = ncl_ssb.parse_args(words)
-        assert [args.epochs, args.frames, args.text_length, args.dropout] == expected
-        assert args.text_dropout == (args.dropout > 0) and args.loss_scale == scale
-        assert (args.loss, args.image_encoder) == (loss, "ssb")
-        assert (args.text_encoder, args.text_pooling, args.embed_dim) == (
-            "google-t5/t5-base",
-            "ssb",
-            1024,
-        )
-        assert (args.optimizer, args.lr, args.batch_size, args.grad_clip) == ("adam", 5e-5, 64, 0.2)
-        assert (args.tau, args.captioning_weight, args.support_tau) == (0.07, 10, 0.1)
-        assert args.queue_size == 16_384 and args.chunk_size == 0
-        assert args.normalize == ("none" if loss == "max-margin" else "queue")
+    words = f"--feature-dir . --dataset {dataset} {flags}"
+    args = vars(ncl_ssb.parse_args(words.split()))
+    expected = expected | {
+        "text_encoder": "google-t5/t5-base", "embed_dim": 1024, "optimizer": "adam", "lr": 5e-5,
+        "batch_size": 64, "grad_clip": 0.2, "tau": 0.07, "captioning_weight": 10,
+        "queue_size": 16_384}
+    assert {name: args[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ([], "--feature-dir: SSB reads features"),
-        (["--feature-dir", "."] + "--loss max-margin".split(), "trains no temperature"),
-        (["--feature-dir", "."] + "--baseline --tau 0.1".split(), "--tau: only with --loss ncl"),
-        (["--feature-dir", "."] + "--margin 0.1".split(), "--margin: only with --loss max-margin"),
-        (["--feature-dir", "."] + "--eval-datasets msvd".split(), "are those of msrvtt alone"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    ("", "--feature-dir: SSB reads features"),
+    ("--feature-dir . --loss max-margin", "trains no temperature"),
+    ("--feature-dir . --baseline --tau 0.1", "--tau: only with --loss ncl"),
+    ("--feature-dir . --margin 0.1", "--margin: only with --loss max-margin"),
+    ("--feature-dir . --eval-datasets msvd", "are those of msrvtt alone"),
+])
 def test_flags_without_effect_are_refused(words, message, capsys):
-    assert message in refused(ncl_ssb.parse_args, words, capsys)
-
-
-def test_dropout_of_t5_stays_or_goes(root):
-    model = common.TwoTower(common.VisionEncoder("ssb", D, features=(5, 10)), text_encoder(root))
-    tokens = Tokenizer(root / "t5", 12)(["red apple", "a blue bird"])
-
-    def differ(*modes):
-        a, b = (model.train(mode)(tokens=tokens)[1] for mode in modes)
-        return not torch.equal(a, b)
-
-    set_dropout(model, 0.0)
-    assert differ(True, True) and not differ(False, False)  # its own
-    set_dropout(model, 0.0, text=False)
-    assert not differ(True, False)
+    assert message in refused(ncl_ssb.parse_args, words.split(), capsys)
