@@ -74,7 +74,8 @@ from contrastive.papers.baselines import (  # losses of other papers
     cwcl_loss, dystress_temperature, focal_weights, hardest_negative_loss, l2rw_weights,
     spl_weights, ts_temperature)
 from contrastive.papers.clusters import (  # of captions (MM-TS)
-    check_cluster_source, head_mid_tail, k_means, largest_first, open_clusters)
+    check_clusters, head_mid_tail, k_means, largest_first, open_clusters, save_temperatures,
+    temperature_banner)
 from contrastive.papers.mama_records import (  # for the log and the figures of MAMA
     mismatch_columns, save_pairs, save_training_texts)
 from contrastive.papers.meta import (  # a few clean examples (MAMA)

@@ -174,7 +174,8 @@ def cluster_captions(embeddings, k, seed, counts=None):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults; 'source' says whose values they are (docs/mmts.md).
+# A recipe holds what differs from the defaults; 'source' says whose values they are (docs/mmts.md),
+# 'needs_weights' what --init-from has to load.
 SMALL = dict(
     tau=0.1, alpha=0.08, shift_min=0.08, shift_max=0.12, cluster_encoder="tf-idf",
     crop_min=0.8, flip=0.0, jitter=0.2)
@@ -208,10 +209,10 @@ CC3M = dict(
     mixed_precision="bf16", eval_datasets=["coco", "flickr30k"], log_every=50, save_every=1000)
 EPIC = dict(
     source="paper; encoders, views and optimiser from AVION",
-    # AVION's text encoder has GELU, as this one; --init-from loads AVION's LaViLa weights into both
+    # AVION's text encoder has GELU, as this one; --init-from loads LaViLa's weights into both
     image_encoder="video_vit_base_patch16_clip_224.openai",
     text_encoder="laion/CLIP-ViT-B-16-laion2B-s34B-b88K",
-    pretrained=True, embed_dim=256,
+    pretrained=True, needs_weights="LaViLa's weights", embed_dim=256,
     image_size=224, image_stats="clip", frames=16, frame_sampling="random",
     text_length=77, text_pooling="cls", caption_relevancy=0.1,
     epochs=100.0, batch_size=512, chunk_size=16, lr=3e-5, lr_end=1e-5, weight_decay=0.01,
@@ -284,7 +285,7 @@ def add_method_flags(parser):
 def check_flags(parser, args):
     """Refuses contradictory flags, flags without effect, and temperatures that are not above 0."""
     has_margins = args.loss == "max-margin"
-    is_fixed = not args.schedule and not args.shifts
+    has_one_tau = not (has_margins or args.schedule or args.shifts)
     parser.only(args.schedule, "with --schedule", "--alpha", "--periods")
     parser.only(args.shifts, "with --shifts", "--shift-min", "--shift-max")
     parser.only(not args.shifts and not has_margins, "with --loss clip --no-shifts or --baseline",
@@ -293,7 +294,7 @@ def check_flags(parser, args):
                 "--margin")
     parser.only(args.clusters in ("captions", "vision"), "with --clusters captions or vision",
                 "--num-clusters", "--cluster-encoder")
-    parser.require(not args.learnable_tau or is_fixed and not has_margins,
+    parser.require(has_one_tau or not args.learnable_tau,
                    "--learnable-tau: a learnt temperature has no schedule and no shifts; add "
                    "--loss clip --baseline")
     parser.check_tau_flags(args)
@@ -301,99 +302,61 @@ def check_flags(parser, args):
                    f"--shift-min {args.shift_min:g}: larger than --shift-max {args.shift_max:g}")
     parser.require(args.clusters != "none" or not args.shifts,
                    "--clusters none: --shifts need clusters; add --no-shifts")
-    parser.require(args.cluster_encoder != "small",
-                   "--cluster-encoder small: it has no trained weights; use tf-idf, or a "
-                   "transformers id or folder")
-    check_range(parser, args)
-    is_avion = args.recipe == "epic-kitchens-100" and args.image_encoder == EPIC["image_encoder"]
-    parser.require(not is_avion or not args.pretrained or args.init_from or args.resume,
-                   "--init-from is needed: this recipe fine-tunes LaViLa's weights, and without "
-                   "them it would train encoders that do not belong together; give "
-                   "--no-pretrained to train from scratch")
-
-
-def check_range(parser, args):
-    """Refuses a range of temperatures or margins that is out of bounds, and the recipe's range if
-    --loss is not the recipe's."""
-    has_margins = args.loss == "max-margin"
     low, high = range_of_run(args)
-    parser.require(has_margins or low > 0,
-                   f"the temperatures of the run, {low:g} .. {high:g}, must be above 0; lower "
-                   "--alpha, or raise --shift-min or --tau")
-    parser.require(not has_margins or low >= 0 and high < 2,
-                   f"the margins of the run, {low:g} .. {high:g}, must be from 0 to below 2, as "
-                   "differences of cosines; change --alpha, --shift-min, --shift-max or --margin")
+    if has_margins:
+        parser.require(low >= 0 and high < 2,
+                       f"the margins of the run, {low:g} .. {high:g}, must be from 0 to below 2, "
+                       "as differences of cosines; change --alpha, --shift-min, --shift-max or "
+                       "--margin")
+    else:
+        parser.require(low > 0,
+                       f"the temperatures of the run, {low:g} .. {high:g}, must be above 0; lower "
+                       "--alpha, or raise --shift-min or --tau")
     recipe_has_margins = parser.get_default("loss") == "max-margin"
-    if has_margins == recipe_has_margins:
-        return
-    needed = []
-    if args.schedule:
-        needed += ["--alpha"]
-    if args.shifts:
-        needed += ["--shift-min", "--shift-max"]
-    missing = [flag for flag in needed if flag not in args.command_line]
-    parser.require(not missing,
-                   f"--loss {args.loss}: add {' '.join(missing)}, since the recipe's values are of "
-                   "the other loss; the paper's --alpha, --shift-min, --shift-max are 0.2 0.17 0.3 "
-                   "for margins, and for temperatures 0.08 0.05 0.2 on EPIC, 0.04 0.05 0.1 on CC3M")
-
-
-# ------------------------------------------------------- schedule and shifts of a run -------------
-def period_and_alpha(args, total_steps):
-    """T in steps and alpha of Eq. 7 for a run of total_steps; alpha is 0 with --no-schedule."""
-    if args.schedule:
-        return total_steps / args.periods, args.alpha
-    return total_steps, 0.0
-
-
-def fixed_tau_or_margin(args):
-    """The temperature or margin of all samples with --no-shifts; a schedule is added to it."""
-    if args.loss == "max-margin":
-        return args.margin
-    return args.tau
-
-
-def shifts_of(clusters, args):
-    """(K + 1,) sh(c) of each cluster; the last, at index -1, is for examples without a cluster.
-
-    With --no-shifts all are --tau or --margin.
-    """
-    if not args.shifts:
-        num_clusters = 0 if clusters is None else len(clusters.sizes)
-        return torch.full((num_clusters + 1,), fixed_tau_or_margin(args))
-    shifts = cluster_shift(clusters.sizes, args.shift_min, args.shift_max)               # (K,)
-    return torch.cat([shifts, shifts.new_tensor([args.shift_min])])
+    if has_margins != recipe_has_margins:
+        # the values of temperatures are none for margins, so the command line has to give them
+        given_or_unused = parser.without_effect.union(args.command_line)
+        flags = ("--alpha", "--shift-min", "--shift-max")
+        missing = [flag for flag in flags if flag not in given_or_unused]
+        parser.require(not missing,
+                       f"--loss {args.loss}: add {' '.join(missing)}, since the recipe's values "
+                       f"are of the other loss; the paper's {' '.join(flags)} are 0.2 0.17 0.3 "
+                       "for margins, 0.04 0.05 0.1 for temperatures (docs/mmts.md has all)")
 
 
 def range_of_run(args):
     """Lowest and highest temperature or margin of a run."""
-    extremes = [fixed_tau_or_margin(args)]
-    if args.shifts:
-        extremes = [args.shift_min, args.shift_max]
-    shifts = torch.tensor(extremes, dtype=torch.float64)                   # (1,) or (2,)
-    # a period of 64 steps reaches the extremes of the cosine; they are not computed from a formula,
-    # so that an edited sample_temperature is checked, too
-    num_steps = round(64 * min(args.periods, 100))
-    period, alpha = period_and_alpha(args, 64 * args.periods)
-    values = []
-    for step in range(num_steps + 1):
-        values.append(sample_temperature(step, shifts, period, alpha))
-    values = torch.stack(values)                                           # (steps, 1 or 2)
+    low, high = range_of_shifts(args)
+    # in parts of the run; the cosine falls for half a period
+    period = 1 / args.periods
+    alpha = alpha_of_run(args)
+    low = sample_temperature(min(period / 2, 1), low, period, alpha)
+    high = sample_temperature(0, high, period, alpha)
     # rounded, since 0 could come out as -1e-17
-    return round(values.min().item(), 12), round(values.max().item(), 12)
+    return round(low, 12), round(high, 12)
 
 
-def curves_of_clusters(clusters, args, total_steps):
-    """The temperature or margin of each cluster over a run, for Figs. 3, 5 and 8 to 11.
+def range_of_shifts(args):
+    """sh- and sh+ of Eq. 6; with --no-shifts both are --tau or --margin."""
+    if args.shifts:
+        return args.shift_min, args.shift_max
+    if args.loss == "max-margin":
+        return args.margin, args.margin
+    return args.tau, args.tau
 
-    Returns: {"steps": (S,), "values": (S, K)}.
-    """
-    shifts = shifts_of(clusters, args)[:-1]                                # (K,)
-    period, alpha = period_and_alpha(args, total_steps)
-    num_points = min(total_steps, max(1000, round(20 * args.periods)))
-    steps = torch.linspace(0, total_steps, num_points + 1).round().unique()              # (S,)
-    values = [sample_temperature(step, shifts, period, alpha) for step in steps.tolist()]
-    return {"steps": steps, "values": torch.stack(values)}
+
+def alpha_of_run(args):
+    """alpha of Eq. 7; 0 with --no-schedule."""
+    return args.alpha if args.schedule else 0.0
+
+
+def shifts_of_clusters(clusters, args):
+    """(K + 1,) sh(c) of each cluster; the last, at index -1, is for examples without a cluster."""
+    sh_min, sh_max = range_of_shifts(args)
+    if clusters is None:
+        return torch.tensor([sh_min])                                      # (1,)
+    shifts = cluster_shift(clusters.sizes, sh_min, sh_max)                 # (K,)
+    return torch.cat([shifts, shifts.new_tensor([sh_min])])
 
 
 # ======================================================= main =====================================
@@ -403,7 +366,7 @@ def main(args):
     common.require_gpu(args)                         # for a paper's recipe, unless --cpu
     # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
-    common.check_cluster_source(train, args.clusters)
+    common.check_clusters(train, args)
     args = common.adjust_flags_to_encoder(args)      # a CLIP brings its text encoder
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
@@ -441,12 +404,14 @@ def main(args):
 
     # ------------------------------------------- loop ---------------------------------------------
     quantity = "margin" if args.loss == "max-margin" else "tau"            # a column of the log
-    shifts = shifts_of(clusters, args)                                     # (K + 1,) -1: no cluster
-    period, alpha = period_and_alpha(args, steps.total)
+    shifts = shifts_of_clusters(clusters, args).to(accelerator.device)     # (K + 1,)
+    period = steps.total / args.periods                                    # T of Eq. 7
+    alpha = alpha_of_run(args)
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
         method_metrics=functools.partial(common.head_mid_tail, clusters=clusters))
-    run.start(evaluator, shown=("loss", quantity), **banner_lines(args, clusters))
+    run.start(evaluator, shown=("loss", quantity),
+              **common.temperature_banner(args, range_of_run(args), clusters))
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
@@ -454,16 +419,15 @@ def main(args):
         image, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokenizer(texts))
 
-        cluster = torch.full((len(texts),), -1)                            # (B,) -1: no cluster
-        num_missing = 0
-        if args.shifts:
-            cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,)
+        num_missing = 0                                                    # were not clustered
         if args.learnable_tau:
             tau_or_margin = temperature()                                  # ()
+        elif args.shifts:
+            cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,) -1: none
+            cluster = common.to_device(cluster, accelerator.device)
+            tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha)  # (B,)
         else:
-            tau_or_margin = sample_temperature(                            # (B,)
-                run.step, shifts[cluster], period, alpha)
-            tau_or_margin = common.to_device(tau_or_margin, accelerator.device)
+            tau_or_margin = sample_temperature(run.step, shifts[-1], period, alpha)       # ()
 
         terms = {}                                                         # for the log
         if args.loss == "clip":
@@ -488,32 +452,10 @@ def main(args):
         run.end_step(batch, loss, log_row, [image, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    if common.rank() == 0 and clusters is not None and not args.learnable_tau:
-        common.write_tensors(run.folder / "temperatures.safetensors",      # for the pictures
-                             curves_of_clusters(clusters, args, steps.total))
+    if clusters is not None and not args.learnable_tau:                    # for the pictures
+        common.save_temperatures(run, args.periods, functools.partial(
+            sample_temperature, shift=shifts[:-1], period=period, alpha=alpha))
     return run.finish(figures="mmts")
-
-
-def banner_lines(args, clusters):
-    """Lines of the banner: {title: text}."""
-    lines = {}
-    low, high = range_of_run(args)
-    if args.learnable_tau:
-        lines["temperature"] = f"learnt, {args.tau:g} at first"
-    elif args.loss == "max-margin":
-        lines["margin"] = f"{low:g} .. {high:g}"
-    else:
-        lines["temperature"] = f"{low:g} .. {high:g}"
-    if clusters is None:
-        return lines
-    sizes = clusters.sizes                                                 # (K,)
-    lines["clusters"] = (f"{len(sizes):,} by {args.clusters}; largest {sizes[0]:,}, smallest "
-                         f"{sizes[-1]:,}")
-    num_without = clusters.meta["without"]
-    if num_without:
-        lines["examples"] = (f"{num_without:,} without a cluster are treated as in the smallest "
-                             "one")
-    return lines
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def opened(folder, train, source, **flags):
     defaults = dict(clusters=str(source), cluster_encoder="tf-idf", num_clusters=3, seed=0)
     defaults.update(dataset="made", image_size=16, workers=0, resume="")
     args = SimpleNamespace(**defaults | flags)
-    clusters_module.check_cluster_source(train, args.clusters)
+    clusters_module.check_clusters(train, args)
     kmeans = functools.partial(mmts.cluster_captions, seed=args.seed)
     return clusters_module.open_clusters(folder, args, train, CPU, kmeans)
 
@@ -190,6 +190,11 @@ def test_what_makes_no_clusters_is_refused_in_one_line(source, data, words, tmp_
     with pytest.raises(UserError, match=f"^.*{words}.*$"):
         opened(tmp_path / "out", data, source)
     assert not (tmp_path / "out" / "clusters.json").exists()
+
+
+def test_an_encoder_without_trained_weights_makes_no_clusters(tmp_path):
+    with pytest.raises(UserError, match="--cluster-encoder small: it has no trained weights"):
+        opened(tmp_path / "out", made(CAPTIONS), "vision", cluster_encoder="small")
 
 
 @pytest.mark.parametrize("value", [None, math.nan, -1])

@@ -106,7 +106,6 @@ REFUSED = {
     "--loss max-margin --baseline --margin 2": "the margins of the run, 2 .. 2, must be",
     "--shift-min 0.2 --shift-max 0.1": "--shift-min 0.2: larger than --shift-max 0.1",
     "--clusters none": "--shifts need clusters",
-    "--cluster-encoder small": "no trained weights",
     "--clusters noun --num-clusters 9": "--num-clusters: only with --clusters captions or vision",
 }
 
@@ -217,9 +216,9 @@ def test_tau_is_that_of_the_caption_that_was_encoded(tmp_path, monkeypatch):
         batches.append(pick(captions, draws))
         return batches[-1]
 
-    def watched_temperature(step, shift, *schedule):
+    def watched_temperature(step, shift, period, alpha):
         shifts.append(shift)
-        return sample_temperature(step, shift, *schedule)
+        return sample_temperature(step, shift, period, alpha)
 
     monkeypatch.setattr(common, "pick", watched_pick)
     monkeypatch.setattr(mmts, "sample_temperature", watched_temperature)

@@ -695,7 +695,6 @@ def test_data_without_the_modalities_and_other_scripts_are_refused(
 @pytest.mark.parametrize("flags, reason", [
     ("--image-encoder small", "--image-encoder small: it has no matching head; give vast or"),
     ("--dataset youcook2", "--init-from is needed: this recipe fine-tunes VAST's weights"),
-    ("--baseline --learnable-tau --negatives-tau 0.1", "--negatives-tau: only without"),
     ("--loss max-margin --baseline --label-smoothing 0.1", "--label-smoothing: only with"),
 ])
 def test_flags_that_are_refused(flags, reason, capsys):

@@ -30,13 +30,16 @@ import mmts
 
 from common import (
     Evaluator, GradCache, Parser, Run, Temperature, clean_exit, fraction, gather, nonnegative_float,
-    normalize, positive_float)
+    normalize)
 from contrastive.encoders.vast import MODALITIES, Pairs
 from mmts import clip_loss, cluster_captions, max_margin_loss, sample_temperature
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+
+NEGATIVES_TAU = 0.07  # at which hard negatives are drawn, unless a temperature is learnt; VAST
 
 
 # ======================================================= METHOD ===================================
@@ -171,8 +174,8 @@ MOVING = mmts.MOVING | dict(
 OWN = mmts.OWN | dict(source="ours; a small VAST from scratch", image_encoder="vast-small")
 YOUCOOK2 = dict(
     source="paper; encoders, views, optimiser and matching head from VAST",
-    # --init-from loads VAST's released weights into all of it
     image_encoder="vast", text_encoder="google-bert/bert-base-uncased", pretrained=True,
+    needs_weights="VAST's weights",                                        # of all parts
     embed_dim=512, image_size=224, image_stats="clip", eval_resize="squash",
     frames=8, eval_frames=16, frame_sampling="random",  # in evaluation the middles of segments
     text_length=40, text_pooling="cls",
@@ -197,9 +200,6 @@ def parse_args(argv=None):
                              "candidates, 0..1; VAST 0.1")
     method.add_argument("--matching-weight", type=nonnegative_float, default=0.1,
                         help="weight of the loss of the matching head; VAST 0.1")
-    method.add_argument("--negatives-tau", type=positive_float, default=0.07,
-                        help="temperature at which hard negatives are drawn, unless it is learnt; "
-                             "VAST 0.07")
     vast = parser.add_argument_group("VAST's fine-tuning")
     parser.add_eps_flag(vast)
     vast.add_argument("--drop-path", type=common.below_one, default=0.0,
@@ -216,18 +216,12 @@ def parse_args(argv=None):
 
 
 def check_flags(parser, args):
-    """Refuses contradictory flags, flags without effect, and VAST without its weights."""
+    """Refuses contradictory flags and flags without effect."""
     mmts.check_flags(parser, args)
     parser.require(args.image_encoder in ("vast", "vast-small"),
                    f"--image-encoder {args.image_encoder}: it has no matching head; give vast or "
                    "vast-small, or train it by mmts.py")
     parser.only(args.loss == "clip", "with --loss clip", "--label-smoothing")
-    parser.only(not args.learnable_tau, "without --learnable-tau", "--negatives-tau")
-    needs_weights = args.image_encoder == "vast" and args.pretrained
-    parser.require(not needs_weights or args.init_from or args.resume,
-                   "--init-from is needed: this recipe fine-tunes VAST's weights, and without them "
-                   "it would train encoders that do not belong together; give --no-pretrained to "
-                   "train from scratch")
 
 
 # ======================================================= main =====================================
@@ -237,7 +231,7 @@ def main(args):
     common.require_gpu(args)                         # for a paper's recipe, unless --cpu
     # before the process group starts, so that a wrong path fails fast
     train, eval_sets = common.open_data(args)
-    common.check_cluster_source(train, args.clusters)
+    common.check_clusters(train, args)
     args = common.adjust_flags_to_encoder(args)      # VAST has a text encoder of its own
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
@@ -276,12 +270,14 @@ def main(args):
 
     # ------------------------------------------- loop ---------------------------------------------
     quantity = "margin" if args.loss == "max-margin" else "tau"            # a column of the log
-    shifts = mmts.shifts_of(clusters, args)                                # (K + 1,) -1: no cluster
-    period, alpha = mmts.period_and_alpha(args, steps.total)
+    shifts = mmts.shifts_of_clusters(clusters, args).to(accelerator.device)              # (K + 1,)
+    period = steps.total / args.periods                                    # T of Eq. 7
+    alpha = mmts.alpha_of_run(args)
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
         method_metrics=functools.partial(common.head_mid_tail, clusters=clusters))
-    run.start(evaluator, shown=("loss", "L_match", quantity), **mmts.banner_lines(args, clusters))
+    run.start(evaluator, shown=("loss", "L_match", quantity),
+              **common.temperature_banner(args, mmts.range_of_run(args), clusters))
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
@@ -290,18 +286,17 @@ def main(args):
         image, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokens)
 
-        cluster = torch.full((len(texts),), -1)                            # (B,) -1: no cluster
-        num_missing = 0
-        if args.shifts:
-            cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,)
-        negatives_tau = args.negatives_tau
+        num_missing = 0                                                    # were not clustered
+        negatives_tau = NEGATIVES_TAU
         if args.learnable_tau:                                             # VAST's own
             tau_or_margin = temperature()                                  # ()
             negatives_tau = tau_or_margin.detach()
+        elif args.shifts:
+            cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,) -1: none
+            cluster = common.to_device(cluster, accelerator.device)
+            tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha)  # (B,)
         else:
-            tau_or_margin = sample_temperature(                            # (B,)
-                run.step, shifts[cluster], period, alpha)
-            tau_or_margin = common.to_device(tau_or_margin, accelerator.device)
+            tau_or_margin = sample_temperature(run.step, shifts[-1], period, alpha)       # ()
 
         terms = {}                                                         # for the log
         if args.loss == "clip":
@@ -332,9 +327,9 @@ def main(args):
         run.end_step(batch, loss, log_row, [image, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    if common.rank() == 0 and clusters is not None and not args.learnable_tau:
-        common.write_tensors(run.folder / "temperatures.safetensors",      # for Figs. 3 to 5, 11
-                             mmts.curves_of_clusters(clusters, args, steps.total))
+    if clusters is not None and not args.learnable_tau:                    # for the pictures
+        common.save_temperatures(run, args.periods, functools.partial(
+            sample_temperature, shift=shifts[:-1], period=period, alpha=alpha))
     return run.finish(figures="mmts")
 
 

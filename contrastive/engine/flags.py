@@ -48,7 +48,8 @@ OTHER_NAMES = {
     "--wd": ["--weight-decay"],
     "--max-grad-norm": ["--grad-clip"]}
 FROZEN = ("image", "text", "both")  # choices of --freeze whose encoders have constant features
-NOTES = {"source", "baseline_rates"}  # entries of a recipe that are no flags
+# entries of a recipe that are no flags
+NOTES = {"source", "baseline_rates", "needs_weights"}
 # groups of flags that are no hyperparameters; the banner does not call them changed
 NOT_IN_RECIPES = ("data", "evaluation", "run")
 # groups that --help shows first, in this order; others follow as they are added
@@ -204,7 +205,8 @@ class Parser(OneLineErrorParser):
             argv: words of the command line; None = those of this process.
             recipes: {data set: {flag: value}}, chosen by --dataset or --recipe. The first is the
                 default data set, 'own' is for data that have no recipe. The entry 'source' says
-                whose values they are, 'baseline_rates' which other flags the paper's baseline has.
+                whose values they are, 'baseline_rates' which other flags the paper's baseline has,
+                'needs_weights' which weights --init-from has to load.
             baseline: {flag: value} of the flags that --baseline sets.
             check: function (parser, args) that refuses flags which contradict each other.
         Returns: the flags. Exits with one line and code 2 if one is refused.
@@ -241,6 +243,7 @@ class Parser(OneLineErrorParser):
         args.changed = list(dict.fromkeys(saved.get("changed", []) + self.changed_flags(args)))
         self.check_resume(saved, args)
         self.require_defaults(args)
+        self.require_weights(recipes[chosen.recipe], args)
         self.check_data_flags(args)
         self.only(getattr(args, "freeze", "none") in FROZEN, "with --freeze image, text or both",
                   "--feature-cache")
@@ -280,6 +283,15 @@ class Parser(OneLineErrorParser):
         flags = [flag_of(name) for name, value in vars(args).items() if value is None]
         if flags:
             self.error(f"{'/'.join(flags)}: no default; give one in parse_args or in every recipe")
+
+    def require_weights(self, recipe, args):
+        """Refuses the encoders of a recipe that fine-tunes released weights without these."""
+        if "needs_weights" not in recipe or args.image_encoder != recipe["image_encoder"]:
+            return
+        self.require(not args.pretrained or args.init_from or args.resume,
+                     f"--init-from is needed: this recipe fine-tunes {recipe['needs_weights']}, "
+                     "and without them it would train encoders that do not belong together; give "
+                     "--no-pretrained to train from scratch")
 
     def chosen_flags(self, argv):
         """The flags of the command line that choose other defaults."""

@@ -10,7 +10,7 @@ import functools
 
 from contrastive.core.files import read_json, write_json, write_tensors
 from contrastive.core.metrics import normalize, retrieval_ranks
-from contrastive.core.processes import UserError, on_main, opening
+from contrastive.core.processes import UserError, on_main, opening, rank
 from contrastive.data.batches import read_batch
 from contrastive.data.views import key_hash
 from contrastive.encoders.base import TwoTower
@@ -115,17 +115,66 @@ def head_mid_tail(pieces, clusters):
     return {"by_cluster_size": thirds}
 
 
+# ---- banner and pictures ----
+def temperature_banner(args, limits, clusters):
+    """Lines of the banner on the temperatures or margins of a run, and its clusters: {title: text}.
+
+    Args:
+        limits: lowest and highest temperature or margin.
+        clusters: Clusters, or None.
+    """
+    low, high = limits
+    lines = {}
+    if args.learnable_tau:
+        lines["temperature"] = f"learnt, {args.tau:g} at first"
+    elif args.loss == "max-margin":
+        lines["margin"] = f"{low:g} .. {high:g}"
+    else:
+        lines["temperature"] = f"{low:g} .. {high:g}"
+    if clusters is None:
+        return lines
+    sizes = clusters.sizes                                                 # (K,)
+    lines["clusters"] = (f"{len(sizes):,} by {args.clusters}; largest {sizes[0]:,}, smallest "
+                         f"{sizes[-1]:,}")
+    num_without = clusters.meta["without"]
+    if num_without:
+        lines["examples"] = (f"{num_without:,} without a cluster are treated as in the smallest "
+                             "one")
+    return lines
+
+
+def save_temperatures(run, periods, values_at):
+    """Writes the temperature or margin of each cluster over a run, for Figs. 3, 5 and 8 to 11.
+
+    The tensors of temperatures.safetensors are steps (S,) and values (S, K).
+
+    Args:
+        periods: of the schedule in the run, each of which gets 20 steps or more, if it has them.
+        values_at: function of step=... -> (K,).
+    """
+    if rank() > 0:
+        return
+    total_steps = run.steps.total
+    num_points = min(total_steps, max(1000, round(20 * periods)))
+    steps = torch.linspace(0, total_steps, num_points + 1).round().unique()              # (S,)
+    values = torch.stack([values_at(step) for step in steps.tolist()])                   # (S, K)
+    write_tensors(run.folder / "temperatures.safetensors", {"steps": steps, "values": values})
+
+
 # ---- making the clusters ----
-def check_cluster_source(train, source):
-    """Checks that the data have what --clusters needs.
+def check_clusters(train, args):
+    """Checks that the data have the classes of --clusters, and that --cluster-encoder is trained.
 
     Raises: UserError.
     """
-    if source in CLASSES:
-        for column in source.split("-"):
+    if args.cluster_encoder == "small":
+        raise UserError("--cluster-encoder small: it has no trained weights; give tf-idf, or a "
+                        "transformers id or folder")
+    if args.clusters in CLASSES:
+        for column in args.clusters.split("-"):
             if train.column(column) is None:
-                raise UserError(f"--clusters {source}: {train.name} has no {column}; --clusters "
-                                "captions needs none")
+                raise UserError(f"--clusters {args.clusters}: {train.name} has no {column}; "
+                                "--clusters captions needs none")
 
 
 def open_clusters(folder, args, train, device, kmeans):
