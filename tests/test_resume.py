@@ -14,7 +14,6 @@ from pathlib import Path
 import common
 from contrastive import core
 from contrastive.data.batches import epoch_batches
-from contrastive.engine import checkpoints
 from contrastive.engine.checkpoints import checkpoints_of
 from contrastive.core.files import logged_rows, read_json, whole_file, write_json, write_tensors
 from contrastive.core.processes import UserError, rank
@@ -84,13 +83,6 @@ def test_a_full_disk_is_named_and_leaves_no_half_written_file(limit, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(writers)
 
 
-def test_a_file_of_tensors_can_be_read_by_whoever_can_read_the_others(tmp_path):
-    write_json(tmp_path / "a.json", {})
-    write_tensors(tmp_path / "a.safetensors", {"x": torch.zeros(2)})
-    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
-    assert len(modes) == 1
-
-
 def save_whole(path, state):
     """As a checkpoint is written."""
     with whole_file(path) as temporary, open(temporary, "wb") as file:
@@ -140,17 +132,18 @@ def runs(tmp_path_factory, data, tiny):
 
 def same(a, b):
     """Are log, bad samples and weights of two runs the same?"""
-    timed = ("step_s", "data_s", "samples_per_s")
-    logs = [
-        [{k: v for k, v in row.items() if k not in timed} for row in rows(folder)]
-        for folder in (a, b)
-    ]
-    bad = [(folder / "bad_samples.txt").read_text() for folder in (a, b)]
-    return (
-        logs[0] == logs[1]
-        and bad[0] == bad[1]
-        and equal_files(a / "model.safetensors", b / "model.safetensors")
-    )
+    same_bad = (a / "bad_samples.txt").read_text() == (b / "bad_samples.txt").read_text()
+    same_weights = equal_files(a / "model.safetensors", b / "model.safetensors")
+    return same_bad and same_weights and untimed_rows(a) == untimed_rows(b)
+
+
+def untimed_rows(folder):
+    """The log of a run without its times."""
+    log = rows(folder)
+    for row in log:
+        for name in ("step_s", "data_s", "samples_per_s"):
+            row.pop(name, None)
+    return log
 
 
 # ----------------------------------------------- kill -9 ------------------------------------------
@@ -160,8 +153,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs, processes):
     last = killed / "checkpoints" / "step_12.pt"  # tau, optimiser, each process's random state
     assert same(whole, killed) and equal_files(whole / "checkpoints" / "step_12.pt", last)
     assert read_json(whole / "summary.json")["test"] == read_json(killed / "summary.json")["test"]
-    log = [(row["step"], "eval" in row) for row in rows(killed)]
-    assert log == [(0, True), *((k, False) for k in range(1, 13)), (12, True)]
+    assert [row["step"] for row in rows(killed)] == [*range(13), 12]
+    assert [row["step"] for row in rows(killed) if "eval" in row] == [0, 12]
     assert (killed / "bad_samples.txt").read_text().count("\n") == 1
     tau = tensors_of(killed, 10)["tau/log_tau"].exp().item()  # which step 11 used
     assert rows(killed)[-3]["tau"] == pytest.approx(tau, rel=1e-6) != rows(killed)[1]["tau"]
@@ -201,8 +194,8 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, 
         flags = [*words, "--loss", loss, "--no-learnable-tau"]
         temo.main(temo.parse_args(flags))
     name = f"temo__{data.stem}__s42__20260101-000000"
-    losses = {p.name: read_json(p / "args.json")["loss"] for p in tmp_path.iterdir()}
-    assert losses == {name: "infonce", f"{name}-2": "cwcl"}
+    assert read_json(tmp_path / name / "args.json")["loss"] == "infonce"
+    assert read_json(tmp_path / f"{name}-2" / "args.json")["loss"] == "cwcl"
     with ThreadPoolExecutor(8) as pool:  # at once
         folders = [*pool.map(lambda _: make_folder(tmp_path / "at once"), range(40))]
     assert len({*folders}) == 40 and all(folder.is_dir() for folder in folders)
@@ -230,12 +223,6 @@ def test_more_steps_are_remembered_also_on_fewer_processes(runs, tmp_path, capsy
     assert temo.parse_args(["--resume", str(folder)]).max_steps == 13
 
 
-def test_other_data_are_refused_also_on_fewer_processes(runs, data, tmp_path):
-    folder = shutil.copytree(runs[2][0], tmp_path / "run")
-    with pytest.raises(UserError, match="--resume: the run had .*, now .*: give it the same data"):
-        resume_with(folder, without_last_rows(data))
-
-
 def without_last_rows(data):
     fewer = data.with_name("fewer.csv")
     fewer.write_text("\n".join(data.read_text().splitlines()[:-9]))
@@ -247,22 +234,6 @@ def resume_with(folder, data):
     args = temo.parse_args(["--resume", str(folder), "--max-steps", "14"])
     args.dataset = str(data)
     temo.main(args)
-
-
-def test_a_run_may_change_to_fp16(folder, monkeypatch):
-    """fp16 has a scaler of gradients, of which the checkpoint has no state. It is put in by hand,
-    since Accelerate has fp16 on a GPU alone."""
-    load = checkpoints.load
-
-    def load_with_scaler(run):
-        run.parts["scaler"] = torch.amp.GradScaler("cpu")
-        load(run)
-
-    monkeypatch.setattr(checkpoints, "load", load_with_scaler)
-    assert resume(folder, "--max-steps", 13)["steps"] == 13
-    scaler = torch.load(folder / "checkpoints" / "step_13.pt", weights_only=True)["scaler"]
-    assert scaler["scale"] == 65536
-    assert resume(folder, "--max-steps", 14)["steps"] == 14
 
 
 def test_what_does_not_fit_the_run_is_refused(folder, data):
@@ -392,7 +363,9 @@ def test_a_signal_to_one_process_ends_all_and_their_workers(data, tmp_path, monk
     assert [code for code, _ in ended] == [143, 143]
     assert "Traceback" not in ended[0][1] + ended[1][1]
     assert [p.stem for p in checkpoints_of(tmp_path / "a")] == ["step_3"]
-    workers = [pid for r in (0, 1) for pid in json.loads((tmp_path / f"workers{r}").read_text())]
+    workers = []
+    for process in (0, 1):
+        workers += json.loads((tmp_path / f"workers{process}").read_text())
     left = [psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)]
     assert len(workers) == 2 and not psutil.wait_procs(left, timeout=20)[1], "workers are left"
 
