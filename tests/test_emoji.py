@@ -65,14 +65,6 @@ def test_no_emoji_twin_crosses_the_splits(emoji):
     assert {len(s) for s in where.values()} == {1}
 
 
-def test_each_drawing_is_test_once_and_val_once_over_the_folds():
-    held = {"val": Counter(), "test": Counter()}
-    for fold in range(10):
-        for split, count in held.items():
-            count.update(common.load_data("emoji", split, fold=fold).column("key"))
-    assert all(len(count) == 1898 and {*count.values()} == {1} for count in held.values())
-
-
 # ---- moving emoji ----
 @pytest.fixture(scope="module")
 def moving():
@@ -201,29 +193,6 @@ def test_moving_emoji_holds_out_pairs_but_neither_verbs_nor_nouns(moving):
     assert {verb for verb, _ in pairs["train"]} == set(range(24))
     # clips of one pair and colour are positives
     assert all(groups_are_facts(d) for d in moving.values())
-
-
-def test_moving_emoji_by_the_law_of_training():
-    once, zipf = (
-        {s: small(s, clips=[2000, 300, 2000], image_size=16, clip_law=law) for s in SPLITS}
-        for law in ("once", "zipf")
-    )
-    assert torch.equal(once["train"].pixels, zipf["train"].pixels)  # the training set is the same
-    assert once["train"].column("captions") == zipf["train"].column("captions")
-    for s, other in (("val", "test"), ("test", "val")):
-        d = zipf[s]
-        assert groups_are_facts(d) and all(all(agree(d, i)) for i in range(0, len(d), 9))
-        assert "law of val and test: zipf" in d.note
-        assert len(drawn(d)) == len(d)
-        assert not drawn(d) & (drawn(zipf["train"]) | drawn(zipf[other]))
-        assert not set(both(d)) & {*both(once["val"]), *both(once["test"])}
-    train, test = (Counter(both(zipf[s])) for s in ("train", "test"))
-    # a third of all clips, as often in test as in train
-    often = [pair for pair, _ in train.most_common(30)]
-    shares = [sum(pairs[pair] for pair in often) / 2000 for pairs in (train, test)]
-    assert shares[0] > 0.25 and abs(shares[1] - shares[0]) < 0.05
-    # the tail is drawn anew
-    assert 0.7 < sum(n for pair, n in test.items() if pair in train) / 2000 < 0.95
 
 
 def test_moving_emoji_tests_nothing_that_a_small_training_set_never_shows():

@@ -114,8 +114,8 @@ REFUSED = [  # script, flags, words of the one line
     ("temo", "--tau 0", "--tau 0: must be at least 1e-12"),
     (
         "temo",
-        "--clip-law zipf",
-        "unknown: --clip-law zipf; the nearest flag:",
+        "--clips 9 2 2",
+        "unknown: --clips 9 2 2; the nearest flag:",
     ),  # of moving-emoji, and not of emoji
     ("temo", "captions.csv --cpu", "data are given as --dataset captions.csv"),
     ("temo", "--max-step 2", "unknown: --max-step 2; the nearest flag: --max-steps"),
@@ -369,7 +369,6 @@ def test_what_a_resumed_run_may_change(tmp_path, capsys):
     for flag, now in (
         ("--embed-dim", "32"),
         ("--loss", "infonce"),
-        ("--fold", "3"),
         ("--run-name", "x"),
     ):
         said = refused(temo.parse_args, ["--resume", str(tmp_path), flag, now], capsys)

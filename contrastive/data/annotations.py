@@ -118,15 +118,11 @@ def files_of(name, options):
 
 
 # ---- videos ----
-# endings of names, whose files are often converted to those of VIDEO_TYPES
-CONVERTED_TYPES = ("mts", "3g2", "asf", "divx", "dv", "f4v", "m1v", "mxf", "vob")
-
-
 def without_ending(name):
     """A name or path without the ending of an image, of a video or of features; "clip.2" has
     none."""
     stem, ending = os.path.splitext(name)
-    if ending.lower()[1:] in (*VIDEO_TYPES, *CONVERTED_TYPES, *IMAGE_TYPES, "npy"):
+    if ending.lower()[1:] in (*VIDEO_TYPES, *IMAGE_TYPES, "npy"):
         return stem
     return name
 

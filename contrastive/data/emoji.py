@@ -32,7 +32,7 @@ SKIN_TONES = {
 GENDER_WORDS = (
     "man", "men", "mans", "woman", "women", "womans", "person", "people", "male", "female", "boy",
     "boys", "girl", "girls")
-FOLDS = 10  # tenths of the clusters: 80 / 10 / 10
+SPLIT_OF_TENTH = {0: "test", 1: "val"}  # of all clusters; the other tenths are train
 SMALLEST_CLASS = 8  # where each class is split, smaller classes are left out
 HELD_OUT_OF_CLASS = {"test": 2, "val": 1}  # drawings of each class
 
@@ -40,14 +40,14 @@ HELD_OUT_OF_CLASS = {"test": 2, "val": 1}  # drawings of each class
 def load(name, split, options):
     """One split of emoji, (M, 3, 72, 72) in memory.
 
-    Whole clusters of twins are split: tenth options.fold (0..9) is test, and the next one val. With
+    Whole clusters of twins are split: a tenth of them is test, another one val. With
     options.by_class the drawings of each class are split, for methods without texts.
     """
     if options.by_class:
         drawings = split_by_class(split)
         class_names = names_of_classes(drawings)
     else:
-        drawings = split_by_cluster(split, options.fold)
+        drawings = split_by_cluster(split)
         class_names = names_of_classes(all_drawings())
     columns = {"label": [class_names.index(drawing.label) for drawing in drawings]}
     templates = ()
@@ -58,10 +58,7 @@ def load(name, split, options):
         [drawing.captions for drawing in drawings], [drawing.key for drawing in drawings],
         classes={"label": class_names}, **columns)
     pixels = torch.stack([drawing.image for drawing in drawings])               # (M, 3, 72, 72)
-    note = ""
-    if options.fold:
-        note = f"fold {options.fold} of {FOLDS}"
-    return Data("emoji", split, table, pixels=pixels, templates=templates, note=note)
+    return Data("emoji", split, table, pixels=pixels, templates=templates)
 
 
 def names_of_classes(drawings):
@@ -168,14 +165,13 @@ def digest(content):
 
 
 # ---- the splits ----
-def split_by_cluster(split, fold):
+def split_by_cluster(split):
     """The drawings of a split, by a hash of the name of their cluster; train has the variants at
     the end."""
-    split_of_tenth = {fold: "test", (fold + 1) % FOLDS: "val"}
     drawings = []
     for drawing in all_drawings():
-        tenth = int(digest(drawing.cluster.encode()), 16) % FOLDS
-        if split_of_tenth.get(tenth, "train") == split:
+        tenth = int(digest(drawing.cluster.encode()), 16) % 10
+        if SPLIT_OF_TENTH.get(tenth, "train") == split:
             drawings.append(drawing)
     variants = []
     if split == "train":

@@ -192,7 +192,7 @@ def load_moving_emoji(name, split, options):
     if options.regions > MAX_REGIONS:
         raise UserError(f"--regions {options.regions}: a frame of moving-emoji has {MAX_REGIONS}")
     sprites = draw_sprites(size)
-    clips = draw_clips(split, options.clips, options.clip_law)
+    clips = draw_clips(split, options.clips)
     classes = {
         "verb": list(MOTIONS),
         "noun": [names[0] for names in sprites.names],
@@ -215,8 +215,7 @@ def load_moving_emoji(name, split, options):
     if "a" in options.modalities:
         data = dataclasses.replace(data, draw_sound=functools.partial(draw_tones, clips))
     num_descriptions = len(np.unique(clips.groups))
-    return with_note(
-        data, f"{num_descriptions} descriptions; law of val and test: {options.clip_law}")
+    return with_note(data, f"{num_descriptions} descriptions")
 
 
 def load_emoji_scenes(name, split, options):
@@ -275,31 +274,29 @@ class ClipTable:
         return ClipTable(self.pairs[rows], self.colours[rows], self.draws[rows])
 
 
-def draw_clips(split, counts, law):
+def draw_clips(split, counts):
     """The ClipTable of a split.
 
     Args:
         counts: clips of train, val and test.
-        law: of val and test. "once" = each held-out pair in turn; "zipf" = draws from the same
-            pairs as training, of which most, but not all, occur there.
     """
-    once = law == "once"
     number = SPLITS.index(split)
-    pairs = draw_pairs(counts, once)[number]
+    pairs = draw_pairs(counts)[number]
     rows = np.arange(counts[number])
     draws = uniforms(CLIP_SEED, number, rows, 8)
     colours = (draws[:, 4] * len(COLOURS)).astype(int)
-    if split != "train" and once:  # when the pairs repeat, each takes its next colour
+    if split != "train":  # when the pairs repeat, each takes its next colour
         turn, first_row = np.divmod(rows, len(np.unique(pairs)))
         colours = (colours[first_row] + turn) % len(COLOURS)
     return ClipTable(pairs, colours, draws)
 
 
-def draw_pairs(counts, once):
-    """Pairs of verb and noun of the clips of train, val and test, three arrays.
+def draw_pairs(counts):
+    """Pairs of verb and noun of the clips of train, val and test, three arrays. Val and test have
+    each held-out pair in turn.
 
     Args:
-        counts, once: as of draw_clips.
+        counts: as of draw_clips.
     """
     rng = np.random.default_rng(SCENE_SEED)
     verb_weight = 1 / np.arange(1, len(MOTIONS) + 1)
@@ -311,18 +308,12 @@ def draw_pairs(counts, once):
     verbs, nouns = np.divmod(np.arange(len(p)), NOUNS)
     in_training = np.isin(verbs, pairs[0] // NOUNS) & np.isin(nouns, pairs[0] % NOUNS)
     for number, count in enumerate(counts[1:]):
-        is_candidate = eighth > 1
-        if once:
-            is_candidate = eighth == number
-        p = np.where(in_training & is_candidate, weight, 0)
+        p = np.where(in_training & (eighth == number), weight, 0)
         if not p.any():
             words = " ".join(str(count) for count in counts)
             raise UserError(f"--clips {words}: too few training clips to leave val and test a pair")
-        num_draws = count
-        if once:
-            num_draws = np.count_nonzero(p)
-        sample = rng.choice(len(p), num_draws, replace=not once, p=p / p.sum())
-        pairs.append(np.resize(sample, count))  # every pair once, then again
+        order = rng.choice(len(p), np.count_nonzero(p), replace=False, p=p / p.sum())
+        pairs.append(np.resize(order, count))  # every pair once, then again
     return pairs
 
 

@@ -70,9 +70,7 @@ class DataOptions:
     few_shot_file: str = ""
 
     # ---- of the data sets whose entry in registry.py has a flag of this name ----
-    fold: int = 0
     clips: tuple = (2000, 300, 300)
-    clip_law: str = "once"
     scenes: tuple = (500, 10, 25)
     class_names: str = "wordnet"
     prompts: str = "openai"

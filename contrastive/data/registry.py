@@ -47,18 +47,10 @@ class DataSet:
 
 
 # ---- flags of single data sets ----
-EMOJI_FLAGS = {
-    "--fold": dict(
-        type=between(0, 9, int), default=DataOptions.fold, texts=True,
-        help="which tenth of the drawings is test, 0..9; the next one is val")}
 MOVING_EMOJI_FLAGS = {
     "--clips": dict(
         type=between(2, 10**6, int), nargs=3, default=list(DataOptions.clips),
-        metavar=("TRAIN", "VAL", "TEST"), help="clips of each split"),
-    "--clip-law": dict(
-        choices=["once", "zipf"], default=DataOptions.clip_law,
-        help="val and test: once = each held-out pair in turn, none of them in training; zipf = "
-             "further draws from training's distribution (for NCL's queue of its queries)")}
+        metavar=("TRAIN", "VAL", "TEST"), help="clips of each split")}
 EMOJI_SCENES_FLAGS = {
     "--scenes": dict(
         type=between(2, 10**5, int), nargs=3, default=list(DataOptions.scenes),
@@ -110,8 +102,7 @@ def questions(train, test, val=None):
 SETS = {
     # Drawn when a run starts; nothing is downloaded.
     "emoji": DataSet(
-        "emoji", {"train": 3058, "val": 177, "test": 168}, TWEMOJI,
-        is_drawn=True, flags=EMOJI_FLAGS),
+        "emoji", {"train": 3058, "val": 177, "test": 168}, TWEMOJI, is_drawn=True),
     "moving-emoji": DataSet(
         "moving_emoji", dict.fromkeys(SPLITS), TWEMOJI, is_drawn=True, flags=MOVING_EMOJI_FLAGS),
     "emoji-scenes": DataSet(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from contrastive.core.processes import opening
 from contrastive.core.words import counted, listed, shortened
-from contrastive.data.annotations import Videos, video_folder, with_sound, with_subtitle_note
+from contrastive.data.annotations import Videos, video_folder, with_sound
 from contrastive.data.clips import clip_options
 from contrastive.data.folders import (
     SPLIT_WORDS, files_below, is_like_a_split, read_folder, sort_by_split, sort_files,
@@ -174,9 +174,8 @@ def data_of_tables(name, tables, options, root, *, is_published=False):
         rows.notes.append("no captions: the class names serve as captions")
     data = with_labels(data, rows, examples)
     data = with_note(data, *rows.notes)
-    if rows.is_video:
-        first_rows = table.select([example.row for example in examples.values()])
-        data = with_sound_and_subtitles(data, first_rows, options, root)
+    if rows.is_video and "a" in options.modalities:
+        data = with_sound(data, [None] * len(data))  # the videos' own
     result = {}
     for split in np.unique(splits).tolist():
         result[split] = data.select(np.flatnonzero(splits == split), split)
@@ -533,25 +532,6 @@ def table_of_examples(rows, examples):
         keys = [str(rows.numbers[row]) for row in first_rows]
     others = datasets.Dataset.from_dict({"captions": captions, "key": keys})
     return datasets.concatenate_datasets([rows.pictures.select(first_rows), others], axis=1)
-
-
-def with_sound_and_subtitles(data, table, options, root):
-    """The data of videos with the columns sound and subtitle, by the columns `audio` (a file; empty
-    = the video's own sound) and `subtitle` of a table with a row for each example."""
-    import datasets
-
-    if "s" in options.modalities and "subtitle" in table.column_names:
-        subtitles = texts_of(table, "subtitle")
-        data = with_column(data, "subtitle", subtitles, datasets.Value("string"))
-        data = with_subtitle_note(data, options)
-    if "a" not in options.modalities:
-        return data
-    files = [None] * len(table)
-    if "audio" in table.column_names:
-        for row, name in enumerate(texts_of(table, "audio")):
-            if name:
-                files[row] = os.path.join(root, name)
-    return with_sound(data, files)
 
 
 # ---- further captions ----
