@@ -95,6 +95,15 @@ def test_no_script_imports_another_but_a_variant_its_own():
             assert len(scripts) == 1, f"{name} imports {scripts}"
 
 
+def test_a_script_loads_nothing_that_variants_alone_use():
+    modules = ["encoders.vast", "encoders.ssb", "encoders.vgt", "encoders.questions",
+               "data.questions", "evaluation.answers", "evaluation.rerank"]
+    code = "import sys, temo; temo.parse_args([]); print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    loaded = result.stdout.split()
+    assert "temo" in loaded and not {f"contrastive.{name}" for name in modules}.intersection(loaded)
+
+
 def test_modules_are_imported_by_name_in_three_places_only():
     """A named data set (DataSet.load), the figures of a run (figures="temo"), and a user's own
     module (eval.py --import)."""

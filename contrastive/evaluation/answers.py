@@ -46,14 +46,6 @@ def rows_with_questions(data):
     return data.select(rows)
 
 
-def has_questions_as_captions(data):
-    """Whether a row of the data has its question in place of a caption."""
-    questions = data.column("question")
-    if questions is None:
-        return False
-    return any(data.captions(i) == [question] for i, question in enumerate(questions))
-
-
 def choices_of_row(data, i):
     """The choices of row i; [] of an open question, and of a row without a question."""
     if "choices" not in data.annotations.column_names:

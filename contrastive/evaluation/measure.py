@@ -17,7 +17,6 @@ from typing import NamedTuple
 from contrastive.core.processes import UserError
 from contrastive.data.table import Data, frames_of
 from contrastive.encoders.transform import EvalTransform
-from contrastive.evaluation import answers
 from contrastive.evaluation.by_class import (
     FeatureOptions, LabelledFeatures, class_metrics, labelled, view_of, zero_shot)
 from contrastive.evaluation.embed import encode_images
@@ -95,17 +94,27 @@ def reason_against_answers(data, model):
     """Why a model cannot answer the questions of a split; "" if it can."""
     if not hasattr(model, "answers"):
         return "the model answers no questions"
-    return answers.reason_without_questions(data, not model.answers)
+    from contrastive.evaluation.answers import reason_without_questions
+
+    return reason_without_questions(data, not model.answers)
 
 
 def reason_against_captions(task, data):
     """Why a split does not support a task by caption; "" if it does."""
-    if answers.has_questions_as_captions(data):
+    if has_questions_as_captions(data):
         return "the captions of the set are its questions, which say nothing of the videos"
     has_classes = data.column("verb") is not None and data.column("noun") is not None
     if task == "mir" and data.sentences is None and not has_classes:
         return "the set has no relevancies (no verb and noun classes)"
     return ""
+
+
+def has_questions_as_captions(data):
+    """Whether a row of the data has its question in place of a caption."""
+    questions = data.column("question")
+    if questions is None:
+        return False
+    return any(data.captions(i) == [question] for i, question in enumerate(questions))
 
 
 def reason_against_classes(task, data, train):
@@ -149,6 +158,8 @@ def measure(towers, data, tasks, options=None, *, device, workers=0):
     Returns: Measurement.
     """
     if "qa" in tasks:
+        from contrastive.evaluation import answers
+
         return Measurement(*answers.evaluate(towers, data, device, workers=workers))
     split = SplitEvaluation(towers, data, options or ClassOptions(), device, workers)
     if BY_CAPTION.intersection(tasks):

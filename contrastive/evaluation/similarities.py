@@ -24,11 +24,12 @@ def save_similarities(pieces, path):
 def similarity_histograms(pieces):
     """Histograms of the cosines of positive and of negative pairs over -1..1.
 
-    Of at most 2,000 images and their captions. The threshold is that of TeMo's Figs. 4 and 5: the
-    edge of the first bin, above the mode of the negatives, where positives are denser.
+    Of at most 2,000 images and their captions. The threshold of TeMo's Figs. 4 and 5 is where
+    positives become denser than negatives. Densities of few pairs cross many times: it is the edge
+    above which there are most positives in excess.
 
-    Returns: {edges, positive, negative: lists, the last two densities; threshold: None if positives
-        are nowhere denser}, which can be written as JSON.
+    Returns: {edges, positive, negative: lists, the last two densities; threshold: None if that
+        excess is within chance}, which can be written as JSON.
     """
     image = normalize(pieces.image[:2000])                                 # (m, D)
     rows = np.flatnonzero(pieces.owner < len(image))                       # captions of these
@@ -40,13 +41,14 @@ def similarity_histograms(pieces):
         items = items[(items >= 0) & (items < len(image))]
         is_positive[row, items] = True
     edges = np.linspace(-1, 1, 101)
+    num_positives = int(is_positive.sum())
     positive = density(sim[is_positive], edges)                            # (100,)
     negative = density(sim[~is_positive], edges)                           # (100,)
+    width = edges[1] - edges[0]
+    excess = np.cumsum((positive - negative)[::-1]) * width                # (100,) of the last bins
     threshold = None
-    for k in range(int(np.argmax(negative)), len(negative)):
-        if positive[k] > negative[k]:
-            threshold = edges[k].item()
-            break
+    if excess.max() > 1.36 / max(1, num_positives) ** 0.5:  # Kolmogorov-Smirnov, 5 %
+        threshold = edges[-2 - excess.argmax()].item()
     return {"edges": edges.tolist(), "positive": positive.tolist(), "negative": negative.tolist(),
             "threshold": threshold}
 
