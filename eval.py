@@ -461,11 +461,20 @@ def make_folders(args):
     return folder
 
 
+def earlier_results(path, command):
+    """The results of other commands that an eval.json holds, the newest first."""
+    newest = read_json(path, {})
+    if not newest:
+        return []
+    results = [newest, *newest.pop("earlier", [])]
+    return [result for result in results if result["command"] != command]
+
+
 # ======================================================= main =====================================
 def main(args):
-    """Evaluates, prints the tables and writes eval.json.
+    """Evaluates, prints the tables and writes eval.json, which keeps results of earlier commands.
 
-    Returns: the content of eval.json.
+    Returns: the content of eval.json, without these.
     Raises: UserError if nothing can be measured.
     """
     for module in args.modules:
@@ -488,12 +497,14 @@ def main(args):
     results = {}
     for evaluator, opened in evaluators:
         results[opened.name] = evaluate(args, evaluator, opened, folder)
+    summary = read_json(Path(args.checkpoint) / "summary.json", {})  # none of a CLIP by name
     result = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "checkpoint": args.checkpoint, "split": args.split, "versions": versions(args.cpu),
-        "processes": world_size(), "datasets": results}
+        "checkpoint": args.checkpoint, "steps": summary.get("steps"), "split": args.split,
+        "versions": versions(args.cpu), "processes": world_size(), "datasets": results}
     if rank() == 0:
-        write_json(folder / "eval.json", result)
+        path = folder / "eval.json"
+        write_json(path, result | {"earlier": earlier_results(path, result["command"])})
     print_main(f"\nwritten to {folder}")
     return result
 

@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import shutil
+import sys
 
 import common
 from contrastive import core, encoders, evaluation
@@ -227,6 +228,16 @@ def test_val_of_a_set_without_one_is_what_the_run_held_out(sets, tmp_path):
         evaluate(*asked, train(tmp_path / "all", flags, ts)[0])
     held = evaluate(*asked, train(tmp_path / "held", [*flags, "--holdout-fraction", 0.05], ts)[0])
     assert held["datasets"]["cifar10"]["metrics"]["images"] == 10
+
+
+def test_results_of_other_commands_stay_in_eval_json(run, tmp_path, monkeypatch):
+    for command in ("a", "b", "a"):
+        monkeypatch.setattr(sys, "argv", [command])
+        evaluate("--checkpoint", run, "--tasks", "gap", "--output-dir", tmp_path)
+    newest = json.loads((tmp_path / "eval.json").read_text())
+    (earlier,) = newest["earlier"]
+    assert newest["command"].endswith(" a") and earlier["command"].endswith(" b")
+    assert earlier["datasets"] == newest["datasets"] and newest["steps"] > 0
 
 
 def test_two_processes_count_each_item_once(run, tmp_path):
