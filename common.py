@@ -76,8 +76,9 @@ from contrastive.papers.baselines import (  # losses of other papers
 from contrastive.papers.clusters import (  # of captions (MM-TS)
     check_clusters, head_mid_tail, k_means, largest_first, open_clusters, save_temperatures,
     temperature_banner)
+from contrastive.papers.key_frames import key_frames  # of a video (MAMA)
 from contrastive.papers.mama_records import (  # for the log and the figures of MAMA
-    mismatch_columns, save_pairs, save_training_texts)
+    record_pairs, save_training_texts)
 from contrastive.papers.meta import (  # a few clean examples (MAMA)
     meta_batches, meta_data, save_meta_names)
 from contrastive.papers.text_pairs import (  # T and T~ (TeMo)

@@ -18,9 +18,9 @@ Equations (s_ij = cos(lambda_ij): cosine of video i and text j)
     (9)         Theta^ = Theta - alpha/B sum_j w_j grad L_j, a virtual step    weightnet_gradient
     (10, 12)    theta <- theta - beta grad_theta 1/M sum_i L_i^meta(Theta^), by AdamW
                                                         weightnet_gradient, update_weight_net
+    (13)        G_j = <grad L^meta, grad L_j>                              directional_derivative
     (8, 11)     Theta <- a step on 1/B sum_i w_i L_i, with the w_i of the new theta          main
-    (13)        G_j = <grad L^meta, grad L_j>               meta_gradient, directional_derivative
-    (14, 15)    density and distance of each frame of a video                          key_frames
+    (14, 15)    density and distance of each frame of a video   contrastive/papers/key_frames.py
 
 Symbols (Theta: parameters of the encoders, theta: of the weight network)
     v, t          video, text           (B, D)  embeddings of this process
@@ -40,7 +40,6 @@ docs/mama.md: commands for every table, recipes, differences from the paper, res
 import copy
 import functools
 import math
-import warnings
 
 # ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
@@ -49,6 +48,8 @@ from common import (
     Evaluator, GradCache, Parser, Run, Temperature, below_one, between, clean_exit, focal_weights,
     fp32, fraction, gather, int_ge1, l2rw_weights, nonnegative_float, normalize, per_anchor,
     positive_float, positive_index, rate, row_blocks, spl_weights)
+# Eqs. 14 and 15, for tools/caption.py
+from common import key_frames  # noqa: F401
 
 import torch
 import torch.nn as nn
@@ -144,15 +145,14 @@ class WeightNet(nn.Module):
 
 def weightnet_gradient(  # noqa: PLR0917
         losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward"):
-    """Gradient of the meta loss, after a virtual step, for the parameters of the weight network
-    (Eqs. 9, 10, 12, 13).
+    """Gradient of the meta loss, after a virtual step, for theta (Eqs. 9, 10, 12, 13).
 
     The virtual step is plain gradient descent on 1/B sum_j w_j L_j, whatever the optimiser is.
 
     Args:
-        losses: function (parameters, batch) -> (B,), the differentiable losses L_j of this process.
-            It must return the same for the same arguments, also with dropout.
-        parameters: {name: tensor} Theta of the encoders, which are not changed.
+        losses: function (parameters, batch) -> (B,), the differentiable L_j of this process. It
+            must return the same for the same arguments, also with dropout.
+        parameters: {name: tensor} of the encoders, Theta. They are not changed.
         batch, meta_batch: second arguments of `losses`.
         weight_net: losses (B,) -> weights (B,); it sees L_j without gradient.
         virtual_lr: alpha.
@@ -160,44 +160,41 @@ def weightnet_gradient(  # noqa: PLR0917
             'second-order': double backward, 3.4 times.
     Returns: d meta / d p for each p of weight_net.parameters(), in order, the mean over processes.
     """
-    if method not in ("forward", "second-order"):
+    if method == "second-order":
+        return second_order_gradient(
+            losses, parameters, batch, meta_batch, weight_net, virtual_lr)
+    if method != "forward":
         raise ValueError(f"method={method!r}: give 'forward' or 'second-order'")
-    second_order = method == "second-order"
-    leaves, theta = as_leaves(parameters), list(weight_net.parameters())
-    # fused attention has neither second nor forward-mode derivatives
-    with sdpa_kernel(SDPBackend.MATH):
-        sample_loss = losses(leaves, batch)                                # (B,)
-        weight = weight_net(sample_loss.detach())                          # (B,)
-        objective = (weight * sample_loss).mean()                          # ()
-        gradient = gradients(objective, leaves.values(), create_graph=second_order)
-
-        averaged = common.average([g.detach() for g in gradient])
-        virtual = {}                                                       # Theta^, Eq. 9
-        for (name, p), g in zip(leaves.items(), averaged):
-            virtual[name] = p.detach() - virtual_lr * g
-        direction = meta_gradient(losses, virtual, meta_batch)             # like Theta^
-
-        if second_order:
-            # d meta / d gradient
-            outer_gradient = [-virtual_lr * d for d in direction.values()]
-            theta_gradient = gradients(gradient, theta, outer_gradient)
-        else:
-            G = directional_derivative(losses, leaves, batch, direction)   # (B,)
-            weight_gradient = -virtual_lr * G / len(sample_loss)           # (B,)
-            theta_gradient = gradients(weight, theta, weight_gradient)     # Eq. 12
+    gradient, weight = loss_gradient(losses, parameters, batch, weight_net)
+    virtual = virtual_step(parameters, gradient, virtual_lr)               # Theta^, Eq. 9
+    meta_gradient, _ = loss_gradient(losses, virtual, meta_batch)          # like Theta
+    G = directional_derivative(losses, parameters, batch, meta_gradient)   # (B,) Eq. 13
+    weight_gradient = -virtual_lr * G / len(G)                             # (B,) d meta / d w_j
+    theta_gradient = torch.autograd.grad(                                  # Eq. 12
+        weight, list(weight_net.parameters()), weight_gradient, materialize_grads=True)
     return common.average(theta_gradient)
 
 
-def meta_gradient(losses, parameters, meta_batch):
-    """Gradient of the meta loss 1/M sum_i L_i^meta: {name: tensor}, the mean over processes.
+def loss_gradient(losses, parameters, batch, weight_net=torch.ones_like):
+    """Gradient of 1/B sum_j w_j L_j at these parameters.
 
-    Args: losses, parameters, meta_batch: as in weightnet_gradient.
+    Args: losses, parameters, batch, weight_net: as in weightnet_gradient. Without a network w_j is
+        1, as in the meta loss.
+    Returns: {name: tensor} like the parameters, the mean over processes; and w_j (B,), through
+        which a gradient reaches the network.
     """
-    leaves = as_leaves(parameters)
-    with sdpa_kernel(SDPBackend.MATH):
-        meta_loss = losses(leaves, meta_batch).mean()                      # ()
-        gradient = gradients(meta_loss, leaves.values())
-    return dict(zip(leaves, common.average(gradient)))
+    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no forward-mode derivatives
+        sample_loss = losses(leaves, batch)                                # (B,)
+        weight = weight_net(sample_loss.detach())                          # (B,)
+        loss = (weight * sample_loss).mean()                               # ()
+        gradient = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, common.average(gradient))), weight
+
+
+def virtual_step(parameters, gradient, virtual_lr):
+    """Theta^ = Theta - alpha gradient (Eq. 9): {name: tensor}."""
+    return {name: p.detach() - virtual_lr * gradient[name] for name, p in parameters.items()}
 
 
 def directional_derivative(losses, parameters, batch, direction):
@@ -208,66 +205,31 @@ def directional_derivative(losses, parameters, batch, direction):
 
     Args:
         losses, parameters, batch: as in weightnet_gradient.
-        direction: {name: tensor}, as meta_gradient returns it.
+        direction: {name: tensor} like the parameters.
     """
     with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
         dual = {}
         for name, p in parameters.items():
             dual[name] = forward_ad.make_dual(p.detach(), direction[name])
-        sample_loss, tangent = forward_ad.unpack_dual(losses(dual, batch))           # (B,), (B,)
-    if tangent is None:  # the losses do not depend on the parameters
-        return torch.zeros_like(sample_loss)
-    return tangent
+        return forward_ad.unpack_dual(losses(dual, batch)).tangent         # (B,)
 
 
-def as_leaves(parameters):
-    """{name: tensor} with the memory of these tensors, from which a new graph starts."""
-    return {name: p.detach().requires_grad_() for name, p in parameters.items()}
-
-
-def gradients(outputs, inputs, grad_outputs=None, create_graph=False):
-    """torch.autograd.grad with zeros for inputs on which the outputs do not depend."""
-    return torch.autograd.grad(outputs, list(inputs), grad_outputs, create_graph=create_graph,
-                               materialize_grads=True)
-
-
-# ------------------------------------------------------- key frames, for tools/caption.py ---------
-def key_frames(features, k=6, q=12):
-    """Key frames of a video by density peaks (Eqs. 14 and 15), in the order of time.
-
-        d_j = exp(-mean of |h_l - h_j|^2 over the k nearest other frames)                      (14)
-        gamma_j = min of |h_l - h_j|^2 over the denser frames l; of the densest its largest    (15)
-
-    Eq. 15 is printed with the condition under its min reversed and one distance without a square.
-    Of two equally dense frames the earlier one counts as denser, so that a still shot has one peak.
-
-    Args:
-        features: (n, D) of the frames in the order of time, finite.
-        k: neighbours; at most the n - 1 others count.
-        q: number of key frames.
-    Returns: (min(q, n),) long, the frames with the largest d * gamma.
-    Raises: ValueError for another shape, values that are not finite, or k or q below 1.
-    """
-    x = torch.as_tensor(features).detach().double()                        # (n, D)
-    if x.ndim != 2 or not x.isfinite().all() or min(k, q) < 1:
-        raise ValueError(f"features {tuple(x.shape)}, k {k}, q {q}: expected finite (n, D), k and "
-                         "q at least 1")
-    n = len(x)
-    if n <= q:
-        return torch.arange(n)
-    # without a matrix product, so that equal frames have distance 0 exactly
-    distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square()   # (n, n)
-    neighbours = distance.clone().fill_diagonal_(torch.inf)                # (n, n)
-    nearest = neighbours.sort(dim=1).values[:, :min(k, n - 1)]             # (n, k)
-    # the logarithm, since d itself is 0 beyond a distance of 745
-    log_d = -nearest.mean(dim=1)                                           # (n,)
-    time = torch.arange(n, device=x.device)                                # (n,)
-    tie = (log_d == log_d[:, None]) & (time < time[:, None])               # (n, n)
-    denser = (log_d > log_d[:, None]) | tie                                # (n, n) l denser than j
-    gamma = distance.masked_fill(~denser, torch.inf).amin(dim=1)           # (n,)
-    gamma = torch.where(denser.any(dim=1), gamma, distance.amax(dim=1))    # (n,)
-    peaks = (log_d + gamma.log()).sort(descending=True, stable=True).indices             # (n,)
-    return peaks[:q].sort().values.cpu()
+def second_order_gradient(  # noqa: PLR0917
+        losses, parameters, batch, meta_batch, weight_net, virtual_lr):
+    """weightnet_gradient by double backward, which differentiates the virtual step itself."""
+    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivatives
+        sample_loss = losses(leaves, batch)                                # (B,)
+        loss = (weight_net(sample_loss.detach()) * sample_loss).mean()     # ()
+        gradient = torch.autograd.grad(
+            loss, list(leaves.values()), create_graph=True, materialize_grads=True)
+        averaged = common.average([g.detach() for g in gradient])
+        virtual = virtual_step(parameters, dict(zip(leaves, averaged)), virtual_lr)
+        meta_gradient, _ = loss_gradient(losses, virtual, meta_batch)      # like Theta
+        outer_gradient = [-virtual_lr * g for g in meta_gradient.values()] # d meta / d gradient
+        theta_gradient = torch.autograd.grad(
+            gradient, list(weight_net.parameters()), outer_gradient, materialize_grads=True)
+    return common.average(theta_gradient)
 
 
 # ======================================================= flags ====================================
@@ -313,8 +275,7 @@ BASELINE = dict(margin_schedule="none", weighting="none")
 
 
 def add_method_flags(parser, method):
-    """Adds the flags of temperature, margin and weights to a group, and those of meta-data."""
-    parser.add_tau_flags(method, tau=1.0, tau_clamp=[0.005, 1.0], note="paper 1")
+    """Adds the flags of margin and weights to a group, and those of meta-data."""
     add = method.add_argument
     add("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
         help="angular margin: that of Eq. 6, its limit a0 / a1 in all steps, or none")
@@ -372,6 +333,7 @@ def parse_args(argv=None):
     method.add_argument("--baseline", action="store_true",
                         help="train the paper's baseline, InfoNCE, with everything else equal: "
                              "sets --margin-schedule none --weighting none")
+    parser.add_tau_flags(method, tau=1.0, tau_clamp=[0.005, 1.0], note="paper 1")
     add_method_flags(parser, method)
     captions = add_caption_flags(parser)
     captions.add_argument("--caption-noise", type=fraction, default=0.0,
@@ -389,15 +351,12 @@ def check_flags(parser, args):
     parser.require(not args.baseline or is_plain,
                    "--baseline is --margin-schedule none --weighting none; leave out --baseline, "
                    "or the other flags of margin and weights")
+    parser.check_tau_flags(args)
     check_method_flags(parser, args)
 
 
 def check_method_flags(parser, args):
     """Refuses contradictory flags of add_method_flags, and those without effect."""
-    parser.check_tau_flags(args)
-    parser.require(not (looks_ahead(args) and args.lr_scale),
-                   f"--lr-scale: the virtual step of --weighting {args.weighting} has one learning "
-                   "rate for all parameters; give --weighting joint or none")
     parser.only(args.margin_schedule != "none", "with --margin-schedule logistic or constant",
                 "--a0", "--a1")
     parser.only(args.margin_schedule == "logistic", "with --margin-schedule logistic", "--a2")
@@ -411,9 +370,13 @@ def check_method_flags(parser, args):
     parser.only(has_meta_data(args), "with --weighting meta or l2rw, or --meta-set val",
                 "--meta-set", "--meta-size", "--meta-batch-size")
     parser.only(args.meta_set in ("train", "val"), "with --meta-set train or val", "--meta-size")
-    parser.require(not looks_ahead(args) or not args.chunk_size,
-                   f"--chunk-size: --weighting {args.weighting} encodes the whole batch at once; "
-                   "use a smaller --batch-size, or another --weighting")
+    if looks_ahead(args):
+        parser.require(not args.lr_scale,
+                       f"--lr-scale: the virtual step of --weighting {args.weighting} has one "
+                       "learning rate for all parameters; give --weighting joint or none")
+        parser.require(not args.chunk_size,
+                       f"--chunk-size: --weighting {args.weighting} encodes the whole batch at "
+                       "once; use a smaller --batch-size, or another --weighting")
 
 
 def looks_ahead(args):
@@ -450,15 +413,15 @@ def main(args):
     # outside DDP: average_gradients does for these what DDP does for the model
     loss_modules = nn.ModuleList([temperature])
     weight_net, meta_optimizer = None, None
-    if args.weighting in ("meta", "joint"):
-        weight_net = WeightNet(args.weight_hidden).to(accelerator.device)
-    if args.weighting == "joint":
-        loss_modules.append(weight_net)
     if args.weighting == "meta":                                           # learns by Eq. 10 alone
+        weight_net = WeightNet(args.weight_hidden).to(accelerator.device)
         meta_optimizer = make_meta_optimizer(weight_net, args)
+    elif args.weighting == "joint":
+        weight_net = WeightNet(args.weight_hidden).to(accelerator.device)
+        loss_modules.append(weight_net)
     optimizer = common.make_optimizer([model, loss_modules], args)
     parameters = [*model.parameters(), *loss_modules.parameters()]
-    # shares the weights; `prepare` replaces `forward`, and the look-ahead needs the plain one
+    # the same weights for the look-ahead, in float32: `prepare` puts autocast into model.forward
     plain_model = copy.copy(model)
 
     # >>> shared: prepare (the same lines in all scripts)
@@ -479,41 +442,38 @@ def main(args):
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform)
     tokenizer = cache.tokenizer
     batches = run.batches([view], transform, cache)
-    meta_every = args.meta_every if args.weighting == "meta" else 1
+    meta_every = args.meta_every
+    if args.weighting == "l2rw":  # each batch needs its G_j
+        meta_every = 1
     if looks_ahead(args):
         meta_batches = common.meta_batches(
             meta_data, view, transform, run, every=meta_every, cache=cache)
-        Theta = common.trained_parameters(plain_model)                     # {name: parameter}
+        encoder_parameters = common.trained_parameters(plain_model)        # {name: parameter}
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
-    # the first step, and each quarter of the run
-    pictured_steps = {max(1, round(k * steps.total / 4)) for k in range(5)}
-    # PyTorch warns of a function that its own forward mode calls
-    warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
     run.start(evaluator, shown=("L", "w", "tau"), **banner_lines(args, steps.total, meta_data))
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "rows": B each
         lr = common.learning_rate(run.step, steps, args)
         common.set_lr(optimizer, lr)
         inputs = inputs_of(batch, tokenizer)
-        tau, mu = temperature(), margin_at(run.step, args)
-        # L_i of Eq. 3; the look-ahead calls it, too
-        criterion = functools.partial(angular_margin_loss, tau=tau, mu=mu)
+        tau = temperature()
+        mu = margin_at(run.step, args)
+        criterion = functools.partial(angular_margin_loss, tau=tau, mu=mu)           # L_i, Eq. 3
 
         # before the graph of the step exists, so that both are never in memory together
-        gain = None
         if looks_ahead(args) and run.step % meta_every == 0:
             meta_batch = next(meta_batches)
-            batch["bad"] += meta_batch["bad"]                              # reported, too
+            batch["bad"] += meta_batch["bad"]                              # reported by end_step
             meta_inputs = inputs_of(meta_batch, tokenizer)
-            losses = look_ahead_losses(plain_model, criterion, accelerator.device)
+            losses = look_ahead_losses(plain_model, criterion)
             if args.weighting == "meta":
                 gradient = weightnet_gradient(                             # Eqs. 9, 12
-                    losses, Theta, inputs, meta_inputs, weight_net, virtual_lr=lr)
+                    losses, encoder_parameters, inputs, meta_inputs, weight_net, virtual_lr=lr)
                 update_weight_net(weight_net, meta_optimizer, gradient)    # Eq. 10
             else:
-                gain = meta_gain(losses, Theta, inputs, meta_inputs)       # (B,)
+                gain = meta_gain(losses, encoder_parameters, inputs, meta_inputs)    # (B,)
 
         video, text, _ = grad_cache.encode(**inputs)                       # (B, D)
         sample_loss = criterion(video, text)                               # (B,)
@@ -521,9 +481,11 @@ def main(args):
             weight = weight_net(sample_loss.detach()).detach()             # (B,) of the new theta
         elif args.weighting == "joint":
             weight = weight_net(sample_loss.detach())                      # (B,) trained by L
+        elif args.weighting == "l2rw":
+            weight = l2rw_weights(gain)                                    # (B,)
         else:
             progress = run.step / steps.total
-            weight = baseline_weight(args, sample_loss.detach(), progress, gain)         # (B,)
+            weight = baseline_weight(args, sample_loss.detach(), progress) # (B,)
         loss = (weight * sample_loss).mean()                               # () Eq. 8
 
         accelerator.backward(loss)
@@ -535,11 +497,7 @@ def main(args):
         temperature.clamp()
 
         log_row = {"tau": tau, "mu": mu, "L": sample_loss.mean(), "w": weight.mean()}
-        if run.logs_next():
-            columns = common.mismatch_columns(run, sample_loss, weight, batch["rows"])
-            log_row.update(columns)
-        if run.step + 1 in pictured_steps:                                 # for weights.png
-            common.save_pairs(run, sample_loss, weight, batch["rows"])
+        log_row.update(common.record_pairs(run, sample_loss, weight, batch["rows"]))
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
         run.end_step(batch, loss, log_row, [video, text])
 
@@ -567,19 +525,15 @@ def margin_at(step, args):
     raise ValueError(f"--margin-schedule {args.margin_schedule} has no margin here")
 
 
-def baseline_weight(args, sample_loss, progress, gain):
+def baseline_weight(args, sample_loss, progress):
     """The weights of the baselines of Table 6, or 1: (B,) losses -> (B,).
 
-    Args:
-        progress: step / all steps, 0..1.
-        gain: (B,) of meta_gain, for L2RW.
+    Args: progress: step / all steps, 0..1.
     """
     if args.weighting == "focal":
         return focal_weights(sample_loss)
     if args.weighting == "spl":
         return spl_weights(sample_loss, progress)
-    if args.weighting == "l2rw":
-        return l2rw_weights(gain)
     if args.weighting == "none":
         return torch.ones_like(sample_loss)
     raise ValueError(f"--weighting {args.weighting} has no branch here")
@@ -604,15 +558,14 @@ def update_weight_net(weight_net, meta_optimizer, gradient):
     meta_optimizer.zero_grad()
 
 
-def look_ahead_losses(model, criterion, device):
+def look_ahead_losses(model, criterion):
     """Makes the function `losses` of weightnet_gradient: (parameters, inputs) -> (B,), in float32.
 
     Args:
-        model: the encoders, without DDP.
+        model: the encoders, without DDP and autocast.
         criterion: function (video, text) -> (B,).
-        device: of the model.
     """
-    encode = common.functional_encoder(model, device)
+    encode = common.functional_encoder(model)
 
     def losses(parameters, inputs):
         video, text, _ = encode(parameters, inputs)                        # (B, D)
@@ -622,8 +575,8 @@ def look_ahead_losses(model, criterion, device):
 
 def meta_gain(losses, parameters, batch, meta_batch):
     """G_j at Theta itself, without a virtual step, for L2RW: (B,). Args: as weightnet_gradient."""
-    direction = meta_gradient(losses, parameters, meta_batch)              # like Theta
-    return directional_derivative(losses, parameters, batch, direction)
+    meta_gradient, _ = loss_gradient(losses, parameters, meta_batch)       # like Theta
+    return directional_derivative(losses, parameters, batch, meta_gradient)
 
 
 # ------------------------------------------------------- banner -----------------------------------

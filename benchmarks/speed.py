@@ -458,7 +458,7 @@ def make_mama_steps(batch, meta, tower, size):
     meta_inputs = make_inputs(meta, size)
     weight_net = mama.WeightNet().to(DEVICE)
     loss_fn = functools.partial(mama.angular_margin_loss, tau=0.1, mu=0.2)
-    losses = mama.look_ahead_losses(model, loss_fn, DEVICE)
+    losses = mama.look_ahead_losses(model, loss_fn)
     parameters = dict(model.named_parameters())
 
     def plain():

@@ -92,7 +92,7 @@ def test_meta_gradient_of_questions(task, vocabulary):
     def losses_of(eta, weight):
         loss = functools.partial(
             mama_qa.question_loss, tau=0.5, mu=0.2, eta=eta, contrastive_weight=weight)
-        return mama_qa.look_ahead_losses(model, loss, CPU)
+        return mama_qa.look_ahead_losses(model, loss)
 
     losses = losses_of(1.5, 0.5)
     contrastive = losses_of(0.0, 1.0)(parameters, batch)
@@ -259,7 +259,7 @@ def test_the_loss_of_the_baseline_is_that_of_the_answers(tmp_path):
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--baseline --learnable-tau", "--learnable-tau: only with --contrastive-weight above 0"),
+    ("--baseline --tau 1", "--tau: only with --contrastive-weight above 0"),
     ("--baseline --margin-schedule logistic", "neither margin nor weights: give --baseline"),
     ("--baseline --contrastive-weight 1", "--baseline is --contrastive-weight 0"),
     ("--baseline --eta 0", "--contrastive-weight 0 --eta 0 leaves no loss"),

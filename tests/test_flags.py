@@ -101,12 +101,11 @@ def test_help_has_the_method_the_data_and_the_lengths_first(name, capsys, monkey
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_at_most_75_flags_beside_those_of_a_data_set(name, capsys):
-    """A program of two base models for questions has some more."""
     with pytest.raises(SystemExit):
         parse(name, "--help")
     text = re.sub(r"\n--dataset.*?\n\n", "\n", capsys.readouterr().out, flags=re.S)
     num_flags = len(re.findall(r"^  --", text, re.M))
-    assert num_flags <= (80 if name == "variants.mama_qa" else 75)
+    assert num_flags <= 75
 
 
 # ----------------------------------------------- what is refused ---------------------------------

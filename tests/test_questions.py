@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import mama
-from helpers import CPU, steps, write_clips, write_files, write_rows
+from helpers import steps, write_clips, write_files, write_rows
 from tools import check
 from variants import mama_qa
 
@@ -532,7 +532,7 @@ def test_pairs_beside_questions_have_none(files, name, known):
         ),
         (own, "18 of 18 rows have no caption: the question takes its place"),
     ):
-        assert mama_qa.banner_lines(questions, rows, args)["paired text"] == words
+        assert answers.banner_lines(questions, rows, args)["paired text"] == words
     meta, _ = meta_data(data, evals, args, args.task)
     assert None not in meta.column("question") and len(meta) == 8
 
@@ -570,16 +570,16 @@ def test_the_loss_is_equation_3(files, name):
     ce = {k: scores[k].logsumexp(0) - scores[k, r] for k, r in right.items()}
     expected = torch.stack([x + 1.5 * ce.get(k, 0) for k, x in enumerate(expected)])  # (4,)
     loss_fn = functools.partial(mama_qa.question_loss, tau=0.5, mu=0.2, eta=1.5)
-    found = mama_qa.look_ahead_losses(model, loss_fn, CPU)(theta, (inputs, target))  # (4,)
+    found = mama_qa.look_ahead_losses(model, loss_fn)(theta, (inputs, target))  # (4,)
     assert torch.allclose(found, expected, rtol=1e-5)
     grads = torch.autograd.grad(found.mean(), list(theta.values()), allow_unused=True)
     assert all(g is None or g.isfinite().all() for g in grads)
     assert target.tolist() == [-1, *right.values(), -1]
     told = torch.zeros_like(scores)
     told[1, right[1]], told[2, right[2]] = 9, -9
-    assert mama_qa.answered_column(told, target, data, rows) == {"answered": 50}
+    assert answers.answered_column(told, target, data, rows) == {"answered": 50}
     # no question: nothing is right or wrong
-    assert mama_qa.answered_column(scores[:1], target[:1], data, [18]) == {}
+    assert answers.answered_column(scores[:1], target[:1], data, [18]) == {}
 
 
 def test_processes_may_have_different_numbers_of_questions(files, tmp_path, capsys):

@@ -51,8 +51,6 @@ import torch.nn.functional as F
 from PIL import ImageOps
 from tqdm import tqdm
 
-from mama import key_frames
-
 # Sec. 3.3
 PROMPT = ("Write a short caption sentence for the video in order from left to right, top to "
           "bottom")
@@ -75,7 +73,7 @@ def choose_key_frames(frames, features, q):
         features: function of frames -> (T, width).
     """
     frames = frames.unique_consecutive(dim=0)  # a short video repeats frames
-    frames = frames[key_frames(features(frames), q=q)]
+    frames = frames[common.key_frames(features(frames), q=q)]
     return frames[torch.arange(q) * len(frames) // q]
 
 

@@ -18,21 +18,19 @@ docs/mama.md: commands of the tables, recipes, differences from the paper and fr
 
 import copy
 import functools
-import warnings
 
 # ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
 
-from common import (
-    Evaluator, GradCache, Parser, Run, Temperature, between, clean_exit, fp32, gather,
-    int_ge1, nonnegative_float)
-from contrastive.core.metrics import answer_hits
-from contrastive.evaluation import answers
-from contrastive.encoders.vgt import CLIP_FRAMES
-from mama import (
-    WeightNet, angular_margin_loss, baseline_weight, margin_at, meta_gain, weightnet_gradient)
-
 import mama
+
+from common import (
+    Evaluator, GradCache, Parser, Run, between, clean_exit, fp32, int_ge1, l2rw_weights,
+    nonnegative_float, positive_float)
+from contrastive.encoders.vgt import CLIP_FRAMES
+from contrastive.evaluation import answers
+from mama import WeightNet, angular_margin_loss, meta_gain, weightnet_gradient
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -127,6 +125,8 @@ def parse_args(argv=None):
     add("--contrastive-weight", type=nonnegative_float, default=1.0,
         help="weight of the contrastive loss beside that of the answers; paper 1")
     add("--eta", type=nonnegative_float, default=1.0, help="weight of the answers' loss; paper 1")
+    add("--tau", type=positive_float, default=1.0,
+        help="temperature of the contrastive loss, divides the cosine; paper 1")
     mama.add_method_flags(parser, method)
 
     add = parser.add_argument_group("questions").add_argument
@@ -157,7 +157,7 @@ def check_flags(parser, args):
     is_vgt = args.qa_model == "vgt"
     is_plain = args.margin_schedule == "none" and args.weighting == "none"
     has_contrastive = args.contrastive_weight > 0
-    parser.only(has_contrastive, "with --contrastive-weight above 0", "--tau", "--learnable-tau")
+    parser.only(has_contrastive, "with --contrastive-weight above 0", "--tau")
     parser.require(has_contrastive or is_plain,
                    "--contrastive-weight 0 leaves the loss of the answers, which has neither "
                    "margin nor weights: give --baseline")
@@ -199,19 +199,18 @@ def main(args):
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     texts = functools.partial(answers.texts_for_tokenizer, train, 200_000)  # of a new tokenizer
     model, tokenizer, transform = common.build_model(args, train, run, texts, questions)
-    temperature = Temperature(args.tau, args.learnable_tau, args.tau_clamp).to(accelerator.device)
     # outside DDP: average_gradients does for these what DDP does for the model
-    loss_modules = nn.ModuleList([temperature])
+    loss_modules = nn.ModuleList()
     weight_net, meta_optimizer = None, None
-    if args.weighting in ("meta", "joint"):
-        weight_net = WeightNet(args.weight_hidden).to(accelerator.device)
-    if args.weighting == "joint":
-        loss_modules.append(weight_net)
     if args.weighting == "meta":                                           # learns by Eq. 10 alone
+        weight_net = WeightNet(args.weight_hidden).to(accelerator.device)
         meta_optimizer = mama.make_meta_optimizer(weight_net, args)
+    elif args.weighting == "joint":
+        weight_net = WeightNet(args.weight_hidden).to(accelerator.device)
+        loss_modules.append(weight_net)
     optimizer = common.make_optimizer([model, loss_modules], args)
     parameters = [*model.parameters(), *loss_modules.parameters()]
-    # shares the weights; `prepare` replaces `forward`, and the look-ahead needs the plain one
+    # the same weights for the look-ahead, in float32: `prepare` puts autocast into model.forward
     plain_model = copy.copy(model)
 
     # >>> shared: prepare (the same lines in all scripts)
@@ -222,51 +221,49 @@ def main(args):
     if args.compile:
         model = torch.compile(model)
     # <<< shared
-    run.resume(raw_model, optimizer, tau=temperature, weight_net=weight_net,
+    run.resume(raw_model, optimizer, weight_net=weight_net,
                meta_optimizer=meta_optimizer)                              # no-op without --resume
     grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views --------------------------------------------
     view = common.training_view(args)
     batches = run.batches([view], transform)
-    meta_every = args.meta_every if args.weighting == "meta" else 1
+    meta_every = args.meta_every
+    if args.weighting == "l2rw":  # each batch needs its G_j
+        meta_every = 1
     if mama.looks_ahead(args):
         meta_batches = common.meta_batches(meta_data, view, transform, run, every=meta_every)
-        Theta = common.trained_parameters(plain_model)                     # {name: parameter}
+        encoder_parameters = common.trained_parameters(plain_model)        # {name: parameter}
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
-    # the first step, and each quarter of the run
-    pictured_steps = {max(1, round(k * steps.total / 4)) for k in range(5)}
-    # PyTorch warns of a function that its own forward mode calls
-    warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
     lines = mama.banner_lines(args, steps.total, meta_data)
-    lines |= banner_lines(questions, train, args)
+    lines |= answers.banner_lines(questions, train, args)
     run.start(evaluator, shown=("L", "CE", "answered"), **lines)
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "rows": B each
         lr = common.learning_rate(run.step, steps, args)
         common.set_lr(optimizer, lr)
         inputs, target = inputs_of(batch, tokenizer, train, questions)
-        tau, mu = temperature(), margin_at(run.step, args)
-        # L_i of Eq. 3; the look-ahead calls it, too
-        criterion = functools.partial(question_loss, tau=tau, mu=mu, eta=args.eta,
-                                      contrastive_weight=args.contrastive_weight)
+        mu = mama.margin_at(run.step, args)
+        criterion = functools.partial(                                     # L_i, Eq. 3
+            question_loss, tau=args.tau, mu=mu, contrastive_weight=args.contrastive_weight,
+            eta=args.eta)
 
-        # before the step, whose graph takes memory
-        gain = None
+        # before the graph of the step exists, so that both are never in memory together
         if mama.looks_ahead(args) and run.step % meta_every == 0:
             meta_batch = next(meta_batches)
-            batch["bad"] += meta_batch["bad"]                              # reported, too
+            batch["bad"] += meta_batch["bad"]                              # reported by end_step
             examples = inputs, target
             meta_examples = inputs_of(meta_batch, tokenizer, meta_data, questions)
-            losses = look_ahead_losses(plain_model, criterion, accelerator.device)
+            losses = look_ahead_losses(plain_model, criterion)
             if args.weighting == "meta":
                 gradient = weightnet_gradient(                             # Eqs. 9, 12
-                    losses, Theta, examples, meta_examples, weight_net, virtual_lr=lr)
+                    losses, encoder_parameters, examples, meta_examples, weight_net, virtual_lr=lr)
                 mama.update_weight_net(weight_net, meta_optimizer, gradient)         # Eq. 10
             else:
-                gain = meta_gain(losses, Theta, examples, meta_examples)   # (B,)
+                gain = meta_gain(                                          # (B,)
+                    losses, encoder_parameters, examples, meta_examples)
 
         video, text, scores = grad_cache.encode(**inputs)                  # (B, D), (B, A)
         terms = {}                                                         # for the log
@@ -275,9 +272,11 @@ def main(args):
             weight = weight_net(sample_loss.detach()).detach()             # (B,) of the new theta
         elif args.weighting == "joint":
             weight = weight_net(sample_loss.detach())                      # (B,) trained by L
+        elif args.weighting == "l2rw":
+            weight = l2rw_weights(gain)                                    # (B,)
         else:
             progress = run.step / steps.total
-            weight = baseline_weight(args, sample_loss.detach(), progress, gain)         # (B,)
+            weight = mama.baseline_weight(args, sample_loss.detach(), progress)      # (B,)
         loss = (weight * sample_loss).mean()                               # () Eq. 8
 
         accelerator.backward(loss)
@@ -286,13 +285,12 @@ def main(args):
             accelerator.clip_grad_norm_(parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        temperature.clamp()
 
-        log_row = {"tau": tau, "mu": mu, "L": sample_loss.mean(), "w": weight.mean(), **terms}
+        log_row = {"tau": args.tau, "mu": mu, "L": sample_loss.mean(), "w": weight.mean()}
+        log_row.update(terms)
+        log_row.update(common.record_pairs(run, sample_loss, weight, batch["rows"]))
         if run.logs_next():
-            log_row.update(answered_column(scores, target, train, batch["rows"]))
-        if run.step + 1 in pictured_steps:                                 # for weights.png
-            common.save_pairs(run, sample_loss, weight, batch["rows"])
+            log_row.update(answers.answered_column(scores, target, train, batch["rows"]))
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
         run.end_step(batch, loss, log_row, [video, text])
 
@@ -318,42 +316,15 @@ def inputs_of(batch, tokenizer, data, questions):
     return inputs, common.to_device(target, device)
 
 
-def look_ahead_losses(model, criterion, device):
+def look_ahead_losses(model, criterion):
     """Makes the function `losses` of weightnet_gradient: (parameters, (inputs, right answers)) ->
     (B,), in float32. Args: as in mama.look_ahead_losses."""
-    encode = common.functional_encoder(model, device)
+    encode = common.functional_encoder(model)
 
     def losses(parameters, examples):
         inputs, target = examples
         return criterion(*encode(parameters, inputs), target)              # (B,)
     return losses
-
-
-@torch.no_grad()
-def answered_column(scores, target, data, rows):
-    """Column of the log: {'answered': percent of the questions of the global batch}; {} of none."""
-    has_question = torch.tensor([data.cell("question", i) is not None for i in rows])    # (B,)
-    hits = answer_hits(scores, target)                                     # (B,)
-    counts = torch.stack([hits, has_question.to(hits.device)], dim=1)      # (B, 2)
-    num_hits, num_questions = gather(counts.float()).sum(0).tolist()
-    if not num_questions:
-        return {}
-    return {"answered": 100 * num_hits / num_questions}
-
-
-def banner_lines(questions, train, args):
-    """Lines of the banner: {title: text}."""
-    rows = answers.rows_with_questions(train)
-    line = f"{args.task}, {args.qa_model}"
-    vocabulary = set(questions["answers"])
-    if vocabulary:
-        num_unknown = sum(answer not in vocabulary for answer in rows.column("answer"))
-        line += f"; {len(vocabulary):,} answers; {num_unknown:,} questions have another and no loss"
-    num_repeated = sum(rows.captions(i) == [q] for i, q in enumerate(rows.column("question")))
-    pairs = f"{num_repeated:,} of {len(train):,} rows have no caption: the question takes its place"
-    if len(rows) < len(train):
-        pairs += f"; {len(train) - len(rows):,} have no question, and eta 0"
-    return {"questions": line, "paired text": pairs}
 
 
 if __name__ == "__main__":

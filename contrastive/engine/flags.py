@@ -180,11 +180,13 @@ class Parser(OneLineErrorParser):
         description: first line of --help.
         texts: whether the script trains on captions.
         needs: flags that a run must have, in the examples of --help.
-        data: --dataset and what goes with it in these examples; "" = the user's own.
+        data: --dataset and what goes with it in these examples, for scripts that do not train on
+            the user's own data; "" = the user's own.
     """
 
     def __init__(self, file, description, texts=True, needs="", data=""):
         first = f" {needs}" if needs else "  # runs without a download"
+        takes_user_data = not data
         if not data:
             data = f"captions.csv {needs}".strip() + "  # columns image, caption"
             if not texts:
@@ -196,6 +198,7 @@ class Parser(OneLineErrorParser):
   python {script} --dataset {data}
   python {script} --resume runs/NAME""")
         self.texts = texts
+        self.takes_user_data = takes_user_data
         self.recipe_sets = []  # data sets by name that have a recipe
 
     def parse(self, argv, recipes, baseline=None, check=None):
@@ -499,6 +502,19 @@ class Parser(OneLineErrorParser):
             help="folder of annotation files, and of relative paths to images and videos")
         add("--video-dir", default="",
             help="folder of the videos; empty = --data-dir, else the folder of your own file")
+        if self.takes_user_data:
+            self.add_column_flags(add)
+        add("--frame-cache", default="", metavar="DIR",
+            help="folder into which the frames of each clip are decoded once, as JPEGs of quality "
+                 "92, which changes them slightly; of random frames 3 fixed ones a segment, of "
+                 "which one is drawn; empty = decode always")
+        add("--max-bad-fraction", type=fraction, default=0.01,
+            help="stop when a larger share of the samples cannot be read, 0..1")
+        workers = max(4, min(16, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        add("--workers", type=int_ge0, default=workers,
+            help="loader processes of each training process; 0 = load in the process itself")
+
+    def add_column_flags(self, add):
         add("--image-column", default="",
             help="column of a table, or extension in a tar, of the images or videos; empty = the "
                  "usual names")
@@ -509,15 +525,6 @@ class Parser(OneLineErrorParser):
         add("--label-column", default="",
             help="column of a table, or extension in a tar, of the classes; empty = the usual "
                  "names")
-        add("--frame-cache", default="", metavar="DIR",
-            help="folder into which the frames of each clip are decoded once, as JPEGs of quality "
-                 "92, which changes them slightly; of random frames 3 fixed ones a segment, of "
-                 "which one is drawn; empty = decode always")
-        add("--max-bad-fraction", type=fraction, default=0.01,
-            help="stop when a larger share of the samples cannot be read, 0..1")
-        workers = max(4, min(16, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-        add("--workers", type=int_ge0, default=workers,
-            help="loader processes of each training process; 0 = load in the process itself")
 
     def add_evaluation_flags(self):
         add = self.add_argument_group("evaluation").add_argument

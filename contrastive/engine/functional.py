@@ -1,5 +1,7 @@
 """A model as a function of its parameters, for MAMA's look-ahead."""
 
+import warnings
+
 from contrastive.engine.grad_cache import random_state, set_random_state
 
 import torch
@@ -10,11 +12,14 @@ def trained_parameters(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def functional_encoder(model, device):
+def functional_encoder(model):
     """The model as a function of its parameters: (parameters, inputs) -> its outputs.
 
     Each call draws the same dropout. The weights, statistics and random state do not change.
     """
+    # PyTorch warns of a function that its own forward mode calls
+    warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)
+    device = next(model.parameters()).device
     state = random_state(device)
     devices = []                                                           # the CPU is implied
     if device.type == "cuda":

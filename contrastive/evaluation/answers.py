@@ -8,7 +8,7 @@ import math
 from collections import Counter
 
 from contrastive.core.metrics import answer_hits, answer_vocabulary, question_metrics
-from contrastive.core.processes import UserError, print_main, to_device
+from contrastive.core.processes import UserError, gather, print_main, to_device
 from contrastive.evaluation.embed import check_outputs, outputs_of_images
 from contrastive.evaluation.pieces import EvaluationPieces
 
@@ -164,6 +164,34 @@ def right_answers(data, rows, vocabulary):
             choices = choices_of_row(data, i)
             numbers.append(choices.index(answer) if answer in choices else -1)
     return torch.tensor(numbers)
+
+
+# ===================================================== log and banner =============================
+@torch.no_grad()
+def answered_column(scores, target, data, rows):
+    """Column of the log: {'answered': percent of the questions of the global batch}; {} of none."""
+    has_question = torch.tensor([data.cell("question", i) is not None for i in rows])    # (B,)
+    hits = answer_hits(scores, target)                                     # (B,)
+    counts = torch.stack([hits, has_question.to(hits.device)], dim=1)      # (B, 2)
+    num_hits, num_questions = gather(counts.float()).sum(0).tolist()
+    if not num_questions:
+        return {}
+    return {"answered": 100 * num_hits / num_questions}
+
+
+def banner_lines(questions, train, args):
+    """Lines of the banner: {title: text}. Args: questions: as question_settings returns them."""
+    rows = rows_with_questions(train)
+    line = f"{args.task}, {args.qa_model}"
+    vocabulary = set(questions["answers"])
+    if vocabulary:
+        num_unknown = sum(answer not in vocabulary for answer in rows.column("answer"))
+        line += f"; {len(vocabulary):,} answers; {num_unknown:,} questions have another and no loss"
+    num_repeated = sum(rows.captions(i) == [q] for i, q in enumerate(rows.column("question")))
+    pairs = f"{num_repeated:,} of {len(train):,} rows have no caption: the question takes its place"
+    if len(rows) < len(train):
+        pairs += f"; {len(train) - len(rows):,} have no question, and eta 0"
+    return {"questions": line, "paired text": pairs}
 
 
 # ===================================================== evaluation =================================

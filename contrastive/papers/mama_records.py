@@ -23,13 +23,29 @@ def weighted_pairs(sample_loss, weight, data, rows):
     return gather(torch.stack([sample_loss, weight, mismatched], dim=1)).cpu()
 
 
-def mismatch_columns(run, sample_loss, weight, rows):
-    """Columns of the log: mean loss and weight of matched and of mismatched pairs. Collective.
+def record_pairs(run, sample_loss, weight, rows):
+    """Records the pairs of a step, before `end_step`. Collective.
+
+    Of the first step and of each quarter of the run they are written to pairs_STEP.safetensors.
 
     Args: sample_loss, weight, rows: as in weighted_pairs, of the training data of the run.
-    Returns: {name: number}; {} if no pair is known to be mismatched.
+    Returns: columns of the log, as mismatch_columns has them; {} in a step that is not logged.
     """
-    pairs = weighted_pairs(sample_loss, weight, run.train, rows)           # (N, 3)
+    step = run.step + 1
+    pictured_steps = [max(1, round(k * run.steps.total / 4)) for k in range(5)]
+    columns = {}
+    if step in pictured_steps or run.logs_next():
+        pairs = weighted_pairs(sample_loss, weight, run.train, rows)       # (N, 3)
+        if run.logs_next():
+            columns = mismatch_columns(pairs)
+        if step in pictured_steps and rank() == 0:
+            write_tensors(run.folder / f"pairs_{step}.safetensors", {"pairs": pairs})
+    return columns
+
+
+def mismatch_columns(pairs):
+    """{name: number}: mean loss and weight of matched and of mismatched pairs (N, 3); {} if no pair
+    is known to be mismatched."""
     sample_loss, weight, mismatched = pairs.unbind(1)                      # (N,) each
     columns = {}
     if mismatched.any():
@@ -39,16 +55,6 @@ def mismatch_columns(run, sample_loss, weight, rows):
                 columns[f"L_{name}"] = sample_loss[chosen].mean().item()
                 columns[f"w_{name}"] = weight[chosen].mean().item()
     return columns
-
-
-def save_pairs(run, sample_loss, weight, rows):
-    """Writes the pairs of a step to pairs_STEP.safetensors. Collective.
-
-    Args: as in mismatch_columns.
-    """
-    pairs = weighted_pairs(sample_loss, weight, run.train, rows)           # (N, 3)
-    if rank() == 0:
-        write_tensors(run.folder / f"pairs_{run.step + 1}.safetensors", {"pairs": pairs})
 
 
 def save_training_texts(run, train, column):
