@@ -81,6 +81,8 @@ from contrastive.papers.mama_records import (  # for the log and the figures of 
     record_pairs, save_training_texts)
 from contrastive.papers.meta import (  # a few clean examples (MAMA)
     meta_batches, meta_data, save_meta_names)
+from contrastive.papers.ncl_records import (  # for the figures of NCL, and eval.py
+    recall_by_queue_size, save_queues)
 from contrastive.papers.text_pairs import (  # T and T~ (TeMo)
     Paraphrases, drop_and_swap, text_pair, text_words)
 

@@ -127,6 +127,7 @@ def ncl_loss(text, video, gamma, iterations=4, detach=True, *, terms=None):
 
 
 # ------------------------------------------------------- test time --------------------------------
+# evaluation is the same in all scripts and has their words: an image here is a video of the paper
 def retrieval_biases(items, queries, gamma, iterations=4):
     """Biases b of the items for a set of queries, at test time those of the queue (Sec. 3.4).
 
@@ -171,8 +172,8 @@ class QueryQueue(nn.Module):
         """Adds the embeddings of a step, (B, D) on each process, normalised here."""
         x = gather(normalize(x))                                           # (N, D)
         size = len(self.queries)
-        numbers = self.count + torch.arange(len(x), device=x.device)       # (N,)
-        rows = numbers[-size:] % size                                      # the oldest are replaced
+        positions = self.count + torch.arange(len(x), device=x.device)     # (N,)
+        rows = positions[-size:] % size                                    # those of the oldest
         self.queries[rows] = x[-size:].to(self.queries)
         self.count += len(x)
 
@@ -198,40 +199,24 @@ def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
     device = pieces.device
     image = normalize(pieces.image.to(device))                             # (M, D)
     text = normalize(pieces.text.to(device))                               # (C, D)
+    biases_of = functools.partial(retrieval_biases, gamma=gamma, iterations=iterations)
     biases = {"none": (image.new_zeros(len(image)), image.new_zeros(len(text)))}
     if texts is not None and len(texts) > 0:
-        biases["queue"] = (retrieval_biases(image, texts.to(device), gamma, iterations),
-                           retrieval_biases(text, videos.to(device), gamma, iterations))
-    biases["oracle"] = (retrieval_biases(image, text, gamma, iterations),
-                        retrieval_biases(text, image, gamma, iterations))
+        biases["queue"] = (biases_of(items=image, queries=texts.to(device)),
+                           biases_of(items=text, queries=videos.to(device)))
+    biases["oracle"] = (biases_of(items=image, queries=text),
+                        biases_of(items=text, queries=image))
 
     sim = text @ image.T                                                   # (C, M)
     results = {}
     biases_on_cpu = {}
-    for name, (image_bias, text_bias) in biases.items():                   # (M,), (C,)
-        results[name], _ = retrieval_both_ways(pieces, image_bias, text_bias)
-        results[name]["error"] = {
+    for mode, (image_bias, text_bias) in biases.items():                   # (M,), (C,)
+        results[mode], _ = retrieval_both_ways(pieces, image_bias, text_bias)
+        results[mode]["error"] = {
             "text_to_image": common.normalization_error(sim + image_bias, gamma),
             "image_to_text": common.normalization_error(sim.T + text_bias, gamma)}
-        biases_on_cpu[name] = (image_bias.cpu(), text_bias.cpu())
+        biases_on_cpu[mode] = image_bias.cpu(), text_bias.cpu()
     return results, biases_on_cpu
-
-
-def recall_by_queue_size(pieces, gamma, iterations, texts, videos):
-    """R@1 with the biases of the last 16, 32, 64, ... training queries (Fig. 5).
-
-    Args: as in normalized_retrieval.
-    Returns: {size: {'text_to_image', 'image_to_text': R@1 in percent}}.
-    """
-    image, text = pieces.image.to(texts.device), pieces.text.to(texts.device)  # (M, D), (C, D)
-    recalls = {}
-    for size in sorted({min(len(texts), 2**k) for k in range(4, 20)}):
-        image_bias = retrieval_biases(image, texts[-size:], gamma, iterations)           # (M,)
-        text_bias = retrieval_biases(text, videos[-size:], gamma, iterations)            # (C,)
-        metrics, _ = retrieval_both_ways(pieces, image_bias, text_bias)
-        recalls[size] = {
-            way: metrics[way]["R@1"] for way in ("text_to_image", "image_to_text")}
-    return recalls
 
 
 # ======================================================= flags ====================================
@@ -382,7 +367,7 @@ def main(args):
         gamma = temperature()
         terms = {}                                                         # for the log
         if args.loss == "ncl":
-            loss = ncl_loss(text, video, gamma, args.iterations, terms=terms)
+            loss = ncl_loss(text, video, gamma, iterations=args.iterations, terms=terms)
         elif args.loss == "infonce":
             loss = ncl_loss(text, video, gamma, iterations=0, terms=terms)
         else:
@@ -407,7 +392,7 @@ def main(args):
     # ------------------------------------------- save and evaluate --------------------------------
     # with --eval-epoch best, so that queues and weights are of the same step
     run.restore_best()
-    save_queues(run, temperature, text_queue, video_queue)
+    common.save_queues(run, float(temperature()), text_queue.get(), video_queue.get())
     return run.finish(figures="ncl")
 
 
@@ -429,32 +414,24 @@ def batch_errors(text, video, gamma, iterations):
 def evaluate_normalized(pieces, args, temperature, text_queue, video_queue):
     """The retrieval metrics of a data set in the mode of --normalize, and those of all modes.
 
-    Args:
-        pieces: EvaluationPieces of a split, which receive the biases, for the pictures.
+    Args: pieces: EvaluationPieces of a split, which receive the biases, for the pictures.
     """
     gamma = float(temperature())
-    texts = videos = None
+    texts, videos = None, None
     if pieces.data.name == args.dataset:  # the queues hold its training queries
-        texts = text_queue.get()                                           # (K, D)
-        videos = video_queue.get()
+        texts, videos = text_queue.get(), video_queue.get()                # (K, D)
         if pieces.data.split == "test":                                    # for Fig. 5
-            pieces.recall_by_queue_size = recall_by_queue_size(
-                pieces, gamma, args.iterations, texts, videos)
+            biases_of = functools.partial(
+                retrieval_biases, gamma=gamma, iterations=args.iterations)
+            pieces.recall_by_queue_size = common.recall_by_queue_size(
+                pieces, texts, videos, biases_of)
     results, pieces.biases = normalized_retrieval(pieces, gamma, args.iterations, texts, videos)
     mode = args.normalize
     if mode not in results:  # no queue: before the first step, and for other data sets
         mode = "none"
     metrics = results[mode] | {"normalize": results, "normalized_by": mode}
-    del metrics["error"]                                                   # stays in "normalize"
+    del metrics["error"]                                                   # is in "normalize"
     return metrics
-
-
-def save_queues(run, temperature, text_queue, video_queue):
-    """Writes the queues and gamma, for eval.py --normalize queue and the pictures."""
-    if common.rank() == 0:
-        gamma = torch.as_tensor(temperature(), dtype=torch.float64).detach().reshape(1)
-        common.write_tensors(run.folder / "queues.safetensors", {
-            "texts": text_queue.get(), "videos": video_queue.get(), "gamma": gamma})
 
 
 if __name__ == "__main__":

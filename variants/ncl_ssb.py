@@ -31,7 +31,7 @@ from common import (
     Evaluator, GradCache, Parser, Run, Temperature, below_one, between, clean_exit, gather,
     hardest_negative_loss, int_ge1, nonnegative_float, normalize, positive_float)
 from contrastive.encoders.ssb import Captioner, set_dropout
-from ncl import QueryQueue, batch_errors, evaluate_normalized, ncl_loss, save_queues
+from ncl import QueryQueue, batch_errors, evaluate_normalized, ncl_loss
 
 import torch
 import torch.nn as nn
@@ -240,7 +240,7 @@ def main(args):
         gamma = temperature()
         terms = {}                                                         # for the log
         if args.loss == "ncl":
-            loss = ncl_loss(text, video, gamma, args.iterations, terms=terms)
+            loss = ncl_loss(text, video, gamma, iterations=args.iterations, terms=terms)
         elif args.loss == "infonce":
             loss = ncl_loss(text, video, gamma, iterations=0, terms=terms)
         elif args.loss == "max-margin":
@@ -278,7 +278,7 @@ def main(args):
     # with --eval-epoch best, so that queues and weights are of the same step
     run.restore_best()
     if args.loss != "max-margin":
-        save_queues(run, temperature, loss_modules["texts"], loss_modules["videos"])
+        common.save_queues(run, args.tau, loss_modules["texts"].get(), loss_modules["videos"].get())
     return run.finish(figures="ncl")
 
 
