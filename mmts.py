@@ -327,13 +327,14 @@ def check_flags(parser, args):
 def range_of_run(args):
     """Lowest and highest temperature or margin of a run."""
     low, high = range_of_shifts(args)
-    # in parts of the run; the cosine falls for half a period
-    period = 1 / args.periods
+    period = 1 / args.periods  # in parts of the run
     alpha = alpha_of_run(args)
-    low = sample_temperature(min(period / 2, 1), low, period, alpha)
-    high = sample_temperature(0, high, period, alpha)
+    # the cosine's lowest step, then the whole run, as base_temperature may be edited
+    steps = [min(period / 2, 1), *torch.linspace(0, 1, 1001).tolist()]
+    lowest = min(sample_temperature(step, low, period, alpha) for step in steps)
+    highest = max(sample_temperature(step, high, period, alpha) for step in steps)
     # rounded, since 0 could come out as -1e-17
-    return round(low, 12), round(high, 12)
+    return round(lowest, 12), round(highest, 12)
 
 
 def range_of_shifts(args):
