@@ -21,6 +21,11 @@ def shortened(text, length=60):
     return text
 
 
+def short_path(name):
+    """The last two parts of a path or of an id on the hub, which tell it from others in a line."""
+    return "/".join(Path(name).parts[-2:])
+
+
 def listed(words, count=10):
     """Words in a message, 'a', 'b': the first of them, and each not longer than a message needs."""
     shown = [repr(shortened(word)) for word in words[:count]]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from contrastive.core.files import read_json
 from contrastive.core.processes import UserError, opening, print_main
+from contrastive.core.words import short_path
 from contrastive.data.clips import feature_shape
 from contrastive.data.table import frames_of
 from contrastive.encoders.base import STATS, TwoTower, channels_last, num_positions
@@ -139,7 +140,7 @@ def check_text_length(text, length):
 def describe_weights(model, pretrained, weights):
     """The words of the banner on the first weights."""
     if weights:
-        words = f"weights of {weights}"
+        words = f"weights of {short_path(weights)}"
         is_published = pretrained and model.text is not None and model.text.model_type
         if is_published and not any(name.startswith("text.") for name in model.from_file):
             words += "; published weights of the text encoder"

@@ -14,6 +14,7 @@ from contrastive.encoders.base import OPTIONAL_PARTS
 from contrastive.encoders.clip_vip import convert_clip_vip
 from contrastive.encoders.image_encoders import encoder_kind
 from contrastive.core.processes import UserError, opening, print_main
+from contrastive.core.words import short_path
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +80,7 @@ def init_from(model, path):
         tensors = match_names(state, weights, path)
     if not tensors:
         tensors = match_order(state, weights)
-        matching = "into the image encoder, by order: no name fits, but every shape does"
+        matching = "by order, since no name fits, but every shape does"
     if not tensors:
         raise UserError(
             f"--init-from {path}: none of its {len(weights)} tensors fits the model; its first "
@@ -87,17 +88,26 @@ def init_from(model, path):
     check_bodies(state, tensors, path)
     model.load_state_dict(tensors, strict=False)
 
-    words = (f"--init-from: {len(tensors)} of {len(state)} tensors read from the {len(weights)} of "
-             f"{path}, {matching}; the first is {next(iter(tensors))}")
-    initial = [name for name in state if name not in tensors]
-    if initial:
-        words += f"; the others keep their initial values, the first is {initial[0]}"
+    filled = [name for name in state if name in tensors]
+    words = f"--init-from {short_path(path)}: has {parts_of(filled)}, matched {matching}"
+    others = []
+    for name in state:
+        if name not in tensors and not any(part in name for part in OPTIONAL_PARTS):
+            others.append(name)
+    if others:
+        words += f"; {parts_of(others)} are not in it"
     print_main(words)
     has_small_text = "text.body.token.weight" in tensors
     if has_small_text and not (path.parent / "tokenizer").is_dir():
         print_main(f"WARNING: --init-from {path}: there is no tokenizer beside it, so the "
                    "vocabulary of its text encoder may be another")
     return tensors
+
+
+def parts_of(names):
+    """The parts of a model to which tensors belong: 'vision.body, text.projection'."""
+    parts = [".".join(name.split(".")[:2]) for name in names]
+    return ", ".join(dict.fromkeys(parts))
 
 
 def file_of_folder(folder):

@@ -3,7 +3,7 @@
 import math
 
 from contrastive.core.processes import world_size
-from contrastive.core.words import counted
+from contrastive.core.words import counted, short_path
 from contrastive.engine.flags import words_of
 
 import torch
@@ -90,9 +90,9 @@ def new_notes(note, other_note):
 
 def model_line(run):
     tower, _, _ = run.evaluator.towers
-    names = f"images {run.args.image_encoder}"
+    names = f"images {short_path(run.args.image_encoder)}"
     if tower.text:
-        names += f", texts {run.args.text_encoder}"
+        names += f", texts {short_path(run.args.text_encoder)}"
     if tower.spec.get("modalities"):
         names += f", modalities {tower.spec['modalities']}"
     return f"{names}: {run.num_parameters / 1e6:.1f} M parameters; {tower.weights_in_words}"
