@@ -1,30 +1,27 @@
 """MAMA: Meta-optimized Angular Margin Contrastive Framework for Video-Language Representation
 Learning (Nguyen et al., ECCV 2024).
 
-A caption seldom describes all of its video, so the two should come near but not coincide: a margin
-is subtracted from the angle of a pair, which shrinks its gradient, to 0 where the angle is below
-the margin. Some pairs do not match and some concepts are rare, so a small network maps the loss of
-each pair to its weight. It is meta-learned: the encoders take a virtual step with its weights, and
-it is trained to lower their loss after that step on a few clean examples, the meta-data.
+A caption seldom describes all of its video: a margin is subtracted from the angle of a pair, so
+that the two come near but need not coincide. Some pairs do not match and some concepts are rare: a
+small network maps the loss of each pair to its weight. It is meta-learned: the encoders take a
+virtual step with its weights, after which their loss on M clean meta-data should be lower.
 
-Equations (s_ij = cos(lambda_ij): cosine of video i and text j)
-    (1, 4)      L_v2t,i = -log( e^(m_i / tau) / (e^(m_i / tau) + sum_{j != i} e^(s_ij / tau)) )
-                                                                          angular_margin_loss
-                m_i = cos([lambda_ii - mu]_+) if lambda_ii <= pi / 2, else s_ii
-                                                                           cosine_with_margin
-    (3)         L_i = L_v2t,i + L_t2v,i                                       angular_margin_loss
-    (6)         mu(k) = a0 / (a1 + exp(-a2 k))                                             margin
-    (7)         w_i = MLP_theta(L_i)                                                    WeightNet
-    (9)         Theta^ = Theta - alpha/B sum_j w_j grad L_j, a virtual step    weightnet_gradient
-    (10, 12)    theta <- theta - beta grad_theta 1/M sum_i L_i^meta(Theta^), by AdamW
-                                                        weightnet_gradient, update_weight_net
-    (13)        G_j = <grad L^meta, grad L_j>                              directional_derivative
-    (8, 11)     Theta <- a step on 1/B sum_i w_i L_i, with the w_i of the new theta          main
-    (14, 15)    density and distance of each frame of a video   contrastive/papers/key_frames.py
+Equations (s_ij = cos(lambda_ij): cosine of video i and text j; Theta: parameters of the encoders)
+    (1, 4)    L_v2t,i = -log( e^(m_i / tau) / (e^(m_i / tau) + sum_{j != i} e^(s_ij / tau)) )
+              m_i = cos([lambda_ii - mu]_+) if lambda_ii <= pi / 2, else s_ii   cosine_with_margin
+    (3)       L_i = L_v2t,i + L_t2v,i                                          angular_margin_loss
+    (6)       mu(k) = a0 / (a1 + exp(-a2 k))                                                margin
+    (7)       w_i = MLP_theta(L_i)                                                       WeightNet
+    (9)       Theta^ = Theta - alpha/B sum_j w_j grad L_j, a virtual step             virtual_step
+    (13)      G_j = <grad 1/M sum_i L_i^meta(Theta^), grad L_j>             directional_derivative
+    (10, 12)  theta <- theta + beta alpha/B sum_j G_j grad_theta w_j            weightnet_gradient
+    (8, 11)   Theta <- a step on 1/B sum_i w_i L_i, with the w_i of the new theta             main
+    (14, 15)  density and distance of each frame of a video     contrastive/papers/key_frames.py
 
-Symbols (Theta: parameters of the encoders, theta: of the weight network)
+Symbols
     v, t          video, text           (B, D)  embeddings of this process
     L_i, w_i      sample_loss, weight   (B,)    nats; 0..1
+    L_i(Theta)    losses                (B,)    function of parameters and a batch
     tau, mu       tau, mu               ()      divides the cosine, paper 1; radians, paper 0.2
     alpha, beta   virtual_lr, meta_lr   ()      learning rates of the virtual step and of theta
 Commands
@@ -33,8 +30,8 @@ Commands
     accelerate launch mama.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS
     accelerate launch mama.py --dataset clips.csv --video-dir VIDEOS      # own data: video, caption
 
-docs/mama.md: commands for every table, recipes, differences from the paper, results. Tables 1 and
-2: variants/mama_qa.py. To try an idea of your own, copy this file and edit it; docs/forking.md.
+docs/mama.md: commands for every table, recipes, differences from the paper, results; questions:
+variants/mama_qa.py. To try an idea, copy this file and edit it (docs/forking.md).
 """
 
 import copy
@@ -64,7 +61,8 @@ def margin(step, a0=2.0, a1=10.0, a2=0.1):
 
     The values are those of Sec. 4.3; with those of Sec. 4.1 (a0 = 0.2, a2 = -0.1) it would fall.
     """
-    return a0 / (a1 + math.exp(min(-a2 * step, 700.0)))                    # exp overflows at 710
+    exponent = min(-a2 * step, 700.0)  # exp overflows at 710
+    return a0 / (a1 + math.exp(exponent))
 
 
 def cosine_with_margin(sim, mu):
@@ -145,9 +143,10 @@ class WeightNet(nn.Module):
 
 def weightnet_gradient(  # noqa: PLR0917
         losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward"):
-    """Gradient of the meta loss, after a virtual step, for theta (Eqs. 9, 10, 12, 13).
+    """Gradient of the meta loss after a virtual step, for the weight network (Eqs. 9, 12, 13).
 
-    The virtual step is plain gradient descent on 1/B sum_j w_j L_j, whatever the optimiser is.
+    Eq. 10 takes its step along it. The virtual step is plain gradient descent, whatever the
+    optimiser is.
 
     Args:
         losses: function (parameters, batch) -> (B,), the differentiable L_j of this process. It
@@ -172,7 +171,7 @@ def weightnet_gradient(  # noqa: PLR0917
     weight_gradient = -virtual_lr * G / len(G)                             # (B,) d meta / d w_j
     theta_gradient = torch.autograd.grad(                                  # Eq. 12
         weight, list(weight_net.parameters()), weight_gradient, materialize_grads=True)
-    return common.average(theta_gradient)
+    return common.average(theta_gradient)                                  # over processes
 
 
 def loss_gradient(losses, parameters, batch, weight_net=torch.ones_like):
