@@ -306,6 +306,10 @@ def test_a_paper_s_recipe_needs_a_gpu_or_cpu(tmp_path, monkeypatch):
         temo.main(args)
 
 
+class TrainingSet(list):
+    name = "x"
+
+
 @pytest.mark.parametrize("examples, batch, epochs", [(23, 16, 500), (7, 4, 500), (800, 256, 167)])
 def test_own_data_take_the_batch_that_processes_share_and_500_steps(
     examples, batch, epochs, monkeypatch, capsys
@@ -316,7 +320,7 @@ def test_own_data_take_the_batch_that_processes_share_and_500_steps(
 
     def fit(words, examples=examples):
         args = parse("temo", words)
-        return adjust_flags_to_data(args, Namespace(examples=examples, name="x"))
+        return adjust_flags_to_data(args, TrainingSet(range(examples)))
 
     args = fit("--dataset x.csv")
     assert (args.batch_size, args.epochs) == (batch, epochs)
@@ -339,7 +343,7 @@ def test_the_batch_of_small_own_data_does_not_depend_on_the_processes(
     for processes in (1, 2, 4, 8):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
         args = parse("temo", "--dataset x.csv")
-        fitted = adjust_flags_to_data(args, Namespace(examples=examples, name="x"))
+        fitted = adjust_flags_to_data(args, TrainingSet(range(examples)))
         assert fitted.batch_size == batch
 
 
@@ -352,9 +356,9 @@ def test_flags_of_a_data_set_that_is_evaluated_alone_are_used():
 
 def test_a_warm_up_of_less_than_half_a_step_is_none():
     args = Namespace(batch_size=16, max_steps=40, epochs=1, warmup_fraction=0.01)
-    assert count_steps(args, Namespace(examples=160)).warmup == 0
+    assert count_steps(args, range(160)).warmup == 0
     args.warmup_fraction = 0.1
-    assert count_steps(args, Namespace(examples=160)).warmup == 4
+    assert count_steps(args, range(160)).warmup == 4
 
 
 # ----------------------------------------------- a resumed run ------------------------------------

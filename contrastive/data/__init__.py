@@ -99,7 +99,7 @@ def open_split(name, split, options):
     else:
         splits = data_set.splits
         data = open_named(name, split, options)
-    if data is not None and data.examples:
+    if data is not None and len(data):
         return data
     message = f"{name} has no {split} split; it has: {', '.join(splits)}"
     if split == "val" and data_set is not None and data_set.lacks_only_val():

@@ -476,9 +476,9 @@ class Batches:
         self.bad.update(new)
         if rank() == 0 and self.folder and new:
             self.write_bad(new)
-        examples = self.data.examples
-        num_samples = min((step + 1) * self.batch_size + len(self.bad), examples)
-        num_samples = max(num_samples, min(examples, 1000))
+        num_rows = len(self.data)
+        num_samples = min((step + 1) * self.batch_size + len(self.bad), num_rows)
+        num_samples = max(num_samples, min(num_rows, 1000))
         if len(self.bad) > self.max_bad_fraction * num_samples:
             key, reason = next(iter(self.bad.items()))
             enough = round_above(len(self.bad) / num_samples)

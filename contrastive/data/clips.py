@@ -149,7 +149,6 @@ class Features:
     """
 
     sampling = "uniform"
-    has_pixels = False
 
     def __init__(self, folders, frames):
         self.folders = folders

@@ -29,7 +29,6 @@ class Regions:
     """
 
     sampling = "uniform"
-    has_pixels = False
 
     def __init__(self, folder, split, regions, frames):
         self.regions = regions

@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 
 MAX_ROWS_AS_LISTS = 2**18  # a larger table does not keep its columns as Python lists
+MAX_SIDE_IN_MEMORY = 96  # pixels
 ROWS_AT_ONCE = 10_000  # rows that are read together from a table that is read through
 RELEVANCY_DRAWS = 98  # stream of random numbers that draw a sentence by relevancy
 SOURCE_FIELDS = {"path": "string", "bytes": "binary", "offset": "int64", "size": "int64",
@@ -77,11 +78,6 @@ class Data:
 
     def __len__(self):
         return len(self.table)
-
-    @property
-    def examples(self):
-        """Number of examples in an epoch."""
-        return len(self)
 
     @property
     def full_name(self):
@@ -210,13 +206,6 @@ class Data:
             letters = letters.replace("s", "")
         return letters
 
-    def __getitem__(self, i):
-        item = {"pixels": self.read(i), "captions": self.captions(i), "key": self.key(i)}
-        for name in self.annotations.column_names:
-            if name not in ("captions", "key", "group"):
-                item[name] = self.column(name)[i]
-        return item
-
     # ---- all rows ----
     def values_of_column(self, name):
         """Yields the values of a column in order; reading row by row would take minutes."""
@@ -271,13 +260,13 @@ class Data:
         first = self.select(np.flatnonzero(self.caption_numbers == 0))
         return dataclasses.replace(first, caption_numbers=None)
 
-    def in_memory(self, limit=96):
+    def in_memory(self):
         """The same examples with their pixels in one tensor, if all have one size of at most
-        `limit` pixels a side; else the data as they are."""
+        MAX_SIDE_IN_MEMORY pixels a side; else the data as they are."""
         if self.pixels is not None:
             return self
         try:
-            if max(self.read(0).shape[-2:]) > limit:
+            if max(self.read(0).shape[-2:]) > MAX_SIDE_IN_MEMORY:
                 return self
             pixels = torch.stack([self.read(i) for i in range(len(self))])
         except Exception:  # other sizes; an unreadable one is counted when a batch reads it

@@ -7,7 +7,6 @@ before: files.json() and the like read it.
 """
 
 import dataclasses
-import glob
 
 from contrastive.core.processes import opening
 from contrastive.data.annotations import Files, clips_of, files_of
@@ -15,6 +14,7 @@ from contrastive.data.clips import clip_options
 from contrastive.data.hub import hub_folder
 from contrastive.data.registry import SETS
 from contrastive.data.table import EmptySplit, join_captions
+from contrastive.data.table_files import read_table
 
 HUB_FILES = ["*.json", "*.jsonl", "*.parquet"]  # what is downloaded from a repository: no videos
 CATEGORIES = (  # names of MSR-VTT's categories, by their numbers
@@ -31,13 +31,7 @@ def read_hub_file(files, class_names=None):
     Args:
         class_names: by the number in the column `category`, if it has one.
     """
-    import datasets
-
-    kind = "json"
-    if files.last.suffix == ".parquet":
-        kind = "parquet"
-    table = datasets.load_dataset(kind, data_files=glob.escape(str(files.last)), split="train")
-    for row in table:
+    for row in read_table(files.last):
         segment = row.get("segment")
         if segment:
             start, end = segment

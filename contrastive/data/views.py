@@ -469,12 +469,9 @@ def training_view(args, kind="same", jitter_p=1.0):
                    randaugment=tuple(randaugment), squash=args.eval_resize == "squash")
 
 
-def simclr_view(args, jitter=0.4, jitter_p=0.8, grey=0.2):
-    """The strong view of SimCLR and SLIP, as the flags of Parser.add_simclr_view_flags say.
-
-    Args: jitter, jitter_p, grey: strength and probability of the colour jitter, and probability of
-        grey; those of SLIP's code.
-    """
-    return Augment(args.image_size, args.aug_crop_min, args.aug_flip, jitter_p,
-                   brightness=jitter, contrast=jitter, saturation=jitter, hue=args.aug_hue,
-                   grey=grey, blur=args.aug_blur, squash=args.eval_resize == "squash")
+def simclr_view(args):
+    """The strong view of SimCLR and SLIP, as the flags of Parser.add_simclr_view_flags say; colour
+    jitter and grey have the strengths and probabilities of SLIP's code."""
+    return Augment(args.image_size, args.aug_crop_min, args.aug_flip, jitter_p=0.8,
+                   brightness=0.4, contrast=0.4, saturation=0.4, hue=args.aug_hue,
+                   grey=0.2, blur=args.aug_blur, squash=args.eval_resize == "squash")

@@ -92,20 +92,19 @@ class ResidualBlock(nn.Module):
 class SmallCNN(nn.Sequential):
     """A four-stage residual network of about half a million weights, with GroupNorm only.
 
-    forward: (B, 3, S, S) -> (B, 4 * width). It computes in channels-last order.
+    forward: (B, 3, S, S) -> (B, 128). It computes in channels-last order.
     """
 
-    def __init__(self, width=32):
+    def __init__(self):
         layers = []
         in_channels = 3
-        for stage in range(4):
-            out_channels = width * 2 ** stage // 2
-            layers.append(nn.Conv2d(in_channels, out_channels, 3, stride=2, padding=1, bias=False))
-            layers.append(GroupNorm(8, out_channels))
+        for stage, width in enumerate((16, 32, 64, 128)):
+            layers.append(nn.Conv2d(in_channels, width, 3, stride=2, padding=1, bias=False))
+            layers.append(GroupNorm(8, width))
             layers.append(nn.ReLU())
             if stage > 0:
-                layers.append(ResidualBlock(out_channels))
-            in_channels = out_channels
+                layers.append(ResidualBlock(width))
+            in_channels = width
         layers.append(nn.AdaptiveAvgPool2d(1))
         layers.append(nn.Flatten())
         super().__init__(*layers)

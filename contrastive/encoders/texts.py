@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 MAX_LENGTH = 128          # tokens that frozen models read of a text
+WORDPIECES = 4000         # most tokens of a vocabulary that is learnt
 MAX_WORD = 1000           # letters; Thai sentences have no blanks
 GPU_MULTIPLE = 8          # lengths on a GPU: each new length allocates and compiles anew there
 
@@ -76,14 +77,9 @@ class Tokenizer:
         return tokenizer
 
 
-def train_wordpiece(captions, vocabulary=4000):
+def train_wordpiece(captions):
     """A BERT-style WordPiece tokenizer learnt from captions, in lower case. Accents and vowel signs
-    stay: without them different words of German, Hindi or Thai are the same.
-
-    Args:
-        captions: an iterable of str.
-        vocabulary: most tokens.
-    """
+    stay: without them different words of German, Hindi or Thai are the same."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -101,7 +97,7 @@ def train_wordpiece(captions, vocabulary=4000):
     learner.normalizer = normalizer
     learner.pre_tokenizer = pre_tokenizer
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocabulary, special_tokens=special_tokens, show_progress=False)
+        vocab_size=WORDPIECES, special_tokens=special_tokens, show_progress=False)
     learner.train_from_iterator(captions, trainer)
 
     # A tokenizer with the same vocabulary, in which these pieces are ordinary tokens.
@@ -115,11 +111,11 @@ def train_wordpiece(captions, vocabulary=4000):
         sep_token="[SEP]", mask_token="[MASK]")
 
 
-def clean_caption(text, max_words=30):
+def clean_caption(text):
     """A caption as the CC3M trainer cleans it: lower case, no punctuation, at most 30 words."""
     text = re.sub(r"([,.'!?\"()*#:;~])", "", text.lower())
     text = text.replace("-", " ").replace("/", " ").replace("<person>", "person")
-    return " ".join(text.split()[:max_words])
+    return " ".join(text.split()[:30])
 
 
 def build_tokenizer(name, length, captions=None, folder=None, clean=False, *, keep=False,

@@ -60,7 +60,7 @@ def missing_inputs(run):
 
 
 def data_line(run):
-    line = f"{run.args.dataset}: {run.train.examples:,} training examples"
+    line = f"{run.args.dataset}: {len(run.train):,} training examples"
     if run.train.note:
         line += f"; {run.train.note}"
     return line

@@ -50,7 +50,7 @@ class Steps(NamedTuple):
 
 def count_steps(args, train):
     """The steps of a run: Steps."""
-    per_epoch = train.examples // args.batch_size
+    per_epoch = len(train) // args.batch_size
     total = args.max_steps or max(1, round(args.epochs * per_epoch))
     return Steps(per_epoch, total, warmup=round(args.warmup_fraction * total))
 
@@ -95,7 +95,7 @@ def adjust_flags_to_data(args, train):
     Raises: UserError if the data have fewer examples than a batch.
     """
     args = copy.copy(args)
-    examples = train.examples
+    examples = len(train)
     if examples < 2:
         raise UserError(f"{train.name}: a single training example has no negatives; give some "
                         "hundreds")
