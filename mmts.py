@@ -3,10 +3,10 @@
 
 Captions form clusters of very different size. Where thousands of captions say nearly the same,
 pushing all pairs apart destroys what they share; a rare caption must be told from its neighbours.
-MM-TS gives each sample its own temperature, which is the higher the larger the cluster of its
-caption is. All temperatures also follow a cosine over training, between group-wise discrimination
-(high) and instance discrimination (low). In a max-margin loss they are margins. No parameters are
-added, and the clusters are made once, before training.
+MM-TS gives each sample its own temperature: the larger the cluster of its caption, the higher. All
+temperatures also follow a cosine over training, between group-wise discrimination (high) and
+instance discrimination (low). In a max-margin loss they are margins. No parameters are added, and
+the clusters are made once, before training.
 
 Equations (s_ij: cosine of anchor i and candidate j of the global batch; t: optimiser step)
     (2, 10, 11) L_v2t, L_t2v: -1/N sum_i log( exp(s_ii / tau_i) / sum_j exp(s_ij / tau_i) )
@@ -21,8 +21,8 @@ Symbols
     tau_i, m_i  tau, margin           (B,)    of anchor i; tau divides cosines, a margin is added
     alpha       alpha                 ()      range of the schedule, highest - lowest; CC3M 0.04
     sh-, sh+    sh_min, sh_max        ()      --shift-min, --shift-max; CC3M 0.05, 0.10
-    T           period                ()      optimiser steps; authors' code a fifth of the run
-    K_c         sizes                 (K,)    captions in cluster c, largest first; 200 clusters
+    T           period                ()      optimiser steps; --periods in a run, authors' code 5
+    K_c         sizes                 (K,)    captions in cluster c, largest first; paper K = 200
 
 Commands
     accelerate launch mmts.py                            # moving emoji, 71 s on two CPU cores
@@ -283,7 +283,7 @@ def add_method_flags(parser):
 
 
 def check_flags(parser, args):
-    """Refuses contradictory flags, flags without effect, and temperatures that are not above 0."""
+    """Refuses contradictory flags and flags without effect."""
     has_margins = args.loss == "max-margin"
     has_one_tau = not (has_margins or args.schedule or args.shifts)
     parser.only(args.schedule, "with --schedule", "--alpha", "--periods")
@@ -302,6 +302,12 @@ def check_flags(parser, args):
                    f"--shift-min {args.shift_min:g}: larger than --shift-max {args.shift_max:g}")
     parser.require(args.clusters != "none" or not args.shifts,
                    "--clusters none: --shifts need clusters; add --no-shifts")
+    check_range(parser, args)
+
+
+def check_range(parser, args):
+    """Refuses temperatures or margins out of bounds, and those of a recipe with the other loss."""
+    has_margins = args.loss == "max-margin"
     low, high = range_of_run(args)
     if has_margins:
         parser.require(low >= 0 and high < 2,
@@ -314,7 +320,7 @@ def check_flags(parser, args):
                        "--alpha, or raise --shift-min or --tau")
     recipe_has_margins = parser.get_default("loss") == "max-margin"
     if has_margins != recipe_has_margins:
-        # the values of temperatures are none for margins, so the command line has to give them
+        # temperatures are no margins, so the command line has to give those that are used
         given_or_unused = parser.without_effect.union(args.command_line)
         flags = ("--alpha", "--shift-min", "--shift-max")
         missing = [flag for flag in flags if flag not in given_or_unused]
@@ -326,13 +332,13 @@ def check_flags(parser, args):
 
 def range_of_run(args):
     """Lowest and highest temperature or margin of a run."""
-    low, high = range_of_shifts(args)
-    period = 1 / args.periods  # in parts of the run
+    sh_min, sh_max = range_of_shifts(args)
     alpha = alpha_of_run(args)
-    # the cosine's lowest step, then the whole run, as base_temperature may be edited
+    period = 1 / args.periods  # the whole run is step 0 to 1 here
+    # where the cosine is lowest, and the whole run, as base_temperature may be edited
     steps = [min(period / 2, 1), *torch.linspace(0, 1, 1001).tolist()]
-    lowest = min(sample_temperature(step, low, period, alpha) for step in steps)
-    highest = max(sample_temperature(step, high, period, alpha) for step in steps)
+    lowest = min(sample_temperature(step, sh_min, period, alpha) for step in steps)
+    highest = max(sample_temperature(step, sh_max, period, alpha) for step in steps)
     # rounded, since 0 could come out as -1e-17
     return round(lowest, 12), round(highest, 12)
 
@@ -420,7 +426,7 @@ def main(args):
         image, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokenizer(texts))
 
-        num_missing = 0                                                    # were not clustered
+        num_missing = 0                                                    # new since clustering
         if args.learnable_tau:
             tau_or_margin = temperature()                                  # ()
         elif args.shifts:
@@ -428,7 +434,7 @@ def main(args):
             cluster = common.to_device(cluster, accelerator.device)
             tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha)  # (B,)
         else:
-            tau_or_margin = sample_temperature(run.step, shifts[-1], period, alpha)       # ()
+            tau_or_margin = sample_temperature(run.step, shifts[-1], period, alpha)  # () for all
 
         terms = {}                                                         # for the log
         if args.loss == "clip":

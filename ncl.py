@@ -127,12 +127,14 @@ def ncl_loss(text, video, gamma, iterations=4, detach=True, *, terms=None):
 
 
 # ------------------------------------------------------- test time --------------------------------
-# evaluation is the same in all scripts and has their words: an image here is a video of the paper
-def retrieval_biases(items, queries, gamma, iterations=4):
-    """Biases b of the items for a set of queries, at test time those of the queue (Sec. 3.4).
+# The evaluation is shared by all scripts and speaks of images; here they are the paper's videos.
 
-    They are b of sinkhorn_biases(queries @ items.T), computed from 1,024 queries at a time: edit
-    both functions together.
+
+def retrieval_biases(items, queries, gamma, iterations=4):
+    """Biases b of the items from a set of queries, at test time those of the queue (Sec. 3.4).
+
+    They are b of sinkhorn_biases(queries @ items.T, gamma, iterations), in blocks of 1,024 queries,
+    for memory: edit both functions together.
 
     Args:
         items: (n, D) embeddings.
@@ -155,7 +157,7 @@ def retrieval_biases(items, queries, gamma, iterations=4):
 
 
 class QueryQueue(nn.Module):
-    """The last K training queries of one modality, the same on all processes, for test time alone.
+    """The last K training queries of one modality, the same on all processes; read at test time.
 
     Args:
         size: K.
@@ -281,20 +283,25 @@ def parse_args(argv=None):
                              "sets --loss infonce --normalize none")
     parser.add_tau_flags(method, tau=0.01, tau_clamp=(0.01, 100.0),
                          note="the paper's gamma; CLIP 0.01")
-    method.add_argument("--iterations", type=int_ge1, default=4,
-                        help="rounds of Sinkhorn-Knopp for the biases; paper 4")
-    method.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
-                        help="biases of the reported retrieval: from training queries, from the "
-                             "test queries (not a fair result), or none")
-    method.add_argument("--queue-size", type=int_ge1, default=16_384,
-                        help="K: how many of the latest training texts, and as many videos, are "
-                             "kept for the biases; paper 16,384")
+    add_bias_flags(method)
     clip4clip = parser.add_argument_group("CLIP4Clip")
     parser.add_unfold_flag(clip4clip)
     parser.add_eps_flag(clip4clip)
     parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
     parser.add_frozen_flags("clip4clip")
     return parser.parse(argv, RECIPES, BASELINE, check_flags)
+
+
+def add_bias_flags(group):
+    """Adds the flags of the biases to a group, here and in SSB's variant."""
+    group.add_argument("--iterations", type=int_ge1, default=4,
+                       help="rounds of Sinkhorn-Knopp for the biases; paper 4")
+    group.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
+                       help="biases of the reported retrieval: from training queries, from the "
+                            "test queries (not a fair result), or none")
+    group.add_argument("--queue-size", type=int_ge1, default=16_384,
+                       help="K: how many of the latest training texts, and as many videos, are "
+                            "kept for the biases; paper 16,384")
 
 
 def check_flags(parser, args):

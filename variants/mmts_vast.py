@@ -286,7 +286,7 @@ def main(args):
         image, text, _ = grad_cache.encode(                                # (B, D)
             pixels=batch["views"][0], tokens=tokens)
 
-        num_missing = 0                                                    # were not clustered
+        num_missing = 0                                                    # new since clustering
         negatives_tau = NEGATIVES_TAU
         if args.learnable_tau:                                             # VAST's own
             tau_or_margin = temperature()                                  # ()
@@ -296,7 +296,7 @@ def main(args):
             cluster = common.to_device(cluster, accelerator.device)
             tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha)  # (B,)
         else:
-            tau_or_margin = sample_temperature(run.step, shifts[-1], period, alpha)       # ()
+            tau_or_margin = sample_temperature(run.step, shifts[-1], period, alpha)  # () for all
 
         terms = {}                                                         # for the log
         if args.loss == "clip":

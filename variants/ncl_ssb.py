@@ -26,12 +26,13 @@ import functools
 
 # ours before torch, which reads OMP_WAIT_POLICY when it is imported
 import common
+import ncl
 
 from common import (
     Evaluator, GradCache, Parser, Run, Temperature, below_one, between, clean_exit, gather,
-    hardest_negative_loss, int_ge1, nonnegative_float, normalize, positive_float)
+    hardest_negative_loss, nonnegative_float, normalize, positive_float)
 from contrastive.encoders.ssb import Captioner, set_dropout
-from ncl import QueryQueue, batch_errors, evaluate_normalized, ncl_loss
+from ncl import QueryQueue, ncl_loss
 
 import torch
 import torch.nn as nn
@@ -47,7 +48,7 @@ def support_summary(text, videos, video_id, video_ids, tau=0.1):
         videos: (N, D) of the global batch.
         video_id: (B,) long, the video of each caption.
         video_ids: (N,) long, of the global batch.
-        tau: temperature T > 0, divides the cosine.
+        tau: temperature T > 0, divides the cosine; 0.1 is ours.
     Returns: (B, D); zeros for a caption if the batch holds no other video.
     """
     text, videos = normalize(text), normalize(videos)                      # (B, D), (N, D)
@@ -126,19 +127,10 @@ def parse_args(argv=None):
     method.add_argument("--loss-scale", type=nonnegative_float, default=15.0,
                         help="factor of the loss, but not of the captioning loss; paper 15, SSB "
                              "64, the sum over its batch")
-    method.add_argument("--iterations", type=int_ge1, default=4,
-                        help="rounds of Sinkhorn-Knopp for the biases; paper 4")
-    method.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
-                        help="biases of the reported retrieval: from training queries, from the "
-                             "test queries (not a fair result), or none")
-    method.add_argument("--queue-size", type=int_ge1, default=16_384,
-                        help="K: how many of the latest training texts, and as many videos, are "
-                             "kept for the biases; paper 16,384")
+    ncl.add_bias_flags(method)
     method.add_argument("--captioning-weight", type=nonnegative_float, default=10.0,
                         help="weight of the captioning loss, which needs a T5 as --text-encoder; "
                              "SSB 10; 0 = off")
-    method.add_argument("--support-tau", type=positive_float, default=0.1,
-                        help="temperature that weights the videos of the support set; ours 0.1")
 
     parser.add_unfold_flag(parser.add_argument_group("captions"))
     encoders = parser.add_argument_group("SSB's encoders")
@@ -164,7 +156,6 @@ def check_flags(parser, args):
                    "--feature-dir: SSB reads features of videos; give their folders")
     parser.only(has_margin, "with --loss max-margin", "--margin")
     parser.only(not has_margin, "with --loss ncl or infonce", "--tau", "--iterations")
-    parser.only(args.captioning_weight, "with a --captioning-weight above 0", "--support-tau")
     parser.require(not has_margin or args.normalize == "none",
                    f"--normalize {args.normalize}: --loss max-margin trains no temperature, which "
                    "biases need; add --normalize none")
@@ -192,12 +183,12 @@ def main(args):
     set_dropout(model, args.dropout, args.text_dropout)
     temperature = Temperature(args.tau)                                    # fixed
     # outside DDP: average_gradients does for these what DDP does for the model
-    loss_modules = nn.ModuleDict({
-        "texts": QueryQueue(args.queue_size, args.embed_dim),
-        "videos": QueryQueue(args.queue_size, args.embed_dim)})
+    text_queue = QueryQueue(args.queue_size, args.embed_dim)
+    video_queue = QueryQueue(args.queue_size, args.embed_dim)
+    loss_modules = nn.ModuleDict({"texts": text_queue, "videos": video_queue})
     if args.captioning_weight:
-        loss_modules["captioner"] = Captioner(
-            model.text, args.embed_dim, model.pretrained, args.text_dropout)
+        captioner = Captioner(model.text, args.embed_dim, model.pretrained, args.text_dropout)
+        loss_modules["captioner"] = captioner
     loss_modules.to(accelerator.device)
     optimizer = common.make_optimizer([model, loss_modules], args)
     parameters = [*model.parameters(), *loss_modules.parameters()]
@@ -218,11 +209,12 @@ def main(args):
     batches = run.batches([plain_view], transform)
 
     # ------------------------------------------- loop ---------------------------------------------
+    has_biases = args.loss != "max-margin"   # whose loss has no temperature, which biases need
     method_metrics = None
-    if args.loss != "max-margin":  # which has no temperature, and biases need one
+    if has_biases:
         method_metrics = functools.partial(
-            evaluate_normalized, args=args, temperature=temperature,
-            text_queue=loss_modules["texts"], video_queue=loss_modules["videos"])
+            ncl.evaluate_normalized, args=args, temperature=temperature, text_queue=text_queue,
+            video_queue=video_queue)
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
         method_metrics=method_metrics)
@@ -252,9 +244,8 @@ def main(args):
             # identifies videos: a batch may hold two captions of one
             hashes = [common.key_hash(key) for key in batch["keys"]]
             video_id = common.to_device(torch.tensor(hashes), accelerator.device)        # (B,)
-            summary = support_summary(text, gather(video), video_id, gather(video_id),
-                                      args.support_tau)                    # (B, D)
-            terms["L_cap"] = captioning_loss(summary, **tokens, decoder=loss_modules["captioner"])
+            summary = support_summary(text, gather(video), video_id, gather(video_id))   # (B, D)
+            terms["L_cap"] = captioning_loss(summary, **tokens, decoder=captioner)
             loss = loss + args.captioning_weight * terms["L_cap"]
 
         accelerator.backward(loss)
@@ -263,22 +254,22 @@ def main(args):
             accelerator.clip_grad_norm_(parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        loss_modules["texts"].push(text)
-        loss_modules["videos"].push(video)
+        text_queue.push(text)
+        video_queue.push(video)
 
         log_row = dict(terms)
-        if args.loss != "max-margin":
+        if has_biases:
             log_row["tau"] = gamma
             if run.logs_next():
-                log_row.update(batch_errors(text, video, gamma, args.iterations))
+                log_row.update(ncl.batch_errors(text, video, gamma, args.iterations))
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
         run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
     # with --eval-epoch best, so that queues and weights are of the same step
     run.restore_best()
-    if args.loss != "max-margin":
-        common.save_queues(run, args.tau, loss_modules["texts"].get(), loss_modules["videos"].get())
+    if has_biases:
+        common.save_queues(run, args.tau, text_queue.get(), video_queue.get())
     return run.finish(figures="ncl")
 
 
