@@ -84,7 +84,8 @@ from contrastive.papers.meta import (  # a few clean examples (MAMA)
 from contrastive.papers.ncl_records import (  # for the figures of NCL, and eval.py
     recall_by_queue_size, save_queues)
 from contrastive.papers.text_pairs import (  # T and T~ (TeMo)
-    Paraphrases, drop_and_swap, text_pair, text_words)
+    Paraphrases, describe_texts, drop_and_swap, text_pair, tokenize_pair)
+from contrastive.papers.ts_records import add_val_columns  # for the log and the figures of TS
 
 # ---- contrastive/engine: the flags and the book-keeping of a run ----
 from contrastive.engine.flags import OneLineErrorParser, Parser  # argparse with recipes

@@ -18,7 +18,7 @@ Symbols
     I, T                  image, text             (B, D)  embeddings of this process
     I~, T~                image_aug, text_aug     (B, D)  second view of I; paraphrase of T
     tau                   tau                     ()      divides the cosine; paper 0.01
-    tau_ij                tau_ij, modulate        (b, N) of b anchors; cosines -> tau_ij
+    tau_ij                tau_ij                  (b, N)  cosines of b anchors -> temperatures
     tau_min, tau_alpha    tau_min, tau_alpha      ()      lowest tau_ij, range; paper 0.01, 0.04
     t                     progress                ()      optimiser step / all steps
 
@@ -70,7 +70,8 @@ def info_nce(anchor, candidates, tau):
             function of the cosines, (b, N) -> (b, N).
     Returns: () mean over the anchors of this process, float32. A random guess is about ln N.
     """
-    # gather sums the gradient over processes and DDP averages it: that of the mean over all N
+    # gather sums the gradient over processes and DDP averages it: together they give that of the
+    # mean over all N anchors
     anchor, candidates = normalize(anchor), normalize(candidates)          # (B, D) each
     target = positive_index(anchor, candidates)                            # (B,)
     candidates = gather(candidates)                                        # (N, D)
@@ -127,17 +128,17 @@ def temo_loss(  # noqa: PLR0917
         terms: dict that receives the terms by their names, for the log.
     Returns: (), float32.
     """
-    modulate = functools.partial(                                          # Eq. 4
+    tau_ij = functools.partial(                                            # Eq. 4, of cosines
         modulated_temperature, tau_min=one_number(tau_min, "tau_min"), tau_alpha=tau_alpha,
         detach=detach, shifted=shifted)
     losses = {}
     if base:
         losses["L_MM"] = multimodal_loss(image, text, tau)                 # Eq. 3
     if modulated:
-        losses["L_M-MM"] = multimodal_loss(image, text, modulate)          # Eqs. 6, 7
+        losses["L_M-MM"] = multimodal_loss(image, text, tau_ij)            # Eqs. 6, 7
     if unimodal == "modulated":
-        losses["L_M-I2I"] = info_nce(image, image_aug, modulate)           # Eq. 5
-        losses["L_M-T2T"] = info_nce(text, text_aug, modulate)             # Eq. 5
+        losses["L_M-I2I"] = info_nce(image, image_aug, tau_ij)             # Eq. 5
+        losses["L_M-T2T"] = info_nce(text, text_aug, tau_ij)               # Eq. 5
     elif unimodal == "plain":
         losses["L_I2I"] = info_nce(image, image_aug, tau)
         losses["L_T2T"] = info_nce(text, text_aug, tau)
@@ -148,11 +149,14 @@ def temo_loss(  # noqa: PLR0917
     if terms is not None:
         terms.update(losses)
 
-    alpha, beta = blend_weights(progress, blend)                           # Eq. 8
+    alpha, beta = blend_weights(progress, blend)
     if not base or len(losses) == 1:
         alpha, beta = 1.0, 1.0                                             # nothing to blend
-    weights = {"L_MM": alpha}
-    return sum(weights.get(name, beta) * loss for name, loss in losses.items())
+    total = 0.0
+    for name, loss in losses.items():                                      # Eq. 8
+        weight = alpha if name == "L_MM" else beta
+        total = total + weight * loss
+    return total
 
 
 def blend_weights(progress, blend="quadratic"):
@@ -167,7 +171,8 @@ def blend_weights(progress, blend="quadratic"):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults; 'source' says whose values they are (docs/temo.md).
+# A recipe holds what differs from the defaults. Two entries are for the banner: 'source' says whose
+# values they are, 'baseline_rates' which rates the paper's baseline has (docs/temo.md).
 SMALL = dict(tau=0.1, tau_min=0.05, tau_alpha=0.1, crop_min=0.35, jitter=0.4, aug_crop_min=0.2,
              aug_blur=0.0)
 EMOJI = SMALL | dict(
@@ -216,11 +221,11 @@ FROZEN = SMALL | dict(
     jitter=0.0, log_every=50)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN,
            "frozen": FROZEN}
-# --row: what of temo_loss the rows of Table 3 have; a and b have one term, and so no weights. The
-# paper gives no weights of c: 1/2 each is our choice
+# arguments of temo_loss for the rows of Table 3 (--row); a and b have one term, without a weight
 ROWS = {
-    "a": dict(base=True, modulated=False, unimodal="none", blend="quadratic"),
-    "b": dict(base=False, modulated=True, unimodal="none", blend="quadratic"),
+    "a": dict(base=True, modulated=False, unimodal="none"),
+    "b": dict(base=False, modulated=True, unimodal="none"),
+    # the paper does not print the weights of c: 1/2 each is our choice
     "c": dict(base=True, modulated=False, unimodal="plain", blend="fixed"),
     "d": dict(base=True, modulated=True, unimodal="none", blend="fixed"),
     "e": dict(base=True, modulated=True, unimodal="none", blend="quadratic"),
@@ -280,21 +285,20 @@ def parse_args(argv=None):
 def check_flags(parser, args):
     """Refuses contradictory flags and flags without effect."""
     is_temo = args.loss == "temo"
-    is_dystress = args.loss in ("dystress", "dystress-shifted")
-    modulates = is_temo and ROWS[args.row]["modulated"]
+    has_tau_ij = pair_temperature(args) is not None
     unimodal = has_unimodal_terms(args)
     parser.require(not args.baseline or args.loss == "infonce",
                    f"--loss {args.loss}: --baseline is --loss infonce; leave out one of the two")
     parser.only(is_temo, "with --loss temo", "--row")
-    parser.only(uses_tau(args), "with a term at that temperature (any --row but b, --loss infonce "
-                "or cwcl)", "--tau", "--learnable-tau")
+    parser.only(uses_tau(args), "with --loss infonce or cwcl, or any --row but b",
+                "--tau", "--learnable-tau")
     parser.check_tau_flags(args)
-    parser.only(modulates or is_dystress or args.loss == "ts", "with temperatures that differ "
-                "(any --row but a and c, --loss ts or dystress)", "--tau-min", "--tau-alpha")
-    parser.only(modulates or is_dystress, "with a temperature for each pair", "--detach-tau")
-    parser.only(modulates, "with --loss temo and any --row but a and c", "--similarity")
-    parser.only(unimodal, "with --row c, f or g",
-                "--grad-augmented", "--image-aug", "--paraphrases", "--paraphrase-anchor")
+    parser.only(has_tau_ij or args.loss == "ts", "with --loss ts or dystress, or any --row but a "
+                "and c", "--tau-min", "--tau-alpha")
+    parser.only(has_tau_ij, "with --loss dystress, or any --row but a and c", "--detach-tau")
+    parser.only(is_temo and has_tau_ij, "with --loss temo and any --row but a and c",
+                "--similarity")
+    parser.only(unimodal, "with --row c, f or g", *parser.flags_of("I~ and T~"))
     parser.only(unimodal and args.image_aug == "simclr", "with --image-aug simclr",
                 *parser.flags_of("SimCLR's view"))
     parser.only(args.paraphrases, "with --paraphrases", "--paraphrase-anchor")
@@ -346,14 +350,14 @@ def main(args):
 
     # ------------------------------------------- views and texts ----------------------------------
     unimodal = has_unimodal_terms(args)
-    views = [common.training_view(args, jitter_p=0.8)]                     # I; SimCLR's 0.8
+    views = [common.training_view(args, jitter_p=0.8)]                     # I; 0.8 as SimCLR
     paraphrases = None
     if unimodal:
         views.append(common.training_view(args, args.image_aug, jitter_p=0.8))           # I~
         if args.paraphrases:
             paraphrases = Paraphrases(args.paraphrases)
     draw_texts = functools.partial(                                        # T and T~
-        common.text_pair, paraphrases=paraphrases, templates=train.templates, second=unimodal,
+        common.text_pair, paraphrases=paraphrases, templates=train.templates, augment=unimodal,
         paraphrase_anchor=args.paraphrase_anchor)
     # with --freeze, features of the frozen encoders, computed once, replace pixels and tokens
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform, draw_texts)
@@ -365,9 +369,9 @@ def main(args):
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
     banner_lines = {}
     if unimodal:
-        banner_lines["texts"] = common.text_words(train, paraphrases, args.paraphrase_anchor,
-                                                  args.recipe_source)
-    modulate = pair_temperature(args)                                      # for the log
+        banner_lines["texts"] = common.describe_texts(
+            train, paraphrases, args.paraphrase_anchor, args.recipe_source)
+    tau_ij = pair_temperature(args)                                        # for the log
     run.start(evaluator, shown=("L_MM", "loss", "tau", "tau_pos"), **banner_lines)
     if run.step == 0:                                                      # for Figs. 4 and 5
         common.save_similarities(run.val_pieces, run.folder / "similarity_before.json")
@@ -375,27 +379,25 @@ def main(args):
         progress = run.step / steps.total                                  # t of Eq. 8
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
-        texts, texts_aug = draw_texts(batch["captions"], batch["draws"])
-        tokens = tokenizer([*texts, *texts_aug])                           # padded to one length
-        text_tokens = {name: x[:len(texts)] for name, x in tokens.items()}
-        aug_tokens = {name: x[len(texts):] for name, x in tokens.items()}
+        texts, texts_aug = draw_texts(batch["captions"], batch["draws"])   # T, T~: B captions each
+        tokens, tokens_aug = common.tokenize_pair(tokenizer, texts, texts_aug)
         image_aug, text_aug = None, None
         if unimodal:
+            # I~ before I: between I and its backward, a forward would change BatchNorm's statistics
             with torch.set_grad_enabled(args.grad_augmented):
                 image_aug, text_aug, _ = grad_cache.encode(                # (B, D)
-                    pixels=batch["views"][1], tokens=aug_tokens)
+                    pixels=batch["views"][1], tokens=tokens_aug)
         image, text, _ = grad_cache.encode(                                # (B, D)
-            pixels=batch["views"][0], tokens=text_tokens)
+            pixels=batch["views"][0], tokens=tokens)
 
         tau = temperature()
         terms = {}                                                         # for the log
         if args.loss == "temo":
             loss = temo_loss(                                              # ()
-                image, text, image_aug, text_aug, progress, tau, args.tau_min, args.tau_alpha,
-                **ROWS[args.row], detach=args.detach_tau, shifted=args.similarity == "shifted",
-                terms=terms)
+                image, text, image_aug, text_aug, progress, tau, **modulation_flags(args),
+                **ROWS[args.row], terms=terms)
         else:
-            loss, tau = baseline_loss(args, image, text, tau, progress)
+            loss = baseline_loss(args, image, text, tau, progress, terms=terms)
 
         accelerator.backward(loss)
         common.average_gradients(temperature.parameters())
@@ -406,10 +408,10 @@ def main(args):
         temperature.clamp()
 
         log_row = dict(terms)
-        if uses_tau(args) or args.loss == "ts":
+        if uses_tau(args):
             log_row["tau"] = tau
-        if modulate and run.logs_next():
-            log_row.update(mean_temperatures(image, text, modulate))
+        if tau_ij and run.logs_next():
+            log_row.update(mean_temperatures(image, text, tau_ij))
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
         run.end_step(batch, loss, log_row, [image, text])
 
@@ -417,44 +419,51 @@ def main(args):
     return run.finish(figures="temo")
 
 
-def baseline_loss(args, image, text, tau, progress):
-    """The loss of a baseline (--loss), and its temperature for the log."""
+# ------------------------------------------------------- baselines and log ------------------------
+def baseline_loss(args, image, text, tau, progress, *, terms):
+    """The loss of a baseline (--loss). terms: dict that receives the tau of TS, for the log."""
     if args.loss == "infonce":
-        return multimodal_loss(image, text, tau), tau
+        return multimodal_loss(image, text, tau)
     if args.loss == "ts":
         tau = ts_temperature(progress, args.tau_min, args.tau_min + args.tau_alpha)
-        return multimodal_loss(image, text, tau), tau
+        terms["tau"] = tau
+        return multimodal_loss(image, text, tau)
     if args.loss in ("dystress", "dystress-shifted"):
-        return multimodal_loss(image, text, pair_temperature(args)), tau
+        return multimodal_loss(image, text, pair_temperature(args))
     if args.loss == "cwcl":
-        return cwcl_loss(image, text, tau), tau
+        return cwcl_loss(image, text, tau)
     raise ValueError(f"--loss {args.loss} has no branch in baseline_loss")
 
 
 def pair_temperature(args):
-    """tau_ij of images and texts, a function of the cosines; None if they all have one tau."""
+    """tau_ij of images and texts, a function of the cosines; None if all pairs have one tau."""
     if args.loss in ("dystress", "dystress-shifted"):
         return functools.partial(
             dystress_temperature, tau_min=args.tau_min, tau_max=args.tau_min + args.tau_alpha,
             shifted=args.loss == "dystress-shifted", detach=args.detach_tau)
     if args.loss == "temo" and ROWS[args.row]["modulated"]:
-        return functools.partial(
-            modulated_temperature, tau_min=args.tau_min, tau_alpha=args.tau_alpha,
-            detach=args.detach_tau, shifted=args.similarity == "shifted")
+        return functools.partial(modulated_temperature, **modulation_flags(args))
     return None
 
 
+def modulation_flags(args):
+    """The flags of Eq. 4, as arguments of temo_loss and of modulated_temperature."""
+    return dict(tau_min=args.tau_min, tau_alpha=args.tau_alpha, detach=args.detach_tau,
+                shifted=args.similarity == "shifted")
+
+
 @torch.no_grad()
-def mean_temperatures(image, text, modulate):
+def mean_temperatures(image, text, tau_ij):
     """Mean tau_ij of positive and of negative pairs (Fig. 2): {'tau_pos', 'tau_neg': ()}.
 
     Of the first 2,048 examples of the global batch, for memory.
     """
     image, text = gather(normalize(image))[:2048], gather(normalize(text))[:2048]    # (n, D)
-    tau_ij = modulate(image @ text.T)                                      # (n, n)
-    n = len(tau_ij)
-    tau_pos = tau_ij.diagonal().mean()
-    return {"tau_pos": tau_pos, "tau_neg": (tau_ij.sum() - n * tau_pos) / max(1, n * n - n)}
+    temperatures = tau_ij(image @ text.T)                                  # (n, n)
+    n = len(temperatures)
+    tau_pos = temperatures.diagonal().mean()
+    tau_neg = (temperatures.sum() - n * tau_pos) / max(1, n * n - n)
+    return {"tau_pos": tau_pos, "tau_neg": tau_neg}
 
 
 if __name__ == "__main__":

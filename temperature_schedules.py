@@ -31,7 +31,6 @@ variants/sdclr.py: the baseline SDCLR. To try an idea of your own, copy this fil
 (docs/forking.md).
 """
 
-import argparse
 import copy
 import functools
 import math
@@ -40,9 +39,9 @@ import math
 import common
 
 from common import (
-    Augment, Evaluator, GradCache, Parser, Run, Temperature, UserError, batchnorms, between,
-    clean_exit, fp32, fraction, gather, int_ge0, int_ge1, nonnegative_float, normalize, per_anchor,
-    positive_float, positive_index, print_main, row_blocks, to_device, world_size)
+    Augment, Evaluator, GradCache, Parser, Run, Temperature, UserError, batchnorms, clean_exit,
+    fp32, fraction, gather, int_ge1, normalize, per_anchor, positive_float, positive_index,
+    print_main, row_blocks, to_device, world_size)
 
 import numpy as np
 import torch
@@ -89,6 +88,7 @@ def nt_xent_of_view(anchor, target, tau, *, same_view, other_view):
     other_sim = anchor @ other_view.T                                      # (b, N)
     logits = torch.cat([other_sim, same_sim], dim=1) / tau                 # (b, 2N)
     anchor_column = len(same_view) + target[:, None]                       # (b, 1)
+    # an anchor is not its own negative
     logits = logits.scatter(1, anchor_column, -math.inf)                   # (b, 2N)
     return F.cross_entropy(logits, target)                                 # ()
 
@@ -147,32 +147,6 @@ def coarse_temperature(labels, head_classes, tau_head, tau_tail):
     return torch.where(torch.isin(labels, head), tau_head, tau_tail)       # (B,)
 
 
-def coverage(z, bins=500):
-    """How z (M, D) covers the sphere: each row goes to the nearest random direction (Fig. 1).
-
-    Returns: the effective fraction of the directions, exp(entropy) / bins (ours); and the number of
-        rows at each direction that has any, largest first.
-    """
-    generator = torch.Generator().manual_seed(0)
-    directions = normalize(torch.randn(bins, z.shape[1], generator=generator))           # (bins, D)
-    nearest = (normalize(z) @ directions.to(z).T).argmax(1)                # (M,)
-    counts = nearest.bincount().sort(descending=True).values               # (up to bins,)
-    entropy = torch.special.entr(counts / counts.sum()).sum()              # ()
-    return entropy.exp().item() / bins, counts[counts > 0].tolist()
-
-
-def cosine_counts(z, bins=100, limit=4000):
-    """The number of pairs of rows of z (M, D) by their cosine, in bins over -1..1 (Fig. 2b).
-
-    Of more than `limit` rows, that many are drawn.
-    """
-    rows = torch.randperm(len(z), generator=torch.Generator().manual_seed(0))[:limit]
-    z = normalize(z[rows.to(z.device)])                                    # (m, D)
-    above_diagonal = torch.ones(len(z), len(z), dtype=torch.bool, device=z.device).triu(1)
-    cosines = (z @ z.T)[above_diagonal].cpu()                              # (pairs,)
-    return cosines.clamp(-1, 1).histc(bins, -1, 1).int().tolist()
-
-
 # ------------------------------------------------------- modules ----------------------------------
 def simclr_head(width, dim, norm):
     """SimCLR's projection head as in the authors' code, (B, width) -> (B, dim).
@@ -225,35 +199,34 @@ class Queue(nn.Module):
         """Adds the keys of a step, (B, D) on each process, normalised here."""
         k = gather(normalize(k))                                           # (N, D)
         size = len(self.keys)
-        numbers = self.count + torch.arange(len(k), device=k.device)       # (N,) as they arrive
+        numbers = self.count + torch.arange(len(k), device=k.device)       # (N,) oldest first
         rows = numbers[-size:] % size                                      # (min(N, K),)
         self.keys[rows] = k[-size:]
         self.count += len(k)
 
 
 @torch.no_grad()
-def encode_keys(model, pixels, seed, splits=8):
-    """MoCo's keys (B, D) of pixels (B, [T,] 3, S, S).
+def encode_keys(model, pixels, seed, num_groups=8):
+    """MoCo's keys of a batch: (B, [T,] 3, S, S) -> (B, D).
 
-    With BatchNorm they are encoded in a random order and in groups (Shuffling BN of MoCo), which
-    prevents leakage through the batch statistics.
+    With BatchNorm a key is encoded in a random group of the batch (Shuffling BN of MoCo): a query
+    could recognise a key that has its own batch statistics.
 
     Args:
-        seed: of the order.
-        splits: groups of the global batch. With 1, 2, 4 or 8 processes on GPUs their size is the
-            same, but which keys share a group, and with it the gradient, depends on the processes.
+        seed: of the groups.
+        num_groups: of the global batch. Groups of up to 8 GPUs have one size, but which keys share
+            a group, and with it the gradient, depends on the number of processes.
     """
     if not batchnorms(model):
         return model(pixels)
+    # on a CPU, without SyncBatchNorm, a single group would have the statistics of the queries
+    fewest = 1 if pixels.is_cuda else 2
+    groups_here = max(fewest, num_groups // world_size())
+    groups_here = min(groups_here, max(1, len(pixels) // 2))               # of 2 images or more
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed))
     order = to_device(order, pixels.device)                                # (B,)
-    # on a CPU, without SyncBatchNorm, one group would have the statistics of the queries
-    min_groups = 1 if pixels.is_cuda else min(splits, 2)
-    num_groups = max(min_groups, splits // world_size())
-    num_groups = min(num_groups, max(1, len(pixels) // 2))                 # two images or more each
-    groups = order.tensor_split(num_groups)                                # (b,) each
-    keys = torch.cat([model(pixels[group]) for group in groups])         # (B, D)
-    return keys[order.argsort()]
+    keys = [model(pixels[group]) for group in order.tensor_split(groups_here)]
+    return torch.cat(keys)[order.argsort()]                                # (B, D)
 
 
 @torch.no_grad()
@@ -261,15 +234,6 @@ def update_momentum(key_model, model, momentum):
     """key <- momentum key + (1 - momentum) query, for the weights; BatchNorm's buffers stay."""
     for key, query in zip(key_model.parameters(), model.parameters(), strict=True):
         key.lerp_(query, 1 - momentum)
-
-
-@torch.no_grad()
-def project(head, features):
-    """z (M, D) of features (M, width), on the head's device, with its running statistics."""
-    head.eval()
-    z = head(features.to(next(head.parameters()).device))                  # (M, D)
-    head.train()
-    return z
 
 
 # ======================================================= flags ====================================
@@ -352,58 +316,8 @@ def parse_args(argv=None):
                         help="end the run at this phase of the last full period, 0..1, on "
                              "unchanged schedules; paper about 0.7 (1,880 of 2,000 epochs); 0 = "
                              "run to the end")
-    add_image_flags(parser)
+    parser.add_long_tail_flags()
     return parser.parse(argv, RECIPES, BASELINE, check_flags)
-
-
-def add_image_flags(parser):
-    """Adds the flags of views, weights, long tail and evaluation, which SDCLR has, too."""
-    add = parser.add_argument_group("views").add_argument
-    add("--crop-min", type=fraction, default=0.1,
-        help="smallest crop as a fraction of the area, 0..1; authors' code: CIFAR 0.1, "
-             "ImageNet100 0.08")
-    add("--flip", type=fraction, default=0.5, help="horizontal-flip probability, 0..1; paper 0.5")
-    add("--jitter-p", type=fraction, default=0.8,
-        help="probability of the colour jitter (--jitter and --hue), 0..1; paper 0.8")
-    add("--jitter", type=nonnegative_float, default=0.4,
-        help="strength of the jitter of brightness, contrast and saturation; paper 0.4")
-    add("--hue", type=between(0, 0.5), default=0.1,
-        help="strength of the hue jitter, 0..0.5; paper 0.1")
-    add("--grey", type=fraction, default=0.2, help="greyscale probability, 0..1; paper 0.2")
-    add("--blur", type=fraction, default=0.0,
-        help="blur probability, 0..1; authors' code: ImageNet100 0.5")
-
-    add = parser.add_argument_group("weights").add_argument
-    add("--decay-all", action=argparse.BooleanOptionalAction, default=True,
-        help="apply --weight-decay to biases and norms, too, as the authors' code does")
-
-    add = parser.add_argument_group("long tail").add_argument
-    add("--imbalance-ratio", type=nonnegative_float, default=0.0,
-        help="ratio of the largest class to the smallest, to which train is cut; paper 50, 100, "
-             "150; 1 = balanced; 0 = the data as they are")
-    add("--split-seed", type=int_ge0, default=0,
-        help="seed of the order of the classes and of their images; paper: 3 splits")
-    add("--index-file", default="", metavar="FILE",
-        help="training images: .npy of torchvision's indices (CIFAR, Fashion-MNIST), or lines "
-             "'path class' (imagenet100-lt)")
-    add("--val-file", default="", metavar="FILE",
-        help="val images, as in --index-file; empty = a tenth of each class (CIFAR, "
-             "Fashion-MNIST), none (imagenet100-lt)")
-    add("--test-file", default="", metavar="FILE",
-        help="test images of imagenet100-lt, as in --index-file")
-    add("--few-shot-file", default="", metavar="FILE",
-        help="images of imagenet100-lt's few-shot probe, as in --index-file; empty = of each "
-             "class as many training images as the smallest has")
-
-    add = parser.add_argument_group("evaluation by class").add_argument
-    add("--train-features", choices=["clean", "augmented"], default="clean",
-        help="training images of kNN and probes: as they are, or cropped and flipped once; "
-             "authors' code: augmented on CIFAR")
-    add("--shot-limits", type=int_ge0, nargs=2, default=[0, 0], metavar=("HEAD", "TAIL"),
-        help="head classes have more training images than HEAD, tail classes fewer than TAIL; "
-             "ImageNet100-LT 100 20; 0 0 = thirds")
-    add("--eval-crop", type=between(0.1, 1), default=1.0,
-        help="fraction of the short side that --eval-resize crop keeps, 0.1..1; ImageNet 0.875")
 
 
 def check_flags(parser, args):
@@ -422,18 +336,8 @@ def check_flags(parser, args):
     parser.only(args.loss != "moco", "with --loss simclr", "--head-norm")
     parser.require(args.tau_min <= args.tau_max,
                    f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
-    check_image_flags(parser, args)
+    parser.check_long_tail_flags(args)
     parser.only(args.eval_epoch == "last", "with --eval-epoch last", "--stop-at-phase")
-
-
-def check_image_flags(parser, args):
-    """Refuses contradictory flags of add_image_flags."""
-    parser.require(not 0 < args.imbalance_ratio < 1,
-                   f"--imbalance-ratio {args.imbalance_ratio}: must be at least 1, or 0 to leave "
-                   "the data as they are")
-    head, tail = args.shot_limits
-    parser.require(head == tail == 0 or 0 < tail <= head + 1,
-                   f"--shot-limits {head} {tail}: TAIL must be from 1 to HEAD + 1, or both 0")
 
 
 # ======================================================= main =====================================
@@ -447,10 +351,9 @@ def main(args):  # noqa: C901, PLR0912
     eval_sets = {args.dataset: val_and_test(splits)}
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
-    labels = torch.from_numpy(np.asarray(train.labels))                    # (M,)
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
-    if args.eval_epoch == "best" and args.eval_every <= 0:                 # App. A.2
-        args.eval_every = 20 * steps.per_epoch
+    if args.eval_epoch == "best" and args.eval_every <= 0:
+        args.eval_every = 20 * steps.per_epoch                             # App. A.2
 
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
@@ -465,16 +368,17 @@ def main(args):  # noqa: C901, PLR0912
         head = simclr_head(encoder.vision.width, args.embed_dim, args.head_norm)
     model = SimCLRNet(encoder, head).to(accelerator.device)
     # outside DDP: average_gradients does for it what DDP does for the model
-    tau_parameter = Temperature(args.tau, args.learnable_tau, args.tau_clamp).to(accelerator.device)
-    checkpoint_parts = {"head": head, "tau": tau_parameter}
+    fixed_temperature = Temperature(                                       # of --schedule fixed
+        args.tau, args.learnable_tau, args.tau_clamp).to(accelerator.device)
+    checkpoint_parts = {"head": head, "tau": fixed_temperature}
     if args.loss == "moco":
         key_model = copy.deepcopy(model).requires_grad_(False)
         queue = Queue(args.queue_size, args.embed_dim, args.seed).to(accelerator.device)
         checkpoint_parts |= {"key_model": key_model, "queue": queue}
-    optimizer = common.make_optimizer([model, tau_parameter], args)
+    optimizer = common.make_optimizer([model, fixed_temperature], args)
     if args.decay_all:
         decay_vectors(optimizer, args.weight_decay)
-    parameters = [*model.parameters(), *tau_parameter.parameters()]
+    parameters = [*model.parameters(), *fixed_temperature.parameters()]
 
     # >>> shared: prepare (the same lines in all scripts)
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
@@ -495,23 +399,18 @@ def main(args):  # noqa: C901, PLR0912
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(encoder, None, transform, eval_sets, training_images(train, args),
                           device=accelerator.device, args=args, few_shot=splits.get("few-shot"))
-    head_classes = most_frequent_half(sizes)
+    labels = torch.from_numpy(np.asarray(train.labels))                    # (M,)
+    coarse_tau = coarse_temperature(labels, most_frequent_half(sizes),     # (M,)
+                                    tau_head=args.tau_max, tau_tail=args.tau_min)
     run.start(evaluator, pair=("view1", "view2"),
-              after_val=functools.partial(log_spheres, head=head), score="val_mean",
+              after_val=functools.partial(common.add_val_columns, head=head), score="val_mean",
               **banner_lines(args, steps, run.last, sizes))
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "rows": B numbers of training images
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         epoch = run.step // steps.per_epoch
-        if args.schedule == "fixed":
-            tau = tau_parameter()                                          # a number, or ()
-        elif args.schedule == "coarse":
-            tau = coarse_temperature(labels[batch["rows"]], head_classes,
-                                     tau_head=args.tau_max, tau_tail=args.tau_min)
-            tau = to_device(tau, accelerator.device)                       # (B,)
-        else:
-            tau = temperature(epoch, args.schedule, args.tau_min, args.tau_max, args.period,
-                              args.seed)                                   # a number
+        tau_of_classes = to_device(coarse_tau[batch["rows"]], accelerator.device)        # (B,)
+        tau = tau_of_step(args, epoch, fixed_temperature, tau_of_classes)  # a number, () or (B,)
 
         view1, view2 = batch["views"]                                      # (B, [T,] 3, S, S) each
         terms = {}                                                         # for the log
@@ -528,18 +427,19 @@ def main(args):  # noqa: C901, PLR0912
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
 
         accelerator.backward(loss)
-        common.average_gradients(tau_parameter.parameters())
+        common.average_gradients(fixed_temperature.parameters())
         if args.grad_clip:
             accelerator.clip_grad_norm_(parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        tau_parameter.clamp()
+        fixed_temperature.clamp()
         if args.loss == "moco":
             update_momentum(key_model, raw_model, args.momentum)
             queue.push(z2)
-        mean_tau = tau.mean() if torch.is_tensor(tau) else tau
+        if args.schedule == "coarse":
+            tau = tau.mean()                                               # () for the log
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
-        run.end_step(batch, loss, {"tau": mean_tau, **terms}, [z1, z2])
+        run.end_step(batch, loss, {"tau": tau, **terms}, [z1, z2])
 
     # ------------------------------------------- save and evaluate --------------------------------
     if args.eval_epoch == "best":  # App. A.2: the epoch of the first split serves the others
@@ -590,6 +490,22 @@ def decay_vectors(optimizer, weight_decay):
 
 
 # ------------------------------------------------------- schedule ---------------------------------
+def tau_of_step(args, epoch, fixed_temperature, tau_of_classes):
+    """The temperature of a step that --schedule asks for.
+
+    Args:
+        fixed_temperature: Temperature, for --schedule fixed.
+        tau_of_classes: (B,) for --schedule coarse, by the class of each image.
+    Returns: a number; () with --learnable-tau; (B,) with --schedule coarse.
+    """
+    if args.schedule == "fixed":
+        return fixed_temperature()
+    if args.schedule == "coarse":
+        return tau_of_classes
+    return temperature(
+        epoch, args.schedule, args.tau_min, args.tau_max, args.period, args.seed)
+
+
 def phase_step(args, steps):
     """The optimizer step at which --stop-at-phase ends a run; None = as --eval-epoch says.
 
@@ -628,22 +544,6 @@ def banner_lines(args, steps, last, sizes):
     if last < steps.total:
         lines["end"] = f"at step {last:,}, epoch {last / steps.per_epoch:g}"
     return lines
-
-
-@torch.no_grad()
-def log_spheres(row, pieces, head):
-    """Adds to a val row of the log how z of the training images covers the sphere (Figs. 1, 2b),
-    and val_mean, the mean of kNN@1, kNN@10 and both probes, each a mean over the classes."""
-    for name, pieces_of_set in pieces.items():
-        z = project(head, pieces_of_set.train_features)                    # (M, D)
-        row["coverage"], row["sphere"] = coverage(z)
-        row["cosines"] = cosine_counts(z)
-        accuracies = []
-        for metrics in row["eval"][name].values():
-            if isinstance(metrics, dict):
-                accuracies.append(metrics["mean_per_class"])
-        if accuracies:  # there is a val split
-            row["val_mean"] = sum(accuracies) / len(accuracies)
 
 
 if __name__ == "__main__":

@@ -378,7 +378,7 @@ def test_text_pair_takes_the_first_source_there_is(paraphrases):
     second = common.text_pair(CAPTIONS, u, None, templates)[1]
     assert second == ["a cat drawn", "a dog drawn", "moo drawn"]
     assert common.text_pair(CAPTIONS, u) == (plain, ["a cat", "a dog", "moo"])
-    assert common.text_pair(CAPTIONS, u, second=False) == (plain, [])
+    assert common.text_pair(CAPTIONS, u, augment=False) == (plain, [])
 
 
 def test_text_pair_draws_anchor_and_second_text_independently(paraphrases):

@@ -302,13 +302,13 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     )
     lines = [("a cat", ["x"]), ("a dog", ["x"])]
     some = common.Paraphrases(write_rows(tmp_path / "p.jsonl", ["caption", "paraphrases"], lines))
-    assert common.text_words(train, None, True, temo.CC3M["source"]).startswith(
+    assert common.describe_texts(train, None, True, temo.CC3M["source"]).startswith(
         "WARNING: NOT THE PAPER'S T~"
     )
-    assert "; 1 of the first 3 have none" in common.text_words(
+    assert "; 1 of the first 3 have none" in common.describe_texts(
         train, some, True, temo.CC3M["source"]
     )
-    assert "WARNING" not in common.text_words(train, None, True, temo.OWN["source"])
+    assert "WARNING" not in common.describe_texts(train, None, True, temo.OWN["source"])
 
 
 # ---------------------------------------------------- pictures ------------------------------------

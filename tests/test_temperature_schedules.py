@@ -10,6 +10,7 @@ from contrastive.core.processes import UserError
 from contrastive.encoders.models import model_of_spec
 from contrastive.evaluation.measure import Evaluator
 from contrastive.figures import ts as figures
+from contrastive.papers.ts_records import cosine_counts, coverage
 
 import numpy as np
 import pytest
@@ -96,21 +97,21 @@ def test_coarse_temperature_by_hand():
 
 
 def test_coverage_by_hand():
-    part, images = ts.coverage(torch.randn(20_000, 8, generator=torch.Generator().manual_seed(1)))
+    part, images = coverage(torch.randn(20_000, 8, generator=torch.Generator().manual_seed(1)))
     assert part > 0.7
     assert sum(images) == 20_000
     assert len(images) > 450
     assert images == sorted(images, reverse=True)
     one = torch.randn(1, 8).expand(30, 8)
-    assert ts.coverage(one) == (pytest.approx(1 / 500), [30])
-    assert ts.coverage(torch.cat([one, -one])) == (pytest.approx(2 / 500), [30, 30])
+    assert coverage(one) == (pytest.approx(1 / 500), [30])
+    assert coverage(torch.cat([one, -one])) == (pytest.approx(2 / 500), [30, 30])
 
 
 def test_cosine_counts_by_hand():
     z = torch.tensor([[1.0, 0.0], [2.0, 0.0], [-1.0, 0.0], [0.0, 3.0]])
-    counts = ts.cosine_counts(z, bins=5)  # cosines: 1 once, -1 twice, 0 three times
+    counts = cosine_counts(z, bins=5)  # cosines: 1 once, -1 twice, 0 three times
     assert counts == [2, 0, 3, 0, 1]
-    assert sum(ts.cosine_counts(torch.randn(50, 3), limit=9)) == 36
+    assert sum(cosine_counts(torch.randn(50, 3), limit=9)) == 36
 
 
 # ---------------------------------------------------- SDCLR ---------------------------------------
@@ -229,22 +230,21 @@ def test_queue_is_first_in_first_out():
 
 
 def test_keys_do_not_share_their_query_s_batch_statistics(monkeypatch):
-    """Groups of 64 / 8 on any number of processes; two or more on a CPU."""
+    """Groups of 64 / 8 on up to 4 processes; on a CPU two or more on any number."""
     encoder = resnet()
     network = ts.SimCLRNet(encoder, torch.nn.Linear(encoder.vision.width, 8)).train()
     x, sizes = torch.randn(64, 3, 8, 8), []
-    whole, split = network(x), ts.encode_keys(network, x, seed=1, splits=4)
+    whole, split = network(x), ts.encode_keys(network, x, seed=1)
     assert split.shape == whole.shape
     assert not torch.allclose(whole, split, atol=1e-3)  # other statistics
     network.register_forward_hook(lambda module, inputs, out: sizes.append(len(out)))
-    for processes, expected in ((1, [8] * 8 + [64]), (2, [8] * 4 + [32])):
+    for processes, expected in ((1, [8] * 8), (2, [8] * 4), (8, [4, 4])):
         monkeypatch.setattr(ts, "world_size", lambda processes=processes: processes)
         sizes.clear()
-        for splits in (8, 1):
-            ts.encode_keys(network, x[: 64 // processes], seed=1, splits=splits)
+        ts.encode_keys(network, x[: 64 // processes], seed=1)
         assert sizes == expected
     network.eval()
-    same_order = ts.encode_keys(network, x, seed=1, splits=4)
+    same_order = ts.encode_keys(network, x, seed=1)
     assert torch.allclose(network(x), same_order, atol=1e-5)
 
 

@@ -29,8 +29,8 @@ from common import (
     Evaluator, GradCache, Parser, Run, batchnorms, clean_exit, fraction,
     positive_float)
 from temperature_schedules import (
-    SimCLRNet, add_image_flags, check_image_flags, decay_vectors, log_spheres, nt_xent, simclr_head,
-    start_norms_at_one, training_images, training_view, val_and_test)
+    SimCLRNet, decay_vectors, nt_xent, simclr_head, start_norms_at_one, training_images,
+    training_view, val_and_test)
 
 import numpy as np
 import torch
@@ -167,8 +167,8 @@ def parse_args(argv=None):
                              "0..1; SDCLR 0.9, ImageNet100-LT 0.3")
     method.add_argument("--head-norm", choices=["batch", "none"], default="batch",
                         help="BatchNorm in the projection head; SDCLR's code: batch")
-    add_image_flags(parser)
-    return parser.parse(argv, RECIPES, check=check_image_flags)
+    parser.add_long_tail_flags()
+    return parser.parse(argv, RECIPES, check=Parser.check_long_tail_flags)
 
 
 # ======================================================= main =====================================
@@ -182,8 +182,8 @@ def main(args):
     eval_sets = {args.dataset: val_and_test(splits)}
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
-    if args.eval_epoch == "best" and args.eval_every <= 0:                 # App. A.2
-        args.eval_every = 20 * steps.per_epoch
+    if args.eval_epoch == "best" and args.eval_every <= 0:
+        args.eval_every = 20 * steps.per_epoch                             # App. A.2 of TS
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
 
     # ------------------------------------------- model and optimizer ------------------------------
@@ -219,7 +219,7 @@ def main(args):
     evaluator = Evaluator(encoder, None, transform, eval_sets, training_images(train, args),
                           device=accelerator.device, args=args, few_shot=splits.get("few-shot"))
     run.start(evaluator, pair=("view1", "view2"),
-              after_val=functools.partial(log_spheres, head=head), score="val_mean",
+              after_val=functools.partial(common.add_val_columns, head=head), score="val_mean",
               classes=f"{len(sizes)}, {sizes.max()} to {sizes[sizes > 0].min()} images")
     for batch in batches:  # "views": (B, [T,] 3, S, S) each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))

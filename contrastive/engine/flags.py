@@ -478,6 +478,66 @@ class Parser(OneLineErrorParser):
             help="strength of the hue jitter, 0..0.5; SLIP 0.1")
         add("--aug-blur", type=fraction, default=0.5, help="blur probability, 0..1; SimCLR 0.5")
 
+    def add_long_tail_flags(self):
+        """Adds the flags of training on long-tail images, with TS's values: views, weights, data,
+        evaluation."""
+        add = self.add_argument_group("views").add_argument
+        add("--crop-min", type=fraction, default=0.1,
+            help="smallest crop as a fraction of the area, 0..1; authors' code: CIFAR 0.1, "
+                 "ImageNet100 0.08")
+        add("--flip", type=fraction, default=0.5,
+            help="horizontal-flip probability, 0..1; paper 0.5")
+        add("--jitter-p", type=fraction, default=0.8,
+            help="probability of the colour jitter (--jitter and --hue), 0..1; paper 0.8")
+        add("--jitter", type=nonnegative_float, default=0.4,
+            help="strength of the jitter of brightness, contrast and saturation; paper 0.4")
+        add("--hue", type=between(0, 0.5), default=0.1,
+            help="strength of the hue jitter, 0..0.5; paper 0.1")
+        add("--grey", type=fraction, default=0.2, help="greyscale probability, 0..1; paper 0.2")
+        add("--blur", type=fraction, default=0.0,
+            help="blur probability, 0..1; authors' code: ImageNet100 0.5")
+
+        add = self.add_argument_group("weights").add_argument
+        add("--decay-all", action=YES_OR_NO, default=True,
+            help="apply --weight-decay to biases and norms, too, as the authors' code does")
+
+        add = self.add_argument_group("long tail").add_argument
+        add("--imbalance-ratio", type=nonnegative_float, default=0.0,
+            help="ratio of the largest class to the smallest, to which train is cut; paper 50, "
+                 "100, 150; 1 = balanced; 0 = the data as they are")
+        add("--split-seed", type=int_ge0, default=0,
+            help="seed of the order of the classes and of their images; paper: 3 splits")
+        add("--index-file", default="", metavar="FILE",
+            help="training images: .npy of torchvision's indices (CIFAR, Fashion-MNIST), or lines "
+                 "'path class' (imagenet100-lt)")
+        add("--val-file", default="", metavar="FILE",
+            help="val images, as in --index-file; empty = a tenth of each class (CIFAR, "
+                 "Fashion-MNIST), none (imagenet100-lt)")
+        add("--test-file", default="", metavar="FILE",
+            help="test images of imagenet100-lt, as in --index-file")
+        add("--few-shot-file", default="", metavar="FILE",
+            help="images of imagenet100-lt's few-shot probe, as in --index-file; empty = of each "
+                 "class as many training images as the smallest has")
+
+        add = self.add_argument_group("evaluation by class").add_argument
+        add("--train-features", choices=["clean", "augmented"], default="clean",
+            help="training images of kNN and probes: as they are, or cropped and flipped once; "
+                 "authors' code: augmented on CIFAR")
+        add("--shot-limits", type=int_ge0, nargs=2, default=[0, 0], metavar=("HEAD", "TAIL"),
+            help="head classes have more training images than HEAD, tail classes fewer than TAIL; "
+                 "ImageNet100-LT 100 20; 0 0 = thirds")
+        add("--eval-crop", type=between(0.1, 1), default=1.0,
+            help="fraction of the short side that --eval-resize crop keeps, 0.1..1; ImageNet 0.875")
+
+    def check_long_tail_flags(self, args):
+        """Refuses contradictory flags of add_long_tail_flags."""
+        self.require(not 0 < args.imbalance_ratio < 1,
+                     f"--imbalance-ratio {args.imbalance_ratio}: must be at least 1, or 0 to leave "
+                     "the data as they are")
+        head, tail = args.shot_limits
+        self.require(head == tail == 0 or 0 < tail <= head + 1,
+                     f"--shot-limits {head} {tail}: TAIL must be from 1 to HEAD + 1, or both 0")
+
     # ---------------------------------------- the flags that all scripts share --------------------
     def add_shared_flags(self):
         """Adds the flags that all scripts have."""

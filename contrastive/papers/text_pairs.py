@@ -35,7 +35,7 @@ def choose(options, draw):
     return options[int(draw * len(options))]
 
 
-def text_pair(captions, draws, paraphrases=None, templates=(), *, second=True,
+def text_pair(captions, draws, paraphrases=None, templates=(), *, augment=True,
               paraphrase_anchor=True):
     """Chooses T and its other view T~ for a batch.
 
@@ -47,27 +47,27 @@ def text_pair(captions, draws, paraphrases=None, templates=(), *, second=True,
         draws: (B, 32) uniform numbers in 0..1.
         paraphrases: a Paraphrases or None.
         templates: formats such as "a drawing of {}".
-        second: whether T~ is needed.
+        augment: whether T~ is needed.
         paraphrase_anchor: T is one of the caption and its paraphrases; else it is the caption.
 
-    Returns: two lists of B str; the second is empty when `second` is False.
+    Returns: two lists of B str; that of T~ is empty without `augment`.
     """
-    first = pick(captions, draws)
-    if not second:
-        return first, []
-    paraphrase_lists = [[] for _ in first]
+    texts = pick(captions, draws)
+    if not augment:
+        return texts, []
+    paraphrase_lists = [[] for _ in texts]
     if paraphrases:
-        paraphrase_lists = paraphrases.get(first)
-    texts, texts_aug = [], []
-    for i, text in enumerate(first):
-        texts_aug.append(second_text(text, captions[i], paraphrase_lists[i], templates, draws[i]))
+        paraphrase_lists = paraphrases.get(texts)
+    texts_aug = []
+    for i, text in enumerate(texts):
+        options = paraphrase_lists[i]
+        texts_aug.append(augmented_text(text, captions[i], options, templates, draws[i]))
         if paraphrase_anchor:
-            text = choose([text, *paraphrase_lists[i]], draws[i][2])
-        texts.append(text)
+            texts[i] = choose([text, *options], draws[i][2])
     return texts, texts_aug
 
 
-def second_text(text, captions, paraphrases, templates, draws):
+def augmented_text(text, captions, paraphrases, templates, draws):
     """T~ of one example, from the first source that there is.
 
     Args:
@@ -86,6 +86,14 @@ def second_text(text, captions, paraphrases, templates, draws):
     if not options:
         return drop_and_swap(text, draws[2:])
     return choose(options, draws[1])
+
+
+def tokenize_pair(tokenizer, texts, texts_aug):
+    """The tokens of T and of T~, both padded to the longest text of the two."""
+    tokens = tokenizer([*texts, *texts_aug])                               # (2B, L) each
+    first = {name: x[:len(texts)] for name, x in tokens.items()}           # (B, L) each
+    second = {name: x[len(texts):] for name, x in tokens.items()}          # (B, L) each
+    return first, second
 
 
 class Paraphrases:
@@ -123,7 +131,7 @@ class Paraphrases:
         return lists
 
 
-def text_words(train, paraphrases, paraphrase_anchor, recipe):
+def describe_texts(train, paraphrases, paraphrase_anchor, recipe):
     """Where T and T~ come from, in words for the banner. They begin with WARNING if the paper has
     paraphrases and the run has none, or if some captions have none.
 
