@@ -11,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import common
-from contrastive.data.batches import SLICE
+from contrastive.data.batches import FRAMES_AT_ONCE
 from contrastive.encoders import base
 from contrastive.core.files import flatten, read_json
 from contrastive.core.processes import make_accelerator
@@ -269,7 +269,7 @@ def test_views_of_a_gpu_are_the_same_to_the_bit():
         frames = frames if len(seen) == 1 else frames.as_subclass(OnGPU)
         return view.photometric(frames, u).as_subclass(torch.Tensor)
 
-    for size in (sys.maxsize, SLICE):
+    for size in (sys.maxsize, FRAMES_AT_ONCE):
         here = Namespace(device=torch.device("cpu"), transform=transform, frames_at_once=size)
         found.append(common.Batches.finish_view(here, clips, photometric, draws))
     assert seen == [600, 256, 256, 88] and torch.equal(*found)

@@ -134,7 +134,7 @@ def refuse_revision(name, options):
 
 def with_count(data_set, data):
     """The data, with a warning in their note if their number is not a published one."""
-    if data_set.is_drawn:
+    if data_set.is_rendered:
         return data
     tolerance = data_set.tolerance.get(data.split, 0.0)
     counts = [data_set.splits.get(data.split), data_set.other_counts.get(data.split)]
@@ -302,7 +302,7 @@ def same_text_of(name):
     """How retrieval counts a caption of another item that has the same words: "positive", or
     "wrong" as in published sets."""
     data_set = find_data_set(name)
-    if data_set is None or data_set.is_drawn or data_set.function is not None:
+    if data_set is None or data_set.is_rendered or data_set.function is not None:
         return "positive"
     return "wrong"
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 SHARDS_AT_ONCE = 16  # shards whose samples are mixed: few files are open, the order is random
-SLICE = 256  # frames whose colours a GPU changes at a time; temporaries take six times their memory
+# frames whose colours a GPU changes at a time; temporaries take six times their memory
+FRAMES_AT_ONCE = 256
 UNREADABLE = "could not be read when its features were computed"
 TRIES = 100  # unreadable samples in a row, after which a run stops
 LOADER_SECONDS = 1200  # without a batch, after which workers count as dead
@@ -320,7 +321,7 @@ class Batches:
         self.bad = {}  # {key: reason} of all samples that could not be read
         self.frames_at_once = sys.maxsize
         if device.type == "cuda":
-            self.frames_at_once = SLICE
+            self.frames_at_once = FRAMES_AT_ONCE
         self.workers = num_workers(data, workers)
         self.plan = plan
         self.cached_views = None
@@ -454,15 +455,15 @@ class Batches:
         # All frames of a clip have the same draws.
         draws = draws.repeat_interleave(len(frames) // len(view), 0)        # (B * T, DRAWS)
         draws = draws[:, :, None, None, None]                           # (B * T, DRAWS, 1, 1, 1)
-        parts = []
+        chunks = []
         size = self.frames_at_once
-        for part, u in zip(frames.split(size), draws.split(size)):
-            if part.dtype == torch.uint8:
-                part = part.float().div_(255)
-            parts.append(self.transform.normalise(function(part, u)))
-        if len(parts) == 1:
-            return parts[0].view(view.shape)  # torch.cat of one tensor would copy it
-        return torch.cat(parts).view(view.shape)
+        for chunk, u in zip(frames.split(size), draws.split(size)):
+            if chunk.dtype == torch.uint8:
+                chunk = chunk.float().div_(255)
+            chunks.append(self.transform.normalise(function(chunk, u)))
+        if len(chunks) == 1:
+            return chunks[0].view(view.shape)  # torch.cat of one tensor would copy it
+        return torch.cat(chunks).view(view.shape)
 
     # ---- bad samples ----
     def count_bad(self, bad, step):

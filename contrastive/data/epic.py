@@ -161,13 +161,13 @@ def class_relevancy(verbs, nouns, other_verbs, other_nouns, dtype=torch.float32)
     """
     verbs = torch.as_tensor(verbs)
     other_verbs = torch.as_tensor(other_verbs)
-    blocks = []
+    chunks = []
     for verb, noun in zip(verbs.split(1024), nouns.split(1024)):
         common = noun @ other_nouns.T                                           # (c, C), counts
         union = noun.sum(1, keepdim=True) + other_nouns.sum(1) - common         # (c, C)
         same_verb = (verb[:, None] == other_verbs).to(dtype)                    # (c, C)
-        blocks.append((same_verb + common.to(dtype) / union.to(dtype)) / 2)
-    return torch.cat(blocks)
+        chunks.append((same_verb + common.to(dtype) / union.to(dtype)) / 2)
+    return torch.cat(chunks)
 
 
 def multi_hot(lists, num_classes):

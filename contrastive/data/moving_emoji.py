@@ -269,7 +269,7 @@ class ClipTable:
     def __len__(self):
         return len(self.pairs)
 
-    def part(self, rows):
+    def chunk(self, rows):
         """These rows alone."""
         return ClipTable(self.pairs[rows], self.colours[rows], self.draws[rows])
 
@@ -447,14 +447,14 @@ def render(clips, frames, size):
     numbers alone."""
     numbers_per_clip = 4 * frames * (2 * size) ** 2
     at_once = max(1, CANVAS_NUMBERS // numbers_per_clip)
-    parts = []
+    chunks = []
     for start in range(0, len(clips), at_once):
-        part = clips.part(slice(start, start + at_once))
-        parts.append(render_part(part, frames, size))
-    return torch.cat(parts)
+        chunk = clips.chunk(slice(start, start + at_once))
+        chunks.append(render_chunk(chunk, frames, size))
+    return torch.cat(chunks)
 
 
-def render_part(clips, frames, size):
+def render_chunk(clips, frames, size):
     """As `render`, all clips at once."""
     palette = torch.tensor(list(COLOURS.values())) / 255                        # (6, 3)
     theta, pose = find_poses(clips, frames)                                     # (nT, 2, 3)

@@ -26,7 +26,7 @@ class DataSet:
     repository: str = ""  # on the hub, which is read without --data-dir
     tars: dict = dataclasses.field(default_factory=dict)  # {split: pattern of its tars}
     full_set: str = ""  # the data set from which this long tail is cut
-    is_drawn: bool = False  # by a program, so there are neither files nor a published number
+    is_rendered: bool = False  # by a program, so there are neither files nor a published number
     # {split: by which part its number of examples may differ from `splits`}
     tolerance: dict = dataclasses.field(default_factory=dict)
     other_counts: dict = dataclasses.field(default_factory=dict)  # {split: number in another paper}
@@ -102,11 +102,11 @@ def questions(train, test, val=None):
 SETS = {
     # Drawn when a run starts; nothing is downloaded.
     "emoji": DataSet(
-        "emoji", {"train": 3058, "val": 177, "test": 168}, TWEMOJI, is_drawn=True),
+        "emoji", {"train": 3058, "val": 177, "test": 168}, TWEMOJI, is_rendered=True),
     "moving-emoji": DataSet(
-        "moving_emoji", dict.fromkeys(SPLITS), TWEMOJI, is_drawn=True, flags=MOVING_EMOJI_FLAGS),
+        "moving_emoji", dict.fromkeys(SPLITS), TWEMOJI, is_rendered=True, flags=MOVING_EMOJI_FLAGS),
     "emoji-scenes": DataSet(
-        "moving_emoji", dict.fromkeys(SPLITS), TWEMOJI, is_drawn=True, flags=EMOJI_SCENES_FLAGS),
+        "moving_emoji", dict.fromkeys(SPLITS), TWEMOJI, is_rendered=True, flags=EMOJI_SCENES_FLAGS),
 
     # Images and captions. MM-TS trained on 3.3 M examples of cc3m, TeMo on 2.9 M.
     "cc3m": DataSet(

@@ -136,8 +136,8 @@ class Augment:
                 h = w = min(height, width)
             box = np.array([[(height - h) // 2, (width - w) // 2, h, w]])
             return np.tile(box, (len(u), 1))
-        part = self.scale_min + (1 - self.scale_min) * u[:, Draw.AREA]
-        area = height * width * part                                            # (B,)
+        fraction = self.scale_min + (1 - self.scale_min) * u[:, Draw.AREA]
+        area = height * width * fraction                                        # (B,)
         aspect = np.exp(np.log(3 / 4) + np.log(16 / 9) * u[:, Draw.ASPECT])     # (B,)
         h = np.clip(np.round(np.sqrt(area / aspect)), 1, height)
         w = np.clip(np.round(np.sqrt(area * aspect)), 1, width)

@@ -60,13 +60,13 @@ class VideoTower(_Pooling):
     That it runs in both directions, with half of the width each, is ours.
 
     Args:
-        features: F, width of the features.
+        num_features: F, width of the features.
         width: of the output.
     """
 
-    def __init__(self, features, width):
+    def __init__(self, num_features, width):
         super().__init__(width)
-        self.gru = nn.GRU(features, width // 2, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(num_features, width // 2, batch_first=True, bidirectional=True)
 
     def forward(self, x):
         """Features (B, T, F) -> (B, width)."""

@@ -24,7 +24,7 @@ class EvalTransform:
         mean, std: statistics of the pixels, three numbers each.
         resize: "crop" scales the short side and cuts out the centre; "squash" changes the aspect
             ratio, as the CC3M trainer does.
-        part: part of the short side that "crop" keeps; 1 = all of it, 0.875 = resize to 256 and
+        fraction: part of the short side that "crop" keeps; 1 = all of it, 0.875 = resize to 256 and
             cut out 224.
         bicubic: interpolate as CLIP's own view does; else bilinear, as the views of training.
 
@@ -35,12 +35,12 @@ class EvalTransform:
 
     subtitle_tokens = None
 
-    def __init__(self, size, mean, std, resize="crop", part=1.0, *, bicubic=False):
+    def __init__(self, size, mean, std, resize="crop", fraction=1.0, *, bicubic=False):
         self.size = size
         self.mean = tuple(mean)
         self.std = tuple(std)
         self.resize = resize
-        self.short = round(size / part)
+        self.short = round(size / fraction)
         self.bicubic = bicubic
 
     def raw(self, image):

@@ -92,18 +92,18 @@ class VideoGraph(nn.Module):
     """Steps 1 to 6: features of frames and regions -> a vector for each frame, (B, T, d).
 
     Args:
-        features: width of the features.
+        num_features: width of the features.
         width: d.
         regions: R.
     """
 
-    def __init__(self, features, width, regions, dropout):
+    def __init__(self, num_features, width, regions, dropout):
         super().__init__()
         self.box = nn.Sequential(
             nn.Conv2d(5, BOX_WIDTH, 1), GroupNorm(8, BOX_WIDTH), nn.ReLU(),
             nn.Conv2d(BOX_WIDTH, BOX_WIDTH, 1), GroupNorm(8, BOX_WIDTH), nn.ReLU())
-        self.region = nn.Linear(features + BOX_WIDTH, width)
-        self.frame = nn.Linear(features, width)
+        self.region = nn.Linear(num_features + BOX_WIDTH, width)
+        self.frame = nn.Linear(num_features, width)
         self.norm = nn.LayerNorm(width, EPS)
         self.nodes = PostNorm(width, 8, 2 * width, dropout)
         self.key = nn.Linear(width, width // 2)
@@ -200,10 +200,10 @@ class VGT(TwoTower):
         self.regions = regions
         self.at_frames = at_frames
         self.cached_vocabulary = None
-        features = vision.width
+        num_features = vision.width
         if vision.name == "regions":
-            features = vision.width // (1 + regions) - 5
-        self.graph = VideoGraph(features, width, regions, dropout)
+            num_features = vision.width // (1 + regions) - 5
+        self.graph = VideoGraph(num_features, width, regions, dropout)
         self.words = nn.Linear(text.width, width)
         self.norm = nn.LayerNorm(width, EPS)
         self.whole = PostNorm(width, 8, 2 * width, dropout).apply(small_start)
