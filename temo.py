@@ -40,9 +40,9 @@ import functools
 import common
 
 from common import (
-    Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, clean_exit,
-    cwcl_loss, dystress_temperature, fp32, gather, nonnegative_float, normalize,
-    one_number, per_anchor, positive_float, positive_index, row_blocks, ts_temperature)
+    Evaluator, GradCache, Paraphrases, Parser, Run, Temperature, clean_exit, cwcl_loss,
+    dystress_temperature, fp32, gather, nonnegative_float, normalize, one_number, per_anchor,
+    positive_float, positive_index, row_blocks, ts_temperature)
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +82,7 @@ def info_nce(anchor, candidates, tau):
 def multimodal_loss(image, text, tau):
     """The mean of InfoNCE in both directions: L_MM (Eq. 3), or L_M-MM with tau_ij (Eqs. 6 and 7).
 
-    tau: as in info_nce, except (B, N), which belongs to one direction.
+    Args: tau: as in info_nce, except (B, N), which belongs to one direction.
     """
     if torch.is_tensor(tau) and tau.ndim > 1:
         raise ValueError(f"tau: a tensor of shape {tuple(tau.shape)} belongs to one direction; "
@@ -290,15 +290,17 @@ def check_flags(parser, args):
     parser.require(not args.baseline or args.loss == "infonce",
                    f"--loss {args.loss}: --baseline is --loss infonce; leave out one of the two")
     parser.only(is_temo, "with --loss temo", "--row")
-    parser.only(uses_tau(args), "with --loss infonce or cwcl, or any --row but b",
+    parser.only(uses_tau(args), "with --loss infonce, cwcl, or temo and any --row but b",
                 "--tau", "--learnable-tau")
     parser.check_tau_flags(args)
-    parser.only(has_tau_ij or args.loss == "ts", "with --loss ts or dystress, or any --row but a "
-                "and c", "--tau-min", "--tau-alpha")
-    parser.only(has_tau_ij, "with --loss dystress, or any --row but a and c", "--detach-tau")
-    parser.only(is_temo and has_tau_ij, "with --loss temo and any --row but a and c",
+    parser.only(has_tau_ij or args.loss == "ts",
+                "with --loss ts, dystress, or temo and any --row but a and c",
+                "--tau-min", "--tau-alpha")
+    parser.only(has_tau_ij, "with --loss dystress, or temo and any --row but a and c",
+                "--detach-tau")
+    parser.only(has_tau_ij and is_temo, "with --loss temo and any --row but a and c",
                 "--similarity")
-    parser.only(unimodal, "with --row c, f or g", *parser.flags_of("I~ and T~"))
+    parser.only(unimodal, "with --loss temo and --row c, f or g", *parser.flags_of("I~ and T~"))
     parser.only(unimodal and args.image_aug == "simclr", "with --image-aug simclr",
                 *parser.flags_of("SimCLR's view"))
     parser.only(args.paraphrases, "with --paraphrases", "--paraphrase-anchor")

@@ -221,11 +221,12 @@ def encode_keys(model, pixels, seed, num_groups=8):
         return model(pixels)
     # on a CPU, without SyncBatchNorm, a single group would have the statistics of the queries
     fewest = 1 if pixels.is_cuda else 2
-    groups_here = max(fewest, num_groups // world_size())
-    groups_here = min(groups_here, max(1, len(pixels) // 2))               # of 2 images or more
+    groups_per_process = max(fewest, num_groups // world_size())
+    # at least two images in each
+    groups_per_process = min(groups_per_process, max(1, len(pixels) // 2))
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed))
     order = to_device(order, pixels.device)                                # (B,)
-    keys = [model(pixels[group]) for group in order.tensor_split(groups_here)]
+    keys = [model(pixels[group]) for group in order.tensor_split(groups_per_process)]
     return torch.cat(keys)[order.argsort()]                                # (B, D)
 
 
@@ -341,7 +342,7 @@ def check_flags(parser, args):
 
 
 # ======================================================= main =====================================
-def main(args):  # noqa: C901, PLR0912
+def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
     common.require_gpu(args)                         # for a paper's recipe, unless --cpu
