@@ -1,11 +1,10 @@
 """tools/: figures have the numbers of the runs; an exported run is the same in open_clip."""
 
-
 import common
 from contrastive.core.files import read_json
 from contrastive.core.processes import UserError
+from contrastive.figures import base
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,17 +13,14 @@ from safetensors.torch import load_file
 
 import ncl
 import temo
-import temperature_schedules
-from helpers import (
-    picture, run_script, steps, write_captions)
-from contrastive.figures import base
+import temperature_schedules as ts
+from helpers import assert_close, picture, run_script, steps, write_captions
 from tools import figures
 from tools.export import export, warnings_of
 
-SMALL = [
-    *"--cpu --batch-size 32 --image-size 16 --embed-dim 16 --log-every 1".split(),
-    *"--eval-every 0 --workers 0".split(),
-]
+SMALL = (
+    "--cpu --batch-size 32 --image-size 16 --embed-dim 16 --log-every 1 --eval-every 0 "
+    "--workers 0").split()
 CLIPS = "--dataset moving-emoji --clips 64 24 24 --max-steps 4 --lr 0.01"
 RUNS = {
     "infonce": (temo, f"{CLIPS} --baseline --learnable-tau"),
@@ -32,172 +28,166 @@ RUNS = {
     "ncl": (ncl, CLIPS),
     "ncl base": (ncl, f"{CLIPS} --baseline"),
     "ts": (
-        temperature_schedules,
+        ts,
         "--dataset emoji-scenes --scenes 9 2 2 --imbalance-ratio 3 --max-steps 2 "
-        "--train-features augmented",
-    ),
+        "--train-features augmented"),
 }
-TEMO, NCL = ("infonce", "temo"), ("infonce", "ncl")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """{name: (folder, summary)}."""
-    place = tmp_path_factory.mktemp("runs")
-    return {
-        name: (place / name, run_script(script, place / name, *flags.split(), base=SMALL))
-        for name, (script, flags) in RUNS.items()
-    }
+    """{name: folder}."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, (script, flags) in RUNS.items():
+        run_script(script, root / name, *flags.split(), base=SMALL)
+    return {name: root / name for name in RUNS}
 
 
 @pytest.fixture
 def draw(runs, tmp_path, capsys):
-    """Function of a figure, names of runs or folders, and flags -> the lines that it prints."""
-
-    def drawn(figure, names, *flags):
-        out = tmp_path / f"{figure}.png"
-        folders = [str(runs[name][0] if name in runs else name) for name in names]
+    """Function of a figure and names of runs -> what it prints."""
+    def draw(figure, *names):
+        path = tmp_path / f"{figure}.png"
         capsys.readouterr()
-        figures.main([figure, *folders, "--out", str(out), *flags])
-        assert out.stat().st_size > 5000
-        return capsys.readouterr().out.splitlines()
+        figures.main([figure, *[str(runs[name]) for name in names], "--out", str(path)])
+        assert path.stat().st_size > 5000
+        return capsys.readouterr().out
 
-    return drawn
-
-
-def test_results_and_logs_are_those_of_the_runs(runs, draw):
-    tests = {name: next(iter(summary["test"].values())) for name, (_, summary) in runs.items()}
-    said = draw("gap", TEMO)
-    assert f"modality gap (Fig. 3), moving-emoji, temo: {tests['temo']['modality_gap']:.3f}" in said
-    knn = tests["infonce"]["knn@1"]["mean_per_class"]
-    assert f"kNN, mean per class, % (Fig. 3), moving-emoji kNN@1, infonce: {knn:.3f}" in said
-    error = tests["ncl"]["normalize"]["queue"]["error"]["text_to_image"]
-    assert any(f"queue, ncl: {error:.3f}" in line for line in draw("errors", NCL))
-    said, logged = draw("temperatures", TEMO), steps(runs["temo"][0])
-    first, last = logged[0]["tau_neg"], logged[-1]["tau_neg"]
-    assert f"negative pairs (Fig. 2), temo: {first:.4f} first, {last:.4f} last" in said
-    of_class = tests["ts"]["knn@1"]["mean_per_class"]
-    assert draw("tails", ["ts"])[0].startswith(
-        f"ts: mean of classes {of_class:.1f} %; by class, largest first: "
-    )
+    return draw
 
 
-def test_pairs_queries_and_modalities_by_hand(runs, draw):
-    pieces = base.first_test_sets(base.read_runs([runs[name][0] for name in (*TEMO, "ncl")]))
-    cosines = {name: F.cosine_similarity(p.text, p.image[p.owner]) for name, p in pieces.items()}
-    said = draw("false-positives", TEMO)
-    worst = int((cosines["infonce"] - cosines["temo"]).argmax())
-    expected = ", ".join(f"{name} {cosines[name][worst]:.2f}" for name in TEMO)
-    assert said[0] == f"{expected}: {pieces['temo'].texts[worst]}" and len(said) == 6
-    assert [line.split(":")[0] for line in draw("similarities", TEMO)[:2]] == [*TEMO]
-    assert len(draw("queries", ("ncl", "ncl base"))) == 3
-    _, first = np.unique(pieces["ncl"].owner, return_index=True)  # the first caption of each clip
-    x = F.normalize(pieces["ncl"].text[first], dim=1)
-    within = (x @ x.T)[~torch.eye(len(x), dtype=torch.bool)].mean()
-    assert draw("modalities", NCL)[1].startswith(f"ncl: text-text {within:.3f}, ")
+def metrics_of(folder):
+    (metrics,) = read_json(folder / "summary.json")["test"].values()
+    return metrics
 
 
-def test_the_pictures_of_a_run_are_drawn_again(runs, capsys):
-    folder, _ = runs["temo"]
-    figures.main(["temo", str(folder)])
-    assert (folder / "curves.png").stat().st_size > 5000
-    assert str(folder) in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        figures.main(["temo", str(folder), "--out", "x.png"])
-    assert "--out: only with a figure of several runs" in capsys.readouterr().err
+# ------------------------------------------- figures -----------------------------------------
+def test_gaps_and_neighbours_are_those_of_the_runs(runs, draw):
+    output = draw("gap", "infonce", "temo")
+    gap = metrics_of(runs["temo"])["modality_gap"]
+    assert f"modality gap (Fig. 3), moving-emoji, temo: {gap:.3f}" in output
+    knn = metrics_of(runs["infonce"])["knn@1"]["mean_per_class"]
+    assert f"moving-emoji kNN@1, infonce: {knn:.3f}" in output
 
 
-# ------------------------------------------------------- export -----------------------------------
+def test_errors_are_those_of_the_runs(runs, draw):
+    error = metrics_of(runs["ncl"])["normalize"]["queue"]["error"]["text_to_image"]
+    assert f"queue, ncl: {error:.3f}" in draw("errors", "infonce", "ncl")
+
+
+def test_temperatures_are_those_of_the_log(runs, draw):
+    output, log = draw("temperatures", "infonce", "temo"), steps(runs["temo"])
+    first, last = log[0]["tau_neg"], log[-1]["tau_neg"]
+    assert f"negative pairs (Fig. 2), temo: {first:.4f} first, {last:.4f} last" in output
+
+
+def test_accuracies_of_classes_are_those_of_the_run(runs, draw):
+    accuracy = metrics_of(runs["ts"])["knn@1"]["mean_per_class"]
+    output = draw("tails", "ts")
+    assert output.startswith(f"ts: mean of classes {accuracy:.1f} %; by class, largest first: ")
+
+
+def test_the_worst_false_positive_is_that_by_hand(runs, draw):
+    pieces = base.first_test_sets(base.read_runs([runs["infonce"], runs["temo"]]))
+    cosines = {}
+    for name, part in pieces.items():
+        cosines[name] = F.cosine_similarity(part.text, part.image[part.owner])
+    worst = (cosines["infonce"] - cosines["temo"]).argmax()
+    expected = [f"{name} {cosines[name][worst]:.2f}" for name in cosines]
+    line = f"{', '.join(expected)}: {pieces['temo'].texts[worst]}"
+    assert draw("false-positives", "infonce", "temo").splitlines()[0] == line
+
+
+def test_the_cosine_of_two_texts_is_that_by_hand(runs, draw):
+    (pieces,) = base.first_test_sets(base.read_runs([runs["ncl"]])).values()
+    first = [pieces.owner.tolist().index(clip) for clip in range(len(pieces.image))]
+    text = F.normalize(pieces.text[first], dim=1)  # the first caption of each clip
+    is_pair = ~torch.eye(len(text), dtype=torch.bool)
+    mean = (text @ text.T)[is_pair].mean()
+    assert f"ncl: text-text {mean:.3f}, " in draw("modalities", "infonce", "ncl")
+
+
+@pytest.mark.parametrize("figure, names", [
+    ("similarities", ("infonce", "temo")), ("queries", ("ncl", "ncl base"))])
+def test_other_figures_are_drawn(figure, names, draw):
+    assert draw(figure, *names)
+
+
+def test_the_pictures_of_a_run_are_drawn_again(runs):
+    figures.main(["temo", str(runs["temo"])])
+    assert (runs["temo"] / "curves.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("names, message", [
+    (("ts", "infonce"), "infonce: its test images and captions are not those of"),
+    (("ts",), "ts: its evaluation has no captions"),
+])
+def test_runs_that_cannot_have_a_figure_are_refused(names, message, draw):
+    with pytest.raises(UserError, match=message):
+        draw("similarities", *names)
+
+
+# -------------------------------------------- export -----------------------------------------
 TEXTS = ["picture number 3, take 0", "another one", "a photo of a zebra"]
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory, tiny):
-    """Function of flags -> a run of one step on own pictures, a tiny timm tower and a tiny BERT."""
-    folder = tmp_path_factory.mktemp("export")
-    base = [
-        *"--cpu --workers 0 --batch-size 4 --max-steps 1 --embed-dim 8".split(),
-        *"--no-pretrained --eval-every 0".split(),
-        "--dataset",
-        write_captions(folder / "set", 24),
-        "--text-encoder",
-        tiny("bert")[0],
-        *"--image-size 160 --baseline --image-encoder".split(),
-    ]
+@pytest.fixture
+def exported(tmp_path, tiny):
+    """Function of flags -> a run of one step on own pictures, which is exported to tmp_path/out."""
+    folder, _ = tiny("bert")
+    csv = write_captions(tmp_path / "set", 24)
+    flags = (
+        f"--cpu --workers 0 --batch-size 4 --max-steps 1 --embed-dim 8 --no-pretrained "
+        f"--eval-every 0 --dataset {csv} --text-encoder {folder} --image-size 160 "
+        "--baseline").split()
 
-    def made(*flags):
-        run = folder / str(len([*folder.iterdir()]))
-        run_script(temo, run, *base, *flags)
-        return run
+    def run(*more):
+        run_script(temo, tmp_path / "run", *more, base=flags)
+        export(tmp_path / "run", tmp_path / "out")
+        return tmp_path / "run"
 
-    return made
+    return run
 
 
-@pytest.mark.parametrize(
-    "image, more",
-    [
-        ("test_vit", ["--learnable-tau"]),
-        ("test_resnet", ["--text-pooling", "mean", "--eval-resize", "squash"]),
-    ],
-)
-def test_open_clip_s_embeddings_are_ours(image, more, exported, tmp_path):
+@pytest.mark.parametrize("flags", [
+    "--image-encoder test_vit --learnable-tau",
+    "--image-encoder test_resnet --learnable-tau --text-pooling mean --eval-resize squash",
+])
+def test_open_clip_s_embeddings_are_ours(flags, exported, tmp_path):
     open_clip = pytest.importorskip("open_clip", reason="pip install open_clip_torch")
-    folder = exported(image, *more)
-    export(folder, tmp_path / "out")
-    theirs, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{tmp_path / 'out'}")
-    tokenize = open_clip.get_tokenizer(f"local-dir:{tmp_path / 'out'}")
-    ours, tokenizer, transform = common.load_model(folder)
-    theirs.eval()
-    same, larger = (
-        Image.fromarray(picture(7, height, width)) for height, width in ((160, 160), (250, 320))
-    )
-    torch.testing.assert_close(preprocess(same), transform(same), rtol=0, atol=1e-5)
-    # PIL's own rounding
-    assert (preprocess(larger) - transform(larger)).abs().max() < 2.5 / 255 / min(transform.std)
-    with torch.no_grad():
-        pixels = torch.stack([transform(same), transform(larger)])
-        for got, wanted in (
-            (theirs.encode_image(pixels), ours(pixels)[0]),
-            (theirs.encode_text(tokenize(TEXTS)), ours(tokens=tokenizer(TEXTS))[1]),
-        ):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
-            assert got.abs().max() > 1e-2
-    log_tau = load_file(folder / "own.safetensors")["tau.log_tau"].item()
+    run = exported(*flags.split())
+    name = f"local-dir:{tmp_path / 'out'}"
+    theirs, preprocess = open_clip.create_model_from_pretrained(name)
+    tokens = open_clip.get_tokenizer(name)(TEXTS)
+    ours, tokenizer, transform = common.load_model(run)
+    image = Image.fromarray(picture(7, 160, 160))
+    assert_close(preprocess(image), transform(image))
+    pixels = transform(image)[None]
+    assert_close(theirs.eval().encode_image(pixels), ours(pixels)[0])
+    assert_close(theirs.encode_text(tokens), ours(tokens=tokenizer(TEXTS))[1])
+    log_tau = load_file(run / "own.safetensors")["tau.log_tau"].item()
     assert theirs.logit_scale.item() == pytest.approx(-log_tau, rel=1e-4)
-    card = (tmp_path / "out" / "README.md").read_text()
-    (value,) = (
-        of["text_to_image"]["R@1"] for of in read_json(folder / "summary.json")["test"].values()
-    )
-    assert "captions.csv; licence: that of your own data" in card
-    assert f"text_to_image/R@1 | {value:.4g} |" in card
 
 
-def test_an_export_warns_of_what_is_elsewhere(tmp_path):
-    folder, by_name = {"text_encoder": str(tmp_path)}, {"text_encoder": "google-bert/bert-base"}
-    (warning,) = warnings_of(folder | {"clean_captions": False})
-    assert f"configuration of the text encoder from {tmp_path}; where this folder is" in warning
-    (warning,) = warnings_of(by_name | {"clean_captions": True})
-    assert "does not clean captions" in warning
+@pytest.mark.parametrize("spec, words", [
+    ({"text_encoder": "FOLDER", "clean_captions": False}, "where this folder is"),
+    ({"text_encoder": "google-bert/bert-base", "clean_captions": True}, "does not clean captions"),
+])
+def test_an_export_warns_of_what_is_elsewhere(spec, words, tmp_path):
+    if spec["text_encoder"] == "FOLDER":
+        spec = spec | {"text_encoder": str(tmp_path)}
+    (warning,) = warnings_of(spec)
+    assert words in warning
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["resnet18-cifar", "--image-size", 32], "resnet18-cifar is none of timm's"),
-        (["test_vit", "--image-size", 32], "test_vit at --image-size 32 differs from timm's own"),
-        (["test_vit", "--text-encoder", "small"], "texts read by small, not one of"),
-        (["test_vit", "--projection-bias"], "--projection-bias"),
-    ],
-)
+@pytest.mark.parametrize("flags, words", [
+    ("--image-encoder resnet18-cifar --image-size 32", "resnet18-cifar is none of timm's"),
+    ("--image-encoder test_vit --image-size 32",
+     "test_vit at --image-size 32 differs from timm's own"),
+    ("--image-encoder test_vit --text-encoder small", "texts read by small, not one of"),
+    ("--image-encoder test_vit --projection-bias", "--projection-bias"),
+])
 def test_what_open_clip_cannot_express_is_refused(flags, words, exported, tmp_path):
     with pytest.raises(ValueError, match=words):
-        export(exported(*flags), tmp_path / "out")
+        exported(*flags.split())
     assert not (tmp_path / "out").exists()
-
-
-# ------------------------------------------------------- other tools ------------------------------
-def test_runs_that_cannot_have_a_figure_are_refused(runs, draw):
-    with pytest.raises(UserError, match="infonce: its test images and captions are not those of"):
-        draw("similarities", ["ts", "infonce"])
-    with pytest.raises(UserError, match="ts: its evaluation has no captions"):
-        draw("similarities", ["ts"])
