@@ -135,6 +135,12 @@ def test_commands_are_read_before_the_first_run(fork, words, message):
     assert not calls()
 
 
+def test_a_single_command_is_refused(fork, capsys):
+    with pytest.raises(SystemExit):
+        compare.main(["mine.py"])
+    assert "give two or more commands" in capsys.readouterr().err and not calls()
+
+
 @pytest.mark.parametrize("words, metric, split", [
     (PAIR, "R@5", "test"),
     (["mine.py {--tau 1|--tau 2}", "mine.py"], "modality_gap", "val"),

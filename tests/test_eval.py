@@ -199,6 +199,16 @@ def test_val_of_a_set_without_one_is_what_the_run_held_out(sets, tmp_path, evalu
     assert evaluate(tmp_path / "held", *val)["cifar10"]["metrics"]["images"] == 10
 
 
+def test_results_of_other_commands_stay_in_eval_json(run, tmp_path, monkeypatch, evaluate):
+    for command in ("a", "b", "a"):
+        monkeypatch.setattr("sys.argv", [command])
+        evaluate(run, "--tasks", "gap", "--output-dir", tmp_path)
+    newest = read_json(tmp_path / "eval.json")
+    (earlier,) = newest["earlier"]
+    assert newest["command"].endswith(" a") and earlier["command"].endswith(" b")
+    assert earlier["datasets"] == newest["datasets"] and newest["steps"] == 1
+
+
 def test_two_processes_count_each_item_once(run, tmp_path, evaluate):
     flags = "--tasks retrieval zero-shot knn gap --output-dir".split()
     one = evaluate(run, *flags, tmp_path / "1")["emoji"]
