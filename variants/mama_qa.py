@@ -298,7 +298,7 @@ def main(args):
     if args.meta_set == "val":
         common.save_meta_names(run, meta_data)                             # eval.py leaves them out
     column = "answer" if args.task == "qa-open" else "question"
-    common.save_training_texts(run, answers.rows_with_questions(train), column)      # Figs. 2, 5
+    common.save_training_texts(run, train, column)                         # for Figs. 2 and 5
     return run.finish(figures="mama")
 
 

@@ -58,8 +58,8 @@ def mismatch_columns(pairs):
 
 
 def save_training_texts(run, train, column):
-    """Writes texts of the training set to training_texts.json, from which the frequencies of
-    concepts are read; of more than 200,000 rows so many, drawn by a fixed seed.
+    """Writes texts of the training set to training_texts.json, in which the figures count concepts:
+    at most 200,000, drawn by a fixed seed.
 
     Args: column: 'captions', of which those of a clip are joined; 'question' or 'answer'.
     """
