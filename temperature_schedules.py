@@ -532,7 +532,7 @@ def most_frequent_half(sizes):
     return set(order[:round(len(order) / 2)].tolist())
 
 
-# ------------------------------------------------------- banner and log ---------------------------
+# ------------------------------------------------------- banner ----------------------------------
 def banner_lines(args, steps, last, sizes):
     """The method's lines of the banner: {title: text}."""
     num_candidates = 2 * args.batch_size - 1

@@ -123,8 +123,8 @@ def encode(model, masks, view1, view2):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults, which are SDCLR's; those of the flags that all
-# scripts share stand in contrastive/engine/flags.py.
+# A recipe holds what differs from the defaults, which are SDCLR's. Flags that all scripts share are
+# in contrastive/engine/flags.py.
 CIFAR = dict(
     source="SDCLR's code; lengths, optimiser and views as TS",
     image_encoder="resnet18-cifar", image_size=32, image_stats="imagenet",

@@ -107,7 +107,7 @@ def triplet_loss(anchor, candidates, target, margin):
 def hardest_negative_loss(text, video, margin=0.2, *, terms=None):
     """Triplets with the hardest negative of the global batch: the sum of both directions.
 
-    It is the loss of SSB, too, which NCL takes the place of.
+    SSB trains with it, too; NCL replaces it.
 
     Args:
         text, video: (B, D) embeddings of this process; row i of both is a positive pair.
@@ -143,9 +143,9 @@ def spl_weights(losses, progress, start=0.5):
         start: fraction of the batch, 0..1, that has weight 1 at first, at least one pair; it grows
             to 1.
     """
-    share = start + (1 - start) * progress
+    fraction = start + (1 - start) * progress
     sorted_losses = gather(losses).sort().values                           # (N,)
-    num_easiest = max(1, round(share * len(sorted_losses)))
+    num_easiest = max(1, round(fraction * len(sorted_losses)))
     return (losses <= sorted_losses[num_easiest - 1]).to(losses)           # (B,)
 
 

@@ -91,9 +91,9 @@ def augmented_text(text, captions, paraphrases, templates, draws):
 def tokenize_pair(tokenizer, texts, texts_aug):
     """The tokens of T and of T~, both padded to the longest text of the two."""
     tokens = tokenizer([*texts, *texts_aug])                               # (2B, L) each
-    first = {name: x[:len(texts)] for name, x in tokens.items()}           # (B, L) each
-    second = {name: x[len(texts):] for name, x in tokens.items()}          # (B, L) each
-    return first, second
+    text_tokens = {name: x[:len(texts)] for name, x in tokens.items()}     # (B, L) each
+    aug_tokens = {name: x[len(texts):] for name, x in tokens.items()}      # (B, L) each
+    return text_tokens, aug_tokens
 
 
 class Paraphrases:
@@ -131,7 +131,7 @@ class Paraphrases:
         return lists
 
 
-def describe_texts(train, paraphrases, paraphrase_anchor, recipe):
+def describe_texts(train, paraphrases, paraphrase_anchor, source):
     """Where T and T~ come from, in words for the banner. They begin with WARNING if the paper has
     paraphrases and the run has none, or if some captions have none.
 
@@ -139,14 +139,14 @@ def describe_texts(train, paraphrases, paraphrase_anchor, recipe):
         train: training data.
         paraphrases: a Paraphrases or None.
         paraphrase_anchor: as in text_pair.
-        recipe: the recipe's remark, which begins with "paper" if its values are the paper's.
+        source: of the recipe; it begins with "paper" if the values are the paper's.
     """
     fallback = "another caption, else word dropout and swap"
     if train.templates:
         fallback = "templates around the captions"
     if not paraphrases:
         words = f"T is the caption, T~ {fallback}"
-        if recipe.startswith("paper"):
+        if source.startswith("paper"):
             words = ("WARNING: NOT THE PAPER'S T~, paraphrases by PEGASUS (tools/paraphrase.py, "
                      f"--paraphrases FILE); {words}")
         return words
