@@ -7,10 +7,10 @@ a clip, which are too many to be kept for a batch: a first pass encodes the batc
 second one encodes each chunk again, and adds the gradient of its pairs.
 
 Equations (s_ij: cosine of query i and candidate j)
-    p_ij ~ softmax_j(s_ij / tau_neg) + 1e-4 for j != i, p_ii = 0: a         hard_negatives
-           distribution over j, up to the sum of its row
-    L_match = mean of the cross-entropies of the 3 N pairs                  matching_loss
-    L = L_MM-TS + 0.1 L_match                                MatchingCache, clip_loss (mmts.py)
+    w_ij = softmax_j(s_ij / tau_neg) + 1e-4 for j != i, w_ii = 0
+    p_ij = w_ij / sum_j w_ij: probability that j is the hard negative of i   hard_negatives
+    L_match = mean of the cross-entropies of the 3 N pairs                   matching_loss
+    L = L_MM-TS + 0.1 L_match                                 MatchingCache, clip_loss (mmts.py)
 
 Commands
     accelerate launch -m variants.mmts_vast                  # a small VAST on moving emoji
@@ -39,10 +39,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
-NEGATIVES_TAU = 0.07  # at which hard negatives are drawn, unless a temperature is learnt; VAST
-
-
 # ======================================================= METHOD ===================================
+NEGATIVES_TAU = 0.07  # tau_neg, unless a temperature is learnt
+
+
 def hard_negatives(sim, tau, draws):
     """Draws one wrong candidate of each query; near ones are likelier.
 
@@ -54,10 +54,11 @@ def hard_negatives(sim, tau, draws):
     """
     weights = (sim.double() / tau).softmax(1) + 1e-4                       # (N, N)
     weights.fill_diagonal_(0)
-    total = weights.cumsum(1)                                              # (N, N)
-    drawn = torch.searchsorted(total, draws[:, None] * total[:, -1:], right=True)        # (N, 1)
+    cumulative = weights.cumsum(1)                                         # (N, N) not to 1
+    position = draws[:, None] * cumulative[:, -1:]                         # (N, 1)
+    candidate = torch.searchsorted(cumulative, position, right=True)       # (N, 1)
     # searchsorted gives N for NaN, at which end_step stops the run
-    return drawn[:, 0].clamp(max=len(sim) - 1)
+    return candidate[:, 0].clamp(max=len(sim) - 1)
 
 
 @torch.no_grad()
@@ -80,12 +81,13 @@ def hard_pairs(image, text, tokens, draws, *, tau, length):
     mask = gather(F.pad(tokens["attention_mask"], (0, pad)))               # (N, length)
     sim = gather(normalize(image.float())) @ gather(normalize(text.float())).T           # (N, N)
     draws = gather(draws.to(image.device))                                 # (N, 2)
-    index = torch.arange(len(sim), device=image.device)                    # (N,) of true pairs
-    hard_texts = hard_negatives(sim, tau, draws[:, 0])                     # (N,) of the clips
-    hard_clips = hard_negatives(sim.T, tau, draws[:, 1])                   # (N,) of the texts
+    index = torch.arange(len(sim), device=image.device)                    # (N,)
+    hard_texts = hard_negatives(sim, tau, draws[:, 0])                     # (N,) one for each clip
+    hard_clips = hard_negatives(sim.T, tau, draws[:, 1])                   # (N,) one for each text
+    # the true pairs, each clip with its hard text, each text with its hard clip
     pair_clips = torch.cat([index, index, hard_clips])                     # (3 N,)
     pair_texts = torch.cat([index, hard_texts, index])                     # (3 N,)
-    order = pair_clips.argsort(stable=True)
+    order = pair_clips.argsort(stable=True)                                # (3 N,)
     pair_clips, pair_texts = pair_clips[order], pair_texts[order]
     target = (pair_clips == pair_texts).long()                             # (3 N,)
     pairs = Pairs(pair_clips, ids[pair_texts], mask[pair_texts], target)
@@ -305,7 +307,7 @@ def main(args):
             loss = max_margin_loss(image, text, tau_or_margin, terms=terms)
         else:
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
-        # column 0 has chosen the captions
+        # of the three numbers of an example, the first has chosen its caption
         draws = torch.from_numpy(batch["draws"][:, 1:3])                   # (B, 2)
         pairs = hard_pairs(image, text, tokens, draws, tau=negatives_tau, length=args.text_length)
         grad_cache.start_pairs(pairs, len(texts))
