@@ -7,7 +7,7 @@ import re
 
 import common
 from contrastive.core.processes import UserError
-from contrastive.data import batches, held_out_masks, open_data, open_pairs
+from contrastive.data import batches, held_out_masks, open_data
 from contrastive.data.folders import split_of_name
 from contrastive.data.options import HELD_OUT_FRACTION
 from contrastive.data.table import EmptySplit
@@ -152,8 +152,8 @@ def check_examples(data):
         samples.append(i)
         words = CLASSES[i % 3].replace("_", " ")
         assert data.captions(k)[0] in (caption(i), words, f"class {i % 3}")
-        assert data[k].get("label", i % 3) == i % 3
-        assert data[k]["key"] == data.key(k)
+        if data.labels is not None:
+            assert data.labels[k] == i % 3
     return samples
 
 
@@ -229,7 +229,6 @@ REFUSALS = {
     "nothing": (
         {"a.bin": b"", "b.bin": b""},
         "has no file that can be read, but needs a folder"),
-    "empty": ("", "a.csv is empty, but needs a header"),
     "long row": (
         f"{BOTH}1.png,a, b\n",
         "a.csv, line 3 has 3 fields, the header 2"),
@@ -239,9 +238,6 @@ REFUSALS = {
     "tabs": (
         "image\tcaption\n0.png\tx\n",
         "a.csv: ", "fields are separated by a comma"),
-    "column twice": (
-        "image,text,text\n0.png,x,y\n",
-        "a.csv: two columns are called 'text'"),
     "stray mark": (
         'image,caption\n0.png,"one\n1.png,two"\n',
         "a.csv, line 2: ", "remove the stray quotation mark"),
@@ -270,18 +266,12 @@ REFUSALS = {
     "two labels": (
         f"image,caption,label\n0.png,x,{LONG}\n0.png,y,dog\n",
         "0.png has the labels ", "but may have one"),
-    "label 3.0": (
-        "image,caption,label\n0.png,x,3.0\n",
-        "as pandas writes whole numbers"),
     "start": (
         f"video,start,caption\na.mp4,{LONG},x\n",
         "in the column start is no number of seconds"),
     "videos inside": (
         {"a.parquet": [{"video": b"x", "caption": "y"}]},
         "the column video holds videos: write them to files"),
-    "other columns": (
-        {"train.csv": BOTH, "test.csv": "image,text\n1.png,y\n"},
-        "it has the columns caption and text"),
     "other kinds": (
         {"train.jsonl": jsonl_of("a"), "test.jsonl": jsonl_of(["b"])},
         "the column caption is ", "in another; write both alike"),
@@ -289,18 +279,12 @@ REFUSALS = {
     "word": (
         f"{SPLIT}1.png,x,{LONG}\n",
         "in the column split is none of train, val"),
-    "subset": (
-        "image,text,subset\n0.png,x,train\n1.png,x, Test \n",
-        "the column subset holds 'Test', 'train'; call it split"),
     "no train": (
         "image,caption,split\n0.png,x,test\n",
         "no train split; it has: test"),
     "split against files": (
         {"train.csv": SPLIT, "test.csv": SPLIT},
         "the column split names other splits than the files"),
-    "split without captions": (
-        f"{SPLIT}1.png,,test\n",
-        "no row of the split test has a caption and a file"),
     "empty val": (
         {"val/.keep": "", **images("train/cat", "train/dog")},
         "val has no file; remove it if a part of train may take its"),
@@ -323,9 +307,6 @@ REFUSALS = {
     "one class": (
         images("train/cat", "test/cat"),
         "cat is its only class folder"),
-    "a loose image": (
-        {"0.png": PNG, **images("cat", "dog")},
-        "0.png is not in a class folder"),
     "a tar, too": (
         {"0.tar": {}, **images("cat", "dog")},
         "which are read in different ways: move one kind away"),
@@ -342,9 +323,6 @@ REFUSALS = {
     "no text": (
         {"a.tar": tar_samples([0], "jpg", "json")},
         "--caption-column: there is no column 'txt'; there are: 'jpg', 'json'"),
-    "list in a tar": (
-        {"a.tar": {"0": {"png": PNG, "txt": b'["a", "b"]'}}},
-        "is the text of a list, but needs a caption a line"),
     "class name": (
         {"a.tar": {"0": {"png": PNG, "cls": b"cat"}}},
         "first 0 of ", "a.tar", "'cat'")}
@@ -429,26 +407,35 @@ def test_file_of_the_same_time_and_size_is_read_again(file, tmp_path):
         assert keys_of(path)["train"] == {name}
 
 
-@pytest.mark.parametrize("image, text", [
-    ("filepath", "title"), ("img", "text"), ("jpg", "txt"), ("file_name", "captions")])
-def test_usual_names_of_columns_need_no_flag(image, text, tmp_path):
+def test_usual_names_of_columns_need_no_flag(tmp_path):
     rows = [("0.png", "words, of 0", "b"), ("1.png", "words, of 1", "a")]
-    data = all_rows(write_rows(tmp_path / "a.tsv", [image, text, "class"], rows))
+    data = all_rows(write_rows(tmp_path / "a.tsv", ["filepath", "title", "class"], rows))
     assert data.column("captions") == [["words, of 0"], ["words, of 1"]]
     assert data.label_names == ["a", "b"]
 
 
-def test_column_flags_and_data_dir(tmp_path):
-    write_images(tmp_path / "pictures", range(2))
+COLUMNS = {"image_column": "picture", "caption_column": "said", "label_column": "kind"}
+
+
+@pytest.fixture
+def other_names(tmp_path):
+    """A csv with columns of other names, beside one with the usual name, and its data."""
+    write_images(tmp_path, range(2))
     rows = [("000.png", "a", "other words", "1"), ("001.png", "b", "other words", "0")]
-    path = write_rows(tmp_path / "a.csv", ["picture", "said", "text", "kind"], rows)
-    flags = {"image_column": "picture", "caption_column": "said", "label_column": "kind"}
-    data = all_rows(path, data_dir=str(tmp_path / "pictures"), **flags)
-    assert data.column("captions") == [["a"], ["b"]] and data.labels.tolist() == [1, 0]
+    return write_rows(tmp_path / "tables" / "a.csv", ["picture", "said", "text", "kind"], rows)
+
+
+def test_column_flags_and_data_dir(other_names, tmp_path):
+    data = all_rows(other_names, data_dir=str(tmp_path), **COLUMNS)
+    assert data.column("captions") == [["a"], ["b"]]
+    assert data.labels.tolist() == [1, 0]
     assert number_of(data.read(1)) == 1
-    for flag in flags:
-        words = f"--{flag.replace('_', '-')}: there is no column 'none'; there are: 'picture', "
-        complains(path, "train", words, **flags | {flag: "none"})
+
+
+@pytest.mark.parametrize("flag", COLUMNS)
+def test_column_flag_of_no_column_is_refused(flag, other_names):
+    words = f"--{flag.replace('_', '-')}: there is no column 'none'; there are: 'picture', "
+    complains(other_names, "train", words, **COLUMNS | {flag: "none"})
 
 
 # ======================================== rows and examples =======================================
@@ -514,13 +501,6 @@ def test_rows_of_one_picture_in_a_table_are_one_example(kind, tmp_path):
         samples += check_examples(data)
         assert all(len(texts) == 3 for texts in data.column("captions"))
     assert sorted(samples) == list(range(12))
-
-
-def test_picture_without_bytes_is_counted(tmp_path):
-    rows = [(None, "a"), ({"bytes": PNG, "path": "a.png"}, "b")]
-    data = all_rows(write_rows(tmp_path / "train.parquet", HEAD, rows))
-    assert len(data) == 1
-    assert "1 row without an image or a caption left out, the first: " in data.note
 
 
 # ---------------------------------------- videos -------------------------------------------------
@@ -702,16 +682,13 @@ def open_sets(root, *files):
 
 
 def test_another_file_of_the_user_is_test_as_a_whole(root):
-    _, sets = open_sets(root, "test.csv", "train.csv")
-    assert list(sets["test.csv"]) == ["test"] and len(sets["test.csv"]["test"]) == 30
-    assert (len(sets["train.csv"]["val"]), len(sets["train.csv"]["test"])) == (6, 6)
-
-
-def test_beside_a_test_file_train_gives_val_and_keeps_the_rest(root):
+    """Train then gives val, and keeps the rest."""
     train, sets = open_sets(root, "test.csv")
-    assert list(sets["test.csv"]) == ["test"] and list(sets["train.csv"]) == ["val"]
-    assert (len(train), len(sets["train.csv"]["val"])) == (34, 6)
-    assert not set(train.keys()) & set(sets["train.csv"]["val"].keys())
+    test, val = sets["test.csv"]["test"], sets["train.csv"]["val"]
+    assert list(sets["test.csv"]) == ["test"]
+    assert list(sets["train.csv"]) == ["val"]
+    assert (len(train), len(val), len(test)) == (34, 6, 30)
+    assert not set(train.keys()) & set(val.keys())
 
 
 def test_rows_that_were_trained_on_are_left_out_and_counted(root):
@@ -734,39 +711,19 @@ def test_eval_py_leaves_out_rows_that_were_trained_on(root, run, tmp_path, capsy
 
 def test_extra_pairs_are_left_out_of_sets_that_eval_py_adds(root, tmp_path, capsys):
     """The sets that the run evaluated keep all rows: training has left those out of the pairs."""
-    names = sorted(path.name for path in root.glob("*.png"))
+    names = [f"{i:03}.png" for i in range(70)]
     for file, some in (("pairs", names[30:50]), ("evaluated", names[45:60])):
         rows = [(name, f"words of {name}") for name in some]
         write_rows(root / f"{file}.csv", HEAD, rows)
-    flags = [*TINY, "--dataset", root / "train.csv", "--weighting", "none", "--caption-noise", 0.5]
+    flags = [*TINY, "--dataset", root / "train.csv", "--weighting", "none"]
     flags += ["--extra-pairs", root / "pairs.csv", "--eval-datasets", root / "evaluated.csv"]
     run_script(mama, tmp_path / "run", *flags)
-    args = mama.parse_args(list(map(str, flags)))
-    train, _ = open_data(args)
-    is_other = []
-    for row, key in enumerate(train.keys()):
-        is_other.append(train.captions(row) != [f"words of {key}"])
-    assert train.column("noisy").tolist() == is_other  # also of the pairs
-    num_own = len(train.before_extra_pairs)
-    assert 0 < sum(is_other[:num_own]) < sum(is_other)
-
-    trained = set(train.keys()) | set(open_pairs(str(root / "pairs.csv"), args).keys())
-    num_trained = len(trained & set(names[40:]))
     files = [str(root / "test.csv"), str(root / "evaluated.csv")]
     results = evaluated(tmp_path / "run", "--tasks", "retrieval", "--datasets", *files)
-    assert results[files[0]]["metrics"]["images"] == 30 - num_trained < 30
+    # val and test of the pairs are not trained on
+    assert results[files[0]]["metrics"]["images"] == 21
     assert results[files[1]]["metrics"]["images"] == 15
-    assert f"{num_trained} rows left out, whose files were" in capsys.readouterr().out
-
-
-def test_neighbours_are_those_of_the_set_without_extra_pairs(root, tmp_path):
-    """In training as in eval.py."""
-    own = str(root / "train.csv")
-    more = write_rows(root / "more.csv", HEAD, [(f"{i:03}.png", "words") for i in range(40, 70)])
-    flags = [*TINY, "--dataset", own, "--extra-pairs", more, "--weighting", "none"]
-    trained = run_script(mama, tmp_path / "run", *flags)["test"][own]
-    loaded = evaluated(tmp_path / "run", "--tasks", "knn")[own]["metrics"]
-    assert trained["knn@1"] == loaded["knn@1"] and trained["knn@10"] == loaded["knn@10"]
+    assert "9 rows left out, whose files were" in capsys.readouterr().out
 
 
 def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
@@ -781,15 +738,6 @@ def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
     path.write_text("".join(lines[:40]))
     evaluated(tmp_path / "run", "--datasets", tmp_path / "other.csv")
     assert f"WARNING: {path} has changed since the run" in capsys.readouterr().out
-
-
-def test_test_file_of_classes_learns_from_the_training_images(root, tmp_path, capsys):
-    flags = "--cpu --workers 0 --image-size 16 --batch-size 8 --max-steps 1 --eval-every 0".split()
-    run_script(temperature_schedules, tmp_path / "run", *flags, "--dataset", root / "train.csv")
-    test = str(root / "test.csv")
-    metrics = evaluated(tmp_path / "run", "--datasets", test)[test]["metrics"]
-    assert metrics["images"] == 30 and "knn@1" in metrics
-    assert "knn and probe learn from the training images of" in capsys.readouterr().out
 
 
 def test_held_out_names_of_a_meta_set_are_left_out_and_counted(root, tmp_path):
@@ -811,14 +759,11 @@ def test_held_out_names_of_a_meta_set_are_left_out_and_counted(root, tmp_path):
 STOPPED = {
     "--batch-size 64": "--batch-size 64: larger than .* training examples of .*captions.csv, 16",
     "--image-encoder no/such": "no/such: ",
-    "--paraphrases /no.jsonl": "--paraphrases /no.jsonl: .*/no.jsonl",
     "--init-from text.pt": "--init-from .*text.pt: ",
     "--init-from other.safetensors": ".*none of its 1 tensors fits the model",
-    "--init-from nan.safetensors": (
-        r".*captions.csv \(val\): the model's outputs are not finite for \d+ of \d+.*a lower --lr"),
+    "--init-from nan.safetensors": r".*\(val\): the model's outputs are not finite for \d+ of",
     "--lr 1e30 --lr-end 1e30 --grad-clip 0 --eval-every 0": (
-        r"the loss is not finite at step 1: try less than --lr 1e\+30, .*--grad-clip 1; loss nan, "
-        r".*tau 0.1, .*process 0: norms up to .*keys \['\d+.png'"),
+        r"the loss is not finite at step 1: .*loss nan, .*keys \['\d+.png'"),
     "--output-dir text.pt": ".*text.pt.*: .*Not a directory"}
 FEW_STEPS = "--cpu --workers 0 --image-size 16 --embed-dim 16 --batch-size 8 --max-steps 2".split()
 
@@ -856,14 +801,6 @@ def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
     assert run_script(temo, tmp_path / "r", *flags)["batch"] == 16
     assert "--batch-size 256 -> 16, which fits the data" in capsys.readouterr().out
     assert temo.parse_args(["--resume", str(tmp_path / "r")]).batch_size == 16
-
-
-def test_images_of_an_evaluation_that_cannot_be_read_are_counted(run, tmp_path, capsys):
-    path = write_captions(tmp_path, 6)
-    (tmp_path / "001.png").write_bytes(TEXT)
-    evaluated(run, "--datasets", path)
-    words = "1 of 6 images cannot be read and are left out, the first: 001.png: cannot identify"
-    assert words in capsys.readouterr().out
 
 
 def test_too_many_bad_samples_stop_the_run(tmp_path):
