@@ -307,7 +307,7 @@ def main(args):
             loss = max_margin_loss(image, text, tau_or_margin, terms=terms)
         else:
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
-        # of the three numbers of an example, the first has chosen its caption
+        # column 0 of an example's random numbers has chosen its caption
         draws = torch.from_numpy(batch["draws"][:, 1:3])                   # (B, 2)
         pairs = hard_pairs(image, text, tokens, draws, tau=negatives_tau, length=args.text_length)
         grad_cache.start_pairs(pairs, len(texts))
