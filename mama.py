@@ -534,13 +534,13 @@ def baseline_weight(args, sample_loss, progress):
 
 
 # ------------------------------------------------------- meta-learning ----------------------------
-def make_meta_optimizer(weight_net, args):
+def make_meta_optimizer(weight_net, args, eps=1e-12):
     """AdamW of the weight network.
 
     Its gradients are about 1e-8: hence a tiny eps, and a decay that is not added to them.
     """
     return torch.optim.AdamW(
-        weight_net.parameters(), lr=args.meta_lr, betas=args.meta_betas, eps=1e-12,
+        weight_net.parameters(), lr=args.meta_lr, betas=args.meta_betas, eps=eps,
         weight_decay=args.meta_weight_decay)
 
 
