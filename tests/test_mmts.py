@@ -115,6 +115,14 @@ def test_flags_that_are_refused(words, capsys):
     assert REFUSED[words] in refused(mmts.parse_args, words.split(), capsys)
 
 
+def test_the_range_is_that_of_a_fork_s_schedule(tmp_path, capsys):
+    """From 0.12 at the start down to 0.08 - 1 at the end."""
+    fork = helpers.fork(
+        mmts, tmp_path, "return shift + base_temperature(step, period, alpha)",
+        "return shift - step")
+    assert "the temperatures of the run, -0.92 .. 0.12" in refused(fork.parse_args, [], capsys)
+
+
 def test_the_baseline_is_one_temperature_or_margin():
     args = mmts.parse_args(["--baseline"])
     assert (args.schedule, args.shifts, args.tau) == (False, False, 0.1)
