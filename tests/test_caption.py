@@ -52,7 +52,9 @@ def test_still_shots_are_one_key_frame():
     still = torch.zeros(20, 3)
     moving = torch.randn(10, 3, generator=torch.Generator().manual_seed(2))
     first, *others = mama.key_frames(torch.cat([still, moving]), q=6).tolist()
-    assert first == 0 and len(others) == 5 and min(others) >= 20
+    assert first == 0
+    assert len(others) == 5
+    assert min(others) >= 20
 
 
 @pytest.mark.parametrize("features, k, q, frames", [
@@ -72,7 +74,8 @@ def test_picture_shows_frames_from_left_to_right_and_top_to_bottom_in_a_square()
     frames = torch.stack([torch.full((3, 10, 16), 20 * i) for i in range(12)]).byte()
     picture = np.asarray(caption.grid_picture(frames, 3))  # 3 wide, 4 high: 48 x 40
     assert picture.shape == (48, 48, 3)
-    assert (picture[:4] == caption.GREY).all() and (picture[44:] == caption.GREY).all()
+    assert (picture[:4] == caption.GREY).all()
+    assert (picture[44:] == caption.GREY).all()
     cells = picture[4:44].reshape(4, 10, 3, 16, 3)
     assert (cells == 20 * np.arange(12).reshape(4, 1, 3, 1, 1)).all()
 
@@ -82,7 +85,9 @@ def test_frames_of_a_short_video_are_repeated_in_order(videos):
     frames = caption.read_candidates(videos / "a.mp4", None, None, 16)  # five different ones
     frames = caption.choose_key_frames(frames, features, 12)
     shown = [frame_number(image.permute(1, 2, 0).numpy()) for image in frames]
-    assert shown == sorted(shown) and set(shown) == set(range(5)) and len(shown) == 12
+    assert shown == sorted(shown)
+    assert set(shown) == set(range(5))
+    assert len(shown) == 12
 
 
 # ------------------------------------------------------- captions ---------------------------------
@@ -188,15 +193,18 @@ def test_csv_of_captions_is_read_as_training_data(llava, videos, tmp_path, drawn
     data = all_rows(tmp_path / "a.csv", video_dir=str(videos), frames=2)
     assert data.column("key") == ["a.mp4", "b.mp4", "c.mp4", "inside/d.mp4"]
     texts = [data.captions(k)[0] for k in range(4)]
-    assert all(texts) and len(set(texts)) > 1  # the pictures matter
+    assert all(texts)
+    assert len(set(texts)) > 1  # the pictures matter
     assert "sentence for the video" not in "".join(texts)  # what was asked is no answer
     report = json.loads((tmp_path / "a.csv.json").read_text())
-    assert report["captions"] == 4 and report["without"][0]["video"] == "z.mp4"
+    assert report["captions"] == 4
+    assert report["without"][0]["video"] == "z.mp4"
     # the picture has strips of four frames above their captions
     strip, words = drawn[0]
     frames = common.read_frames(str(videos / "a.mp4"), 4)
     assert np.array_equal(strip, np.concatenate(list(frames), axis=1))
-    assert words.split() == texts[0].split() and len(drawn) == 4
+    assert words.split() == texts[0].split()
+    assert len(drawn) == 4
 
 
 def test_captions_of_frames_are_summed_up_by_another_model():
@@ -228,7 +236,8 @@ def test_answer_does_not_depend_on_longer_prompts_beside_it(llama):
             ids.append(inputs[0])
 
     with torch.nn.modules.module.register_module_forward_pre_hook(keep_ids):
-        assert model(prompts) == alone and len(set(alone)) > 1
+        assert model(prompts) == alone
+        assert len(set(alone)) > 1
     assert (ids[0] == IDS["bos_token_id"]).sum(1).tolist() == [1, 1, 1]
 
 
@@ -266,7 +275,8 @@ def test_two_processes_write_what_one_writes_and_a_stopped_call_goes_on(
 
     monkeypatch.setattr(caption, "read_candidates", recording_read)
     caption.main(words)
-    assert two.read_bytes() == whole and names == ["a.mp4", "b.mp4", "z.mp4"]
+    assert two.read_bytes() == whole
+    assert names == ["a.mp4", "b.mp4", "z.mp4"]
 
 
 def test_caption_overrides_a_failure_of_another_process(tmp_path):
@@ -346,7 +356,8 @@ def test_paraphrases_of_each_caption_once_also_after_a_kill(own, t5, tmp_path):
     first, second, third, fourth = write_paraphrases(own, t5, path)
     for line, text in ((first, "a cat"), (second, "a dog sat"), (third, "the red cow")):
         row = json.loads(line)
-        assert row["caption"] == text and len(row["paraphrases"]) == 5
+        assert row["caption"] == text
+        assert len(row["paraphrases"]) == 5
     first = json.dumps(json.loads(first) | {"paraphrases": ["as before"]}) + "\n"
     path.write_text(first + second + third[: len(third) // 2], encoding="utf8")
     assert write_paraphrases(own, t5, path) == [first, second, third, fourth]

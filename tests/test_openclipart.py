@@ -97,10 +97,12 @@ def test_pictures_are_scaled_onto_a_white_square(packages):
     *_, owl = rows["animals/birds/owl"]
     assert owl.shape == (3, 128, 128)
     assert np.array_equal(owl[:, 44:84, 34:94].permute(1, 2, 0), noise(0))
-    assert (owl[:, :44] == 255).all() and (owl[..., 94:] == 255).all()
+    assert (owl[:, :44] == 255).all()
+    assert (owl[..., 94:] == 255).all()
     *_, ant = rows["animals/ant"]
     is_inked = (ant < 255).any(0)
-    assert is_inked.any(1).all() and is_inked.any(0).sum() == round(128 * 200 / 300)
+    assert is_inked.any(1).all()
+    assert is_inked.any(0).sum() == round(128 * 200 / 300)
 
 
 def test_transparency_becomes_white(packages):
@@ -108,7 +110,8 @@ def test_transparency_becomes_white(packages):
     pixels[:20, :, 3] = 255
     write_drawing(packages, "tools/drill", "Drill", Image.fromarray(pixels, "RGBA"))
     *_, drill = rows_of(packages)["tools/drill"]
-    assert (drill[:, 64:] == 255).all() and (drill[:, 44:64, 34:94] < 255).all()
+    assert (drill[:, 64:] == 255).all()
+    assert (drill[:, 44:64, 34:94] < 255).all()
 
 
 def test_drawings_that_look_alike_are_in_one_split(packages):
@@ -125,7 +128,8 @@ def test_packages_are_read_once(packages):
     after = rows_of(packages)
     assert before.keys() == after.keys()
     for key, (*words, pixels) in before.items():
-        assert after[key][:4] == tuple(words) and (after[key][4] == pixels).all()
+        assert after[key][:4] == tuple(words)
+        assert (after[key][4] == pixels).all()
 
 
 def test_folder_without_the_packages_is_refused(tmp_path):

@@ -162,7 +162,8 @@ def test_questions_of_a_set(name, replica):
         columns = [data.column(column)[k] for column in ("question", "answer", "choices")]
         assert (*columns, kinds[k]) == row
         assert data.captions(k) == [row[0]]
-    assert not data.has_captions and len(data.read(0)) == 2
+    assert not data.has_captions
+    assert len(data.read(0)) == 2
     for part in words.split("; "):
         assert part in data.note
 
@@ -195,7 +196,8 @@ def test_held_out_questions_are_of_other_videos(tmp_path):
     options = {"data_dir": str(tmp_path), "holdout_fraction": 0.05}
     held = common.load_data("tgif-qa-r-action", "val", **options)
     train = common.load_data("tgif-qa-r-action", "train", **options)
-    assert len(held) and len(held) + len(train) == 240
+    assert len(held)
+    assert len(held) + len(train) == 240
     assert not set(held.column("video")) & set(train.column("video"))
 
 
@@ -228,7 +230,8 @@ def test_extra_captions_of_training_clips(clips):
 
 def test_extra_captions_of_training_clips_unfolded(clips):
     data = common.load_data("msrvtt", "train", unfold_captions=True, **clips)
-    assert len(data) == 7 and data.captions(1) == ["first"]
+    assert len(data) == 7
+    assert data.captions(1) == ["first"]
     assert torch.equal(data.read(1), data.read(0))
 
 
@@ -269,9 +272,9 @@ def pairs(tmp_path_factory):
     return root
 
 
-def join_pairs(root, more, unfold_captions=False):
+def join_pairs(root, more):
     """(the training split of own.csv, the same with --extra-pairs, the pairs alone)."""
-    options = {"video_dir": str(root), "frames": 2, "unfold_captions": unfold_captions}
+    options = {"video_dir": str(root), "frames": 2, "unfold_captions": False}
     data = common.load_data(str(root / "own.csv"), "train", **options)
     pairs = data_sets.open_pairs(str(more), argparse.Namespace(**options))
     table = common.make_table([["t"]], ["0"], [str(root / "elsewhere" / "v_v9.webm")])
@@ -283,12 +286,16 @@ def test_pairs_of_another_set_join_training(pairs):
     """Their rows stand behind the set's own; clips of the evaluation are left out by name, with or
     without v_ before it."""
     data, both, more = join_pairs(pairs, pairs / "more" / "more.csv")
-    assert len(data) == 4 and len(more) == 6 and len(both) == 8
+    assert len(data) == 4
+    assert len(more) == 6
+    assert len(both) == 8
     assert both.column("key") == data.column("key") + more.column("key")[:4]
     assert both.column("captions") == data.column("captions") + more.column("captions")[:4]
     assert torch.equal(both.read(3), data.read(3))
-    assert torch.equal(both.read(5), more.read(1)) and not torch.equal(both.read(4), both.read(5))
-    assert "4 more pairs from " in both.note and "50% of an epoch" in both.note
+    assert torch.equal(both.read(5), more.read(1))
+    assert not torch.equal(both.read(4), both.read(5))
+    assert "4 more pairs from " in both.note
+    assert "50% of an epoch" in both.note
     assert "2 of clips that the evaluation reads left out" in both.note
 
 
@@ -298,11 +305,6 @@ def test_meta_data_beside_pairs_are_the_sets_own(pairs):
     args = argparse.Namespace(dataset="own", meta_set="train", meta_size=8, meta_batch_size=2)
     meta, _ = meta_data(both, {}, args)
     assert sorted(meta.keys()) == sorted(data.keys())
-
-
-def test_pairs_are_unfolded_as_the_training_set(pairs):
-    _, both, _ = join_pairs(pairs, pairs / "more" / "more.csv", unfold_captions=True)
-    assert len(both) == 4 + 8
 
 
 def test_pairs_join_videos_to_videos(pairs, tmp_path):
@@ -386,7 +388,8 @@ def test_pairs_beside_questions_have_none(files, name, vocabulary):
     banner = answers.banner_lines(settings, data, args)["paired text"]
     assert f"{num_pairs} have no question, and eta 0" in banner
     meta, _ = meta_data(data, evaluation_sets, args, args.task)
-    assert None not in meta.column("question") and len(meta) == 8
+    assert None not in meta.column("question")
+    assert len(meta) == 8
 
 
 @pytest.fixture

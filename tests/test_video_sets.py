@@ -158,7 +158,8 @@ def load(root, layout, split, **options):
 def test_rows_of_a_set(layout, split, replica):
     rows, classes, words = EXPECTED[layout, split]
     data = load(replica, layout, split)
-    assert data.split == split and len(data) == len(rows)
+    assert data.split == split
+    assert len(data) == len(rows)
     for k, row in enumerate(rows):
         assert (data.key(k), data.captions(k), numbers(data.read(k))) == row
         if classes is not None and classes[k] is not None:
