@@ -202,11 +202,6 @@ def test_val_chooses_on_seeds_of_its_own(fork, capsys):
     assert "| `mine.py --worse --tau 0.1` 31.55 | `mine.py --tau 0.1` 51.50 | 2 |" in output
 
 
-def test_alternatives_that_are_equal_on_val_are_said(fork, capsys):
-    compare.main(["mine.py {--tau 0.1|--tau 0.10|--tau 0.2}", "mine.py --worse", "--seeds", "1"])
-    assert "`--tau 0.2` -53.00; the best are equal, so val has" in capsys.readouterr().out
-
-
 def test_a_failed_run_names_its_command_and_leaves_its_pair_out(fork, capsys):
     with pytest.raises(UserError, match="^1 runs failed"):
         compare.main([*PAIR, "--dataset", "bad", "--seeds", "3"])

@@ -199,16 +199,6 @@ def test_a_weight_changes_the_hash():
     assert feature_cache.hash_of_tensors(state) != before
 
 
-def test_a_table_of_several_files_is_that_of_one(tmp_path, train, monkeypatch):
-    augments, index = [common.Augment(SIDE, 0.3)], np.array([70, 0, 31, 32, 33])
-    (whole,), _ = mean_colours(tmp_path / "whole").views(train, augments).choose(1, 1, index)
-    monkeypatch.setattr(feature_cache, "ROWS_IN_FILE", 32)
-    parts = mean_colours(tmp_path / "parts").views(train, augments)
-    assert len(parts.tables[0].files) == 12  # three of each of four draws
-    (view,), _ = parts.choose(1, 1, index)
-    assert_close(view, whole)
-
-
 def test_what_cannot_be_read_is_replaced_in_training_and_left_out_in_evaluation(tmp_path):
     csv = write_captions(tmp_path, 40)
     train = common.load_data(str(csv), "train")

@@ -6,7 +6,6 @@ from contrastive.core.files import write_json
 from contrastive.core.metrics import retrieval_ranks
 from contrastive.core.processes import UserError
 from contrastive.engine.run import evaluation_interval
-from contrastive.evaluation.measure import usual_tasks
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.evaluation.saved_pieces import SavedPieces, read_pieces, save_pieces
 from contrastive.figures import base, mama, temo, ts
@@ -148,13 +147,6 @@ def test_a_run_without_a_temperature_has_no_figure_of_it(tmp_path):
         temo.draw_temperatures([tmp_path / "margins"], "a.png")
 
 
-def test_sets_of_few_queries_have_examples_alone(pieces):
-    few = SavedPieces("few", "image", 10, ["a"] * 10, texts=["a"] * 19)
-    sets = {"few": few, "a": pieces}
-    assert [name for name, _, _ in base.by_set(sets)] == ["a"]
-    assert [name for name, _, _ in base.by_set(sets, min_queries=1)] == ["few", "a"]
-
-
 def test_a_class_without_a_test_image_has_no_accuracy():
     _, (ax,) = base.figure(1)
     pieces = SavedPieces(
@@ -215,7 +207,3 @@ def test_a_run_is_evaluated_five_to_eight_times_by_default(last):
     assert evaluation_interval(args, {"a": {"test": None}}, last) == 0
 
 
-@pytest.mark.parametrize("name, has_knn", [("emoji", False), ("moving-emoji", True)])
-def test_emoji_have_no_neighbours_where_raw_pixels_are_above_towers(name, has_knn):
-    data = SimpleNamespace(name=name, has_captions=True)
-    assert ("knn" in usual_tasks(SimpleNamespace(), object(), data)) == has_knn

@@ -16,7 +16,7 @@ import temo
 import temperature_schedules as ts
 from helpers import assert_close, picture, run_script, steps, write_captions
 from tools import figures
-from tools.export import export, warnings_of
+from tools.export import export
 
 SMALL = (
     "--cpu --batch-size 32 --image-size 16 --embed-dim 16 --log-every 1 --eval-every 0 "
@@ -167,17 +167,6 @@ def test_open_clip_s_embeddings_are_ours(flags, exported, tmp_path):
     assert_close(theirs.encode_text(tokens), ours(tokens=tokenizer(TEXTS))[1])
     log_tau = load_file(run / "own.safetensors")["tau.log_tau"].item()
     assert theirs.logit_scale.item() == pytest.approx(-log_tau, rel=1e-4)
-
-
-@pytest.mark.parametrize("spec, words", [
-    ({"text_encoder": "FOLDER", "clean_captions": False}, "where this folder is"),
-    ({"text_encoder": "google-bert/bert-base", "clean_captions": True}, "does not clean captions"),
-])
-def test_an_export_warns_of_what_is_elsewhere(spec, words, tmp_path):
-    if spec["text_encoder"] == "FOLDER":
-        spec = spec | {"text_encoder": str(tmp_path)}
-    (warning,) = warnings_of(spec)
-    assert words in warning
 
 
 @pytest.mark.parametrize("flags, words", [
