@@ -161,9 +161,7 @@ def data_of_tables(name, tables, options, root, *, is_published=False):
                          + "; ".join(rows.notes))
     if not is_published:
         examples = without_shared_examples(rows, examples)
-    splits = np.array([split for split, *_ in examples])
-    if not is_published:
-        refuse_empty_splits(rows.splits, splits)
+        refuse_empty_splits(rows.splits, [split for split, *_ in examples])
 
     clip = None
     if rows.is_video:
@@ -176,6 +174,7 @@ def data_of_tables(name, tables, options, root, *, is_published=False):
     data = with_note(data, *rows.notes)
     if rows.is_video and "a" in options.modalities:
         data = with_sound(data, [None] * len(data))  # the videos' own
+    splits = np.array([split for split, *_ in examples])
     result = {}
     for split in np.unique(splits).tolist():
         result[split] = data.select(np.flatnonzero(splits == split), split)
