@@ -1,6 +1,6 @@
 """The losses of all methods, each of the same embeddings, for tests that hold for all of them."""
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -15,27 +15,46 @@ from variants import slip, temo_experts
 N, D = 16, 8
 
 
+class Parameters(NamedTuple):
+    """What a loss reads beside the embeddings of B rows of a global batch of N."""
+
+    tau: torch.Tensor  # ()
+    anchor: torch.Tensor  # (B,), a temperature of each
+    pair: torch.Tensor  # (B, N), a temperature of each
+    features: torch.Tensor  # (B, 5), of an expert
+    keys: torch.Tensor  # (7, D), earlier ones
+
+
 def parameters(rows=slice(0, N), dtype=torch.float64):
-    """What a loss reads beside the embeddings of these rows of a global batch of N.
-
-    A learnt tau (), and one of each anchor (B,) and pair (B, N); an expert's features (B, 5);
-    earlier keys (7, D).
-    """
+    """The Parameters of these rows; temperatures are learnt."""
     generator = torch.Generator().manual_seed(3)
-    anchor, pair = (0.05 + 0.2 * torch.rand(shape, generator=generator) for shape in ((N,), (N, N)))
-    taus = {"tau": torch.tensor(0.13), "anchor": anchor[rows], "pair": pair[rows]}
-    taus = {name: x.to(dtype).requires_grad_() for name, x in taus.items()}
+    tau = torch.tensor(0.13)
+    anchor = 0.05 + 0.2 * torch.rand(N, generator=generator)
+    pair = 0.05 + 0.2 * torch.rand(N, N, generator=generator)
+    taus = [x.to(dtype).requires_grad_() for x in (tau, anchor[rows], pair[rows])]
     features = unit(N, 5, seed=5)[rows].to(dtype)
-    keys = unit(7, D, seed=6).to(dtype)
-    return SimpleNamespace(**taus, features=features, keys=keys)
+    return Parameters(*taus, features, unit(7, D, seed=6).to(dtype))
 
 
-LOSSES = {  # e: I, T, I~, T~ (B, D) each, p: parameters -> (), the mean over these rows
+def moco(e, p):
+    """I and I~, T and T~."""
+    image = ts.moco_loss(e[0], e[2], p.keys, p.tau)
+    text = ts.moco_loss(e[1], e[3], p.keys, p.tau)
+    return image + text
+
+
+def temo_without_gradient(e, p):
+    """I~ and T~ without gradient."""
+    image_aug, text_aug = e[2].detach(), e[3].detach()
+    return temo.temo_loss(e[0], e[1], image_aug, text_aug, 0.3)
+
+
+IN_BLOCKS = {  # e: I, T, I~, T~ (B, D) each, p: Parameters -> (), the mean over these rows
     "temo": lambda e, p: temo.temo_loss(*e, 0.3, p.tau),
     "temo, detached": lambda e, p: temo.temo_loss(*e, 0.3, detach=True),
     "temo, bare cosine": lambda e, p: temo.temo_loss(*e, 0.3, shifted=False),
     "temo, plain": lambda e, p: temo.temo_loss(*e, 0.3, unimodal="plain"),
-    "temo, I~ and T~ apart": lambda e, p: temo.temo_loss(*e[:2], *(x.detach() for x in e[2:]), 0.3),
+    "temo, I~ and T~ apart": temo_without_gradient,
     "temo, experts": lambda e, p: temo_experts.expert_loss(*e[:2], p.features, p.features[:, 1:]),
     "multimodal": lambda e, p: temo.multimodal_loss(*e[:2], p.tau),
     "info_nce, (B,)": lambda e, p: temo.info_nce(*e[:2], p.anchor),
@@ -53,10 +72,7 @@ LOSSES = {  # e: I, T, I~, T~ (B, D) each, p: parameters -> (), the mean over th
     "mmts, max-margin": lambda e, p: mmts.max_margin_loss(*e[:2], 4 * p.anchor),
     "mama": lambda e, p: mama.angular_margin_loss(*e[:2], p.tau, 0.2).mean(),
 }
-IN_BLOCKS = [*LOSSES]
-LOSSES |= {  # those without blocks of rows
-    "moco": lambda e, p: sum(
-        ts.moco_loss(*pair, p.keys, p.tau) for pair in (e[::2], e[1::2])
-    ),  # I and I~, T and T~
+LOSSES = IN_BLOCKS | {
+    "moco": moco,
     "hardest negative": lambda e, p: ncl.hardest_negative_loss(e[1], e[0]),
 }

@@ -1,9 +1,8 @@
-"""Flags of the five scripts: what is refused; what recipes give; what a resumed run may change."""
+"""Flags: what is refused, what recipes give, what a resumed run may change."""
 
 import argparse
 import contextlib
 import importlib
-import itertools
 import json
 import re
 import shlex
@@ -13,409 +12,112 @@ from contrastive import data as data_sets
 from contrastive.core.processes import UserError
 from contrastive.data.options import DataOptions
 from contrastive.data.registry import find_data_set
-from contrastive.engine import banner
-from contrastive.engine.flags import Parser
-from contrastive.engine.run import count_steps, adjust_flags_to_data
 from contrastive.encoders.models import adjust_flags_to_encoder
+from contrastive.engine.flags import Parser
+from contrastive.engine.run import adjust_flags_to_data, count_steps
 
 import pytest
 import torch
 
 import ncl
 import temo
-from variants import temo_experts
-from helpers import refused, write_captions
+from helpers import refused
 
-TS, NAMES = "temperature_schedules", ("temperature_schedules", "mmts", "ncl", "mama", "temo")
+TS = "temperature_schedules"
+SCRIPTS = (TS, "mmts", "ncl", "mama", "temo")
 VARIANTS = ("mama_qa", "mmts_vast", "ncl_ssb", "sdclr", "slip", "temo_experts")
-PROGRAMS = (*NAMES, *(f"variants.{name}" for name in VARIANTS))
-each_script = pytest.mark.parametrize("name", NAMES)
+PROGRAMS = (*SCRIPTS, *(f"variants.{name}" for name in VARIANTS))
+each_script = pytest.mark.parametrize("name", SCRIPTS)
 
 
 def parse(name, words=""):
-    return importlib.import_module(name).parse_args(
-        words.split() if isinstance(words, str) else words
-    )
-
-
-# ----------------------------------------------- flags without an effect ------------------------
-SMALL = (
-    "--cpu --workers 0 --dataset moving-emoji --clips 16 8 8 --batch-size 8 --image-size 16 "
-    "--frames 2 --eval-every 0 --max-steps 1 --log-every 1"
-).split()
-# flags of temo.py: a command line, and one flag that would do nothing beside it
-WITHOUT_EFFECT = [
-    ("--row a", "--tau-min .1"),
-    ("--row a", "--similarity cosine"),
-    ("--row b", "--tau .2"),
-    ("--loss ts", "--tau .1"),
-    ("--loss dystress", "--similarity cosine"),
-    ("--baseline", "--tau-min .1"),
-    ("", "--tau-clamp .001 .5"),
-    ("--row e", "--grad-augmented"),
-    ("--row a", "--paraphrases p.jsonl"),
-    ("--loss cwcl", "--image-aug crop"),
-    ("", "--no-paraphrase-anchor"),
-    ("", "--aug-hue 0"),
-]
-
-
-@pytest.mark.parametrize("others, useless", WITHOUT_EFFECT)
-def test_a_flag_without_effect_is_refused(others, useless, capsys):
-    said = refused(temo.parse_args, [*others.split(), *useless.split()], capsys)
-    assert re.match(rf"error: {useless.split()[0]}: only with.*; it would have no effect", said)
-
-
-def test_the_method_of_the_banner_can_be_pasted():
-    """All flags of the method group that have a value; a value with a space is quoted."""
-    words = ["--image-expert", "a folder", "--learnable-tau", "--tau-clamp", ".001", "1"]
-    args = temo_experts.parse_args(words)
-    line = banner.method_line(Namespace(args=args))
-    assert line.count("\\\n") == line.count("\n") > 0
-    again = temo_experts.parse_args(shlex.split(line.replace("\\\n", "")))
-    names = args.method_flags
-    assert {k: vars(again)[k] for k in names} == {k: vars(args)[k] for k in names}
-    assert "tau_min" in names and "tau" in names and "lr" not in names
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_help_has_the_method_the_data_and_the_lengths_first(name, capsys, monkeypatch):
-    """The data sets that have a recipe are named, and the commands at the end can be parsed."""
-    monkeypatch.setenv("COLUMNS", "1000")  # no line is divided
-    with pytest.raises(SystemExit):
-        parse(name, "--help")
-    text = capsys.readouterr().out
-    titles = re.findall(r"^(\S.*):$", text, re.M)
-    assert titles[:2] == ["options", "method"] and titles[-2:] == ["run", "examples"]
-    places = [titles.index(title) for title in ("method", "data", "optimisation", "model", "run")]
-    assert places == sorted(places)
-    module = importlib.import_module(name)
-    sets = [recipe for recipe in module.RECIPES if find_data_set(recipe)]
-    assert f"name of a set ({', '.join(sets)}; docs/data.md has all)" in text
-    commands = [shlex.split(line, comments=True) for line in text.splitlines()[-3:]]
-    for python, *words in commands[:2]:
-        args = module.parse_args(words[1 + name.count("."):])
-        assert python == "python" and not args.resume
-    assert commands[2][-2:] == ["--resume", "runs/NAME"]
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_at_most_75_flags_beside_those_of_a_data_set(name, capsys):
-    with pytest.raises(SystemExit):
-        parse(name, "--help")
-    text = re.sub(r"\n--dataset.*?\n\n", "\n", capsys.readouterr().out, flags=re.S)
-    num_flags = len(re.findall(r"^  --", text, re.M))
-    assert num_flags <= 75
+    return importlib.import_module(name).parse_args(words.split())
 
 
 # ----------------------------------------------- what is refused ---------------------------------
-REFUSED = [  # script, flags, words of the one line
-    ("temo", "--tau 0", "--tau 0: must be at least 1e-12"),
-    (
-        "temo",
-        "--clips 9 2 2",
-        "unknown: --clips 9 2 2; the nearest flag:",
-    ),  # of moving-emoji, and not of emoji
-    ("temo", "captions.csv --cpu", "data are given as --dataset captions.csv"),
-    ("temo", "--max-step 2", "unknown: --max-step 2; the nearest flag: --max-steps"),
-    ("temo", "--learnable-tau --tau 1.5", "must start within --tau-clamp 0.001 0.5"),
+WITHOUT_EFFECT = {  # script: {other flags: flags that do nothing beside them}
+    "temo": {
+        "--row a": ["--tau-min .1", "--similarity cosine", "--paraphrases p.jsonl"],
+        "--row b": ["--tau .2"],
+        "--row e": ["--grad-augmented"],
+        "--loss ts": ["--tau .1"],
+        "--loss dystress": ["--similarity cosine"],
+        "--loss cwcl": ["--image-aug crop"],
+        "--baseline": ["--tau-min .1"],
+        "": [
+            "--tau-clamp .001 .5", "--no-paraphrase-anchor", "--aug-hue 0",
+            # emoji has a val split
+            "--holdout-fraction 0.1"],
+        "--dataset coco": ["--caption-column a", "--label-column=a"]},
+    "ncl": {"": ["--tau-clamp 0.01 1"]},
+    "mmts": {
+        "": ["--tau 0.07"],
+        "--baseline": ["--alpha 0.1", "--margin 0.1", "--tau-clamp 0.01 0.5"],
+        "--clusters noun": ["--num-clusters 9"]},
+    TS: {
+        "": ["--tau 0.1", "--queue-size 9"],
+        "--schedule fixed": ["--tau-min 0.1", "--period 3"],
+        "--schedule random": ["--period 3"],
+        "--schedule coarse": ["--period 3"],
+        "--loss moco": ["--head-norm batch"],
+        "--eval-epoch best --eval-every 1": ["--stop-at-phase .5"]}}
+
+
+def cases_without_effect():
+    cases = []
+    for name, table in WITHOUT_EFFECT.items():
+        for others, flags in table.items():
+            cases += [(name, others, flag) for flag in flags]
+    return cases
+
+
+@pytest.mark.parametrize("name, others, useless", cases_without_effect())
+def test_flag_without_effect_is_refused(name, others, useless, capsys):
+    words = f"{others} {useless}".split()
+    message = refused(importlib.import_module(name).parse_args, words, capsys)
+    flag = re.match(r"[\w-]+", useless)[0]
+    assert message.startswith(f"error: {flag}: only ")
+
+
+REFUSED = [  # script, flags, words of the message
+    ("temo", "--tau 0", "--tau 0: must be at least"),
+    ("temo", "--clips 9 2 2", "unknown: --clips"),  # of moving-emoji, and not of emoji
+    ("temo", "captions.csv --cpu", "--dataset captions.csv"),
+    ("temo", "--max-step 2", "the nearest flag: --max-steps"),
+    ("temo", "--learning-rate=1", "the nearest flag: --lr"),
+    ("temo", "--learnable-tau --tau 1.5", "within --tau-clamp 0.001 0.5"),
     ("temo", "--baseline --loss cwcl", "--loss cwcl: --baseline is --loss infonce"),
-    ("temo", "--lr-scale body=2", "--lr-scale body=2: give image=FACTOR, text=FACTOR or head="),
-    ("temo", "--eval-epoch first", "--eval-epoch first: give last, best or an epoch"),
-    ("ncl", "--learnable-tau --tau 0.001", "must start within --tau-clamp 0.01 100"),
-    ("ncl", "--tau-clamp 0.01 1", "--tau-clamp: only with --learnable-tau"),
-    ("mama", "--a0 20", "the margin a0 / a1 must be at most pi / 2"),
-    ("mama", "--learnable-tau --tau 2", "a learnt temperature must start within --tau-clamp"),
-    ("mama", "--chunk-size 4", "--chunk-size: --weighting meta encodes the whole batch"),
-    ("mama", "--lr-scale image=2", "--lr-scale: the virtual step of --weighting meta has one"),
-    ("mama", "--betas 1 .98", "--betas 1: must be between 0 and 0.9999999"),
-]
+    ("temo", "--lr-scale body=2", "--lr-scale body=2"),
+    ("temo", "--eval-epoch first", "--eval-epoch first"),
+    ("ncl", "--baseline --loss ncl", "--loss ncl: --baseline is --loss infonce"),
+    ("ncl", "--learnable-tau --tau 0.001", "within --tau-clamp 0.01 100"),
+    ("mama", "--a0 20", "a0 / a1 must be at most pi / 2"),
+    ("mama", "--learnable-tau --tau 2", "within --tau-clamp"),
+    ("mama", "--chunk-size 4", "--chunk-size: --weighting meta"),
+    ("mama", "--lr-scale image=2", "--lr-scale: the virtual step"),
+    ("mama", "--betas 1 .98", "--betas 1"),
+    ("mmts", "--alpha 0.5", "temperatures of the run, -0.17 .. 0.37"),
+    ("mmts", "--loss max-margin --alpha 0.5 --shift-min 0.1 --shift-max 0.3", "below 2"),
+    # a range of temperatures is none of margins
+    ("mmts", "--loss max-margin", "add --alpha --shift-min --shift-max"),
+    ("mmts", "--loss max-margin --no-shifts", "add --alpha, since"),
+    ("mmts", "--recipe epic-kitchens-100 --no-pretrained --loss clip --alpha 0.08",
+     "add --shift-min --shift-max"),
+    ("mmts", "--baseline --learnable-tau --tau 2", "within --tau-clamp 0.01 1.0"),
+    ("mmts", "--learnable-tau --no-shifts", "a learnt temperature has no schedule"),
+    ("mmts", "--loss max-margin --baseline --margin 2", "margins of the run, 2 .. 2"),
+    ("mmts", "--shift-min 0.2 --shift-max 0.1", "--shift-min 0.2: larger than"),
+    ("mmts", "--clusters none", "--shifts need clusters"),
+    (TS, "--baseline --schedule cos", "--baseline has a fixed temperature"),
+    (TS, "--schedule fixed --learnable-tau --tau .001", "--tau-clamp 0.01 10"),
+    (TS, "--tau-min 2", "at least --tau-min 2"),
+    (TS, "--imbalance-ratio .5", "must be at least 1"),
+    (TS, "--shot-limits 1 5", "TAIL must be from 1 to HEAD + 1")]
 
 
-@pytest.mark.parametrize("name, words, says", REFUSED)
-def test_refused_in_one_line(name, words, says, capsys):
-    assert says in refused(importlib.import_module(name).parse_args, words.split(), capsys)
-
-
-@pytest.fixture
-def without_recipe(name, monkeypatch):
-    """The parser of a script whose flags got no value from a recipe."""
-    found = []
-    with monkeypatch.context() as patch:
-        patch.setattr(Parser, "set_defaults", lambda parser, **recipe: found.append(parser))
-        with contextlib.suppress(SystemExit):  # where a flag has no default
-            importlib.import_module(name).parse_args([])
-    return found[0]
-
-
-@each_script
-def test_a_number_has_a_range(name, without_recipe):
-    numbers = [action for action in without_recipe._actions if action.type]
-    for action, value in itertools.product(numbers, ("nan", "-1000000001")):
-        with pytest.raises((argparse.ArgumentTypeError, ValueError)):
-            action.type(value)
-    assert len(numbers) > 20
-
-
-@each_script
-def test_the_value_of_a_flag_stands_in_one_place(name, without_recipe):
-    """In all recipes, or as its default: an edited default that recipes override would do nothing.
-    """
-    own = itertools.takewhile(lambda group: group.title != "data", without_recipe._action_groups)
-    defaults = {
-        action.dest
-        for group in own
-        for action in group._group_actions
-        if action.default is not None
-    }
-    everywhere = set.intersection(*map(set, importlib.import_module(name).RECIPES.values()))
-    assert len(defaults) > 3 and defaults & everywhere <= {"loss"}  # it chooses a recipe
-
-
-def test_a_misspelt_key_of_a_recipe_is_refused(monkeypatch, capsys):
-    monkeypatch.setitem(ncl.RECIPES, "own", ncl.OWN | {"warm_up_epochs": 3.0})
-    said = refused(ncl.parse_args, ["--dataset", "mine.csv"], capsys)
-    assert said == "error: recipe own: there is no flag warm_up_epochs\n"
-
-
-# ----------------------------------------------- recipes ------------------------------------------
-CLIP4CLIP = dict(
-    lr=1e-7,
-    batch_size=128,
-    queue_size=16_384,
-    iterations=4,
-    tau=0.01,
-    learnable_tau=True,
-    freeze="clip4clip",
-)
-PAPER = [  # script, flags, what the papers and their code say
-    (
-        "temo",
-        "--dataset cc3m",
-        dict(lr=2e-4, weight_decay=0.02, image_size=256, tau_clamp=[0.001, 0.5]),
-    ),
-    ("temo", "--dataset cc3m", dict(tau=0.01, tau_min=0.01, tau_alpha=0.04, jitter=0)),
-    ("temo", "--dataset cc12m", dict(lr=3e-3, weight_decay=0.1, tau_clamp=[0.01, 1.0])),
-    (
-        TS,
-        "--dataset cifar10-lt",
-        dict(
-            schedule="cos",
-            tau_min=0.1,
-            tau_max=1.0,
-            period=400,
-            eval_epoch="best",
-            decay_all=True,
-            train_features="augmented",
-        ),
-    ),
-    (TS, "--dataset cifar10-lt --schedule fixed", dict(tau=0.2)),
-    (TS, "", dict(decay_all=False)),
-    (
-        TS,
-        "--dataset imagenet100-lt",
-        dict(shot_limits=[100, 20], eval_epoch="last", eval_crop=0.875, schedule="cos"),
-    ),
-    ("mmts", "--dataset cc3m", dict(alpha=0.04, shift_min=0.05, shift_max=0.1)),
-    (
-        "mmts",
-        "--dataset epic-kitchens-100 --init-from w.pt",
-        dict(loss="max-margin", alpha=0.2, shift_min=0.17, shift_max=0.3),
-    ),
-    ("mmts", "--dataset cc3m --baseline", dict(tau=0.01, schedule=False, shifts=False)),
-    (
-        "variants.mmts_vast",
-        "--dataset youcook2 --init-from w",
-        dict(alpha=0.06, shift_min=0.06, shift_max=0.09, label_smoothing=0.1, eps=1e-6, lr=3e-5)
-        | dict(image_encoder="vast", modalities="vas", matching_weight=0.1, drop_path=0.4)
-        | dict(frames=8, eval_frames=16, text_length=40, warmup_fraction=0.1, betas=[0.9, 0.98])
-        | dict(batch_size=64, epochs=30, grad_clip=0, weight_decay=0.01, lr_schedule="linear"),
-    ),
-    (
-        "variants.mmts_vast",
-        "--dataset ssv2-lt --init-from w",
-        dict(alpha=0.04, shift_min=0.07, shift_max=0.11, label_smoothing=0.1, modalities="v"),
-    ),
-    (
-        "ncl",
-        "--dataset msrvtt",
-        CLIP4CLIP
-        | dict(
-            epochs=5, warmup_fraction=0.1, text_length=32, frames=12, unfold_captions=True,
-            normalize="queue"),
-    ),
-    ("ncl", "--dataset msvd", CLIP4CLIP | dict(epochs=3, warmup_fraction=0)),
-    (
-        "ncl",
-        "--dataset activitynet",
-        CLIP4CLIP | dict(epochs=10, text_length=64, frames=64, unfold_captions=False),
-    ),
-    ("ncl", "--dataset msrvtt --baseline", CLIP4CLIP | dict(loss="infonce", normalize="none")),
-    ("ncl", "", dict(freeze="none")),
-    (
-        "mama",
-        "--dataset msrvtt",
-        dict(lr=5e-6, epochs=5, tau=1.0, a0=2.0, a1=10.0, a2=0.1, weighting="meta"),
-    ),
-    (
-        "mama",
-        "--dataset didemo --baseline",
-        dict(epochs=20, weighting="none", margin_schedule="none"),
-    ),
-]
-
-
-@pytest.mark.parametrize("name, words, values", PAPER)
-def test_recipes_are_the_papers(name, words, values):
-    args = vars(parse(name, words))
-    assert {k: args[k] for k in values} == values
-
-
-@each_script
-def test_any_recipe_for_any_data(name, frozen_packages):
-    """All values of the set that --recipe names, but for its place among the evaluation sets, which
-    is the data's."""
-    script = importlib.import_module(name)
-    for recipe in script.RECIPES:
-        known = recipe if recipe != "own" else "other.csv"
-        weights = "--init-from w.pt" if recipe == "epic-kitchens-100" else ""
-        theirs, ours = (
-            vars(parse(name, f"--dataset {data} --recipe {recipe} {weights}"))
-            for data in (known, "my.csv")
-        )
-        assert ours["recipe"] == recipe
-        assert ours["changed"] == weights.split()[:1]
-        assert recipe not in ours.get("eval_datasets", ())
-        different = {k for k in ours if ours[k] != theirs[k]}
-        assert different <= {"dataset", "eval_datasets", "command_line"}, recipe
-    assert parse(name, "--dataset my.csv").recipe == "own"
-
-
-def test_a_paper_s_recipe_needs_a_gpu_or_cpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    # torch says why there is none
-    monkeypatch.setattr(torch.cuda, "init", lambda: torch.empty(0, device="nowhere"))
-    data = str(write_captions(tmp_path, 24))
-    args = parse(
-        "temo",
-        ["--dataset", data, "--recipe", "cc3m", "--eval-datasets", data, "--batch-size", "16"],
-    )
-    with pytest.raises(
-        UserError, match="^recipe cc3m needs a GPU; without one add --cpu; torch: .*nowhere"
-    ):
-        temo.main(args)
-
-
-class TrainingSet(list):
-    name = "x"
-
-
-@pytest.mark.parametrize("examples, batch, epochs", [(23, 16, 500), (7, 4, 500), (800, 256, 167)])
-def test_own_data_take_the_batch_that_processes_share_and_500_steps(
-    examples, batch, epochs, monkeypatch, capsys
-):
-    """Without --batch-size a multiple of 8, from 8 examples on; without --epochs as many whole
-    epochs as make 500 steps."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-
-    def fit(words, examples=examples):
-        args = parse("temo", words)
-        return adjust_flags_to_data(args, TrainingSet(range(examples)))
-
-    args = fit("--dataset x.csv")
-    assert (args.batch_size, args.epochs) == (batch, epochs)
-    steps = int(epochs * (examples // batch))
-    out = capsys.readouterr().out
-    assert f"--epochs 24 -> {epochs}, which make {steps} steps" in out
-    args = fit("--dataset x.csv --epochs 3 --batch-size 4")
-    assert (args.batch_size, args.epochs) == (4, 3)
-    words = "--batch-size 256: larger than the number of training examples of x, 3; give more"
-    with pytest.raises(UserError, match=words):
-        fit("--dataset x.csv", 3)
-    with pytest.raises(UserError, match="x: a single training example has no negatives; give"):
-        fit("--dataset x.csv", 1)
-
-
-@pytest.mark.parametrize("examples, batch", [(101, 96), (15, 8)])
-def test_the_batch_of_small_own_data_does_not_depend_on_the_processes(
-    examples, batch, monkeypatch
-):
-    for processes in (1, 2, 4, 8):
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
-        args = parse("temo", "--dataset x.csv")
-        fitted = adjust_flags_to_data(args, TrainingSet(range(examples)))
-        assert fitted.batch_size == batch
-
-
-def test_flags_of_a_data_set_that_is_evaluated_alone_are_used():
-    args = parse("temo", "--dataset emoji --eval-datasets emoji moving-emoji --clips 50 20 10")
-    assert [
-        len(data_sets.open_data(args)[1]["moving-emoji"][split]) for split in ("val", "test")
-    ] == [20, 10]
-
-
-def test_a_warm_up_of_less_than_half_a_step_is_none():
-    args = Namespace(batch_size=16, max_steps=40, epochs=1, warmup_fraction=0.01)
-    assert count_steps(args, range(160)).warmup == 0
-    args.warmup_fraction = 0.1
-    assert count_steps(args, range(160)).warmup == 4
-
-
-# ----------------------------------------------- a resumed run ------------------------------------
-def test_what_a_resumed_run_may_change(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        parse("temo", ["--resume", str(tmp_path)])
-    assert f"--resume {tmp_path}: is neither the folder of a run" in capsys.readouterr().err
-    (tmp_path / "args.json").write_text(
-        json.dumps(vars(parse("temo", "--max-steps 9")) | {"script": "temo"})
-    )
-    for flag, now in (
-        ("--embed-dim", "32"),
-        ("--loss", "infonce"),
-        ("--run-name", "x"),
-    ):
-        said = refused(temo.parse_args, ["--resume", str(tmp_path), flag, now], capsys)
-        assert f"--resume: {flag} cannot change in a run, where it is" in said
-    # the same value is no change
-    words = "--dataset emoji --loss temo --embed-dim 128 --no-detach-tau"
-    same = parse("temo", ["--resume", str(tmp_path), *words.split()])
-    assert (same.loss, same.max_steps, same.changed) == ("temo", 9, ["--max-steps"])
-    said = refused(ncl.parse_args, ["--resume", str(tmp_path)], capsys)
-    assert f"--resume {tmp_path}: a run of temo.py, not of ncl.py" in said
-    longer = parse("temo", ["--resume", str(tmp_path), "--epochs", "50"])
-    assert (longer.epochs, longer.max_steps) == (50, 0)  # the saved number of steps would win
-
-
-def test_an_encoder_that_a_resume_repeats_chooses_no_other(tiny, tmp_path):
-    """A CLIP as --image-encoder chooses --text-encoder, but not in a resumed run."""
-    clip, _ = tiny("clip")
-    words = ["--image-encoder", clip, "--text-encoder", "small"]
-    saved = vars(adjust_flags_to_encoder(parse("temo", words))) | {"script": "temo"}
-    (tmp_path / "args.json").write_text(json.dumps(saved))
-    same = adjust_flags_to_encoder(parse("temo", ["--resume", str(tmp_path), *words[:2]]))
-    assert same.text_encoder == "small" and same.embed_dim == saved["embed_dim"]
-
-
-def test_flags_of_other_code_bases(capsys):
-    for word, flag in (
-        ("--learning-rate=1", "--lr"), ("--train-data", "--dataset"),
-        ("--val_data", "--eval-datasets"), ("--temperature", "--tau"),
-        ("--model", "--image-encoder"), ("--precision", "--mixed-precision"),
-        ("--wandb", "--tracker"), ("--report-to", "--tracker"), ("--name", "--run-name"),
-        ("--logs", "--output-dir"), ("--wd", "--weight-decay"), ("--max-grad-norm", "--grad-clip"),
-        ("--tau-mim", "--tau-min"), ("--zzzzzzz", "nothing"),
-    ):
-        message = refused(temo.parse_args, [word], capsys)
-        assert message.split("; ")[1].strip() == f"the nearest flag: {flag}"
-
-
-@pytest.mark.parametrize("words, where", [
-    ("--holdout-fraction 0.1", "for your own data, or a named set that has no val"),  # emoji has
-    ("--dataset coco --caption-column a", "for your own data"),
-    ("--dataset coco --label-column=a", "for your own data")])
-def test_flags_without_effect_on_the_data(words, where, capsys):
-    message = refused(temo.parse_args, words.split(), capsys)
-    assert f": only {where}" in message and message.endswith("; it would have no effect\n")
+@pytest.mark.parametrize("name, words, reason", REFUSED)
+def test_contradictory_flags_are_refused(name, words, reason, capsys):
+    assert reason in refused(importlib.import_module(name).parse_args, words.split(), capsys)
 
 
 @pytest.mark.parametrize("words", [
@@ -423,20 +125,289 @@ def test_flags_without_effect_on_the_data(words, where, capsys):
     "--dataset cifar10 --holdout-fraction 0.1",
     "--eval-datasets imagenet --holdout-fraction 0.1",
     "--dataset coco --eval-datasets x.csv --caption-column a"])
-def test_flags_with_effect_on_some_of_the_data(words):
+def test_flags_with_effect_on_one_of_the_data_sets_are_accepted(words):
     temo.parse_args(words.split())
 
 
-def test_options_of_a_set_that_is_evaluated():
-    """Folders, columns and captions of the training set are its own."""
+def test_misspelt_key_of_a_recipe_is_refused(monkeypatch, capsys):
+    monkeypatch.setitem(ncl.RECIPES, "own", ncl.OWN | {"warm_up_epochs": 3.0})
+    message = refused(ncl.parse_args, ["--dataset", "mine.csv"], capsys)
+    assert "recipe own" in message and "warm_up_epochs" in message
+
+
+@pytest.fixture
+def parser(name, monkeypatch):
+    """The parser of a script whose flags got no value from a recipe."""
+    parsers = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Parser, "set_defaults", lambda parser, **recipe: parsers.append(parser))
+        with contextlib.suppress(SystemExit):  # where a flag has no default
+            parse(name)
+    return parsers[0]
+
+
+@each_script
+def test_a_number_has_a_range(name, parser):
+    numbers = [action for action in parser._actions if action.type]
+    assert len(numbers) > 20
+    for action in numbers:
+        for value in ("nan", "-1000000001"):
+            with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+                action.type(value)
+
+
+@each_script
+def test_a_flag_has_its_value_in_one_place(name, parser):
+    """In all recipes, or as its default: an edited default that recipes override would do nothing.
+    """
+    defaults = set()
+    for group in parser._action_groups:
+        if group.title == "data":
+            break
+        for action in group._group_actions:
+            if action.default is not None:
+                defaults.add(action.dest)
+    everywhere = set.intersection(*map(set, importlib.import_module(name).RECIPES.values()))
+    assert len(defaults) > 3
+    assert defaults & everywhere <= {"loss"}  # it chooses a recipe
+
+
+def help_of(name, capsys):
+    with pytest.raises(SystemExit):
+        parse(name, "--help")
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_has_data_sets_and_commands_that_can_be_parsed(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # no line is divided
+    text = help_of(name, capsys)
+    module = importlib.import_module(name)
+    sets = [recipe for recipe in module.RECIPES if find_data_set(recipe)]
+    assert f"name of a set ({', '.join(sets)}; docs/data.md has all)" in text
+    *commands, resume = text.splitlines()[-3:]
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        module.parse_args(words[2 + name.count("."):])
+    assert resume.split()[-2:] == ["--resume", "runs/NAME"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_at_most_75_flags_beside_those_of_a_data_set(name, capsys):
+    text = re.sub(r"\n--dataset.*?\n\n", "\n", help_of(name, capsys), flags=re.S)
+    assert len(re.findall(r"^  --", text, re.M)) <= 75
+
+
+# ----------------------------------------------- recipes ------------------------------------------
+CLIP4CLIP = dict(
+    lr=1e-7, batch_size=128, queue_size=16_384, iterations=4, tau=0.01, learnable_tau=True,
+    freeze="clip4clip")
+VAST = dict(
+    label_smoothing=0.1, eps=1e-6, image_encoder="vast", matching_weight=0.1,
+    drop_path=0.4, frames=8, eval_frames=16, text_length=40, warmup_fraction=0.1,
+    betas=[0.9, 0.98], batch_size=64, epochs=30, grad_clip=0, weight_decay=0.01,
+    lr_schedule="linear")
+PAPER = {  # script: {flags: what the paper and its code say}
+    "temo": {
+        "--dataset cc3m": dict(
+            lr=2e-4, weight_decay=0.02, image_size=256, tau_clamp=[0.001, 0.5], tau=0.01,
+            tau_min=0.01, tau_alpha=0.04, jitter=0),
+        "--dataset cc12m": dict(lr=3e-3, weight_decay=0.1, tau_clamp=[0.01, 1.0])},
+    TS: {
+        "--dataset cifar10-lt": dict(
+            schedule="cos", tau_min=0.1, tau_max=1.0, period=400, eval_epoch="best",
+            decay_all=True, train_features="augmented"),
+        "--dataset cifar10-lt --schedule fixed": dict(tau=0.2),
+        "--dataset cifar10-lt --baseline": dict(schedule="fixed", tau=0.2),
+        "": dict(decay_all=False),
+        "--dataset imagenet100-lt": dict(
+            shot_limits=[100, 20], eval_epoch="last", eval_crop=0.875, schedule="cos")},
+    "mmts": {
+        "--dataset cc3m": dict(alpha=0.04, shift_min=0.05, shift_max=0.1),
+        "--dataset cc3m --baseline": dict(tau=0.01, schedule=False, shifts=False),
+        "--dataset epic-kitchens-100 --init-from w.pt": dict(
+            loss="max-margin", alpha=0.2, shift_min=0.17, shift_max=0.3),
+        "--loss max-margin --baseline": dict(schedule=False, shifts=False, margin=0.2),
+        # the command line wins over the preset
+        "--baseline --schedule": dict(schedule=True)},
+    "variants.mmts_vast": {
+        "--dataset youcook2 --init-from w": VAST | dict(
+            lr=3e-5, alpha=0.06, shift_min=0.06, shift_max=0.09, modalities="vas"),
+        "--dataset ssv2-lt --init-from w": VAST | dict(
+            lr=2e-5, alpha=0.04, shift_min=0.07, shift_max=0.11, modalities="v")},
+    "ncl": {
+        "--dataset msrvtt": CLIP4CLIP | dict(
+            epochs=5, warmup_fraction=0.1, text_length=32, frames=12, unfold_captions=True,
+            normalize="queue"),
+        "--dataset msvd": CLIP4CLIP | dict(epochs=3, warmup_fraction=0),
+        "--dataset activitynet": CLIP4CLIP | dict(
+            epochs=10, text_length=64, frames=64, unfold_captions=False),
+        "--dataset msrvtt --baseline": CLIP4CLIP | dict(loss="infonce", normalize="none"),
+        "": dict(freeze="none")},
+    "mama": {
+        "--dataset msrvtt": dict(
+            lr=5e-6, epochs=5, tau=1.0, a0=2.0, a1=10.0, a2=0.1, weighting="meta", batch_size=4),
+        "--dataset didemo --baseline": dict(
+            epochs=20, weighting="none", margin_schedule="none", tau=1.0)},
+    "variants.sdclr": {
+        "--dataset cifar100-lt": dict(tau=0.2, prune=0.9),
+        "--dataset imagenet100-lt": dict(tau=0.3, prune=0.3)}}
+
+
+def cases_of_papers():
+    cases = []
+    for name, table in PAPER.items():
+        cases += [(name, words, values) for words, values in table.items()]
+    return cases
+
+
+@pytest.mark.parametrize("name, words, values", cases_of_papers())
+def test_recipes_are_the_papers(name, words, values):
+    args = vars(parse(name, words))
+    assert {flag: args[flag] for flag in values} == values
+
+
+BASELINES = {  # script: flags that --baseline changes
+    "temo": {"loss"},
+    TS: {"schedule"},
+    "mmts": {"schedule", "shifts"},
+    "ncl": {"loss", "normalize"},
+    "mama": {"weighting", "margin_schedule"}}
+
+
+@each_script
+def test_baseline_has_everything_else_equal(name):
+    baseline, method = vars(parse(name, "--baseline")), vars(parse(name))
+    changed = {flag for flag in method if baseline[flag] != method[flag]}
+    changed -= {"baseline", "command_line", "changed", "method_flags"}
+    assert changed == BASELINES[name]
+
+
+@each_script
+def test_any_recipe_for_any_data(name, frozen_packages):
+    """All values of the set that --recipe names; its evaluation set is the data's."""
+    for recipe in importlib.import_module(name).RECIPES:
+        data_of_recipe = recipe
+        if recipe == "own":
+            data_of_recipe = "other.csv"
+        flags = f"--recipe {recipe}"
+        if recipe == "epic-kitchens-100":
+            flags += " --init-from w.pt"
+        theirs = vars(parse(name, f"--dataset {data_of_recipe} {flags}"))
+        ours = vars(parse(name, f"--dataset my.csv {flags}"))
+        assert ours["recipe"] == recipe
+        different = {flag for flag in ours if ours[flag] != theirs[flag]}
+        assert different <= {"dataset", "eval_datasets", "command_line"}, recipe
+    assert parse(name, "--dataset my.csv").recipe == "own"
+
+
+def test_recipe_of_a_paper_needs_a_gpu_or_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = parse("temo", "--dataset cc3m")
+    with pytest.raises(UserError, match="recipe cc3m needs a GPU; without one add --cpu"):
+        temo.main(args)
+
+
+# ----------------------------------------------- lengths ------------------------------------------
+def fit(words, num_examples):
+    """The flags of a run on so many examples of one's own."""
+    args = parse("temo", f"--dataset x.csv {words}")
+    return adjust_flags_to_data(args, Namespace(examples=num_examples, name="x"))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_examples, batch, epochs", [
+    (23, 16, 500), (15, 8, 500), (101, 96, 500), (800, 256, 167)])
+def test_own_data_choose_batch_and_epochs(  # noqa: PLR0917
+        num_examples, batch, epochs, processes, monkeypatch):
+    """A multiple of 8, the same for any number of processes; whole epochs of 500 steps."""
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    args = fit("", num_examples)
+    assert (args.batch_size, args.epochs) == (batch, epochs)
+
+
+def test_given_batch_and_epochs_are_kept():
+    args = fit("--epochs 3 --batch-size 4", 23)
+    assert (args.batch_size, args.epochs) == (4, 3)
+
+
+@pytest.mark.parametrize("num_examples, words", [
+    (3, "--batch-size 256: larger than the number of training examples of x, 3"),
+    (1, "x: a single training example")])
+def test_too_few_examples_are_refused(num_examples, words, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match=words):
+        fit("", num_examples)
+
+
+@pytest.mark.parametrize("share, warmup", [(0.01, 0), (0.1, 4)])
+def test_warm_up_is_rounded_to_steps(share, warmup):
+    args = Namespace(batch_size=16, max_steps=40, epochs=1, warmup_fraction=share)
+    assert count_steps(args, Namespace(examples=160)).warmup == warmup
+
+
+# ----------------------------------------------- flags of data sets -------------------------------
+def test_flags_of_a_set_that_is_only_evaluated_are_used():
+    args = parse("temo", "--dataset emoji --eval-datasets moving-emoji --clips 50 20 10")
+    _, eval_sets = data_sets.open_data(args)
+    clips = eval_sets["moving-emoji"]
+    assert (len(clips["val"]), len(clips["test"])) == (20, 10)
+
+
+def test_folders_and_columns_of_the_training_set_are_its_own():
     words = ("--dataset x.csv --eval-datasets coco y.csv --data-dir a --video-dir b "
              "--caption-column c --unfold-captions --frames 3")
-    args = ncl.parse_args(words.split())
-    own, named, other = (data_sets.data_options(args, name) for name in (None, "coco", "y.csv"))
-    assert own == DataOptions(
+    args = parse("ncl", words)
+    assert data_sets.data_options(args, None) == DataOptions(
         frames=3, image_size=64, frame_sampling="uniform", data_dir="a", video_dir="b",
         caption_column="c", unfold_captions=True, hold_out_test=False)
-    assert (named.caption_column, named.data_dir) == ("", "")
-    assert (other.caption_column, other.data_dir) == ("c", "")
-    assert named.video_dir == other.video_dir == "b" and not other.unfold_captions
+    for name, column in (("coco", ""), ("y.csv", "c")):
+        options = data_sets.data_options(args, name)
+        assert (options.data_dir, options.video_dir, options.caption_column) == ("", "b", column)
+        assert not options.unfold_captions
     assert data_sets.data_options(args, "coco", "d").data_dir == "d"
+
+
+# ----------------------------------------------- a resumed run ------------------------------------
+@pytest.fixture
+def saved(tmp_path):
+    """The folder of a run of temo.py with --max-steps 9."""
+    flags = vars(parse("temo", "--max-steps 9")) | {"script": "temo"}
+    (tmp_path / "args.json").write_text(json.dumps(flags))
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", ["--embed-dim 32", "--loss infonce", "--run-name x"])
+def test_resume_refuses_a_change_of_the_run(words, saved, capsys):
+    message = refused(temo.parse_args, ["--resume", str(saved), *words.split()], capsys)
+    assert f"--resume: {words.split()[0]} cannot change" in message
+
+
+def test_resume_accepts_the_same_values(saved):
+    words = "--dataset emoji --loss temo --embed-dim 128 --no-detach-tau"
+    args = parse("temo", f"--resume {saved} {words}")
+    assert (args.loss, args.max_steps, args.changed) == ("temo", 9, ["--max-steps"])
+
+
+def test_resume_with_epochs_replaces_the_number_of_steps(saved):
+    args = parse("temo", f"--resume {saved} --epochs 50")
+    assert (args.epochs, args.max_steps) == (50, 0)
+
+
+def test_resume_refuses_the_run_of_another_script(saved, capsys):
+    assert "a run of temo.py" in refused(ncl.parse_args, ["--resume", str(saved)], capsys)
+
+
+def test_resume_refuses_a_folder_without_a_run(tmp_path, capsys):
+    message = refused(temo.parse_args, ["--resume", str(tmp_path)], capsys)
+    assert f"--resume {tmp_path}" in message
+
+
+def test_resume_repeats_an_encoder_that_chooses_no_other(tiny, tmp_path):
+    """A CLIP as --image-encoder chooses --text-encoder, but not in a resumed run."""
+    clip, _ = tiny("clip")
+    args = adjust_flags_to_encoder(parse("temo", f"--image-encoder {clip} --text-encoder small"))
+    (tmp_path / "args.json").write_text(json.dumps(vars(args) | {"script": "temo"}))
+    same = parse("temo", f"--resume {tmp_path} --image-encoder {clip}")
+    same = adjust_flags_to_encoder(same)
+    assert (same.text_encoder, same.embed_dim) == ("small", args.embed_dim)
