@@ -1,5 +1,4 @@
-"""Runs in processes of their own, forks of this one, so that no import is paid for: half a second,
-not six."""
+"""Runs in processes of their own, forks of this one: no import is paid for again."""
 
 import functools
 import multiprocessing
@@ -15,19 +14,16 @@ from accelerate.state import AcceleratorState
 from torch.utils.data._utils import signal_handling
 
 
-
 def own_children():
-    """Forks are ours again: torch takes the end of one for that of a loader worker that had its
+    """Forks are ours again: torch takes the end of one for that of a loader's worker that had its
     number."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal_handling._SIGCHLD_handler_set = (
-        False  # the next loader sets it again, here and in the fork
-    )
+    # the next loader sets it again, here and in the fork
+    signal_handling._SIGCHLD_handler_set = False
 
 
 def spawn(function, arguments, processes):
-    """As torch.multiprocessing.spawn: function(rank, *arguments) in so many processes; their
-    failure is raised here."""
+    """function(rank, *arguments) in so many processes; their failure is raised here."""
     own_children()
     torch.multiprocessing.start_processes(function, arguments, processes, start_method="fork")
 
@@ -61,23 +57,22 @@ def ended(process, seconds=300):
 
 
 def ranks(folder, work):
-    """[(exit code, stderr)] of forks work(rank), the ranks of a world of two; without tqdm's sign
-    for one line up."""
+    """[(exit code, stderr)] of forks work(rank), the ranks of a world of two."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        world = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free.getsockname()[1]),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-        }  # what torchrun tells each process
-    logs = [folder / f"rank{n}.log" for n in (0, 1)]
-    processes = [
-        forked(functools.partial(work, n), logs[n], **world, RANK=str(n), LOCAL_RANK=str(n))
-        for n in (0, 1)
-    ]
-    codes = [ended(process) for process in processes]
-    return [
-        (code, log.read_text(errors="replace").replace("\x1b[A", ""))
-        for code, log in zip(codes, logs)
-    ]
+        port = free.getsockname()[1]
+    # what torchrun tells each process
+    world = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2"}
+    processes = []
+    for rank in (0, 1):
+        log = folder / f"rank{rank}.log"
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(forked(functools.partial(work, rank), log, **world, **place))
+    results = []
+    for rank, process in enumerate(processes):
+        code = ended(process)
+        text = (folder / f"rank{rank}.log").read_text(errors="replace")
+        results.append((code, text.replace("\x1b[A", "")))  # tqdm's sign for one line up
+    return results

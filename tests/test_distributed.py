@@ -3,7 +3,6 @@ those of one with the same global batch. (Whole runs: test_promises.py.)"""
 
 import json
 import os
-import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -56,37 +55,37 @@ class Encoders(nn.Module):
         return image, text, image_aug, text_aug
 
 
-def build_encoders(dtype, dropout=0.0):
+def build_encoders(dropout=0.0):
     torch.manual_seed(0)
-    return Encoders(dropout).to(dtype)
+    return Encoders(dropout).double()
 
 
-def inputs(rows, dtype=torch.float64):
+def inputs(rows):
     """These rows of the global batch, (b, WIDTH) tensors; texts are near their images."""
     x = torch.randn(4, N, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x[1:] += x[0]
-    image, text, image_aug, text_aug = x[:, rows].to(dtype)
+    image, text, image_aug, text_aug = x[:, rows]
     return {
         "pixels": {"first": image, "second": image_aug},
         "tokens": {"first": text, "second": text_aug}}
 
 
-def step(name, dtype, rows, chunk=0, dropout=0.0):
+def step(name, rows, chunk=0, dropout=0.0):
     """The mean loss, and the gradients of encoders and learnt tau, as a script's loop has them."""
-    model = build_encoders(dtype, dropout)
-    p = parameters(rows, dtype)
+    model, p = build_encoders(dropout), parameters(rows)
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(model)  # DDP must outlive the backward
     assert isinstance(prepared, DistributedDataParallel) == (world_size() > 1)
     grad_cache = common.GradCache(prepared, accelerator, chunk)
-    loss = LOSSES[name](grad_cache.encode(**inputs(rows, dtype)), p)
+    loss = LOSSES[name](grad_cache.encode(**inputs(rows)), p)
     accelerator.backward(loss)
     trained = [*model.parameters()]
     if p.tau.grad is not None:
         common.average_gradients([p.tau])
         trained.append(p.tau)
     means = core.processes.mean_over_processes({"loss": loss.detach()}, "cpu")
-    return [torch.tensor(means["loss"], dtype=dtype), *(x.grad.clone() for x in trained)]
+    mean_loss = torch.tensor(means["loss"], dtype=torch.float64)
+    return [mean_loss, *(x.grad.clone() for x in trained)]
 
 
 def weights_of_mama(rows):
@@ -113,10 +112,10 @@ def weights_of_mama(rows):
 def queues(rows):
     """NCL's and TS's queue after three global batches; they hold one and a half."""
     queue_of_ncl, queue_of_ts = ncl.QueryQueue(24, WIDTH), ts.Queue(24, WIDTH)
-    x = inputs(WHOLE, torch.float32)["tokens"]
+    x = inputs(WHOLE)["tokens"]
     for batch in (x["first"], x["second"], -x["first"]):
-        queue_of_ncl.push(batch[rows])
-        queue_of_ts.push(batch[rows])
+        queue_of_ncl.push(batch[rows].float())
+        queue_of_ts.push(batch[rows].float())
     return queue_of_ncl.get(), queue_of_ts.keys
 
 
@@ -131,27 +130,32 @@ def embeddings_in_pieces(_):
     return [gather_rows(parts, piece=2)]
 
 
-OTHERS = {"mama": weights_of_mama, "queues": queues, "pieces": embeddings_in_pieces}
-
-
 def results_of(rows):
     """{name: tensors} that a process with these rows has, together with the others."""
-    results = {name: make(rows) for name, make in OTHERS.items()}
+    results = {
+        "mama": weights_of_mama(rows),
+        "queues": queues(rows),
+        "pieces": embeddings_in_pieces(rows)}
     for name, chunk in STEPS:
-        results[f"{name} {chunk}"] = step(name, torch.float64, rows, chunk)
+        results[name, chunk] = step(name, rows, chunk)
     return results
 
 
-def errors(tensors, expected):
-    """Relative errors of the tensors of two lists, in their norms."""
-    return [((x - y).norm() / y.norm()).item() for x, y in zip(tensors, expected, strict=True)]
+def largest_error(tensors, expected):
+    """Of the tensors of two lists, relative in their norms."""
+    errors = []
+    for x, y in zip(tensors, expected, strict=True):
+        errors.append(((x - y).norm() / y.norm()).item())
+    return max(errors)
 
 
 def compare(place, folder, worlds):
-    """All that needs a group, in one start of processes: writes {name: errors against one process}
+    """All that needs a group, in one start of processes: writes {name: error against one process}
     of process `place` in each world, as WORLD_PLACE.json."""
     torch.set_num_threads(1)
     alone = results_of(WHOLE)  # before there is a group
+    for name, chunk in STEPS:
+        alone[name, chunk] = alone[name, 0]
     for size in worlds:
         AcceleratorState._reset_state(True)
         if place >= size:
@@ -160,48 +164,47 @@ def compare(place, folder, worlds):
         os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
         group = f"file://{folder}/init_{size}"
         dist.init_process_group("gloo", group, rank=place, world_size=size)
-        found = {}
-        for name, tensors in results_of(slice(place * N // size, (place + 1) * N // size)).items():
-            found[name] = errors(tensors, alone[re.sub(" 3$", " 0", name)])
-        Path(folder, f"{size}_{place}.json").write_text(json.dumps(found))
+        rows = slice(place * N // size, (place + 1) * N // size)
+        errors = {}
+        for name, tensors in results_of(rows).items():
+            errors[str(name)] = largest_error(tensors, alone[name])
+        Path(folder, f"{size}_{place}.json").write_text(json.dumps(errors))
         dist.destroy_process_group()
 
 
 # ----------------------------------------------- gradients on 1, 2 and 4 processes ----------------
 @pytest.fixture(scope="module")
-def differences(tmp_path_factory):
+def errors(tmp_path_factory):
     """What `compare` wrote on each rank of two and of four processes."""
-    folder, worlds = tmp_path_factory.mktemp("processes"), (2, 4)
-    launch.spawn(compare, (str(folder), worlds), 4)
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    folder = tmp_path_factory.mktemp("processes")
+    launch.spawn(compare, (str(folder), (2, 4)), 4)
+    files = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    assert len(files) == 6
+    return files
 
 
 @pytest.mark.parametrize("name, chunk", STEPS)
-def test_gradients_are_those_of_one_process(differences, name, chunk):
+def test_gradients_are_those_of_one_process(errors, name, chunk):
     """With chunks, processes wait for each other in the last one only."""
-    assert len(differences) == 6
-    for found in differences:
-        assert max(found[f"{name} {chunk}"]) < 1e-10
+    assert max(ours[str((name, chunk))] for ours in errors) < 1e-10
 
 
 @pytest.mark.parametrize("name, limit", [("mama", 1e-10), ("queues", 0), ("pieces", 0)])
-def test_processes_together_compute_what_one_does(differences, name, limit):
-    assert len(differences) == 6
-    for found in differences:
-        assert max(found[name]) <= limit
+def test_processes_together_compute_what_one_does(errors, name, limit):
+    assert max(ours[name] for ours in errors) <= limit
 
 
 def test_chunks_replay_dropout():
     """The second encoding sees the masks of the first: the gradient is that of one graph over the
     same masks."""
-    found = step("multimodal", torch.float64, WHOLE, 3, dropout=0.5)
-    after, p, model = torch.rand(1), parameters(), build_encoders(torch.float64, 0.5)
+    gradients = step("multimodal", WHOLE, 3, dropout=0.5)
+    random_number, p, model = torch.rand(1), parameters(), build_encoders(0.5)
     parts = [model(**inputs(slice(i, i + 3))) for i in range(0, N, 3)]
-    loss = LOSSES["multimodal"]([torch.cat(e) for e in zip(*parts)], p)
+    loss = LOSSES["multimodal"]([torch.cat(x) for x in zip(*parts)], p)
     loss.backward()
     expected = [loss.detach(), *(x.grad for x in (*model.parameters(), p.tau))]
-    assert max(errors(found, expected)) < 1e-10
-    assert torch.rand(1) == after  # and the random state goes on as if encoded once
+    assert largest_error(gradients, expected) < 1e-10
+    assert torch.rand(1) == random_number  # the random state goes on as if encoded once
 
 
 # ----------------------------------------------- how processes start and end ----------------------
@@ -224,13 +227,9 @@ def test_all_wait_for_long_work_of_the_main_process_and_share_its_failure(tmp_pa
     assert [code for code, _ in launch.ranks(tmp_path, work)] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "error, code, words",
-    [
-        (UserError("too few"), 2, r"error \(process 1\): too few\n"),
-        (KeyError("a mistake"), 1, "Traceback(.|\n)*KeyError: 'a mistake'"),
-    ],
-)
+@pytest.mark.parametrize("error, code, words", [
+    (UserError("too few"), 2, "error (process 1): too few"),
+    (KeyError("a mistake"), 1, "KeyError: 'a mistake'")])
 def test_a_process_that_fails_alone_waits_for_no_other(error, code, words, tmp_path):
     def work(place):
         core.processes.join(cpu=True)
@@ -239,37 +238,37 @@ def test_a_process_that_fails_alone_waits_for_no_other(error, code, words, tmp_p
             raise error
         barrier()
 
-    (other, _), (own, said) = launch.ranks(tmp_path, work)
-    assert own == code and other and re.match(words, said)
+    (other_code, _), (own_code, output) = launch.ranks(tmp_path, work)
+    assert own_code == code and other_code
+    assert words in output
+
+
+NO_FLAGS = Namespace(cpu=True, tracker="", mixed_precision="no", output_dir=".", compile=False)
 
 
 def test_a_sharded_model_is_refused(monkeypatch):
     """FSDP and its like have no gradient of the whole batch."""
-    made = Namespace(distributed_type=DistributedType["FSDP"], log_with=[])
-    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: made)
-    with pytest.raises(UserError, match="accelerate is configured for FSDP"):
-        core.processes.make_accelerator(
-            Namespace(cpu=True, tracker="", mixed_precision="no", output_dir=".", compile=False)
-        )
+    sharded = Namespace(distributed_type=DistributedType["FSDP"], log_with=[])
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: sharded)
+    with pytest.raises(UserError, match="FSDP"):
+        core.processes.make_accelerator(NO_FLAGS)
 
 
 def test_no_variable_of_accelerate_divides_the_gradient(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    accelerator = core.processes.make_accelerator(
-        Namespace(cpu=True, tracker="", mixed_precision="no", output_dir=".", compile=False)
-    )
     x = torch.ones((), requires_grad=True)
-    accelerator.backward(3 * x)
+    core.processes.make_accelerator(NO_FLAGS).backward(3 * x)
     assert x.grad == 3
 
 
 def test_batchnorm_on_several_cpus_is_evaluated_as_it_is_saved(tmp_path):
     """Each process has its own statistics in training; those of the first are saved."""
     data = write_captions(tmp_path / "data", 60)
-    flags = "--cpu --image-encoder test_resnet --image-size 32 --embed-dim 16 --batch-size 8"
-    flags += " --loss infonce --max-steps 3 --workers 0 --log-every 1"
-    ended = launch.ranks(tmp_path, lambda _: run_script(
-        temo, tmp_path / "run", *flags.split(), "--dataset", data))
+    flags = (
+        "--cpu --image-encoder test_resnet --image-size 32 --embed-dim 16 --batch-size 8 "
+        "--loss infonce --max-steps 3 --workers 0 --log-every 1").split()
+    ended = launch.ranks(
+        tmp_path, lambda _: run_script(temo, tmp_path / "run", *flags, "--dataset", data))
     assert [code for code, _ in ended] == [0, 0], ended
     trained = read_json(tmp_path / "run" / "summary.json")["test"][str(data)]
     loaded = evaluated(tmp_path / "run", "--tasks", "gap")[str(data)]["metrics"]
@@ -290,19 +289,17 @@ with processes.clean_exit():
     sys.stdout.write(f"{threads} of {contrastive.CORES} {type(model).__name__} {slope}\\n")"""
 
 
-def test_torchrun(tmp_path):
-    """All cores are used, though it says one; without a card and --cpu gradients are averaged,
-    nothing compiles."""
+def test_torchrun_starts_processes_with_all_cores(tmp_path):
+    """Though it says one thread; without a GPU and --cpu gradients are averaged, and nothing
+    compiles."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    env |= {
-        "PYTHONPATH": str(ROOT),
-        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT), "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "CUDA_VISIBLE_DEVICES": ""}
+    del environment["OMP_NUM_THREADS"]
     command = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split()]
-    done = subprocess.run(
-        [*command, tmp_path / "script.py"], env=env, capture_output=True, text=True
-    )
-    found = f"{CORES} of {CORES} DistributedDataParallel 1.5"
-    assert done.returncode == 0 and set(done.stdout.splitlines()) == {found}, done.stderr
+    result = subprocess.run(
+        [*command, tmp_path / "script.py"], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    line = f"{CORES} of {CORES} DistributedDataParallel 1.5"
+    assert set(result.stdout.splitlines()) == {line}

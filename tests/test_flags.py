@@ -103,6 +103,9 @@ REFUSED = [  # script, flags, words of the message
     ("mmts", "--loss max-margin --no-shifts", "add --alpha, since"),
     ("mmts", "--recipe epic-kitchens-100 --no-pretrained --loss clip --alpha 0.08",
      "add --shift-min --shift-max"),
+    # without LaViLa's weights two CLIPs that do not belong together would train
+    ("mmts", "--dataset epic-kitchens-100", "--init-from is needed"),
+    ("mmts", "--dataset epic-kitchens-100 --loss clip --baseline", "--init-from is needed"),
     ("mmts", "--baseline --learnable-tau --tau 2", "within --tau-clamp 0.01 1.0"),
     ("mmts", "--learnable-tau --no-shifts", "a learnt temperature has no schedule"),
     ("mmts", "--loss max-margin --baseline --margin 2", "margins of the run, 2 .. 2"),
@@ -199,6 +202,9 @@ def test_at_most_75_flags_beside_those_of_a_data_set(name, capsys):
 
 
 # ----------------------------------------------- recipes ------------------------------------------
+CC3M_TRAINER = dict(
+    image_encoder="resnet50.a1_in1k",  # that of timm 0.5.4
+    randaugment=[2, 21], projection_bias=True)
 CLIP4CLIP = dict(
     lr=1e-7, batch_size=128, queue_size=16_384, iterations=4, tau=0.01, learnable_tau=True,
     freeze="clip4clip")
@@ -211,8 +217,10 @@ PAPER = {  # script: {flags: what the paper and its code say}
     "temo": {
         "--dataset cc3m": dict(
             lr=2e-4, weight_decay=0.02, image_size=256, tau_clamp=[0.001, 0.5], tau=0.01,
-            tau_min=0.01, tau_alpha=0.04, jitter=0),
-        "--dataset cc12m": dict(lr=3e-3, weight_decay=0.1, tau_clamp=[0.01, 1.0])},
+            tau_min=0.01, tau_alpha=0.04, jitter=0, **CC3M_TRAINER),
+        "--dataset cc12m": dict(
+            lr=3e-3, weight_decay=0.1, tau_clamp=[0.01, 1.0], projection_bias=False),
+        "": dict(randaugment=[0, 0], projection_bias=False)},
     TS: {
         "--dataset cifar10-lt": dict(
             schedule="cos", tau_min=0.1, tau_max=1.0, period=400, eval_epoch="best",
@@ -223,10 +231,10 @@ PAPER = {  # script: {flags: what the paper and its code say}
         "--dataset imagenet100-lt": dict(
             shot_limits=[100, 20], eval_epoch="last", eval_crop=0.875, schedule="cos")},
     "mmts": {
-        "--dataset cc3m": dict(alpha=0.04, shift_min=0.05, shift_max=0.1),
+        "--dataset cc3m": dict(alpha=0.04, shift_min=0.05, shift_max=0.1, **CC3M_TRAINER),
         "--dataset cc3m --baseline": dict(tau=0.01, schedule=False, shifts=False),
         "--dataset epic-kitchens-100 --init-from w.pt": dict(
-            loss="max-margin", alpha=0.2, shift_min=0.17, shift_max=0.3),
+            loss="max-margin", alpha=0.2, shift_min=0.17, shift_max=0.3, projection_bias=False),
         "--loss max-margin --baseline": dict(schedule=False, shifts=False, margin=0.2),
         # the command line wins over the preset
         "--baseline --schedule": dict(schedule=True)},
@@ -249,6 +257,14 @@ PAPER = {  # script: {flags: what the paper and its code say}
             lr=5e-6, epochs=5, tau=1.0, a0=2.0, a1=10.0, a2=0.1, weighting="meta", batch_size=4),
         "--dataset didemo --baseline": dict(
             epochs=20, weighting="none", margin_schedule="none", tau=1.0)},
+    "variants.mama_qa": {
+        "--dataset msrvtt-qa": dict(answers=1500),
+        "--dataset msrvtt-qa --recipe msrvtt-qa-vgt --region-dir x": dict(answers=1500),
+        "--dataset msvd-qa": dict(answers=1000),
+        "--dataset msvd-qa --recipe msvd-qa-vgt --region-dir x": dict(answers=1000),
+        "--dataset tgif-qa-r-frame": dict(answers=1540),
+        "--dataset tgif-qa-r-frame --recipe tgif-qa-r-frame-vgt --region-dir x": dict(
+            answers=1540)},
     "variants.sdclr": {
         "--dataset cifar100-lt": dict(tau=0.2, prune=0.9),
         "--dataset imagenet100-lt": dict(tau=0.3, prune=0.3)}}
@@ -309,10 +325,14 @@ def test_recipe_of_a_paper_needs_a_gpu_or_cpu(tmp_path, monkeypatch):
 
 
 # ----------------------------------------------- lengths ------------------------------------------
+class TrainingSet(list):
+    name = "x"
+
+
 def fit(words, num_examples):
     """The flags of a run on so many examples of one's own."""
     args = parse("temo", f"--dataset x.csv {words}")
-    return adjust_flags_to_data(args, Namespace(examples=num_examples, name="x"))
+    return adjust_flags_to_data(args, TrainingSet(range(num_examples)))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
@@ -343,7 +363,7 @@ def test_too_few_examples_are_refused(num_examples, words, monkeypatch):
 @pytest.mark.parametrize("share, warmup", [(0.01, 0), (0.1, 4)])
 def test_warm_up_is_rounded_to_steps(share, warmup):
     args = Namespace(batch_size=16, max_steps=40, epochs=1, warmup_fraction=share)
-    assert count_steps(args, Namespace(examples=160)).warmup == warmup
+    assert count_steps(args, range(160)).warmup == warmup
 
 
 # ----------------------------------------------- flags of data sets -------------------------------
