@@ -9,7 +9,8 @@ from typing import NamedTuple
 from contrastive.core.processes import UserError, opening
 from contrastive.data.annotations import without_ending
 from contrastive.data.table import EmptySplit, with_column, with_note
-from contrastive.data.user_data import read_captions
+from contrastive.data.table_files import find_column, read_table
+from contrastive.data.user_data import captions_of_rows, texts_of, windows_of_rows
 
 import numpy as np
 
@@ -136,6 +137,19 @@ def add_captions(data, file):
         data = with_note(data, f"{len(unmatched):,} of its rows match no training clip, "
                                f"first {unmatched[0]}")
     return data
+
+
+def read_captions(file):
+    """{(name, start, end): captions} of a table of further captions."""
+    table = read_table(Path(file).expanduser())
+    image = find_column("--image-column", "", table.column_names)
+    caption = find_column("--caption-column", "", table.column_names)
+    names = texts_of(table, image)
+    captions = captions_of_rows(table, caption)
+    additions = {}
+    for *window, texts in zip(names, *windows_of_rows(table), captions):
+        additions.setdefault(tuple(window), []).extend(filter(None, texts))
+    return additions
 
 
 # ---- exchanged captions ----

@@ -531,17 +531,3 @@ def table_of_examples(rows, examples):
         keys = [str(rows.numbers[row]) for row in first_rows]
     others = datasets.Dataset.from_dict({"captions": captions, "key": keys})
     return datasets.concatenate_datasets([rows.pictures.select(first_rows), others], axis=1)
-
-
-# ---- further captions ----
-def read_captions(file):
-    """{(name, start, end): captions} of a table of further captions."""
-    table = read_table(Path(file).expanduser())
-    image = find_column("--image-column", "", table.column_names)
-    caption = find_column("--caption-column", "", table.column_names)
-    names = texts_of(table, image)
-    captions = captions_of_rows(table, caption)
-    additions = {}
-    for *window, texts in zip(names, *windows_of_rows(table), captions):
-        additions.setdefault(tuple(window), []).extend(filter(None, texts))
-    return additions
