@@ -45,7 +45,8 @@ def tokens_of(*shape):
 
 @torch.no_grad()
 def test_open_scores_depend_on_question_and_order_but_not_on_padding():
-    model, clips = answerer(["yes", "no", "two"]), torch.randn(2, 3, 3, 32, 32)
+    model = answerer(["yes", "no", "two"])
+    clips = torch.randn(2, 3, 3, 32, 32)
     question = tokens_of(2, 8)
     question["attention_mask"][:, 5:] = 0
     _, text, scores = model(clips, None, question)
@@ -60,7 +61,9 @@ def test_open_scores_depend_on_question_and_order_but_not_on_padding():
 @torch.no_grad()
 def test_a_choice_scores_the_same_alone():
     """Missing choices are -inf."""
-    model, clips, question = answerer(), torch.randn(2, 3, 3, 32, 32), tokens_of(2, 5)
+    model = answerer()
+    clips = torch.randn(2, 3, 3, 32, 32)
+    question = tokens_of(2, 5)
     choices = tokens_of(2, 3, 6)
     choices["choice_mask"] = torch.tensor([[True] * 3, [True, True, False]])
     _, _, scores = model(clips, None, question, choices)
@@ -87,7 +90,8 @@ def test_meta_gradient_of_questions(task, vocabulary):
     """The look-ahead has both losses; forward mode gives their second-order gradient."""
     model = answerer(vocabulary).double()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    batch, meta = meta_batch(task, 5), meta_batch(task, 4)
+    batch = meta_batch(task, 5)
+    meta = meta_batch(task, 4)
 
     def losses_of(eta, weight):
         loss = functools.partial(
@@ -99,7 +103,8 @@ def test_meta_gradient_of_questions(task, vocabulary):
     inputs, right = batch
     answering = mama_qa.answer_loss(model(**inputs)[2], right)
     assert_close(losses(parameters, batch), 0.5 * contrastive + 1.5 * answering, 1e-9)
-    net, gradients = mama.WeightNet(8).double(), {}
+    net = mama.WeightNet(8).double()
+    gradients = {}
     for method in ("forward", "second-order"):
         gradients[method] = mama.weightnet_gradient(
             losses, parameters, batch, meta, net, 0.1, method)
@@ -153,7 +158,8 @@ class ScoreTable(torch.nn.Module):
 
     def __init__(self, scores, vocabulary):
         super().__init__()
-        self.scores, self.answers = torch.tensor(scores), vocabulary
+        self.scores = torch.tensor(scores)
+        self.answers = vocabulary
 
     def forward(self, pixels, tokens=None, question=None, choices=None):
         scores = self.scores[question["input_ids"][:, 0]]
@@ -234,7 +240,8 @@ def test_a_run_weights_the_loss_with_the_answers(task, tmp_path):
     for row in steps(tmp_path / "run"):
         assert 0 < row["CE"] < row["L"]
         assert row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
-    test, chance = summary["test"]["moving-emoji"], summary["chance"]["moving-emoji"]
+    test = summary["test"]["moving-emoji"]
+    chance = summary["chance"]["moving-emoji"]
     assert test["questions"] == 24
     assert {"accuracy noun", "accuracy verb", "accuracy colour"} < test.keys()
     assert ("upper_bound" in test) == (task == "qa-open")

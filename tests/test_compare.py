@@ -191,7 +191,8 @@ def test_val_chooses_on_seeds_of_its_own(fork, capsys):
     """Val is best where test is worst: the lowest tau is chosen. Pairs are over another flag."""
     commands = [f"{command} {{--tau 0.3|--tau 0.1}}" for command in PAIR]
     compare.main([*commands, "--vary", "split-seed", "--seeds", "2", "--tuning-seeds", "1"])
-    tuning, pairs = [], []
+    tuning = []
+    pairs = []
     for is_worse in (False, True):
         tuning += [f"0 1000 0.1 {is_worse}", f"0 1000 0.3 {is_worse}"]
         pairs += [f"0 0 0.1 {is_worse}", f"0 1 0.1 {is_worse}"]

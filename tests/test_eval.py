@@ -54,9 +54,11 @@ def write_cifar(folder, label):
     features = datasets.Features({"img": datasets.Image(), label: classes})
     folder.mkdir(parents=True)
     for split, n in (("train", 200), ("test", 40)):
-        images, labels = [], []
+        images = []
+        labels = []
         for i in range(n):
-            images.append({"bytes": encode(picture(i % 120, 32, 32)), "path": None})
+            image = encode(picture(i % 120, 32, 32))
+            images.append({"bytes": image, "path": None})
             labels.append(i % 10)
         table = datasets.Dataset.from_dict({"img": images, label: labels}, features=features)
         table.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
@@ -77,10 +79,11 @@ def sets(tmp_path_factory):
     write_cifar(root / "cifar100" / "cifar100", "fine_label")
     rows = []
     for i in range(12):
-        write_images(root / "classes" / ("train", "test")[i % 2] / "abc"[i % 3], [i])
-    for i in range(6):
+        split = ("train", "test")[i % 2]
+        write_images(root / "classes" / split / "abc"[i % 3], [i])
+    for i, split in enumerate(["val"] * 2 + ["test"] * 4):
         write_video(root / "videos" / f"{i}.mp4", range(8 * i, 8 * i + 8))
-        rows.append((f"{i}.mp4", f"picture {i}", "val" if i < 2 else "test"))
+        rows.append((f"{i}.mp4", f"picture {i}", split))
     write_rows(root / "videos" / "metadata.csv", ["file_name", "caption", "split"], rows)
     for k in range(3):
         samples = tar_samples(range(10 * k, 10 * k + 10), "jpg", "txt", "cls")
@@ -129,7 +132,8 @@ def test_numbers_of_training_without_a_flag(name, runs, evaluate):
     results = evaluate(runs(name))
     assert results.keys() == summary["test"].keys()
     for data, result in results.items():
-        trained, chance = flatten(summary["test"][data]), flatten(summary["chance"][data])
+        trained = flatten(summary["test"][data])
+        chance = flatten(summary["chance"][data])
         assert flatten(result["metrics"]).items() >= trained.items()
         assert flatten(result["chance"]).items() >= chance.items()
     if name in NUM_IMAGES:
@@ -144,14 +148,15 @@ def test_a_picture_of_the_retrieval_is_drawn(run):
 def test_rows_that_were_trained_on_are_left_out_of_a_test_file(tmp_path, evaluate, capsys):
     """Those of the training set and of --extra-pairs; they are counted."""
     rows = [(name, f"picture {name}") for name in write_images(tmp_path, range(60))]
-    names = ["train.csv", "more.csv", "test.csv"]
-    for name, part in zip(names, (rows[:30], rows[30:40], rows[20:])):
-        write_rows(tmp_path / name, ["image", "caption"], part)
-    train, more, test = [str(tmp_path / name) for name in names]
+    train, more, test = [str(tmp_path / f"{name}.csv") for name in ("train", "more", "test")]
+    write_rows(train, ["image", "caption"], rows[:30])
+    write_rows(more, ["image", "caption"], rows[30:40])
+    write_rows(test, ["image", "caption"], rows[20:])
     flags = ["--dataset", train, "--extra-pairs", more, "--batch-size", 8, "--weighting", "none"]
     run_script(mama, tmp_path / "run", *flags, base=BASE)
-    trained = {*common.load_data(train, "train").keys(), *common.load_data(more, "train").keys()}
-    expected = {name for name, _ in rows[20:]} - trained
+    expected = {name for name, _ in rows[20:]}
+    for trained in (train, more):
+        expected -= set(common.load_data(trained, "train").keys())
     assert len(expected) > 20  # with some that the run held out
     metrics = evaluate(tmp_path / "run", "--datasets", test)[test]["metrics"]
     assert metrics["images"] == len(expected)
@@ -201,7 +206,8 @@ def test_two_processes_count_each_item_once(run, tmp_path, evaluate):
     assert [code for code, _ in outcomes] == [0, 0], outcomes
     two = read_json(tmp_path / "2" / "eval.json")["datasets"]["emoji"]
     for kind in ("metrics", "chance"):
-        assert flatten(two[kind]) == pytest.approx(flatten(one[kind]), rel=1e-3, abs=1e-3)
+        expected = pytest.approx(flatten(one[kind]), rel=1e-3, abs=1e-3)
+        assert flatten(two[kind]) == expected
 
 
 def test_saved_embeddings_are_all_of_them_in_the_order_of_the_data(
@@ -255,7 +261,9 @@ def test_all_tasks_on_several_sets(run, sets, evaluate):
 def test_the_views_of_the_cc3m_trainer(runs, sets, monkeypatch, evaluate):
     """Retrieval squashes; the classes of other sets are seen by a centre crop with their own
     statistics."""
-    run, views, encode_images = runs("squashed"), set(), evaluation.embed.encode_images
+    run = runs("squashed")
+    views = set()
+    encode_images = evaluation.embed.encode_images
 
     def watch(model, data, transform, *args, **options):
         views.add((data.name, data.split, transform.resize, transform.mean))
@@ -263,9 +271,12 @@ def test_the_views_of_the_cc3m_trainer(runs, sets, monkeypatch, evaluate):
 
     monkeypatch.setattr(evaluation.measure, "encode_images", watch)
     monkeypatch.setattr(evaluation.by_class, "encode_images", watch)
-    names = ["emoji"] + [f"{name}={sets[name]}" for name in ("dtd", "cifar100", "coco")]
+    names = ["emoji"]
+    names += [f"{name}={sets[name]}" for name in ("dtd", "cifar100", "coco")]
     evaluate(run, "--tasks", "retrieval", "zero-shot", "knn", "--datasets", *names)
-    half, imagenet, cifar = STATS["half"][0], STATS["imagenet"][0], CIFAR_STATS["cifar100"][0]
+    half = STATS["half"][0]
+    imagenet = STATS["imagenet"][0]
+    cifar = CIFAR_STATS["cifar100"][0]
     expected = {("emoji", "train", "squash", half)}
     for name in ("emoji", "dtd", "cifar100", "coco"):
         expected.add((name, "test", "squash", half))
@@ -278,7 +289,10 @@ def test_the_views_of_the_cc3m_trainer(runs, sets, monkeypatch, evaluate):
 def test_images_without_a_class_count_nowhere_among_classes(run, tmp_path, evaluate):
     rows = []
     for i in range(12):
-        rows.append((f"{i:03}.png", f"picture {i}", "" if i % 4 == 3 else "abc"[i % 3]))
+        label = "abc"[i % 3]
+        if i % 4 == 3:
+            label = ""
+        rows.append((f"{i:03}.png", f"picture {i}", label))
     for split in ("train", "test"):
         write_images(tmp_path / "data" / split, range(12))
         write_rows(
@@ -293,9 +307,11 @@ def test_images_without_a_class_count_nowhere_among_classes(run, tmp_path, evalu
 
 
 def test_class_names_are_captions_of_all_images_of_their_class(runs, sets):
-    summary, name = read_json(runs("squashed") / "summary.json"), str(sets["classes"])
+    summary = read_json(runs("squashed") / "summary.json")
+    name = str(sets["classes"])
     assert summary["test"][name]["captions"] == 6
-    assert summary["chance"][name]["text_to_image"]["R@1"] == pytest.approx(100 / 3)  # 2 of 6
+    chance = summary["chance"][name]["text_to_image"]
+    assert chance["R@1"] == pytest.approx(100 / 3)  # 2 of 6
 
 
 def test_without_training_images_of_the_classes_neighbours_are_left_out(
@@ -323,8 +339,8 @@ def clip(tmp_path, tokenizer):
 def test_a_clip_by_name_sees_an_image_as_its_own_processor_does(clip, size):
     """Of an odd margin torchvision cuts the other half pixel."""
     _, _, transform = eval_py.open_clip_by_name(str(clip))
-    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
-    image = Image.fromarray(pixels)
+    draws = np.random.default_rng(0)
+    image = Image.fromarray(draws.integers(0, 256, (*size, 3), dtype=np.uint8))
     processor = CLIPImageProcessor.from_pretrained(clip)
     expected = processor(images=image, return_tensors="pt")["pixel_values"][0]
     assert_close(transform(image), expected)

@@ -64,7 +64,8 @@ def mean_colours(root, transform=None):
 def test_a_frozen_body_does_not_change_and_its_projection_learns(tmp_path, data):
     run_script(ncl, tmp_path / "run", *FLAGS, "--dataset", data, *BOTH, tmp_path / "cache",
                "--save-every", 1)
-    first, last = tensors_of(tmp_path / "run", 5), tensors_of(tmp_path / "run", 6)
+    first = tensors_of(tmp_path / "run", 5)
+    last = tensors_of(tmp_path / "run", 6)
     for name, x in first.items():
         if name.startswith("model/"):
             assert torch.equal(last[name], x) == (".body." in name), name
@@ -84,7 +85,8 @@ def test_a_frozen_encoder_stays_in_eval_mode():
 # ------------------------------------- cached = not cached -----------------------------------
 def train_twice(script, folder, *flags, run=few_steps):
     """The outcomes and losses of a run on pixels, and of one on cached features."""
-    outcomes, run_losses = [], []
+    outcomes = []
+    run_losses = []
     for cache in ("none", folder / "cache"):
         run_folder = folder / f"run{len(outcomes)}"
         outcomes.append(
@@ -101,7 +103,8 @@ def test_cached_features_give_the_run_of_pixels(name, tmp_path, data):
     (plain, cached), (of_pixels, of_features) = train_twice(
         script, tmp_path, *flags, run=run_script)
     assert of_features == pytest.approx(of_pixels, rel=1e-4)
-    plain, cached = plain["test"][str(data)], cached["test"][str(data)]
+    plain = plain["test"][str(data)]
+    cached = cached["test"][str(data)]
     assert cached["R-Mean"] == pytest.approx(plain["R-Mean"])
     assert cached["modality_gap"] == pytest.approx(plain["modality_gap"], rel=1e-3)
 
@@ -147,7 +150,8 @@ def test_views_of_one_augment_are_different_draws(tmp_path, train):
 
 
 def test_the_draw_of_a_row_is_that_of_the_epoch_among_four(tmp_path, train):
-    views, row = mean_colours(tmp_path).views(train, [common.Augment(SIDE, 0.3)]), np.array([5])
+    views = mean_colours(tmp_path).views(train, [common.Augment(SIDE, 0.3)])
+    row = np.array([5])
     draws = set()
     for epoch in range(40):
         (view,), _ = views.choose(7, epoch, row)
@@ -170,7 +174,8 @@ def test_texts_of_a_paraphrase_are_among_those_that_are_kept(tmp_path, data, mon
     few_steps(temo, tmp_path / "run", *FLAGS, "--dataset", data, *BOTH, tmp_path / "cache",
               "--max-steps", 30, "--seed", 1)
     assert len(counts) == 4  # the captions of train, val and test, and T~, each at once
-    first, second = cached_text_draws(0, [3]), cached_text_draws(1, [3])
+    first = cached_text_draws(0, [3])
+    second = cached_text_draws(1, [3])
     assert not (first == second).any()
 
 

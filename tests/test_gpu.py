@@ -40,9 +40,11 @@ import ncl
 from helpers import CPU, assert_close, of_set, run_script, unit
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a GPU that torch does not find
-ROOT, aten = str(Path(__file__).parents[1]), torch.ops.aten
+ROOT = str(Path(__file__).parents[1])
+aten = torch.ops.aten
 # a GPU that is not there: its tensors are meta tensors
-GPU, META = torch.device("cuda", 0), torch.device("meta")
+GPU = torch.device("cuda", 0)
+META = torch.device("meta")
 # .item(), bool(), .tolist(), torch.equal
 VALUES = {aten._local_scalar_dense.default, aten.equal.default}
 # their shapes are values of the GPU
@@ -102,8 +104,11 @@ class Waits(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.is_on, self.counts, self.step = False, collections.Counter(), 0
-        self.collectives, self.products = [], []
+        self.is_on = False
+        self.counts = collections.Counter()
+        self.step = 0
+        self.collectives = []
+        self.products = []
 
     def note(self, reason, function):
         if self.is_on:
@@ -147,7 +152,8 @@ class Waits(TorchDispatchMode):
         """A copy waits unless it is told not to, and to the GPU unless its memory is pinned."""
         if function is aten.copy_.default:
             target, source = args[:2]
-            device, is_non_blocking = target.device, args[2:] == (True,)
+            device = target.device
+            is_non_blocking = args[2:] == (True,)
         else:
             source = args[0]
             device = kwargs.get("device") or source.device
@@ -199,7 +205,8 @@ def test_tf32_is_for_the_encoders_and_never_for_the_loss(chunk, monkeypatch):
     accelerator = Namespace(
         device=torch.device("cuda"), backward=torch.Tensor.backward,
         no_sync=lambda model: contextlib.nullcontext())
-    weights, seen = torch.randn(2, 5, 4, requires_grad=True), set()
+    weights = torch.randn(2, 5, 4, requires_grad=True)
+    seen = set()
 
     def watched(part, x):
         """x, where it is computed and where its gradient is."""
@@ -282,7 +289,9 @@ def test_views_of_a_gpu_are_the_same_to_the_bit():
 
 def test_similarities_are_computed_on_the_gpu():
     """Evaluations hold embeddings on the host: what mixes both places is refused."""
-    image, text, owner = unit(6, 8).float(), unit(12, 8, seed=1).float(), np.arange(12) // 2
+    image = unit(6, 8).float()
+    text = unit(12, 8, seed=1).float()
+    owner = np.arange(12) // 2
     names = [str(i) for i in range(12)]
     table = common.make_table(
         [[name] for name in names[:6]], names[:6], verb=[0, 0, 1, 1, 2, 2], noun=[0, 1] * 3,
@@ -293,7 +302,8 @@ def test_similarities_are_computed_on_the_gpu():
         torch.arange(12).view(6, 2), device=GPU)
     labels = torch.tensor([0] * 4 + [1] * 8)
     clusters = Namespace(query_labels=lambda _: labels, sizes=torch.tensor([3, 9]))
-    train, test = (image, None, np.arange(6) % 2), (text, None, np.arange(12) % 2)
+    train = (image, None, np.arange(6) % 2)
+    test = (text, None, np.arange(12) % 2)
     with Waits() as waits, Names():
         retrieval_both_ways(pieces)
         retrieval_both_ways(pieces, dsl=0.1)
@@ -323,8 +333,11 @@ def train(line, folder, patch):
     """Four steps as one of eight processes with GPUs -> Waits of the third, which neither logs nor
     saves."""
     script, *flags = line.split()
-    module, waits, names = importlib.import_module(script), Waits(), Names()
-    end_step, run_backward = Run.end_step, torch.autograd._engine_run_backward
+    module = importlib.import_module(script)
+    waits = Waits()
+    names = Names()
+    end_step = Run.end_step
+    run_backward = torch.autograd._engine_run_backward
 
     def accelerator_of_gpu(args):
         accelerator = make_accelerator(args)
@@ -334,7 +347,8 @@ def train(line, folder, patch):
 
     def end_step_and_watch(run, *args, **options):
         end_step(run, *args, **options)
-        waits.step, waits.is_on = run.step, run.step == 2
+        waits.step = run.step
+        waits.is_on = run.step == 2
         if run.step == 4:
             raise SystemExit
 
@@ -347,7 +361,9 @@ def train(line, folder, patch):
         values[:] = [value] * len(values)
 
     def evaluate_nothing(run):
-        run.val, run.chance, run.val_pieces = {}, {}, {}
+        run.val = {}
+        run.chance = {}
+        run.val_pieces = {}
 
     patch.setattr(Event, "waits", waits)
     patch.setattr(common, "make_accelerator", accelerator_of_gpu)

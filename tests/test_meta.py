@@ -15,7 +15,8 @@ from helpers import write_files, write_rows, write_video
 @pytest.fixture
 def msrvtt(tmp_path):
     """Flags of CLIP4Clip's layout: 12 videos of three categories for training, four for test."""
-    videos, sentences = [], []
+    videos = []
+    sentences = []
     for k, category in enumerate([0] * 9 + [7] * 2 + [19] * 5):
         name = f"video{k}"
         write_video(tmp_path / f"{name}.mp4", [5 * k, 5 * k + 1])

@@ -40,7 +40,8 @@ def model(text_encoder):
 # ----------------------------------------- captioning ----------------------------------------
 def support_by_hand(text, videos, video_id, tau, i):
     """The mean of the other videos' embeddings by exp(cosine / tau)."""
-    total, summary = 0.0, torch.zeros(D).double()
+    total = 0.0
+    summary = torch.zeros(D).double()
     for j in range(len(videos)):
         if video_id[j] != video_id[i]:
             weight = math.exp((text[i] @ videos[j]).item() / tau)
@@ -50,7 +51,8 @@ def support_by_hand(text, videos, video_id, tau, i):
 
 
 def test_a_summary_is_of_the_other_videos_that_is_the_loop():
-    text, videos = unit(6, D), unit(6, D, seed=1)
+    text = unit(6, D)
+    videos = unit(6, D, seed=1)
     video_id = torch.arange(6) % 3
     summary = support_summary(3 * text, 2 * videos, video_id, video_id, 0.1)
     for i in range(6):
@@ -70,7 +72,8 @@ def test_the_captioning_loss_is_the_loop(t5, text_encoder):
     """Each token from the true ones before it, by T5's decoder."""
     captioner = Captioner(text_encoder, D).double().eval()
     whole = transformers.T5ForConditionalGeneration.from_pretrained(t5).double().eval()
-    lengths, z = torch.tensor([5, 2, 1]), unit(3, D)
+    lengths = torch.tensor([5, 2, 1])
+    z = unit(3, D)
     mask = (torch.arange(5) < lengths[:, None]).long()
     ids = torch.randint(3, 20, (3, 5)) * mask
     total = 0.0
@@ -92,7 +95,8 @@ def test_the_decoder_comes_back_from_a_checkpoint(text_encoder, is_shared):
         p.data += 0.1 * k
     resumed = Captioner(text_encoder, D, pretrained=False).eval()
     resumed.load_state_dict(trained.state_dict())
-    z, ids = torch.ones(1, D), torch.tensor([[5, 6, 1]])
+    z = torch.ones(1, D)
+    ids = torch.tensor([[5, 6, 1]])
     assert torch.equal(trained(z, ids), resumed(z, ids))
     words = resumed.t5.decoder.embed_tokens.weight
     assert (resumed.t5.lm_head.weight is words) == is_shared
@@ -101,7 +105,8 @@ def test_the_decoder_comes_back_from_a_checkpoint(text_encoder, is_shared):
 # ------------------------------------------- encoders ----------------------------------------
 def test_towers_read_the_order_of_frames_and_no_padding(model, t5):
     model.eval()
-    tokenizer, clip = Tokenizer(t5, 12), torch.randn(2, 5, 10)
+    tokenizer = Tokenizer(t5, 12)
+    clip = torch.randn(2, 5, 10)
     texts = ["one number 3", "yet another of them, number 3"]
     video, text, features = model(clip, tokenizer(texts))
     assert video.shape == text.shape == (2, D)
@@ -121,16 +126,19 @@ def is_random(encode):
     (0.0, False, [False, False]),
 ])
 def test_dropout_of_the_towers(model, t5, dropout, text_dropout, random_towers):
-    clip, tokens = torch.randn(2, 5, 10), Tokenizer(t5, 12)(["red apple", "a blue bird"])
+    clip = torch.randn(2, 5, 10)
+    tokens = Tokenizer(t5, 12)(["red apple", "a blue bird"])
     set_dropout(model.train(), dropout, text=text_dropout)
-    video, text = (lambda: model(clip)[0]), (lambda: model(tokens=tokens)[1])
+    video = lambda: model(clip)[0]
+    text = lambda: model(tokens=tokens)[1]
     assert [is_random(video), is_random(text)] == random_towers
 
 
 @pytest.mark.parametrize("dropout", [True, False])
 def test_dropout_of_the_captioner(text_encoder, dropout):
     captioner = Captioner(text_encoder, D, dropout=dropout).train()
-    z, ids = torch.ones(1, D), torch.tensor([[5, 6, 1]])
+    z = torch.ones(1, D)
+    ids = torch.tensor([[5, 6, 1]])
     assert is_random(lambda: captioner(z, ids)) == dropout
 
 
@@ -138,7 +146,8 @@ def test_dropout_of_the_captioner(text_encoder, dropout):
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory, tiny):
     """A small run on 40 clips of features of two widths and other lengths, two captions each."""
-    root, draws = tmp_path_factory.mktemp("ssb"), np.random.default_rng(0)
+    root = tmp_path_factory.mktemp("ssb")
+    draws = np.random.default_rng(0)
     rows = []
     for i in range(40):
         for name, width in (("motion", 6), ("appearance", 4)):

@@ -46,7 +46,8 @@ def tower_of(clip, **options):
 @pytest.mark.parametrize("frames", [1, 3])
 def test_proxies_see_all_and_a_patch_the_proxies_and_its_frame(clip, frames):
     """As transformers' own attention with this mask."""
-    proxies, patches = 4, 5
+    proxies = 4
+    patches = 5
     attention = clip.vision_model.encoder.layers[0].self_attn
     frame = torch.arange(frames).repeat_interleave(patches)
     frame = torch.cat([torch.full((proxies,), -1), frame])
@@ -66,12 +67,14 @@ def test_one_frame_without_proxies_is_clip(clip):
 
 
 def test_the_order_of_frames_counts(clip):
-    clips, tower = torch.randn(2, 3, 3, 32, 32), tower_of(clip)
+    clips = torch.randn(2, 3, 3, 32, 32)
+    tower = tower_of(clip)
     assert not torch.allclose(tower(clips), tower(clips.flip(1)), atol=1e-4)
 
 
 def test_proxies_are_class_tokens_at_the_first_place(clip):
-    tower, embeddings = tower_of(clip), clip.vision_model.embeddings
+    tower = tower_of(clip)
+    embeddings = clip.vision_model.embeddings
     x, proxies, frames = tower.embed(torch.randn(2, 3, 3, 32, 32))
     assert (proxies, frames) == (4, 3)
     tokens = torch.cat([embeddings.class_embedding[None], tower.added_cls])
@@ -80,7 +83,8 @@ def test_proxies_are_class_tokens_at_the_first_place(clip):
 
 def test_frames_between_those_the_weights_know(clip):
     """Twelve as they are; 24 and 6 by torch's line, whose ends are not moved out."""
-    tower, times = tower_of(clip), {}
+    tower = tower_of(clip)
+    times = {}
     for frames in (6, 12, 24):
         x, _, _ = tower.embed(torch.zeros(1, frames, 3, 32, 32))
         times[frames] = x[0, 4::4]  # a patch of each frame
@@ -120,7 +124,8 @@ def test_a_released_file_is_read_to_its_last_tensor(
     tokens = tokenizer(["red apple", "green pear"])
     expected = reference(pixel_values=torch.zeros(2, 3, 32, 32), **tokens).text_embeds
     assert_close(common.normalize(model(tokens=tokens)[1]), expected)
-    body, prefix = model.vision.body, "vision_model.embeddings."
+    body = model.vision.body
+    prefix = "vision_model.embeddings."
     assert torch.equal(body.temporal, plain[f"{prefix}temporal_embedding"][0])
     assert torch.equal(body.added_cls, plain[f"{prefix}added_cls"])
 
@@ -145,7 +150,10 @@ def test_mama_s_look_ahead_goes_through_clip_vip(tiny, tmp_path):
 
 # --------------------------------------------- AVION -----------------------------------------
 VIT = "video_vit_base_patch16_clip_224"
-WIDTH, PATCHES, LAYERS = 16, 4, 2  # of a tiny ViT: AVION's has 768, 196 and 12
+# of a tiny ViT: AVION's has 768, 196 and 12
+WIDTH = 16
+PATCHES = 4
+LAYERS = 2
 
 
 @pytest.fixture
@@ -172,7 +180,8 @@ def video_vit(tiny_vit):
 
 
 def test_the_video_tower_is_one_transformer_over_all_patches(video_vit):
-    vit, temporal = video_vit.body.vit, video_vit.body.temporal
+    vit = video_vit.body.vit
+    temporal = video_vit.body.temporal
     clip = torch.randn(1, 3, 3, 32, 32)
     tokens = [vit.cls_token[0] + vit.pos_embed[0, :1]]
     for t in range(3):
@@ -253,7 +262,8 @@ def avion_state(has_flash, layers=LAYERS):
         shapes[f"{norm}.weight"] = shapes[f"{norm}.bias"] = (WIDTH,)
     torch.manual_seed(1)
     state = {name: 0.2 * torch.randn(shape) for name, shape in shapes.items()}
-    visual, textual = blocks_of(layers, 1e-6), blocks_of(layers, 1e-5)
+    visual = blocks_of(layers, 1e-6)
+    textual = blocks_of(layers, 1e-5)
     names = PLAIN_NAMES
     if has_flash:
         names = PLAIN_NAMES | FLASH_NAMES

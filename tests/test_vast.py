@@ -66,9 +66,11 @@ def kaldi(samples):
     x = samples * 2.0**15
     x = x - x.mean()
     x = x - 0.97 * np.concatenate([x[:1], x[:-1]])
-    x = x * (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 399)) ** 0.85
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 399)
+    x = x * hann ** 0.85
     power = abs(np.fft.rfft(x, 512)[:256]) ** 2  # without Nyquist
-    low, step = mel(20), (mel(8000) - mel(20)) / 65
+    low = mel(20)
+    step = (mel(8000) - mel(20)) / 65
     bands = []
     for band in range(64):
         energy = 0.0
@@ -110,7 +112,8 @@ def test_a_short_sound_is_padded_with_zeros_after_it_is_normalised():
 
 
 def tone(pitch, seconds, rate=16000):
-    return np.sin(2 * np.pi * pitch * np.arange(round(seconds * rate)) / rate).astype(np.float32)
+    times = np.arange(round(seconds * rate)) / rate
+    return np.sin(2 * np.pi * pitch * times).astype(np.float32)
 
 
 def write_sound(path, samples, rate=16000, codec="pcm_s16le", frames=0):
@@ -121,14 +124,16 @@ def write_sound(path, samples, rate=16000, codec="pcm_s16le", frames=0):
         stream = out.add_stream(codec, rate=rate, layout="stereo")
         if frames:
             video = out.add_stream("libx264", rate=10)
-            video.height, video.width = 64, 96
+            video.height = 64
+            video.width = 96
             for k in range(frames):
                 picture = av.VideoFrame.from_ndarray(frame(k), format="rgb24")
                 picture.pts = k
                 out.mux(video.encode(picture.reformat(format="yuv420p")))
             out.mux(video.encode(None))
         sound = av.AudioFrame.from_ndarray(channels, format="fltp", layout="stereo")
-        sound.sample_rate, sound.pts = rate, 0
+        sound.sample_rate = rate
+        sound.pts = 0
         resampler = av.AudioResampler(
             stream.codec_context.format, "stereo", rate, stream.codec_context.frame_size or 1024)
         for piece in [*resampler.resample(sound), *resampler.resample(None)]:
@@ -147,7 +152,8 @@ def pitch_of(samples):
 def test_sound_is_the_first_channel_of_the_window_at_16_khz(name, codec, frames, tmp_path):
     two = np.concatenate([tone(440, 2, 44100), tone(880, 2, 44100)])
     file = write_sound(tmp_path / name, two, 44100, codec, frames)
-    whole, window = read_sound(file.read_bytes()), read_sound(file, 2.5, 3.5)
+    whole = read_sound(file.read_bytes())
+    window = read_sound(file, 2.5, 3.5)
     assert len(whole) == pytest.approx(64000, abs=4000)
     assert pitch_of(whole[4000:28000]) == pytest.approx(440, abs=2)
     assert len(window) == pytest.approx(16000, abs=200)
@@ -189,7 +195,8 @@ def test_youcook2_in_vast_s_layout(tmp_path):
     assert "1 without sound, which is zeros" in data.note
     assert "1 without a subtitle" in data.note
     test = common.load_data("youcook2", "test", **options)
-    assert (len(data.read(0)), len(test.read(0)), len(test)) == (4, 6, 3)
+    assert len(data.read(0)) == 4
+    assert len(test.read(0)) == 6
 
 
 def test_own_windows_cut_the_sound_of_their_video_too(tmp_path):
@@ -204,7 +211,8 @@ def test_own_windows_cut_the_sound_of_their_video_too(tmp_path):
     assert pitch_of(data.samples(0)[4000:28000]) == pytest.approx(440, abs=2)
     assert pitch_of(data.samples(1)[4000:28000]) == pytest.approx(880, abs=2)
     assert "1 without sound" in data.note and "no subtitles" in data.note
-    batch = RawBatches(data, [common.Augment(16, 1.0)], seed=0)[0, np.array([1, 2])]
+    batches = RawBatches(data, [common.Augment(16, 1.0)], seed=0)
+    batch = batches[0, np.array([1, 2])]
     assert batch.sound_and_text["subtitle"] == ["", ""]
     assert batch.sound_and_text["sound"].flatten(1).any(1).tolist() == [True, False]
 
@@ -246,8 +254,11 @@ def bucket_by_hand(distance):
     """Of 320: 160 for the keys behind the query; 80 exact ones, then logarithmic ones up to 800."""
     bucket = abs(distance)
     if bucket >= 80:
-        bucket = min(159, 80 + int(math.log(bucket / 80) / math.log(10) * 80))
-    return bucket + 160 * (distance > 0)
+        share = math.log(bucket / 80) / math.log(10)
+        bucket = min(159, 80 + int(80 * share))
+    if distance > 0:
+        return bucket + 160
+    return bucket
 
 
 def test_distances_beyond_the_sound_share_the_last_buckets():
@@ -270,7 +281,8 @@ def positions_by_hand(conv, x):
     """A convolution of two groups with a normalised weight over 128 places, place by place."""
     norm = conv.weight_v.pow(2).sum((0, 1), keepdim=True).sqrt()
     weight = conv.weight_v * conv.weight_g / norm
-    padded, added = F.pad(x, (0, 0, 64, 64)), torch.zeros_like(x)
+    padded = F.pad(x, (0, 0, 64, 64))
+    added = torch.zeros_like(x)
     for place in range(len(x)):
         for out in range(8):
             group = slice(4 * (out // 4), 4 * (out // 4) + 4)
@@ -281,13 +293,17 @@ def positions_by_hand(conv, x):
 
 def attention_by_hand(attention, x, bias):
     """Two heads, whose bias by distance (L, L, 2) has a gate of the query."""
-    q, k, v = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
+    q = attention.q_proj(x)
+    k = attention.k_proj(x)
+    v = attention.v_proj(x)
     heads = []
     for h, part in enumerate((slice(0, 4), slice(4, 8))):
         gates = attention.grep_linear(q[:, part])  # (256, 8)
-        g1, g2 = gates[:, :4].sum(1).sigmoid(), gates[:, 4:].sum(1).sigmoid()
+        g1 = gates[:, :4].sum(1).sigmoid()
+        g2 = gates[:, 4:].sum(1).sigmoid()
         gate = g1 * (g2 * attention.grep_a[0, h, 0, 0] - 1) + 2
-        logits = q[:, part] @ k[:, part].T / 2 + gate[:, None] * bias[..., h]
+        logits = q[:, part] @ k[:, part].T / 2
+        logits += gate[:, None] * bias[..., h]
         heads.append(logits.softmax(1) @ v[:, part])
     return attention.out_proj(torch.cat(heads, 1))
 
@@ -360,13 +376,16 @@ def test_the_matching_head_by_hand(words):
     """Linear, LayerNorm, frame and kind embeddings of each token; all tokens count, padding of the
     subtitle, too; two layers on CLS."""
     model, _ = model_of(words)
-    inputs, head = clips_of(words, frames=8), model.matching
-    tokens, sequence = model.clip_tokens(inputs), []
+    inputs = clips_of(words, frames=8)
+    head = model.matching
+    tokens = model.clip_tokens(inputs)
+    sequence = []
     for kind, frames in (("vision", 8), ("audio", 1), ("subtitle", 1)):
         width = tokens[kind].shape[-1]
         for k, x in enumerate(tokens[kind][1].reshape(frames, -1, width)):
             y = F.layer_norm(head.linears[kind](x), (64,), eps=1e-12)
-            y = y * head.norms[kind].weight + head.norms[kind].bias + head.kinds[kind][0]
+            y = y * head.norms[kind].weight + head.norms[kind].bias
+            y = y + head.kinds[kind][0]
             if kind != "subtitle":  # four frame embeddings, the nearest for each of eight frames
                 y = y + head.frames[kind][0, k // 2]
             sequence.append(y)
@@ -377,7 +396,8 @@ def test_the_matching_head_by_hand(words):
         caption["input_ids"], mask, encoder_hidden_states=sequence).last_hidden_state
     hidden = F.layer_norm(F.gelu(head.linear1(states[:, 0])), (64,), eps=1e-12)
     expected = head.linear2(hidden * head.layernorm.weight + head.layernorm.bias)
-    _, _, logits = model(inputs, pairs=pairs_of(words, [0, 1], [TEXTS[0], TEXTS[2]]))
+    pairs = pairs_of(words, [0, 1], [TEXTS[0], TEXTS[2]])
+    _, _, logits = model(inputs, pairs=pairs)
     assert_close(logits[1:], expected)
     for place in (0, 8 * 17, 8 * 17 + 64, -1):
         changed = sequence.clone()
@@ -400,7 +420,8 @@ def test_negatives_are_drawn_by_their_probability():
 
 def test_pairs_by_hand(words):
     """Each clip with its caption and a wrong one, each caption with a wrong clip: 3 B, by clip."""
-    clip, text = unit(3, D), unit(3, D, seed=1)
+    clip = unit(3, D)
+    text = unit(3, D, seed=1)
     tokens = words(TEXTS)
     draws = torch.tensor([[0.1, 0.9], [0.5, 0.4], [0.8, 0.2]]).double()
     pairs = mmts_vast.hard_pairs(clip, text, tokens, draws, tau=0.5, length=12)
@@ -409,7 +430,9 @@ def test_pairs_by_hand(words):
     wrong_clip = mmts_vast.hard_negatives(sim.T, 0.5, draws[:, 1]).tolist()
     expected = []
     for k in range(3):
-        expected += [(k, k, 1), (k, wrong_text[k], 0), (wrong_clip[k], k, 0)]
+        expected.append((k, k, 1))
+        expected.append((k, wrong_text[k], 0))
+        expected.append((wrong_clip[k], k, 0))
     length = tokens["input_ids"].shape[1]
     same = (pairs.ids[:, None, :length] == tokens["input_ids"]).all(-1)
     rows = same.int().argmax(1)
@@ -464,7 +487,8 @@ TENSORS = {
 def released(words):
     """The content of a released file at small widths."""
     model, _ = model_of(words)
-    layers, shapes = dict(LAYERS), dict(TENSORS)
+    layers = dict(LAYERS)
+    shapes = dict(TENSORS)
     for kind in ("vision", "audio", "subtitle"):
         layers[f"hidden_trans_{kind}_multimodal.0"] = (64, 64)
         layers[f"hidden_trans_{kind}_multimodal.1"] = (64,)
@@ -474,7 +498,8 @@ def released(words):
             layers[f"audio_encoder.encoder.layers.{k}.{name}"] = shape
         shapes[f"audio_encoder.encoder.layers.{k}.self_attn.grep_a"] = (1, 4, 1, 1)
     for name, shape in layers.items():
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[:1]
+        shapes[f"{name}.weight"] = shape
+        shapes[f"{name}.bias"] = shape[:1]
     for name, x in model.vision.body.state_dict().items():
         shapes[f"vision_encoder.visual.{name}"] = x.shape
     for name, x in model.text.body.state_dict().items():
@@ -545,7 +570,8 @@ def test_weights_without_a_layer_are_refused(words, released, tmp_path):
 def test_the_second_pass_gives_the_gradient_of_both_losses(words, chunk):
     """Against one graph of the contrastive loss and of the mean over the 3 B pairs."""
     model, _ = model_of(words)
-    inputs, tokens = clips_of(words), words(TEXTS)
+    inputs = clips_of(words)
+    tokens = words(TEXTS)
     draws = torch.tensor([[0.1, 0.9], [0.5, 0.4], [0.8, 0.2]]).double()
     clip, text, _ = model(inputs, tokens)
     pairs = mmts_vast.hard_pairs(clip, text, tokens, draws, tau=0.2, length=12)
@@ -611,7 +637,11 @@ def test_the_best_candidates_are_those_by_cosine():
 
 
 @pytest.mark.parametrize("positives, ranks", [
-    ([0, 3], [2, 2]), ([1, 2], [1, 1]), ([2, 1], [3, 3]), ([3, 0], [4, 4])])
+    ([0, 3], [2, 2]),
+    ([1, 2], [1, 1]),
+    ([2, 1], [3, 3]),
+    ([3, 0], [4, 4]),
+])
 def test_reranking_by_hand(positives, ranks):
     """The first two by cosine by their logits alone, the others behind them by cosine."""
     positives = torch.tensor(positives)[:, None]

@@ -66,9 +66,13 @@ def graph_by_hand(graph, nodes, edges):
 def test_the_graph_against_loops():
     """Steps 1 to 6 of one video of two clips, region by region and frame by frame."""
     torch.manual_seed(0)
-    frames, regions, width, dim = 8, 5, 6, 16
+    frames = 8
+    regions = 5
+    width = 6
+    dim = 16
     graph = VideoGraph(width, dim, regions, dropout=0.3).double().eval()
-    of_frames, of_regions = draw(1, frames, width), draw(1, frames, regions, width, seed=1)
+    of_frames = draw(1, frames, width)
+    of_regions = draw(1, frames, regions, width, seed=1)
     boxes = draw(1, frames, regions, 5, seed=2)
     output = graph(of_frames, of_regions, boxes)[0]
 
@@ -90,14 +94,17 @@ def test_the_graph_against_loops():
 
 
 def test_words_past_a_text_s_length_and_absent_choices_have_no_part():
-    video, words = draw(2, 3, 4), draw(2, 3, 5, 4, seed=1)
-    lengths, choices = (3, 5), (2, 3)
+    video = draw(2, 3, 4)
+    words = draw(2, 3, 5, 4, seed=1)
+    lengths = (3, 5)
+    choices = (2, 3)
     mask = torch.arange(5) < torch.tensor(lengths)[:, None, None].expand(2, 3, 1)
     choice_mask = torch.arange(3) < torch.tensor(choices)[:, None]
     output = attend_words(video, words, mask, choice_mask)
     for b in range(2):
         for n in range(3):
-            query, sums = video[b, n], []
+            query = video[b, n]
+            sums = []
             for c in range(choices[b]):
                 text = words[b, c, :lengths[b]]
                 sums.append(query + (text @ query).softmax(0) @ text)
@@ -143,8 +150,10 @@ def choices_of(tokenizer):
 
 @torch.no_grad()
 def test_a_batch_scores_as_its_rows_alone(tokenizer):
-    model, pixels = vgt_of(tokenizer), torch.randn(2, 4, 3, 16, 16)
-    question, choices = questions_of(tokenizer), choices_of(tokenizer)
+    model = vgt_of(tokenizer)
+    pixels = torch.randn(2, 4, 3, 16, 16)
+    question = questions_of(tokenizer)
+    choices = choices_of(tokenizer)
     video, _, scores = model(pixels, None, question, choices)
     assert scores.isneginf().tolist() == [[False, False, True], [False] * 3]
     for row, number in ((0, 2), (1, 3)):
@@ -160,8 +169,10 @@ def test_a_batch_scores_as_its_rows_alone(tokenizer):
 
 @torch.no_grad()
 def test_scores_are_dot_products_of_the_video_and_the_choices(tokenizer):
-    model, pixels = vgt_of(tokenizer), torch.randn(2, 4, 3, 16, 16)
-    question, choices = questions_of(tokenizer), choices_of(tokenizer)
+    model = vgt_of(tokenizer)
+    pixels = torch.randn(2, 4, 3, 16, 16)
+    question = questions_of(tokenizer)
+    choices = choices_of(tokenizer)
     _, _, scores = model(pixels, None, question, choices)
     video = model.graph(*model.graph_inputs(pixels, question["boxes"]))
     texts = {name: choices[name] for name in ("input_ids", "attention_mask")}
@@ -181,7 +192,8 @@ def test_scores_are_dot_products_of_the_video_and_the_choices(tokenizer):
 @torch.no_grad()
 def test_answers_of_the_vocabulary_by_hand(tokenizer):
     """The product of the scores of video and question."""
-    model, pixels = vgt_of(tokenizer, ["yes", "no", "two"]), torch.randn(2, 4, 3, 16, 16)
+    model = vgt_of(tokenizer, ["yes", "no", "two"])
+    pixels = torch.randn(2, 4, 3, 16, 16)
     question = questions_of(tokenizer)
     _, _, scores = model(pixels, tokenizer(["a", "b"]), question)
     boxes = question.pop("boxes")
@@ -221,7 +233,8 @@ def test_the_first_box_of_moving_emoji_holds_the_drawing():
 
 
 # -------------------------------------------- files ------------------------------------------
-W, N = 6, 7  # width of a feature, boxes of a frame in the files
+W = 6  # width of a feature
+N = 7  # boxes of a frame
 
 
 def write_h5(folder, split, names):
@@ -254,7 +267,10 @@ def place_of(box, width, height):
 def test_regions_are_the_numbers_of_their_files(tmp_path):
     """Places are shares of the frame, which is 320 x 240 where its size is not said."""
     regions, boxes, frames = write_h5(tmp_path, "val", ["a", "b"])
-    row, clip, t, size = 1, 3, 2, (320, 240)
+    row = 1
+    clip = 3
+    t = 2
+    size = (320, 240)
     x = Regions(tmp_path, "val", 5, 32)("b").view(8, 4, 6, W + 5)[clip, t]
     assert x[0].tolist() == pytest.approx([*frames[row, clip, t], 0, 0, 0, 0, 0])
     for k in range(5):
