@@ -765,7 +765,6 @@ def test_held_out_names_of_a_meta_set_are_left_out_and_counted(root, tmp_path):
 
 # ======================================== the start of a run ======================================
 STOPPED = {
-    "--batch-size 64": "--batch-size 64: larger than .* training examples of .*captions.csv, 16",
     "--image-encoder no/such": "no/such: ",
     "--init-from text.pt": "--init-from .*text.pt: ",
     "--init-from other.safetensors": ".*none of its 1 tensors fits the model",
@@ -797,14 +796,6 @@ def test_what_ends_a_run_before_or_in_its_first_steps(flags, good, tmp_path, mon
     save_file({"other": torch.zeros(2)}, "other.safetensors")
     save_file({"vision.projection.weight": torch.full((16, 128), float("nan"))}, "nan.safetensors")
     assert re.match(STOPPED[flags], stopped(good, tmp_path, *flags.split()))
-
-
-def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
-    """And say so; a resumed run keeps it."""
-    flags = [*"--cpu --workers 0 --max-steps 1 --image-size 16".split(), "--dataset", good]
-    assert run_script(temo, tmp_path / "r", *flags)["batch"] == 16
-    assert "--batch-size 256 -> 16, which fits the data" in capsys.readouterr().out
-    assert temo.parse_args(["--resume", str(tmp_path / "r")]).batch_size == 16
 
 
 def test_too_many_bad_samples_stop_the_run(tmp_path):

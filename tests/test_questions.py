@@ -286,6 +286,7 @@ def test_pairs_of_another_set_join_training(pairs):
     """Their rows stand behind the set's own; clips of the evaluation are left out by name, with or
     without v_ before it."""
     data, both, more = join_pairs(pairs, pairs / "more" / "more.csv")
+    assert both.before_extra_pairs is data  # of which meta-data are
     assert len(data) == 4
     assert len(more) == 6
     assert len(both) == 8
@@ -297,14 +298,6 @@ def test_pairs_of_another_set_join_training(pairs):
     assert "4 more pairs from " in both.note
     assert "50% of an epoch" in both.note
     assert "2 of clips that the evaluation reads left out" in both.note
-
-
-def test_meta_data_beside_pairs_are_the_sets_own(pairs):
-    data, both, _ = join_pairs(pairs, pairs / "more" / "more.csv")
-    assert both.before_extra_pairs is data
-    args = argparse.Namespace(dataset="own", meta_set="train", meta_size=8, meta_batch_size=2)
-    meta, _ = meta_data(both, {}, args)
-    assert sorted(meta.keys()) == sorted(data.keys())
 
 
 def test_pairs_join_videos_to_videos(pairs, tmp_path):
