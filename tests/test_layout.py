@@ -52,14 +52,10 @@ def imported_modules(nodes):
 
 def position(name):
     """The place of a module in ORDER."""
-    parts = name.split(".")
-    place = parts[0]
-    if len(parts) > 1 and place == "contrastive":
-        place = parts[1]
-    for k, entry in enumerate(ORDER):
-        if place == entry or place in entry and isinstance(entry, tuple):
-            return k
-    raise ValueError(f"{name} has no place in ORDER")
+    package = name.removeprefix("contrastive.").split(".")[0]
+    if package in SCRIPTS:
+        return ORDER.index(SCRIPTS)
+    return ORDER.index(package)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -71,16 +67,14 @@ def test_a_module_imports_only_what_stands_before_it(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_our_modules_are_imported_before_torch(name):
     """contrastive/__init__.py sets OMP_WAIT_POLICY, which torch reads when it is imported."""
-    names = []
+    packages = []
     for node in TREES[name].body:
         if isinstance(node, ast.ImportFrom):
-            names.append(node.module)
+            packages.append(node.module.split(".")[0])
         elif isinstance(node, ast.Import):
-            names.append(node.names[0].name)
-    packages = [name.split(".")[0] for name in names]
-    if OURS.intersection(packages) and "torch" in packages:
-        first = min(packages.index(package) for package in OURS.intersection(packages))
-        assert first < packages.index("torch")
+            packages.append(node.names[0].name.split(".")[0])
+    if "torch" in packages and OURS.intersection(packages):
+        assert OURS.intersection(packages[:packages.index("torch")])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -88,7 +82,7 @@ def test_a_script_imports_of_ours_common_alone(script):
     assert imported_modules(ast.walk(TREES[script])) == {"common"}
 
 
-def test_no_script_imports_another_but_a_variant_its_own():
+def test_a_variant_imports_one_script():
     for name, tree in TREES.items():
         if name.startswith("variants."):
             scripts = imported_modules(ast.walk(tree)) & set(SCRIPTS)
@@ -96,12 +90,13 @@ def test_no_script_imports_another_but_a_variant_its_own():
 
 
 def test_a_script_loads_nothing_that_variants_alone_use():
-    modules = ["encoders.vast", "encoders.ssb", "encoders.vgt", "encoders.questions",
-               "data.questions", "evaluation.answers", "evaluation.rerank"]
     code = "import sys, temo; temo.parse_args([]); print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     loaded = result.stdout.split()
-    assert "temo" in loaded and not {f"contrastive.{name}" for name in modules}.intersection(loaded)
+    assert "temo" in loaded
+    for name in ("encoders.vast", "encoders.ssb", "encoders.vgt", "encoders.questions",
+                 "data.questions", "evaluation.answers", "evaluation.rerank"):
+        assert f"contrastive.{name}" not in loaded
 
 
 def test_modules_are_imported_by_name_in_three_places_only():
@@ -131,6 +126,4 @@ def test_pip_refuses_to_install_the_scripts(tmp_path):
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target"]
     result = subprocess.run([*command, tmp_path, ROOT], capture_output=True, text=True)
     assert result.returncode != 0
-    message = "This is a repository of scripts, not a package. Clone it"
-    assert message in result.stdout + result.stderr
-    assert not any(tmp_path.iterdir())
+    assert "This is a repository of scripts" in result.stdout + result.stderr

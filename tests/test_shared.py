@@ -113,8 +113,12 @@ UNREAD = {
     "queue_size": "of temperature_schedules.py, with --loss moco",
     "momentum": "with --loss moco"}
 SMALL = (
-    "--cpu --workers 0 --max-steps 2 --batch-size 8 --image-size 16 --log-every 1 --eval-every 1")
-WORDS = {"temo": "--image-aug simclr"}  # flags beside which others have an effect
+    "--cpu --workers 0 --dataset moving-emoji --clips 32 16 16 --frames 2 --max-steps 2 "
+    "--batch-size 8 --image-size 16 --log-every 1 --eval-every 1").split()
+WORDS = {  # flags beside which others have an effect
+    "temo": ["--image-aug", "simclr"],
+    "mmts": ["--num-clusters", "4"],
+    "mama": ["--meta-size", "4", "--meta-batch-size", "2"]}
 
 
 @each_script
@@ -133,7 +137,7 @@ def test_a_run_reads_every_flag(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Parser, "add_shared_flags", noted_shared_flags)
     monkeypatch.setattr(script, "parse_args", recording_flags)
-    run_script(script, tmp_path / "run", *SMALL.split(), *WORDS.get(name, "").split())
+    run_script(script, tmp_path / "run", *SMALL, *WORDS.get(name, ()))
     flags = set()
     for action in parsers[0]._actions:
         if not isinstance(action, argparse._HelpAction):
