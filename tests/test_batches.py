@@ -102,9 +102,9 @@ def test_many_shards_are_read_a_few_at_a_time(forty):
 def test_epochs_have_an_order_each_without_the_incomplete_batch(forty):
     num_rows, per_epoch = len(forty), len(forty) // 32
     steps = list(epoch_batches(num_rows, 32, 7, 0, 2 * per_epoch, shards=forty))
-    epochs = [epoch for epoch, _ in steps]
-    assert epochs == [0] * per_epoch + [1] * per_epoch
-    rows = np.concatenate([batch for _, batch in steps])
+    epochs, batches = zip(*steps)
+    assert list(epochs) == [0] * per_epoch + [1] * per_epoch
+    rows = np.concatenate(batches)
     num_used = per_epoch * 32
     assert np.array_equal(rows[:num_used], epoch_order(num_rows, 7, 0, forty)[:num_used])
     assert np.array_equal(rows[num_used:], epoch_order(num_rows, 7, 1, forty)[:num_used])
@@ -221,8 +221,8 @@ def test_bad_samples_are_replaced_by_the_next_counted_and_listed(tmp_path):
 def test_question_goes_with_the_sample_that_was_read(tmp_path):
     names = write_images(tmp_path, range(8))
     (tmp_path / names[3]).write_bytes(TEXT)
-    paths = [str(tmp_path / name) for name in names]
-    captions = [[f"words of {name}"] for name in names]
+    captions = [[name] for name in names]
+    paths = [f"{tmp_path}/{name}" for name in names]
     table = common.make_table(captions, names, paths, question=names)
     data = common.Data("asked", "train", table)
     (batch,) = batches_of(data, [PLAIN], 8, last=1, side=32)
@@ -233,10 +233,9 @@ def test_question_goes_with_the_sample_that_was_read(tmp_path):
 
 
 def test_hundred_bad_samples_in_a_row_are_the_end(tmp_path):
-    names = [f"{i}.mp4" for i in range(110)]
-    for name in names:
-        (tmp_path / name).write_bytes(TEXT)
-    data = all_rows(write_table(tmp_path, names), frames=2)
+    (tmp_path / "a.mp4").write_bytes(TEXT)
+    data = all_rows(write_table(tmp_path, ["a.mp4"]), frames=2)
+    data = data.select(np.zeros(110, int))
     with pytest.raises(UserError, match="^100 samples in a row cannot be read, the first: .*mp4: "):
         list(batches_of(data, VIEWS, 4, last=2))
 
@@ -250,7 +249,7 @@ def test_random_frames_change_with_the_epoch_and_lie_one_in_each_part(sets):
     for batch in batches:
         pixels = batch["views"][0] * std[:, None, None] + mean[:, None, None]
         for key, clip in zip(batch["keys"], (pixels * 255).round()):
-            frames[key].append(numbers(clip.numpy()))
+            frames[key].append(numbers(clip))
     num_changed = 0
     for key, (first, second) in frames.items():
         num_changed += first != second

@@ -18,7 +18,7 @@ import torch
 import launch
 import mama
 from helpers import (
-    TEXT, all_rows, frame, frame_number, write_captions, write_images, write_rows, write_video)
+    TEXT, all_rows, frame, numbers, write_captions, write_images, write_rows, write_video)
 from tools import caption, paraphrase
 
 
@@ -84,7 +84,7 @@ def test_frames_of_a_short_video_are_repeated_in_order(videos):
     features = caption.frame_features("colour", "cpu")
     frames = caption.read_candidates(videos / "a.mp4", None, None, 16)  # five different ones
     frames = caption.choose_key_frames(frames, features, 12)
-    shown = [frame_number(image.permute(1, 2, 0).numpy()) for image in frames]
+    shown = numbers(frames)
     assert shown == sorted(shown)
     assert set(shown) == set(range(5))
     assert len(shown) == 12
@@ -178,7 +178,7 @@ def drawn(monkeypatch):
 def flags_of(dataset, out, model, *flags):
     """The command line of a small call."""
     words = ["--dataset", dataset, "--out", out, "--model", model, *FLAGS.split(), *flags]
-    return [str(word) for word in words]
+    return list(map(str, words))
 
 
 def run(dataset, out, model, *flags):
@@ -343,7 +343,7 @@ def own(tmp_path):
 def write_paraphrases(own, model, out):
     """Runs the tool. Returns: the lines of its file."""
     words = ["--dataset", own, "--batch", 2, "--cpu", "--model", model, "--out", out]
-    paraphrase.main([str(word) for word in words])
+    paraphrase.main(list(map(str, words)))
     return out.read_text(encoding="utf8").splitlines(keepends=True)
 
 

@@ -36,7 +36,7 @@ def write_table(path, labels, names, pictures, *, image="image", label="label"):
     features = datasets.Features({image: datasets.Image(), label: datasets.ClassLabel(names=names)})
     content = {
         image: [{"bytes": encode(pixels), "path": None} for pixels in pictures],
-        label: [int(number) for number in labels],
+        label: labels,
     }
     datasets.Dataset.from_dict(content, features=features).to_parquet(str(path))
 
@@ -78,8 +78,8 @@ def hub(tmp_path_factory):
         "zeroshot_classification_templates.txt": "a {c} texture.\na {c} pattern.\n"})
     for split, samples in (("train", range(34)), ("test", range(6))):
         file = root / "cifar100" / "cifar100" / f"{split}-00000-of-00001.parquet"
-        labels = [i % 3 for i in samples]
         pictures = [picture(i) for i in samples]
+        labels = np.array(samples) % 3
         write_table(file, labels, CLASSES, pictures, image="img", label="fine_label")
     return root
 
@@ -466,8 +466,8 @@ def test_imagenet100_runs_without_val(lists, tmp_path):
     assert summary["val"] == {"imagenet100-lt": {}}
     assert {"top1", "head", "mid", "tail"} <= summary["test"]["imagenet100-lt"]["few-shot"].keys()
     assert common.load_model(tmp_path / "r")[2].short == round(24 / 0.875)
-    evaluations = [row for row in rows(tmp_path / "r") if "eval" in row]
-    assert all(row["coverage"] > 0 for row in evaluations)
+    for row in rows(tmp_path / "r"):
+        assert "eval" not in row or row["coverage"] > 0
     with pytest.raises(UserError, match="val"):
         run_script(ts, tmp_path / "best", *flags, "--eval-epoch", "best", "--eval-every", 1)
 
@@ -488,7 +488,7 @@ def test_few_shot_probe_learns_from_its_own_images():
 def test_head_mid_and_tail_are_classes_above_100_and_below_20_images():
     sizes = [1280] * 39 + [100] * 24 + [20] * 24 + [19] * 12 + [6]
     labels = np.repeat(np.arange(100), sizes)
-    hits = {c: float(c) for c in range(100)}
+    hits = dict(enumerate(map(float, range(100))))
     parts = accuracy_by_class_size(labels, hits, [100, 20])
     assert parts["head"] == np.mean(range(39))
     assert parts["mid"] == np.mean(range(39, 87))
