@@ -23,11 +23,11 @@ def msrvtt(tmp_path):
         videos.append({"video_id": name, "split": "train", "category": category})
         sentences.append({"sen_id": k, "video_id": name, "caption": f"words {k}"})
     write_files(tmp_path, {"MSRVTT_data.json": {"videos": videos, "sentences": sentences}})
+    train = [[video["video_id"]] for video in videos[:12]]
+    write_rows(tmp_path / "MSRVTT_train.9k.csv", ["video_id"], train)
+    test = [("ret", "msr", video["video_id"], "a clip") for video in videos[12:]]
     write_rows(
-        tmp_path / "MSRVTT_train.9k.csv", ["video_id"], [[f"video{k}"] for k in range(12)])
-    write_rows(
-        tmp_path / "MSRVTT_JSFUSION_test.csv", ["key", "vid_key", "video_id", "sentence"],
-        [(f"ret{k}", f"msr{k}", f"video{k}", f"clip {k}") for k in range(12, 16)])
+        tmp_path / "MSRVTT_JSFUSION_test.csv", ["key", "vid_key", "video_id", "sentence"], test)
     folder = str(tmp_path)
     return ["--cpu", "--dataset", "msrvtt", "--data-dir", folder, "--video-dir", folder]
 

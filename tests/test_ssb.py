@@ -83,7 +83,8 @@ def test_the_captioning_loss_is_the_loop(t5, text_encoder):
         before = torch.tensor([[0, *caption[:-1]]])
         logits = whole(encoder_outputs=(state,), decoder_input_ids=before).logits[0]
         total += F.cross_entropy(logits, caption).item()
-    assert captioning_loss(z, ids, mask, captioner).item() == pytest.approx(total / 3, rel=1e-9)
+    loss = captioning_loss(z, ids, mask, captioner)
+    assert loss.item() == pytest.approx(total / 3, rel=1e-9)
 
 
 @pytest.mark.parametrize("is_shared", [True, False], ids=["T5", "T5 1.1"])
@@ -154,7 +155,8 @@ def flags(tmp_path_factory, tiny):
             (root / name).mkdir(exist_ok=True)
             feature = draws.normal(size=(3 + i % 9, width)).astype(np.float32)
             np.save(root / name / f"clip{i}.npy", feature)
-        rows += [(f"clip{i}", f"one number {i}"), (f"clip{i}", f"yet another of them, {i}")]
+        rows.append((f"clip{i}", f"one number {i}"))
+        rows.append((f"clip{i}", f"yet another of them, {i}"))
     table = write_rows(root / "clips.csv", ["video", "caption"], rows)
     words = (
         f"--dataset {table} --text-encoder {tiny('t5')[0]} --feature-dir {root / 'motion'} "
