@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import CPU, complains, numbers, write_files, write_rows, write_video
+import mmts
+from helpers import (
+    CPU, complains, numbers, run_script, steps, write_files, write_rows, write_video)
 
 
 def discounted(gains):
@@ -314,3 +316,18 @@ def test_caption_relevancy_takes_no_extra_captions(kitchen):
     words = "--caption-relevancy: draws sentences of epic"
     with pytest.raises(UserError, match=words):
         load(kitchen, kitchen, "train", caption_relevancy=0.1, extra_captions="more.csv")
+
+
+MMTS = (
+    "--cpu --workers 0 --dataset epic-kitchens-100 --image-encoder small --text-encoder small "
+    "--no-pretrained --image-stats half --mixed-precision no --frames 2 --image-size 16 "
+    "--embed-dim 16 --batch-size 6 --max-steps 3 --log-every 1 --eval-every 0 --alpha 0").split()
+
+
+def test_mmts_has_margins_by_the_noun_of_a_clip(kitchen, tmp_path):
+    """Five clips of one noun, one of another."""
+    folders = ["--data-dir", kitchen, "--video-dir", kitchen / "videos"]
+    summary = run_script(mmts, tmp_path / "run", *MMTS, *folders)
+    assert "mir" in summary["test"]["epic-kitchens-100"]
+    for row in steps(tmp_path / "run"):
+        assert row["margin"] == pytest.approx((5 * 0.3 + 0.17) / 6)
