@@ -50,7 +50,7 @@ from contrastive.evaluation.saved_pieces import (
     MAX_PICTURES, rows_to_save, save_pieces, select_pieces)
 from contrastive.figures.base import draw_answers, draw_retrieval
 
-from ncl import normalized_retrieval
+from ncl import metrics_of_mode, normalized_retrieval
 
 import torch
 from safetensors.torch import load_file
@@ -404,10 +404,7 @@ def normalized_metrics(pieces, args, flags, mode, queues):
                    f"{gamma:.3g}")
     iterations = getattr(flags, "iterations", 4)
     results, pieces.biases = normalized_retrieval(pieces, gamma, iterations, texts, videos)
-    if mode not in results:
-        mode = "none"
-    metrics = {key: value for key, value in results[mode].items() if key != "error"}
-    return metrics | {"normalize": results, "normalized_by": mode}
+    return metrics_of_mode(results, mode)
 
 
 # ======================================================= results ==================================

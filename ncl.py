@@ -4,12 +4,14 @@ A softmax over the items gives the retrieval probabilities of a query, which sum
 all queries, each item should receive 1, too. But some receive much more and are retrieved for wrong
 queries, and others much less and are missed. NCL adds a bias to the cosines of each text and each
 video that makes these sums equal. Sinkhorn-Knopp computes it from the similarity matrix: in
-training of the batch, at test time of a queue of training queries. No parameters are added.
+training from that of the batch, at test time from that of the last training queries and the test
+items. No parameters are added.
 
 Equations (s_ij = <t_i, v_j>, without the paper's 1 / gamma; rows are texts, columns videos)
     (2, 3)   P_t2v(v_j | t_i) = exp(s_ij / gamma) / sum_k exp(s_ik / gamma), P_v2t likewise
     (4)      L = 1/2 (L_t2v + L_v2t), L_t2v = -1/B sum_i log P_t2v(v_i | t_i)           ncl_loss
-    (5)      error = mean_j |1 - sum_i P_t2v(v_j | t_i)|              common.normalization_error
+    (5)      error = mean_j |1 - n/m sum_i P_t2v(v_j | t_i)|, m texts, n videos; n = m in the paper
+                                                                      common.normalization_error
     (6, 12)  sim*(t_i, v_j) = a_i + b_j + s_ij replaces s_ij                biased_cross_entropy
     (7 to 9) P = diag(alpha) exp(S / gamma) diag(beta), rows sum to 1/m and columns to 1/n
     (10, 11) a_i = gamma log(alpha_i / sum alpha), b_j likewise                  sinkhorn_biases
@@ -17,7 +19,7 @@ Equations (s_ij = <t_i, v_j>, without the paper's 1 / gamma; rows are texts, col
 
 Symbols
     t, v        text, video          (B, D)     embeddings of this process
-    gamma       gamma, --tau         ()         divides the cosine; 1 / CLIP's logit scale
+    gamma       gamma                ()         divides the cosine; --tau, "tau" in the log
     a, b        a, b                 (m,), (n,) biases, in units of the cosine
     K           --queue-size         ()         training queries in the queue; paper 16,384
 
@@ -51,12 +53,13 @@ import torch.nn.functional as F
 
 # ======================================================= METHOD ===================================
 def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
-    """Biases that bring the row and column sums of P = exp((a + b + sim) / gamma) to the priors, up
-    to a common factor (Eqs. 7 to 11).
+    """Biases a of the rows and b of the columns of a similarity matrix (Eqs. 7 to 11).
 
-    In the log domain exp(1 / 0.01) does not overflow. Each round normalises rows, then columns, so
-    at the end the column sums of P are exact and its row sums nearly (the error of Eq. 5 is small,
-    not 0). The paper prints Eqs. 8 and 9 with their right-hand sides exchanged.
+    With P_ij = exp((a_i + b_j + sim_ij) / gamma), the row sums of P are proportional to row_prior,
+    and its column sums to col_prior. Each round normalises rows, then columns. So at the end the
+    columns are exact, and the rows nearly on batches of a model (the error of Eq. 5 is small, not
+    0). In the log domain exp(1 / 0.01) does not overflow. The paper prints Eqs. 8 and 9 with their
+    right-hand sides exchanged.
 
     Args:
         sim: (m, n) cosines; rows are texts (or queries), columns videos (or items).
@@ -91,7 +94,10 @@ def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
 # tensors at a time, and with all of the keyword arguments
 @row_blocks
 def biased_cross_entropy(anchor, target, *, candidates, bias, gamma):
-    """Mean cross-entropy with biases (Eqs. 2, 3, 12): (b, D), (b,), (N, D), (N,) or 0 -> ()."""
+    """Mean cross-entropy with biases (Eqs. 2, 3, 12): (b, D), (b,), (N, D), (N,) or 0, () -> ().
+
+    row_blocks weighs the means of its blocks by their rows: the mean over all anchors.
+    """
     logits = (anchor @ candidates.T + bias) / gamma                        # (b, N)
     return F.cross_entropy(logits, target)                                 # ()
 
@@ -127,14 +133,8 @@ def ncl_loss(text, video, gamma, iterations=4, detach=True, *, terms=None):
 
 
 # ------------------------------------------------------- test time --------------------------------
-# The evaluation is shared by all scripts and speaks of images; here they are the paper's videos.
-
-
 def retrieval_biases(items, queries, gamma, iterations=4):
     """Biases b of the items from a set of queries, at test time those of the queue (Sec. 3.4).
-
-    They are b of sinkhorn_biases(queries @ items.T, gamma, iterations), in blocks of 1,024 queries,
-    for memory: edit both functions together.
 
     Args:
         items: (n, D) embeddings.
@@ -142,18 +142,9 @@ def retrieval_biases(items, queries, gamma, iterations=4):
         gamma, iterations: as in sinkhorn_biases.
     Returns: (n,)
     """
-    items, queries = normalize(items), normalize(queries)                  # (n, D), (K, D)
-    log_beta = items.new_zeros(len(items))                                 # (n,)
-    for _ in range(iterations):
-        log_column_sums = items.new_full((len(items),), -math.inf)         # (n,)
-        for block in queries.split(1024):
-            logits = block @ items.T / gamma                               # (k, n)
-            log_row_sums = torch.logsumexp(logits + log_beta, dim=1)       # (k,)
-            log_alpha = -math.log(len(queries)) - log_row_sums             # (k,)
-            block_sums = torch.logsumexp(logits + log_alpha[:, None], dim=0)             # (n,)
-            log_column_sums = torch.logaddexp(log_column_sums, block_sums)               # (n,)
-        log_beta = -math.log(len(items)) - log_column_sums                 # (n,)
-    return gamma * log_beta.log_softmax(0)
+    sim = normalize(queries) @ normalize(items).T                          # (K, n)
+    _, b = sinkhorn_biases(sim, gamma, iterations)
+    return b
 
 
 class QueryQueue(nn.Module):
@@ -174,8 +165,9 @@ class QueryQueue(nn.Module):
         """Adds the embeddings of a step, (B, D) on each process, normalised here."""
         x = gather(normalize(x))                                           # (N, D)
         size = len(self.queries)
-        positions = self.count + torch.arange(len(x), device=x.device)     # (N,)
-        rows = positions[-size:] % size                                    # those of the oldest
+        positions = self.count + torch.arange(len(x), device=x.device)     # (N,) since the start
+        # the oldest queries make room; of more than K new ones the last K stay
+        rows = positions[-size:] % size
         self.queries[rows] = x[-size:].to(self.queries)
         self.count += len(x)
 
@@ -185,40 +177,6 @@ class QueryQueue(nn.Module):
         if pushed < size:
             return self.queries[:pushed]
         return self.queries.roll(-(pushed % size), dims=0)
-
-
-def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
-    """Retrieval in three modes (Table 5): 'none' without biases, 'queue' with those from training
-    queries, 'oracle' with those from the test queries.
-
-    Args:
-        pieces: EvaluationPieces: embeddings of a split, which has captions.
-        gamma, iterations: as in sinkhorn_biases.
-        texts, videos: (K, D) training queries; without them there is no 'queue'.
-    Returns: two dicts by mode: metrics {'text_to_image', 'image_to_text', 'R-Mean', 'error'}; and
-        biases of images (M,) and of texts (C,).
-    """
-    device = pieces.device
-    image = normalize(pieces.image.to(device))                             # (M, D)
-    text = normalize(pieces.text.to(device))                               # (C, D)
-    biases_of = functools.partial(retrieval_biases, gamma=gamma, iterations=iterations)
-    biases = {"none": (image.new_zeros(len(image)), image.new_zeros(len(text)))}
-    if texts is not None and len(texts) > 0:
-        biases["queue"] = (biases_of(items=image, queries=texts.to(device)),
-                           biases_of(items=text, queries=videos.to(device)))
-    biases["oracle"] = (biases_of(items=image, queries=text),
-                        biases_of(items=text, queries=image))
-
-    sim = text @ image.T                                                   # (C, M)
-    results = {}
-    biases_on_cpu = {}
-    for mode, (image_bias, text_bias) in biases.items():                   # (M,), (C,)
-        results[mode], _ = retrieval_both_ways(pieces, image_bias, text_bias)
-        results[mode]["error"] = {
-            "text_to_image": common.normalization_error(sim + image_bias, gamma),
-            "image_to_text": common.normalization_error(sim.T + text_bias, gamma)}
-        biases_on_cpu[mode] = image_bias.cpu(), text_bias.cpu()
-    return results, biases_on_cpu
 
 
 # ======================================================= flags ====================================
@@ -397,7 +355,7 @@ def main(args):
         run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    # with --eval-epoch best, so that queues and weights are of the same step
+    # with --eval-epoch best: weights and queues of the best step, before the queues are saved
     run.restore_best()
     common.save_queues(run, float(temperature()), text_queue.get(), video_queue.get())
     return run.finish(figures="ncl")
@@ -417,11 +375,20 @@ def batch_errors(text, video, gamma, iterations):
             "error_normalized": common.normalization_error(sim + b, gamma)}
 
 
+# ------------------------------------------------------- evaluation -------------------------------
+# The evaluation is shared by all scripts and speaks of images; here they are the paper's videos.
+
+
 @torch.no_grad()
 def evaluate_normalized(pieces, args, temperature, text_queue, video_queue):
     """The retrieval metrics of a data set in the mode of --normalize, and those of all modes.
 
-    Args: pieces: EvaluationPieces of a split, which receive the biases, for the pictures.
+    Args:
+        pieces: EvaluationPieces of a split. For the pictures they receive `biases` and, of the test
+            split of the training set, `recall_by_queue_size`.
+        args: the flags.
+        temperature: the Temperature gamma.
+        text_queue, video_queue: QueryQueues.
     """
     gamma = float(temperature())
     texts, videos = None, None
@@ -433,12 +400,56 @@ def evaluate_normalized(pieces, args, temperature, text_queue, video_queue):
             pieces.recall_by_queue_size = common.recall_by_queue_size(
                 pieces, texts, videos, biases_of)
     results, pieces.biases = normalized_retrieval(pieces, gamma, args.iterations, texts, videos)
-    mode = args.normalize
-    if mode not in results:  # no queue: before the first step, and for other data sets
+    return metrics_of_mode(results, args.normalize)
+
+
+def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
+    """Retrieval in three modes (Table 5): 'none' without biases, 'queue' with those from training
+    queries, 'oracle' with those from the test queries.
+
+    Args:
+        pieces: EvaluationPieces: embeddings of a split, which has captions.
+        gamma, iterations: as in sinkhorn_biases.
+        texts, videos: (K, D) training queries; without them there is no 'queue'.
+    Returns: two dicts by mode: metrics {'text_to_image', 'image_to_text', 'R-Mean', 'error'}; and
+        biases of images (M,) and of texts (C,).
+    """
+    device = pieces.device
+    image = normalize(pieces.image.to(device))                             # (M, D)
+    text = normalize(pieces.text.to(device))                               # (C, D)
+    biases_of = functools.partial(retrieval_biases, gamma=gamma, iterations=iterations)
+    biases = {"none": (image.new_zeros(len(image)), image.new_zeros(len(text)))}
+    if texts is not None and len(texts) > 0:
+        biases["queue"] = (biases_of(items=image, queries=texts.to(device)),
+                           biases_of(items=text, queries=videos.to(device)))
+    biases["oracle"] = (biases_of(items=image, queries=text),
+                        biases_of(items=text, queries=image))
+
+    sim = text @ image.T                                                   # (C, M)
+    results = {}
+    biases_on_cpu = {}
+    for mode, (image_bias, text_bias) in biases.items():                   # (M,), (C,)
+        results[mode], _ = retrieval_both_ways(pieces, image_bias, text_bias)
+        results[mode]["error"] = {
+            "text_to_image": common.normalization_error(sim + image_bias, gamma),
+            "image_to_text": common.normalization_error(sim.T + text_bias, gamma)}
+        biases_on_cpu[mode] = image_bias.cpu(), text_bias.cpu()
+    return results, biases_on_cpu
+
+
+def metrics_of_mode(results, mode):
+    """The metrics of a mode, to be reported, with those of all modes behind them.
+
+    Args:
+        results: metrics by mode, as normalized_retrieval returns them.
+        mode: of them; if there was no queue, 'queue' is 'none'.
+    Returns: metrics {'text_to_image', 'image_to_text', ...}, 'normalize': results and
+        'normalized_by': the mode.
+    """
+    if mode not in results:
         mode = "none"
-    metrics = results[mode] | {"normalize": results, "normalized_by": mode}
-    del metrics["error"]                                                   # is in "normalize"
-    return metrics
+    metrics = {key: value for key, value in results[mode].items() if key != "error"}
+    return metrics | {"normalize": results, "normalized_by": mode}
 
 
 if __name__ == "__main__":
