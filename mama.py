@@ -7,21 +7,21 @@ small network maps the loss of each pair to its weight. It is meta-learned: the 
 virtual step with its weights, after which their loss on M clean meta-data should be lower.
 
 Equations (s_ij = cos(lambda_ij): cosine of video i and text j; Theta: parameters of the encoders)
-    (1, 4)    L_v2t,i = -log( e^(m_i / tau) / (e^(m_i / tau) + sum_{j != i} e^(s_ij / tau)) )
-              m_i = cos([lambda_ii - mu]_+) if lambda_ii <= pi / 2, else s_ii   cosine_with_margin
+    (1)       L_v2t,i = -log( e^(m_i / tau) / (e^(m_i / tau) + sum_{j != i} e^(s_ij / tau)) )
+    (after 4) m_i = cos([lambda_ii - mu]_+) if lambda_ii <= pi / 2, else s_ii   cosine_with_margin
     (3)       L_i = L_v2t,i + L_t2v,i                                          angular_margin_loss
     (6)       mu(k) = a0 / (a1 + exp(-a2 k))                                                margin
     (7)       w_i = MLP_theta(L_i)                                                       WeightNet
     (9)       Theta^ = Theta - alpha/B sum_j w_j grad L_j, a virtual step             virtual_step
     (13)      G_j = <grad 1/M sum_i L_i^meta(Theta^), grad L_j>             directional_derivative
-    (10, 12)  theta <- theta + beta alpha/B sum_j G_j grad_theta w_j            weightnet_gradient
+    (10, 12)  theta <- an AdamW step along alpha/B sum_j G_j grad_theta w_j     weightnet_gradient
     (8, 11)   Theta <- a step on 1/B sum_i w_i L_i, with the w_i of the new theta             main
     (14, 15)  density and distance of each frame of a video     contrastive/papers/key_frames.py
 
 Symbols
     v, t          video, text           (B, D)  embeddings of this process
     L_i, w_i      sample_loss, weight   (B,)    nats; 0..1
-    L_i(Theta)    losses                (B,)    function of parameters and a batch
+    L_i(Theta)    losses                        function (parameters, batch) -> (B,)
     tau, mu       tau, mu               ()      divides the cosine, paper 1; radians, paper 0.2
     alpha, beta   virtual_lr, meta_lr   ()      learning rates of the virtual step and of theta
 Commands
@@ -45,7 +45,7 @@ from common import (
     Evaluator, GradCache, Parser, Run, Temperature, below_one, between, clean_exit, focal_weights,
     fp32, fraction, gather, int_ge1, l2rw_weights, nonnegative_float, normalize, per_anchor,
     positive_float, positive_index, rate, row_blocks, spl_weights)
-# Eqs. 14 and 15, for tools/caption.py
+# a public name of this file: the frames that are captioned (Eqs. 14 and 15)
 from common import key_frames  # noqa: F401
 
 import torch
@@ -68,7 +68,9 @@ def margin(step, a0=2.0, a1=10.0, a2=0.1):
 def cosine_with_margin(sim, mu):
     """cos([lambda - mu]_+) for sim = cos(lambda), and sim itself if lambda > pi / 2 (after Eq. 4).
 
-    Computed without acos, whose slope at 1 is infinite.
+    Computed as cos(lambda) cos(mu) + sin(lambda) sin(mu). As functions of the cosine, lambda and
+    its sine have an infinite slope at 1: hence the clamp and the first `where`. At lambda = pi / 2
+    the result jumps by sin(mu), as in the paper.
 
     Args:
         sim: cosines, any shape.
@@ -123,8 +125,8 @@ class WeightNet(nn.Module):
 
     Args:
         hidden: number of hidden units; MW-Net 100.
-        max_loss: the kinks of the ReLUs start at losses drawn from 0 to this, in nats. PyTorch's
-            biases would put three quarters of them below 1.
+        max_loss: each hidden unit is initialised with its kink at a random loss from 0 to this, in
+            nats. With PyTorch's own biases three quarters of the kinks would lie below 1.
     """
 
     def __init__(self, hidden=100, max_loss=10.0):
@@ -141,6 +143,8 @@ class WeightNet(nn.Module):
         return self.layers(sample_loss[:, None])[:, 0]
 
 
+# fused attention has neither forward-mode nor second derivatives
+@sdpa_kernel(SDPBackend.MATH)
 def weightnet_gradient(  # noqa: PLR0917
         losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward"):
     """Gradient of the meta loss after a virtual step, for the weight network (Eqs. 9, 12, 13).
@@ -159,41 +163,49 @@ def weightnet_gradient(  # noqa: PLR0917
             'second-order': double backward, with the same result in more memory.
     Returns: d meta / d p for each p of weight_net.parameters(), in order, the mean over processes.
     """
-    gradient, weight = loss_gradient(losses, parameters, batch, weight_net)
+    theta = make_leaves(parameters)                                        # Theta
+    sample_loss = losses(theta, batch)                                     # (B,)
+    weight = weight_net(sample_loss.detach())                              # (B,) Eq. 7
+    gradient = loss_gradient((weight * sample_loss).mean(), theta)         # {name: tensor}
     virtual = virtual_step(parameters, gradient, virtual_lr)               # Theta^, Eq. 9
-    meta_gradient, _ = loss_gradient(losses, virtual, meta_batch)          # like Theta
+    meta_loss = losses(virtual, meta_batch).mean()                         # ()
+    meta_gradient = loss_gradient(meta_loss, virtual)                      # {name: tensor}
     if method == "forward":
         G = directional_derivative(losses, parameters, batch, meta_gradient)         # (B,) Eq. 13
     elif method == "second-order":
         G = double_backward_derivative(losses, parameters, batch, meta_gradient)     # (B,) Eq. 13
     else:
         raise ValueError(f"method={method!r}: give 'forward' or 'second-order'")
-    weight_gradient = -virtual_lr * G / len(G)                             # (B,) d meta / d w_j
+    # d meta / d w_j, times the number of processes, for the mean over them
+    weight_gradient = -virtual_lr * G / len(G)                             # (B,)
     theta_gradient = torch.autograd.grad(                                  # Eq. 12
         weight, list(weight_net.parameters()), weight_gradient, materialize_grads=True)
     return common.average(theta_gradient)                                  # over processes
 
 
-def loss_gradient(losses, parameters, batch, weight_net=torch.ones_like):
-    """Gradient of 1/B sum_j w_j L_j at these parameters.
+@sdpa_kernel(SDPBackend.MATH)
+def meta_gain(losses, parameters, batch, meta_batch):
+    """G_j at Theta itself, without a virtual step, for L2RW: (B,). Args: as weightnet_gradient."""
+    theta = make_leaves(parameters)                                        # Theta
+    meta_loss = losses(theta, meta_batch).mean()                           # ()
+    meta_gradient = loss_gradient(meta_loss, theta)                        # {name: tensor}
+    return directional_derivative(losses, parameters, batch, meta_gradient)
 
-    Args: losses, parameters, batch, weight_net: as in weightnet_gradient. Without a network w_j is
-        1, as in the meta loss.
-    Returns: {name: tensor} like the parameters, the mean over processes; and w_j (B,), through
-        which a gradient reaches the network.
-    """
-    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no forward-mode derivatives
-        sample_loss = losses(leaves, batch)                                # (B,)
-        weight = weight_net(sample_loss.detach())                          # (B,)
-        loss = (weight * sample_loss).mean()                               # ()
-        gradient = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    return dict(zip(leaves, common.average(gradient))), weight
+
+def make_leaves(parameters):
+    """The same values, of which autograd can take the gradient: {name: tensor}."""
+    return {name: p.detach().requires_grad_() for name, p in parameters.items()}
+
+
+def loss_gradient(loss, parameters):
+    """Gradient of a loss (), the mean over processes: {name: tensor} like the parameters."""
+    gradient = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    return dict(zip(parameters, common.average(gradient)))
 
 
 def virtual_step(parameters, gradient, virtual_lr):
     """Theta^ = Theta - alpha gradient (Eq. 9): {name: tensor}."""
-    return {name: p.detach() - virtual_lr * gradient[name] for name, p in parameters.items()}
+    return make_leaves({name: p - virtual_lr * gradient[name] for name, p in parameters.items()})
 
 
 def directional_derivative(losses, parameters, batch, direction):
@@ -206,7 +218,7 @@ def directional_derivative(losses, parameters, batch, direction):
         losses, parameters, batch: as in weightnet_gradient.
         direction: {name: tensor} like the parameters.
     """
-    with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+    with torch.no_grad(), forward_ad.dual_level():
         dual = {}
         for name, p in parameters.items():
             dual[name] = forward_ad.make_dual(p.detach(), direction[name])
@@ -215,14 +227,13 @@ def directional_derivative(losses, parameters, batch, direction):
 
 def double_backward_derivative(losses, parameters, batch, direction):
     """The same as directional_derivative, by double backward."""
-    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivatives
-        sample_loss = losses(leaves, batch)                                # (B,)
-        u = torch.ones_like(sample_loss, requires_grad=True)               # (B,)
-        # grad sum_j u_j L_j is linear in u: its product with the direction has the slope G_j
-        gradient = torch.autograd.grad(
-            sample_loss, list(leaves.values()), u, create_graph=True, materialize_grads=True)
-        (G,) = torch.autograd.grad(gradient, [u], list(direction.values()))          # (B,)
+    theta = make_leaves(parameters)                                        # Theta
+    sample_loss = losses(theta, batch)                                     # (B,)
+    u = torch.ones_like(sample_loss, requires_grad=True)                   # (B,)
+    gradient = torch.autograd.grad(                                        # of sum_j u_j L_j
+        sample_loss, list(theta.values()), u, create_graph=True, materialize_grads=True)
+    # <direction, gradient> = sum_j u_j G_j, whose derivatives by u are the G_j
+    (G,) = torch.autograd.grad(gradient, [u], list(direction.values()))              # (B,)
     return G
 
 
@@ -236,8 +247,8 @@ MSRVTT = dict(
     epochs=5.0, batch_size=4, lr=5e-6, lr_end=0.0, warmup_fraction=0.01, weight_decay=5e-2,
     meta_lr=5e-6, meta_batch_size=4, log_every=50, save_every=1000)
 PARAGRAPHS = MSRVTT | dict(epochs=20.0, unfold_captions=False)
-# values of ours for small encoders from scratch, and for frozen ones; mu = 0.01 rad, since at tau
-# 0.1 the paper's 0.2 rad leaves few pairs a gradient
+# ours, for small encoders from scratch and for frozen ones; a0 makes mu 0.01 rad, since at tau 0.1
+# and the paper's 0.2 rad few pairs would have a gradient
 SMALL = dict(tau=0.1, a0=0.1)
 OWN = SMALL | dict(
     source="ours; small encoders from scratch", frames=8, frame_sampling="random",
@@ -270,51 +281,58 @@ BASELINE = dict(margin_schedule="none", weighting="none")
 
 def add_method_flags(parser, method):
     """Adds the flags of margin and weights to a group, and those of meta-data."""
-    add = method.add_argument
-    add("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
-        help="angular margin: that of Eq. 6, its limit a0 / a1 in all steps, or none")
-    add("--a0", type=nonnegative_float, default=2.0,
-        help="numerator of the margin, whose limit is a0 / a1 radians; paper 2")
-    add("--a1", type=positive_float, default=10.0,
-        help="denominator of the margin, which starts at a0 / (a1 + 1) radians; paper 10")
-    add("--a2", type=between(-1000), default=0.1,
-        help="growth of the margin per step; if negative, the margin falls to 0; paper 0.1")
-    add("--weighting", default="meta", choices=["meta", "joint", "focal", "spl", "l2rw", "none"],
-        help="weights of pairs: from a network that is meta-learned (meta) or trained with the "
-             "encoders (joint, Table 8); focal, self-paced (spl) or L2RW (Table 6); all 1 (none)")
-    add("--weight-hidden", type=int_ge1, default=100,
-        help="hidden units of the network of --weighting meta and joint; MW-Net 100, authors' "
-             "code 64")
+    method.add_argument("--margin-schedule", choices=["logistic", "constant", "none"],
+                        default="logistic",
+                        help="angular margin: that of Eq. 6, its limit a0 / a1 in all steps, or "
+                             "none")
+    method.add_argument("--a0", type=nonnegative_float, default=2.0,
+                        help="numerator of the margin, whose limit is a0 / a1 radians; paper 2")
+    method.add_argument("--a1", type=positive_float, default=10.0,
+                        help="denominator of the margin, which starts at a0 / (a1 + 1) radians; "
+                             "paper 10")
+    method.add_argument("--a2", type=between(-1000), default=0.1,
+                        help="growth of the margin per step; if negative, the margin falls to 0; "
+                             "paper 0.1")
+    method.add_argument("--weighting", default="meta",
+                        choices=["meta", "joint", "focal", "spl", "l2rw", "none"],
+                        help="weights of pairs: from a network that is meta-learned (meta) or "
+                             "trained with the encoders (joint, Table 8); focal, self-paced (spl) "
+                             "or L2RW (Table 6); all 1 (none)")
+    method.add_argument("--weight-hidden", type=int_ge1, default=100,
+                        help="hidden units of the network of --weighting meta and joint; MW-Net "
+                             "100, authors' code 64")
 
-    add = parser.add_argument_group("meta-data").add_argument
-    add("--meta-set", default="train", metavar="train|val|FILE",
-        help="source of the meta-data: a split, or a file with the name (key) of a training "
-             "example in each line")
-    add("--meta-size", type=int_ge1, default=256,
-        help="examples that --meta-set takes from train or val, balanced over classes if there are "
-             "any; not in the paper")
-    add("--meta-batch-size", type=between(2, 10**9, int), default=32,
-        help="GLOBAL batch M of meta-data; not in the paper")
-    add("--meta-lr", type=rate, default=2e-4,
-        help="beta, learning rate of the network; paper: alpha for questions, not printed for "
-             "retrieval; authors' code 1e-5, MW-Net 1e-3")
-    add("--meta-weight-decay", type=rate, default=1e-3,
-        help="weight decay of the network; authors' code 1e-3")
-    add("--meta-betas", type=below_one, nargs=2, default=[0.9, 0.98], metavar=("BETA1", "BETA2"),
-        help="decay of the moments of the network's AdamW, 0..1; authors' code 0.9 0.98")
-    add("--meta-every", type=int_ge1, default=1,
-        help="steps between updates of the network; paper 1")
+    meta = parser.add_argument_group("meta-data")
+    meta.add_argument("--meta-set", default="train", metavar="train|val|FILE",
+                      help="source of the meta-data: a split, or a file with the name (key) of a "
+                           "training example in each line")
+    meta.add_argument("--meta-size", type=int_ge1, default=256,
+                      help="examples that --meta-set takes from train or val, balanced over "
+                           "classes if there are any; not in the paper")
+    meta.add_argument("--meta-batch-size", type=between(2, 10**9, int), default=32,
+                      help="GLOBAL batch M of meta-data; not in the paper")
+    meta.add_argument("--meta-lr", type=rate, default=2e-4,
+                      help="beta, learning rate of the network; paper: alpha for questions, not "
+                           "printed for retrieval; authors' code 1e-5, MW-Net 1e-3")
+    meta.add_argument("--meta-weight-decay", type=rate, default=1e-3,
+                      help="weight decay of the network; authors' code 1e-3")
+    meta.add_argument("--meta-betas", type=below_one, nargs=2, default=[0.9, 0.98],
+                      metavar=("BETA1", "BETA2"),
+                      help="decay of the moments of the network's AdamW, 0..1; authors' code 0.9 "
+                           "0.98")
+    meta.add_argument("--meta-every", type=int_ge1, default=1,
+                      help="steps between updates of the network; paper 1")
 
 
 def add_caption_flags(parser):
     """Adds the flags of captions that training has beside those of its set: their group."""
     group = parser.add_argument_group("captions")
-    add = group.add_argument
-    add("--extra-captions", default="", metavar="FILE",
-        help="table of video (or image), caption and perhaps start, end: further captions of "
-             "training examples")
-    add("--extra-pairs", nargs="+", default=[], metavar="SET",
-        help="sets whose pairs join training, NAME[=DIR]: howto100m=DIR, mine.csv=DIR")
+    group.add_argument("--extra-captions", default="", metavar="FILE",
+                       help="table of video (or image), caption and perhaps start, end: further "
+                            "captions of training examples")
+    group.add_argument("--extra-pairs", nargs="+", default=[], metavar="SET",
+                       help="sets whose pairs join training, NAME[=DIR]: howto100m=DIR, "
+                            "mine.csv=DIR")
     return group
 
 
@@ -379,8 +397,8 @@ def looks_ahead(args):
 
 
 def has_meta_data(args):
-    """Whether there are meta-data: for looking ahead; with --meta-set val always, so that all runs
-    are evaluated on the same rows of val."""
+    """Whether a run takes meta-data: if it looks ahead, and with --meta-set val in any case, so
+    that runs of all --weighting are evaluated on the same rows of val."""
     return looks_ahead(args) or args.meta_set == "val"
 
 
@@ -415,7 +433,7 @@ def main(args):
         loss_modules.append(weight_net)
     optimizer = common.make_optimizer([model, loss_modules], args)
     parameters = [*model.parameters(), *loss_modules.parameters()]
-    # the same weights for the look-ahead, in float32: `prepare` puts autocast into model.forward
+    # for the look-ahead: shares the weights, but keeps the float32 forward, which prepare replaces
     plain_model = copy.copy(model)
 
     # >>> shared: prepare (the same lines in all scripts)
@@ -456,30 +474,24 @@ def main(args):
         mu = margin_at(run.step, args)
         criterion = functools.partial(angular_margin_loss, tau=tau, mu=mu)           # L_i, Eq. 3
 
+        gain = None
         # before the graph of the step exists, so that both are never in memory together
         if looks_ahead(args) and run.step % meta_every == 0:
             meta_batch = next(meta_batches)
-            batch["bad"] += meta_batch["bad"]                              # reported by end_step
+            batch["bad"] += meta_batch["bad"]                              # unreadable files
             meta_inputs = inputs_of(meta_batch, tokenizer)
             losses = look_ahead_losses(plain_model, criterion)
             if args.weighting == "meta":
                 gradient = weightnet_gradient(                             # Eqs. 9, 12
                     losses, encoder_parameters, inputs, meta_inputs, weight_net, virtual_lr=lr)
                 update_weight_net(weight_net, meta_optimizer, gradient)    # Eq. 10
-            else:
+            elif args.weighting == "l2rw":
                 gain = meta_gain(losses, encoder_parameters, inputs, meta_inputs)    # (B,)
 
         video, text, _ = grad_cache.encode(**inputs)                       # (B, D)
         sample_loss = criterion(video, text)                               # (B,)
-        if args.weighting == "meta":
-            weight = weight_net(sample_loss.detach()).detach()             # (B,) of the new theta
-        elif args.weighting == "joint":
-            weight = weight_net(sample_loss.detach())                      # (B,) trained by L
-        elif args.weighting == "l2rw":
-            weight = l2rw_weights(gain)                                    # (B,)
-        else:
-            progress = run.step / steps.total
-            weight = baseline_weight(args, sample_loss.detach(), progress) # (B,)
+        progress = run.step / steps.total
+        weight = pair_weights(args, sample_loss.detach(), weight_net, gain, progress)        # (B,)
         loss = (weight * sample_loss).mean()                               # () Eq. 8
 
         accelerator.backward(loss)
@@ -519,15 +531,26 @@ def margin_at(step, args):
     raise ValueError(f"--margin-schedule {args.margin_schedule} has no margin here")
 
 
-def baseline_weight(args, sample_loss, progress):
-    """The weights of the baselines of Table 6, or 1: (B,) losses -> (B,).
+def pair_weights(args, sample_loss, weight_net, gain, progress):
+    """w_i of each pair: of the network (Eq. 7), of a baseline of Table 6, or 1.
 
-    Args: progress: step / all steps, 0..1.
+    Args:
+        sample_loss: (B,) L_i, without gradient.
+        weight_net: of --weighting meta and joint.
+        gain: (B,) G_i as meta_gain returns it, of --weighting l2rw.
+        progress: step / all steps, 0..1.
+    Returns: (B,); those of --weighting joint have a gradient, by which L trains the network.
     """
+    if args.weighting == "meta":
+        return weight_net(sample_loss).detach()                            # (B,) of the new theta
+    if args.weighting == "joint":
+        return weight_net(sample_loss)
     if args.weighting == "focal":
         return focal_weights(sample_loss)
     if args.weighting == "spl":
         return spl_weights(sample_loss, progress)
+    if args.weighting == "l2rw":
+        return l2rw_weights(gain)
     if args.weighting == "none":
         return torch.ones_like(sample_loss)
     raise ValueError(f"--weighting {args.weighting} has no branch here")
@@ -537,7 +560,8 @@ def baseline_weight(args, sample_loss, progress):
 def make_meta_optimizer(weight_net, args, eps=1e-12):
     """AdamW of the weight network.
 
-    Its gradients are about 1e-8: hence a tiny eps, and a decay that is not added to them.
+    Its gradients have the factor alpha / B, and are about 1e-8 at --lr 5e-6: hence a tiny eps, and
+    a decay that is not added to them.
     """
     return torch.optim.AdamW(
         weight_net.parameters(), lr=args.meta_lr, betas=args.meta_betas, eps=eps,
@@ -565,12 +589,6 @@ def look_ahead_losses(model, criterion):
         video, text, _ = encode(parameters, inputs)                        # (B, D)
         return criterion(video, text)                                      # (B,)
     return losses
-
-
-def meta_gain(losses, parameters, batch, meta_batch):
-    """G_j at Theta itself, without a virtual step, for L2RW: (B,). Args: as weightnet_gradient."""
-    meta_gradient, _ = loss_gradient(losses, parameters, meta_batch)       # like Theta
-    return directional_derivative(losses, parameters, batch, meta_gradient)
 
 
 # ------------------------------------------------------- banner -----------------------------------

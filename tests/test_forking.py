@@ -20,7 +20,6 @@ from helpers import few_steps, fork, losses, refused, run_script, tensors_of, wr
 PAGE = Path(temo.__file__).with_name("docs") / "forking.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf8"), re.S)
 FLAGS_RULER = "\n# ======================================================= flags ==="
-PREPARE = "    # >>> shared: prepare (the same lines in all scripts)\n"
 TINY = [
     *"--cpu --workers 0 --dataset moving-emoji --clips 32 16 16 --frames 2 --image-size 16".split(),
     *"--log-every 1 --eval-every 0 --max-steps 4 --embed-dim 8 --batch-size 8".split()]
@@ -40,16 +39,15 @@ def edited(script, folder, *changes):
 
 
 def test_a_weighting_is_printed_drawn_and_saved(tmp_path, capsys):
-    make, _, resume = block_with("median_weight = ").partition("    ...\n")
-    branch = block_with('elif args.weighting == "median"')
     module = block_with("class RunningMedian")
-    (call,) = re.findall(r"    run\.resume\(.*?\)", inspect.getsource(mama.main), re.S)
-    otherwise = "        else:\n            progress = run.step / steps.total"
+    make = block_with("weight_net = RunningMedian()")
+    branch = block_with("return weight_net(sample_loss)")
+    optimizer = "    optimizer = common.make_optimizer("
+    otherwise = '    raise ValueError(f"--weighting '
     script = edited(
         mama, tmp_path,
         (FLAGS_RULER, f"\n{module}{FLAGS_RULER}"),
-        (PREPARE, make + PREPARE),
-        (call, resume.rstrip()),
+        (optimizer, make + optimizer),
         (otherwise, branch + otherwise),
         ('"l2rw", "none"]', '"l2rw", "median", "none"]'))
     flags = [*TINY, *"--weighting median --a0 2".split()]
@@ -57,7 +55,7 @@ def test_a_weighting_is_printed_drawn_and_saved(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "--weighting median" in output and "meta-data" not in output
     assert (tmp_path / "run" / "weights.png").is_file()
-    median = tensors_of(tmp_path / "run", 4)["median/median"]
+    median = tensors_of(tmp_path / "run", 4)["weight_net/median"]
     assert median > 0 and median.isfinite()
 
 

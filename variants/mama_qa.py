@@ -1,7 +1,8 @@
 """MAMA for questions about videos (Tables 1 and 2), on a model in VIOLET's way or on VGT.
 
 Beside its contrastive loss each pair has the loss of its question's answer, a class of a vocabulary
-or one of a few choices. This is a copy of ../mama.py with another loss: compare the two with diff.
+or one of a few choices. `main` is a copy of that of ../mama.py with this loss: compare the two with
+diff. All else of the method is imported from there.
 
 Equations
     (2)     CE_i = -log softmax(scores of question i)[right answer]                  answer_loss
@@ -25,11 +26,11 @@ import common
 import mama
 
 from common import (
-    Evaluator, GradCache, Parser, Run, between, clean_exit, fp32, int_ge1, l2rw_weights,
-    nonnegative_float, positive_float)
+    Evaluator, GradCache, Parser, Run, between, clean_exit, fp32, int_ge1, nonnegative_float,
+    positive_float)
 from contrastive.encoders.vgt import CLIP_FRAMES
 from contrastive.evaluation import answers
-from mama import WeightNet, angular_margin_loss, meta_gain, weightnet_gradient
+from mama import WeightNet, angular_margin_loss, meta_gain, pair_weights, weightnet_gradient
 
 import torch
 import torch.nn as nn
@@ -58,8 +59,8 @@ def question_loss(  # noqa: PLR0917
         scores, target: as in answer_loss.
         contrastive_weight: weight of L_v2t,i + L_t2v,i; paper 1.
         eta: weight of CE_i; paper 1.
-        terms: dict that receives the mean of CE_i over all B rows, of which those without an answer
-            count as 0, since the log averages over processes.
+        terms: dict that receives "CE", the mean of CE_i over all B rows. A row without a right
+            answer counts as 0, so that the log may average over processes.
     Returns: (B,), float32.
     """
     contrastive = angular_margin_loss(video, text, tau, mu)                # (B,)
@@ -81,35 +82,42 @@ QUESTIONS = dict(
     text_length=30, text_pooling="cls",
     epochs=10.0, batch_size=4, lr=2e-5, lr_end=0.0, warmup_fraction=0.01, weight_decay=1e-3,
     meta_lr=2e-5, meta_batch_size=4, log_every=50, save_every=1000)
-MSVD_QA = QUESTIONS | dict(answers=1000)                                   # VIOLET's
-TGIF_FRAME = QUESTIONS | dict(answers=1540)                                # VIOLET's
-CHOICES = QUESTIONS | dict(task="qa-choice", text_length=60)               # of "question choice"
-# lengths of texts from VGT's code, of Causal-VidQA from CoVGT's
-GRAPH = dict(
-    source="the paper's batch, epochs, frames and rate; sizes and all else from VGT's code",
-    qa_model="vgt", image_encoder="regions", embed_dim=512, regions=10, frames=32, text_length=20,
-    epochs=30.0, optimizer="adam", lr=1e-5, meta_lr=1e-5, warmup_fraction=0.0,
-    weight_decay=0.0, betas=[0.9, 0.999], grad_clip=12.0)
-CHOICE_GRAPH = CHOICES | GRAPH
-RECIPES = {
+# a text is a question with one of its choices
+CHOICES = QUESTIONS | dict(task="qa-choice", text_length=60)
+# numbers of answers: VIOLET's
+VIOLET_RECIPES = {
     "moving-emoji": SMALL | dict(source="ours; small encoders from scratch", fusion_layers=1),
     "msrvtt-qa": QUESTIONS,
-    "msvd-qa": MSVD_QA,
-    "tgif-qa-r-frame": TGIF_FRAME,
+    "msvd-qa": QUESTIONS | dict(answers=1000),
+    "tgif-qa-r-frame": QUESTIONS | dict(answers=1540),
     "tgif-qa-r-action": CHOICES,
     "tgif-qa-r-transition": CHOICES,
     "nextqa": CHOICES,
-    "causal-vidqa": CHOICES,
+    "causal-vidqa": CHOICES}
+
+# lengths of texts: VGT's code; of Causal-VidQA CoVGT's
+VGT = dict(
+    source="the paper's batch, epochs, frames, optimizer, schedule and rate; sizes and all else "
+           "from VGT's code",
+    qa_model="vgt", image_encoder="regions", text_encoder="google-bert/bert-base-uncased",
+    pretrained=True, embed_dim=512, image_size=224, regions=10, frames=32, frame_sampling="random",
+    text_length=20, text_pooling="cls",
+    epochs=30.0, batch_size=4, optimizer="adam", lr=1e-5, lr_end=0.0, warmup_fraction=0.0,
+    weight_decay=0.0, betas=[0.9, 0.999], grad_clip=12.0,
+    meta_lr=1e-5, meta_batch_size=4, log_every=50, save_every=1000)
+VGT_CHOICES = VGT | dict(task="qa-choice")
+VGT_RECIPES = {
     "moving-emoji-vgt": SMALL | dict(
         source="ours; VGT on boxes that are known", qa_model="vgt", regions=5, vgt_dropout=0.1,
         frames=8, crop_min=1.0, lr=5e-4),
-    "msrvtt-qa-vgt": QUESTIONS | GRAPH,
-    "msvd-qa-vgt": MSVD_QA | GRAPH,
-    "tgif-qa-r-frame-vgt": TGIF_FRAME | GRAPH,
-    "tgif-qa-r-action-vgt": CHOICE_GRAPH,
-    "tgif-qa-r-transition-vgt": CHOICE_GRAPH,
-    "nextqa-vgt": CHOICE_GRAPH | dict(regions=5, text_length=38),
-    "causal-vidqa-vgt": CHOICE_GRAPH | dict(text_length=38)}
+    "msrvtt-qa-vgt": VGT,
+    "msvd-qa-vgt": VGT | dict(answers=1000),
+    "tgif-qa-r-frame-vgt": VGT | dict(answers=1540),
+    "tgif-qa-r-action-vgt": VGT_CHOICES,
+    "tgif-qa-r-transition-vgt": VGT_CHOICES,
+    "nextqa-vgt": VGT_CHOICES | dict(regions=5, text_length=38),
+    "causal-vidqa-vgt": VGT_CHOICES | dict(text_length=38)}
+RECIPES = VIOLET_RECIPES | VGT_RECIPES
 BASELINE = dict(contrastive_weight=0.0, margin_schedule="none", weighting="none")
 
 
@@ -118,34 +126,38 @@ def parse_args(argv=None):
     parser = Parser(__file__, "MAMA for questions about videos.",
                     data="msrvtt-qa --data-dir ANNOTATIONS --video-dir VIDEOS")
     method = parser.add_argument_group("method")
-    add = method.add_argument
-    add("--baseline", action="store_true",
-        help="train the paper's baseline, the base model alone, with everything else equal: sets "
-             "--contrastive-weight 0 --margin-schedule none --weighting none")
-    add("--contrastive-weight", type=nonnegative_float, default=1.0,
-        help="weight of the contrastive loss beside that of the answers; paper 1")
-    add("--eta", type=nonnegative_float, default=1.0, help="weight of the answers' loss; paper 1")
-    add("--tau", type=positive_float, default=1.0,
-        help="temperature of the contrastive loss, divides the cosine; paper 1")
+    method.add_argument("--baseline", action="store_true",
+                        help="train the paper's baseline, the base model alone, with everything "
+                             "else equal: sets --contrastive-weight 0 --margin-schedule none "
+                             "--weighting none")
+    method.add_argument("--contrastive-weight", type=nonnegative_float, default=1.0,
+                        help="weight of the contrastive loss beside that of the answers; paper 1")
+    method.add_argument("--eta", type=nonnegative_float, default=1.0,
+                        help="weight of the answers' loss; paper 1")
+    method.add_argument("--tau", type=positive_float, default=1.0,
+                        help="temperature of the contrastive loss, divides the cosine; paper 1")
     mama.add_method_flags(parser, method)
 
-    add = parser.add_argument_group("questions").add_argument
-    add("--task", choices=["qa-open", "qa-choice"], default="qa-open",
-        help="questions with a vocabulary of answers, or with choices")
-    add("--answers", type=between(2, 10**6, int), default=1500,
-        help="size of the vocabulary, the most frequent answers of training; all others count as "
-             "wrong; VIOLET 1500, MSVD-QA 1000, TGIF-Frame 1540")
-    add("--qa-model", choices=["fusion", "vgt"], default="fusion",
-        help="model that answers: a transformer over frames and words (VIOLET), or VGT's graph")
-    add("--fusion-layers", type=between(1, 64, int), default=2,
-        help="layers of the transformer of --qa-model fusion")
-    add("--region-dir", default="", metavar="DIR",
-        help="folder of region features in VGT's format (docs/data.md); empty = features of the "
-             "set's own boxes (moving-emoji)")
-    add("--regions", type=int_ge1, default=0,
-        help="regions R of a frame for --qa-model vgt; VGT's code 5 on NExT-QA, else 10")
-    add("--vgt-dropout", type=between(0, 0.9999999), default=0.3,
-        help="dropout of VGT's layers, 0..1; the text encoder keeps its own; VGT's code 0.3")
+    group = parser.add_argument_group("questions")
+    group.add_argument("--task", choices=["qa-open", "qa-choice"], default="qa-open",
+                       help="questions with a vocabulary of answers, or with choices")
+    group.add_argument("--answers", type=between(2, 10**6, int), default=1500,
+                       help="size of the vocabulary, the most frequent answers of training; all "
+                            "others count as wrong; VIOLET 1500, MSVD-QA 1000, TGIF-Frame 1540")
+    group.add_argument("--qa-model", choices=["fusion", "vgt"], default="fusion",
+                       help="model that answers: a transformer over frames and words (VIOLET), or "
+                            "VGT's graph")
+    group.add_argument("--fusion-layers", type=between(1, 64, int), default=2,
+                       help="layers of the transformer of --qa-model fusion")
+    group.add_argument("--region-dir", default="", metavar="DIR",
+                       help="folder of region features in VGT's format (docs/data.md); empty = "
+                            "features of the set's own boxes (moving-emoji)")
+    group.add_argument("--regions", type=int_ge1, default=0,
+                       help="regions R of a frame for --qa-model vgt; VGT's code 5 on NExT-QA, "
+                            "else 10")
+    group.add_argument("--vgt-dropout", type=between(0, 0.9999999), default=0.3,
+                       help="dropout of VGT's layers, 0..1; the text encoder keeps its own; VGT's "
+                            "code 0.3")
     mama.add_caption_flags(parser)
     parser.add_view_flags(crop_min=1.0, flip=0.0, jitter=0.0)
     return parser.parse(argv, RECIPES, BASELINE, check_flags)
@@ -197,7 +209,8 @@ def main(args):
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
-    texts = functools.partial(answers.texts_for_tokenizer, train, 200_000)  # of a new tokenizer
+    # from which a tokenizer is trained, where the text encoder brings none
+    texts = functools.partial(answers.texts_for_tokenizer, train, 200_000)
     model, tokenizer, transform = common.build_model(args, train, run, texts, questions)
     # outside DDP: average_gradients does for these what DDP does for the model
     loss_modules = nn.ModuleList()
@@ -210,7 +223,7 @@ def main(args):
         loss_modules.append(weight_net)
     optimizer = common.make_optimizer([model, loss_modules], args)
     parameters = [*model.parameters(), *loss_modules.parameters()]
-    # the same weights for the look-ahead, in float32: `prepare` puts autocast into model.forward
+    # for the look-ahead: shares the weights, but keeps the float32 forward, which prepare replaces
     plain_model = copy.copy(model)
 
     # >>> shared: prepare (the same lines in all scripts)
@@ -250,33 +263,27 @@ def main(args):
             question_loss, tau=args.tau, mu=mu, contrastive_weight=args.contrastive_weight,
             eta=args.eta)
 
+        gain = None
         # before the graph of the step exists, so that both are never in memory together
         if mama.looks_ahead(args) and run.step % meta_every == 0:
             meta_batch = next(meta_batches)
-            batch["bad"] += meta_batch["bad"]                              # reported by end_step
-            examples = inputs, target
-            meta_examples = inputs_of(meta_batch, tokenizer, meta_data, questions)
+            batch["bad"] += meta_batch["bad"]                              # unreadable files
+            meta_pair = inputs_of(meta_batch, tokenizer, meta_data, questions)
             losses = look_ahead_losses(plain_model, criterion)
             if args.weighting == "meta":
                 gradient = weightnet_gradient(                             # Eqs. 9, 12
-                    losses, encoder_parameters, examples, meta_examples, weight_net, virtual_lr=lr)
+                    losses, encoder_parameters, (inputs, target), meta_pair, weight_net,
+                    virtual_lr=lr)
                 mama.update_weight_net(weight_net, meta_optimizer, gradient)         # Eq. 10
-            else:
+            elif args.weighting == "l2rw":
                 gain = meta_gain(                                          # (B,)
-                    losses, encoder_parameters, examples, meta_examples)
+                    losses, encoder_parameters, (inputs, target), meta_pair)
 
         video, text, scores = grad_cache.encode(**inputs)                  # (B, D), (B, A)
         terms = {}                                                         # for the log
         sample_loss = criterion(video, text, scores, target, terms=terms)  # (B,)
-        if args.weighting == "meta":
-            weight = weight_net(sample_loss.detach()).detach()             # (B,) of the new theta
-        elif args.weighting == "joint":
-            weight = weight_net(sample_loss.detach())                      # (B,) trained by L
-        elif args.weighting == "l2rw":
-            weight = l2rw_weights(gain)                                    # (B,)
-        else:
-            progress = run.step / steps.total
-            weight = mama.baseline_weight(args, sample_loss.detach(), progress)      # (B,)
+        progress = run.step / steps.total
+        weight = pair_weights(args, sample_loss.detach(), weight_net, gain, progress)        # (B,)
         loss = (weight * sample_loss).mean()                               # () Eq. 8
 
         accelerator.backward(loss)
@@ -304,9 +311,16 @@ def main(args):
 
 # ------------------------------------------------------- questions --------------------------------
 def inputs_of(batch, tokenizer, data, questions):
-    """The inputs of the model, and the right answers (B,).
+    """The inputs of the model for a batch of pairs, and their right answers.
 
-    Args: data: of the batch, which has the questions.
+    Args:
+        data: Data of which the batch has rows: the training set or the meta-data.
+        questions: settings of the model, as question_settings returns them.
+    Returns: a dict, and the right answers (B,) long, -1 for none. The dict has
+        pixels: (B, T, 3, S, S) frames, or features of regions
+        tokens, question: {name: (B, L)} of the caption and of the question; the latter also has
+            boxes (B, T, R, 4) if the set has them for VGT
+        choices: {name: (B, C, L)} and choice_mask (B, C), for --task qa-choice
     """
     inputs = mama.inputs_of(batch, tokenizer)
     device, vocabulary = inputs["pixels"].device, questions["answers"]
@@ -317,12 +331,12 @@ def inputs_of(batch, tokenizer, data, questions):
 
 
 def look_ahead_losses(model, criterion):
-    """Makes the function `losses` of weightnet_gradient: (parameters, (inputs, right answers)) ->
-    (B,), in float32. Args: as in mama.look_ahead_losses."""
+    """Makes the function `losses` of weightnet_gradient, as mama.look_ahead_losses does; its second
+    argument is a pair (inputs, target), as inputs_of returns it."""
     encode = common.functional_encoder(model)
 
-    def losses(parameters, examples):
-        inputs, target = examples
+    def losses(parameters, pair):
+        inputs, target = pair
         return criterion(*encode(parameters, inputs), target)              # (B,)
     return losses
 
