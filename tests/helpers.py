@@ -8,6 +8,7 @@ import io
 import json
 import pickle
 import tarfile
+from fractions import Fraction
 from pathlib import Path
 
 import common
@@ -19,6 +20,7 @@ from contrastive.encoders.models import model_of_spec
 from contrastive.engine import run as run_module
 from contrastive.engine.run import Run
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -28,13 +30,16 @@ from torch.utils._pytree import tree_flatten_with_path
 
 import eval as eval_py
 from variants import slip
-from tools.check import drift as drift  # noqa: F401  (of two trainings; tests import it from here)
 
 DRAW = run_module.draw
 # it would take a run four seconds; where a test asks, run_script draws
 run_module.draw = lambda *_: None
 # of 4096 SLIP's head has 17 million weights, whose checkpoints take seconds
 slip.slip_head.__defaults__ = (64, 256)
+CPU = torch.device("cpu")
+
+
+# ---- images and tables ----
 CLASSES = ["apple", "pear_tree", "zebra"]  # sample i has class i % 3
 
 
@@ -51,33 +56,41 @@ def caption(i, k=0):
 
 def encode(array, kind="png", **options):
     """Bytes of an image file; kind as PIL names it, array also a PIL image."""
-    image, out = array if isinstance(array, Image.Image) else Image.fromarray(array), io.BytesIO()
+    image, out = array, io.BytesIO()
+    if not isinstance(array, Image.Image):
+        image = Image.fromarray(array)
     image.save(out, kind, **options)
     return out.getvalue()
+
+
+TRUNCATED = encode(picture(7, 64, 64), "jpeg")[:700]
+TEXT = b"this is no picture\n"
 
 
 def write_images(folder, numbers, kind="png", **size):
     """folder/003.png and so on; returns the file names."""
     Path(folder).mkdir(parents=True, exist_ok=True)
+    names = []
     for i in numbers:
-        (Path(folder) / f"{i:03}.{kind}").write_bytes(
-            encode(picture(i, **size), {"jpg": "jpeg"}.get(kind, kind))
-        )
-    return [f"{i:03}.{kind}" for i in numbers]
+        name = f"{i:03}.{kind}"
+        data = encode(picture(i, **size), {"jpg": "jpeg"}.get(kind, kind))
+        (Path(folder) / name).write_bytes(data)
+        names.append(name)
+    return names
 
 
 def write_rows(path, header, rows):
     """csv, tsv, jsonl, json or parquet by the ending of the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    records = [dict(zip(header, r)) for r in rows]
+    records = [dict(zip(header, row)) for row in rows]
     if path.suffix in (".csv", ".tsv"):
-        with open(path, "w", newline="", encoding="utf8") as f:
-            csv.writer(f, delimiter="," if path.suffix == ".csv" else "\t").writerows(
-                [header, *rows]
-            )
+        delimiter = {".csv": ",", ".tsv": "\t"}[path.suffix]
+        with open(path, "w", newline="", encoding="utf8") as file:
+            csv.writer(file, delimiter=delimiter).writerows([header, *rows])
     elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf8")
+        lines = [json.dumps(record) + "\n" for record in records]
+        path.write_text("".join(lines), encoding="utf8")
     elif path.suffix == ".json":
         path.write_text(json.dumps(records), encoding="utf8")
     else:
@@ -88,58 +101,11 @@ def write_rows(path, header, rows):
     return path
 
 
-def open_splits(name, **options):
-    """{split: Data} of the splits that have something in them: in a tiny set nothing may fall into
-    a held-out one."""
-    out = {}
-    for split in ("train", "val", "test"):
-        with contextlib.suppress(EmptySplit):
-            out[split] = common.load_data(str(name), split, **options)
-    return out
-
-
-def all_rows(name, **options):
-    """All rows of data without splits as a train split, of which nothing is held out."""
-    data = common.load_data(str(name), "test", test_as_whole=True, **options)
-    return data.select(range(len(data)), "train")
-
-
-CPU = torch.device("cpu")
-
-
-def batches_of(
-    data, augments, size=6, first=0, last=6, *, workers=0, folder=None, seed=3, side=16
-):
-    """Training batches on this CPU, in which any number of samples may be bad."""
-    transform = common.EvalTransform(side, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
-    return common.Batches(
-        data, augments, transform, size, seed,
-        first=first, last=last, device=CPU, workers=workers, max_bad_fraction=1.0, folder=folder,
-    )
-
-
-def complains(name, split, *words, **options):
-    """load_data refuses in one line that has these words. Returns: the line."""
-    with pytest.raises(UserError) as error:
-        common.load_data(str(name), split, **options)
-    message = str(error.value)
-    assert "\n" not in message and all(word in message for word in words), message
-    return message
-
-
-def counted(batches):
-    """The batches, and their bad samples are counted as a run counts them."""
-    for step, batch in enumerate(batches, batches.first):
-        batches.count_bad(batch["bad"], step)
-        yield batch
-
-
 def write_captions(folder, n, name="captions.csv", **size):
     """The plainest data set of all: images and a file of `image, caption`."""
     names = write_images(folder, range(n), **size)
-    return write_rows(
-        Path(folder) / name, ["image", "caption"], [(x, caption(i)) for i, x in enumerate(names)]
-    )
+    rows = [(image, caption(i)) for i, image in enumerate(names)]
+    return write_rows(Path(folder) / name, ["image", "caption"], rows)
 
 
 def write_tar(path, samples):
@@ -156,14 +122,16 @@ def write_tar(path, samples):
 
 def tar_samples(numbers, *extensions):
     """jpg, png, txt (two captions, one a line), cls and json parts of these samples."""
-    make = {
-        "jpg": lambda i: encode(picture(i), "jpeg", quality=95),
-        "png": lambda i: encode(picture(i)),
-        "txt": lambda i: f"{caption(i)}\n{caption(i, 1)}\n".encode(),
-        "cls": lambda i: str(i % 3).encode(),
-        "json": lambda i: json.dumps({"title": caption(i), "width": 24}).encode(),
-    }
-    return {f"{i:06}": {e: make[e](i) for e in extensions} for i in numbers}
+    samples = {}
+    for i in numbers:
+        parts = {
+            "jpg": encode(picture(i), "jpeg", quality=95),
+            "png": encode(picture(i)),
+            "txt": f"{caption(i)}\n{caption(i, 1)}\n".encode(),
+            "cls": str(i % 3).encode(),
+            "json": json.dumps({"title": caption(i), "width": 24}).encode()}
+        samples[f"{i:06}"] = {extension: parts[extension] for extension in extensions}
+    return samples
 
 
 def write_parquet_images(path, numbers):
@@ -174,117 +142,14 @@ def write_parquet_images(path, numbers):
     features = datasets.Features(
         image=datasets.Image(),
         caption=datasets.Value("string"),
-        label=datasets.ClassLabel(names=CLASSES),
-    )
+        label=datasets.ClassLabel(names=CLASSES))
     rows = {
         "image": [{"bytes": encode(picture(i)), "path": f"{i:03}.png"} for i in numbers],
         "caption": [caption(i) for i in numbers],
-        "label": [i % 3 for i in numbers],
-    }
+        "label": [i % 3 for i in numbers]}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(path))
     return Path(path)
-
-
-TRUNCATED = encode(picture(7, 64, 64), "jpeg")[:700]
-TEXT = b"this is no picture\n"
-
-
-# ---- videos ----
-def frame(i, height=64, width=96):
-    """(H, W, 3) uint8: the number i in eight bars (red 1, blue 0, lowest bit left) above green, in
-    a gif's palette."""
-    x = np.full((height, width, 3), (36, 146, 85), np.uint8)
-    for bit in range(8):
-        bar = slice(bit * width // 8, (bit + 1) * width // 8)
-        x[: height * 3 // 4, bar] = (219, 73, 85) if i >> bit & 1 else (36, 109, 170)
-    return x
-
-
-def frame_number(x):
-    """The number that frame(i) shows after any codec, scaled or not: x (H, W, 3)."""
-    height, width = x.shape[:2]
-    rows = slice(height // 8, height * 5 // 8)
-    bars = [
-        slice(round((bit + 0.3) * width / 8), round((bit + 0.7) * width / 8)) for bit in range(8)
-    ]
-    middles = [x[rows, bar].reshape(-1, 3).mean(0) for bar in bars]
-    return sum(1 << bit for bit, (red, _, blue) in enumerate(middles) if red > blue)
-
-
-def numbers(clip):
-    """What the frames of a clip show: (n, H, W, 3) of read_frames, or (T, 3, H, W) of a data set.
-    """
-    return [frame_number(x if x.shape[-1] == 3 else x.transpose(1, 2, 0)) for x in np.asarray(clip)]
-
-
-ENCODERS = {
-    "libx264": {"preset": "veryfast", "crf": "10"},
-    "libx265": {"preset": "ultrafast", "crf": "10", "x265-params": "log-level=none"},
-    "libsvtav1": {"preset": "12", "crf": "15", "svtav1-params": "log-level=-1"},
-    "libvpx-vp9": {"deadline": "realtime", "cpu-used": "8", "crf": "10", "b": "0"},
-    "mpeg4": {"qscale": "2", "flags": "+qscale"},
-}
-
-
-def write_video(
-    path,
-    frames,
-    codec="libx264",
-    fps=10,
-    *,
-    at=None,
-    pixels="yuv420p",
-    hold=None,
-    options=None,
-    muxer=None,
-):
-    """A real encoded clip.
-
-    Args:
-        frames: numbers of frame() or (H, W, 3) uint8.
-        at: when each is shown, in 1/fps s.
-        hold: how long the last one is shown.
-        options: of the encoder.
-        muxer: options of the container.
-    """
-    from fractions import Fraction
-
-    import av
-
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    frames = [frame(x) if np.ndim(x) == 0 else np.ascontiguousarray(x) for x in frames]
-    with av.open(str(path), "w", options=muxer or {}) as out:
-        stream = out.add_stream(codec, rate=fps, options=ENCODERS.get(codec, {}) | (options or {}))
-        (stream.height, stream.width), stream.pix_fmt = frames[0].shape[:2], pixels
-        stream.codec_context.time_base = Fraction(1, fps)
-        packets = []
-        for k, x in enumerate(frames):
-            picture = av.VideoFrame.from_ndarray(x, format="rgb24")
-            picture.pts, picture.time_base = (
-                k if at is None else at[k],
-                stream.codec_context.time_base,
-            )
-            packets += stream.encode(picture)
-        packets += stream.encode(None)
-        if hold:
-            max(packets, key=lambda p: p.pts).duration = hold
-        for packet in packets:
-            out.mux(packet)
-    return Path(path)
-
-
-CODECS = {"avi": ("mpeg4", "yuv420p"), "webm": ("libvpx-vp9", "yuv420p"), "gif": ("gif", "rgb8")}
-
-
-def write_clips(folder, clips, length=8, fps=10):
-    """{number: file name}: clip k shows k * length, k * length + 1, ...; in the codec of its
-    ending, else h264."""
-    for k, name in clips.items():
-        codec, pixels = CODECS.get(name.rpartition(".")[2], ("libx264", "yuv420p"))
-        write_video(
-            Path(folder) / name, range(length * k, length * (k + 1)), codec, fps, pixels=pixels
-        )
 
 
 def write_files(root, files):
@@ -308,6 +173,251 @@ def write_files(root, files):
     return Path(root)
 
 
+# ---- data sets and batches ----
+def open_splits(name, **options):
+    """{split: Data} of the splits that have something in them: in a tiny set nothing may fall into
+    a held-out one."""
+    splits = {}
+    for split in ("train", "val", "test"):
+        with contextlib.suppress(EmptySplit):
+            splits[split] = common.load_data(str(name), split, **options)
+    return splits
+
+
+def all_rows(name, **options):
+    """All rows of data without splits as a train split, of which nothing is held out."""
+    data = common.load_data(str(name), "test", test_as_whole=True, **options)
+    return data.select(range(len(data)), "train")
+
+
+def complains(name, split, *words, **options):
+    """load_data refuses in one line that has these words. Returns: the line."""
+    with pytest.raises(UserError) as error:
+        common.load_data(str(name), split, **options)
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+    return message
+
+
+def batches_of(
+        data, augments, size=6, first=0, last=6, *, workers=0, folder=None, seed=3, side=16):
+    """Training batches on this CPU, in which any number of samples may be bad."""
+    transform = common.EvalTransform(side, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    return common.Batches(
+        data, augments, transform, size, seed,
+        first=first, last=last, device=CPU, workers=workers, max_bad_fraction=1.0, folder=folder)
+
+
+def counted(batches):
+    """The batches, and their bad samples are counted as a run counts them."""
+    for step, batch in enumerate(batches, batches.first):
+        batches.count_bad(batch["bad"], step)
+        yield batch
+
+
+# ---- videos ----
+def bars(width, inset=0.0):
+    """Eight slices of a row, for the bits of a number."""
+    slices = []
+    for bit in range(8):
+        start, end = (bit + inset) * width / 8, (bit + 1 - inset) * width / 8
+        slices.append(slice(round(start), round(end)))
+    return slices
+
+
+def frame(i, height=64, width=96):
+    """(H, W, 3) uint8: the number i in eight bars (red 1, blue 0, lowest bit left) above green, in
+    a gif's palette."""
+    x = np.full((height, width, 3), (36, 146, 85), np.uint8)
+    for bit, bar in enumerate(bars(width)):
+        colour = (36, 109, 170)
+        if i >> bit & 1:
+            colour = (219, 73, 85)
+        x[: height * 3 // 4, bar] = colour
+    return x
+
+
+def frame_number(x):
+    """The number that frame(i) shows after any codec, scaled or not: x (H, W, 3)."""
+    height, width = x.shape[:2]
+    number = 0
+    for bit, bar in enumerate(bars(width, 0.3)):
+        red, _, blue = x[height // 8 : height * 5 // 8, bar].reshape(-1, 3).mean(0)
+        if red > blue:
+            number += 1 << bit
+    return number
+
+
+def numbers(clip):
+    """What the frames of a clip show: (n, H, W, 3) of read_frames, or (T, 3, H, W) of a data set.
+    """
+    clip = np.asarray(clip)
+    if clip.shape[-1] != 3:
+        clip = clip.transpose(0, 2, 3, 1)
+    return [frame_number(x) for x in clip]
+
+
+ENCODERS = {
+    "libx264": {"preset": "veryfast", "crf": "10"},
+    "libx265": {"preset": "ultrafast", "crf": "10", "x265-params": "log-level=none"},
+    "libsvtav1": {"preset": "12", "crf": "15", "svtav1-params": "log-level=-1"},
+    "libvpx-vp9": {"deadline": "realtime", "cpu-used": "8", "crf": "10", "b": "0"},
+    "mpeg4": {"qscale": "2", "flags": "+qscale"}}
+
+
+def write_video(
+        path, frames, codec="libx264", fps=10, *, at=None, pixels="yuv420p", hold=None,
+        options=None, muxer=None):
+    """A real encoded clip.
+
+    Args:
+        frames: numbers of frame() or (H, W, 3) uint8.
+        at: when each is shown, in 1/fps s.
+        hold: how long the last one is shown.
+        options: of the encoder.
+        muxer: options of the container.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    arrays = []
+    for x in frames:
+        if np.ndim(x) == 0:
+            x = frame(x)
+        arrays.append(np.ascontiguousarray(x))
+    times = at or range(len(arrays))
+    with av.open(str(path), "w", options=muxer or {}) as out:
+        stream = out.add_stream(codec, rate=fps, options=ENCODERS.get(codec, {}) | (options or {}))
+        stream.height, stream.width = arrays[0].shape[:2]
+        stream.pix_fmt = pixels
+        stream.codec_context.time_base = Fraction(1, fps)
+        packets = []
+        for x, time in zip(arrays, times):
+            image = av.VideoFrame.from_ndarray(x, format="rgb24")
+            image.pts, image.time_base = time, Fraction(1, fps)
+            packets += stream.encode(image)
+        packets += stream.encode(None)
+        if hold:
+            max(packets, key=lambda packet: packet.pts).duration = hold
+        for packet in packets:
+            out.mux(packet)
+    return Path(path)
+
+
+CODECS = {"avi": ("mpeg4", "yuv420p"), "webm": ("libvpx-vp9", "yuv420p"), "gif": ("gif", "rgb8")}
+
+
+def write_clips(folder, clips, length=8, fps=10):
+    """{number: file name}: clip k shows k * length, k * length + 1, ...; in the codec of its
+    ending, else h264."""
+    for k, name in clips.items():
+        codec, pixels = CODECS.get(name.rpartition(".")[2], ("libx264", "yuv420p"))
+        frames = range(length * k, length * (k + 1))
+        write_video(Path(folder) / name, frames, codec, fps, pixels=pixels)
+
+
+# ---- tiny models ----
+SIZES = dict(hidden_size=24, intermediate_size=32)
+LAYERS = dict(num_hidden_layers=1, num_attention_heads=2)
+
+
+def tiny_transformer(kind, num_words):
+    """A transformers model of width 24."""
+    import transformers
+
+    if kind == "bert":
+        config = transformers.BertConfig(vocab_size=num_words, **SIZES, **LAYERS)
+        return transformers.BertModel(config)
+    if kind == "distilbert":
+        config = transformers.DistilBertConfig(
+            vocab_size=num_words, dim=24, hidden_dim=32, n_layers=1, n_heads=2)
+        return transformers.DistilBertModel(config)
+    if kind == "t5":
+        config = transformers.T5Config(
+            vocab_size=num_words, d_model=24, d_kv=12, d_ff=32, num_layers=1,
+            num_decoder_layers=2, num_heads=2)
+        return transformers.T5ForConditionalGeneration(config)
+    if kind == "dino":
+        config = transformers.Dinov2Config(
+            hidden_size=24, **LAYERS, image_size=28, patch_size=14)
+        return transformers.Dinov2Model(config)
+    if kind == "vit":
+        config = transformers.ViTConfig(**SIZES, **LAYERS, image_size=32, patch_size=16)
+        return transformers.ViTForImageClassification(config)
+    if kind == "clip":
+        tower = SIZES | LAYERS | dict(num_hidden_layers=2)
+        text = tower | dict(
+            vocab_size=num_words, eos_token_id=3, bos_token_id=2, pad_token_id=0,
+            max_position_embeddings=12)
+        image = tower | dict(image_size=32, patch_size=16)
+        config = transformers.CLIPConfig(
+            text_config=text, vision_config=image, projection_dim=16)
+        return transformers.CLIPModel(config)
+    raise ValueError(kind)
+
+
+def tiny_model(kind, folder, tokenizer):
+    """A tiny_transformer with this tokenizer, saved into a folder -> the model."""
+    torch.manual_seed(0)
+    model = tiny_transformer(kind, len(tokenizer.tokenizer)).eval()
+    model.save_pretrained(folder)
+    tokenizer.tokenizer.save_pretrained(folder)
+    if kind in ("dino", "vit", "clip"):
+        mean, std = STATS["clip" if kind == "clip" else "imagenet"]
+        stats = dict(image_processor_type="BitImageProcessor", image_mean=mean, image_std=std)
+        write_json(Path(folder) / "preprocessor_config.json", stats)
+    return model
+
+
+SPEC = dict(
+    image_encoder="small", text_encoder="small", embed_dim=16, image_size=32, text_length=12,
+    text_pooling="mean", image_stats="half", eval_resize="crop")
+
+
+def model_of(tokenizer, pretrained=False, weights="", **changes):
+    """The model of SPEC, some of its values changed."""
+    model, _ = model_of_spec(SPEC | changes, tokenizer, pretrained, weights)
+    return model
+
+
+# ---- tensors ----
+def assert_close(a, b, tolerance=1e-5):
+    """The tensors are equal up to an absolute tolerance."""
+    torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
+
+
+def unit(*shape, seed=0):
+    """Unit rows, float64."""
+    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.normalize(x, dim=-1)
+
+
+def tensors_in(path):
+    """{name: tensor} of a safetensors file or of a checkpoint: its parts and, of each process, its
+    random state."""
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    tensors = {}
+    leaves, _ = tree_flatten_with_path(torch.load(path, weights_only=True))
+    for keys, x in leaves:
+        if torch.is_tensor(x):
+            names = [str(getattr(key, "key", getattr(key, "idx", key))) for key in keys]
+            tensors["/".join(names)] = x
+    return tensors
+
+
+def tensors_of(folder, step):
+    """{part/name: tensor} of a run's checkpoint after so many steps."""
+    return tensors_in(folder / "checkpoints" / f"step_{step}.pt")
+
+
+def equal_files(a, b):
+    """Are the tensors of two safetensors files, or of two checkpoints, the same, bit by bit?"""
+    a, b = tensors_in(a), tensors_in(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- runs of the scripts ----
 def fork(script, folder, old, new):
     """The module of a copy of a script, folder/fork_of_SCRIPT.py, that says `new` where the script
     says `old`."""
@@ -321,116 +431,35 @@ def fork(script, folder, old, new):
     return module
 
 
-def panel(drawn, title):
-    """The panel of the kept figures (save_figure's arguments) whose title has these words."""
-    (found,) = (ax for fig, _ in drawn for ax in fig.axes if title in ax.get_title())
-    return found
+def value_of(flags, flag, default):
+    """The word behind a flag."""
+    if flag in flags:
+        return flags[flags.index(flag) + 1]
+    return default
 
 
 def of_set(base, flags):
-    """A test's usual flags without those that have no part beside `flags`."""
+    """A test's usual flags without those that have no effect beside `flags`."""
     base, flags = [*map(str, base)], [*map(str, flags)]
-
-    def asked(flag, usual):
-        return flags[flags.index(flag) + 1] if flag in flags else usual
-
-    unused = [] if asked("--dataset", "moving-emoji") == "moving-emoji" else [("--clips", 4)]
-    look, source = asked("--weighting", "meta") in ("meta", "l2rw"), asked("--meta-set", "train")
-    look = look and "--baseline" not in flags
-    unused += [] if look or source == "val" else [("--meta-batch-size", 2)]
-    unused += [] if source == "val" or look and source == "train" else [("--meta-size", 2)]
-    usual = {"epic-kitchens-100": "noun", "ssv2-lt": "label"}.get(
-        asked("--dataset", ""), "captions"
-    )
-    unused += (
-        [] if asked("--clusters", usual) in ("captions", "vision") else [("--num-clusters", 2)]
-    )
-    for flag, words in unused:
+    dataset = value_of(flags, "--dataset", "moving-emoji")
+    clusters = {"epic-kitchens-100": "noun", "ssv2-lt": "label"}.get(dataset, "captions")
+    is_learnt = value_of(flags, "--weighting", "meta") in ("meta", "l2rw")
+    looks_ahead = is_learnt and "--baseline" not in flags
+    meta_set = value_of(flags, "--meta-set", "train")
+    useless = []  # (flag, number of its words)
+    if dataset != "moving-emoji":
+        useless.append(("--clips", 4))
+    if not looks_ahead and meta_set != "val":
+        useless += [("--meta-batch-size", 2), ("--meta-size", 2)]
+    elif meta_set not in ("train", "val"):
+        useless.append(("--meta-size", 2))
+    if value_of(flags, "--clusters", clusters) not in ("captions", "vision"):
+        useless.append(("--num-clusters", 2))
+    for flag, num_words in useless:
         if flag in base:
-            at = base.index(flag)
-            del base[at : at + words]
+            place = base.index(flag)
+            del base[place : place + num_words]
     return base
-
-
-# ---- tiny transformers ----
-def tiny_model(kind, folder, tokenizer):
-    """A transformers model of width 24 with this tokenizer, saved into a folder -> the model."""
-    import transformers as T
-
-    words = dict(vocab_size=len(tokenizer.tokenizer))
-    layers = dict(num_hidden_layers=1, num_attention_heads=2)
-    small = dict(hidden_size=24, intermediate_size=32)
-    ids = dict(eos_token_id=3, bos_token_id=2, pad_token_id=0)
-    tower = small | layers | dict(num_hidden_layers=2)
-    make = {
-        "bert": lambda: T.BertModel(T.BertConfig(**words, **small, **layers)),
-        "distilbert": lambda: T.DistilBertModel(
-            T.DistilBertConfig(**words, dim=24, hidden_dim=32, n_layers=1, n_heads=2)
-        ),
-        "t5": lambda: T.T5ForConditionalGeneration(
-            T.T5Config(
-                **words,
-                d_model=24,
-                d_kv=12,
-                d_ff=32,
-                num_layers=1,
-                num_decoder_layers=2,
-                num_heads=2,
-            )
-        ),
-        "dino": lambda: T.Dinov2Model(
-            T.Dinov2Config(hidden_size=24, **layers, image_size=28, patch_size=14)
-        ),
-        "vit": lambda: T.ViTForImageClassification(
-            T.ViTConfig(**small, **layers, image_size=32, patch_size=16)
-        ),
-        "clip": lambda: T.CLIPModel(
-            T.CLIPConfig(
-                text_config=tower | words | ids | dict(max_position_embeddings=12),
-                projection_dim=16,
-                vision_config=tower | dict(image_size=32, patch_size=16),
-            )
-        ),
-    }
-    torch.manual_seed(0)
-    model = make[kind]().eval()
-    model.save_pretrained(folder)
-    tokenizer.tokenizer.save_pretrained(folder)
-    if kind in ("dino", "vit", "clip"):
-        mean, std = STATS["clip" if kind == "clip" else "imagenet"]
-        stats = dict(image_processor_type="BitImageProcessor", image_mean=mean, image_std=std)
-        write_json(Path(folder) / "preprocessor_config.json", stats)
-    return model
-
-
-SPEC = {
-    "image_encoder": "small",
-    "text_encoder": "small",
-    "embed_dim": 16,
-    "image_size": 32,
-    "text_length": 12,
-    "text_pooling": "mean",
-    "image_stats": "half",
-    "eval_resize": "crop",
-}
-
-
-def model_of(tokenizer, pretrained=False, weights="", **changes):
-    """The model of SPEC, some of its values changed."""
-    model, _ = model_of_spec(SPEC | changes, tokenizer, pretrained, weights)
-    return model
-
-
-def assert_close(a, b, tolerance=1e-5):
-    """The tensors are equal up to an absolute tolerance."""
-    torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
-
-
-# ---- runs of the scripts ----
-def unit(*shape, seed=0):
-    """Unit rows, float64."""
-    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return torch.nn.functional.normalize(x, dim=-1)
 
 
 def run_script(script, folder, *flags, base=(), pictures=False):
@@ -439,18 +468,24 @@ def run_script(script, folder, *flags, base=(), pictures=False):
     with pytest.MonkeyPatch.context() as patch:
         if pictures:
             patch.setattr(run_module, "draw", DRAW)
-        where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
-        return script.main(script.parse_args([*of_set(base, flags), *where, *map(str, flags)]))
+        place = ["--output-dir", str(folder.parent), "--run-name", folder.name]
+        words = [*of_set(base, flags), *place, *map(str, flags)]
+        return script.main(script.parse_args(words))
 
 
 def few_steps(script, folder, *flags, base=()):
     """The rows of a run that neither evaluates nor finishes."""
+
+    def skip_evaluation(run):
+        run.log.write({"step": run.step, "eval": {}})
+
+    def skip_end(run, *_, **__):
+        run.bar.close()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "val_pieces", {}, raising=False)
-        patch.setattr(
-            Run, "evaluate_val", lambda run: run.log.write({"step": run.step, "eval": {}})
-        )
-        patch.setattr(Run, "finish", lambda run, *_, **__: run.bar.close())
+        patch.setattr(Run, "evaluate_val", skip_evaluation)
+        patch.setattr(Run, "finish", skip_end)
         run_script(script, folder, *flags, base=base)
     return steps(folder)
 
@@ -462,46 +497,18 @@ def evaluated(checkpoint, *flags):
 
 
 def rows(folder):
-    """Whole lines of metrics.jsonl: a poll may see half of the last one."""
-    path = Path(folder) / "metrics.jsonl"
-    return (
-        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        if path.exists()
-        else []
-    )
+    """The rows of metrics.jsonl."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def steps(folder):
     """The rows of training steps."""
-    return [r for r in rows(folder) if "loss" in r]
+    return [row for row in rows(folder) if "loss" in row]
 
 
 def losses(folder):
-    return [r["loss"] for r in steps(folder)]
-
-
-def tensors_of(folder, step):
-    """{part/name: tensor} of a run's checkpoint after so many steps."""
-    return tensors_in(folder / "checkpoints" / f"step_{step}.pt")
-
-
-def tensors_in(path):
-    """{name: tensor} of a safetensors file or of a checkpoint: its parts and, of each process, its
-    random state."""
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    leaves, _ = tree_flatten_with_path(torch.load(path, weights_only=True))
-    return {
-        "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in at): x
-        for at, x in leaves
-        if torch.is_tensor(x)
-    }
-
-
-def equal_files(a, b):
-    """Are the tensors of two safetensors files, or of two checkpoints, the same, bit by bit?"""
-    a, b = tensors_in(a), tensors_in(b)
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    return [row["loss"] for row in steps(folder)]
 
 
 def refused(parse_args, flags, capsys):
@@ -509,5 +516,6 @@ def refused(parse_args, flags, capsys):
     with pytest.raises(SystemExit) as stop:
         parse_args([*flags])
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    assert stop.value.code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1, error
     return error

@@ -12,7 +12,6 @@ from contrastive import data as data_sets
 from contrastive.core.processes import UserError
 from contrastive.data.options import DataOptions
 from contrastive.data.registry import find_data_set
-from contrastive.encoders.models import adjust_flags_to_encoder
 from contrastive.engine.flags import Parser
 from contrastive.engine.run import adjust_flags_to_data, count_steps
 
@@ -130,12 +129,6 @@ def test_contradictory_flags_are_refused(name, words, reason, capsys):
     "--dataset coco --eval-datasets x.csv --caption-column a"])
 def test_flags_with_effect_on_one_of_the_data_sets_are_accepted(words):
     temo.parse_args(words.split())
-
-
-def test_misspelt_key_of_a_recipe_is_refused(monkeypatch, capsys):
-    monkeypatch.setitem(ncl.RECIPES, "own", ncl.OWN | {"warm_up_epochs": 3.0})
-    message = refused(ncl.parse_args, ["--dataset", "mine.csv"], capsys)
-    assert "recipe own" in message and "warm_up_epochs" in message
 
 
 @pytest.fixture
@@ -421,13 +414,3 @@ def test_resume_refuses_the_run_of_another_script(saved, capsys):
 def test_resume_refuses_a_folder_without_a_run(tmp_path, capsys):
     message = refused(temo.parse_args, ["--resume", str(tmp_path)], capsys)
     assert f"--resume {tmp_path}" in message
-
-
-def test_resume_repeats_an_encoder_that_chooses_no_other(tiny, tmp_path):
-    """A CLIP as --image-encoder chooses --text-encoder, but not in a resumed run."""
-    clip, _ = tiny("clip")
-    args = adjust_flags_to_encoder(parse("temo", f"--image-encoder {clip} --text-encoder small"))
-    (tmp_path / "args.json").write_text(json.dumps(vars(args) | {"script": "temo"}))
-    same = parse("temo", f"--resume {tmp_path} --image-encoder {clip}")
-    same = adjust_flags_to_encoder(same)
-    assert (same.text_encoder, same.embed_dim) == ("small", args.embed_dim)

@@ -15,7 +15,7 @@ import mama
 import mmts
 import ncl
 import temo
-from helpers import few_steps, fork, losses, refused, run_script, tensors_of, write_images
+from helpers import few_steps, fork, losses, run_script, tensors_of, write_images
 
 PAGE = Path(temo.__file__).with_name("docs") / "forking.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf8"), re.S)
@@ -114,22 +114,12 @@ def test_a_module_of_the_loss_has_a_rate_of_its_own(tmp_path):
     assert sorted(rates) == [(1, 0), (1, 0.3), (10, 0), (10, 0.3)]
 
 
-@pytest.fixture
-def with_schedule(tmp_path):
-    """mmts.py with the schedule of the page."""
+def test_a_schedule_is_trained(tmp_path):
     schedule = inspect.getsource(mmts.base_temperature)
-    return fork(mmts, tmp_path, schedule, block_with("def base_temp"))
-
-
-def test_a_schedule_is_trained(with_schedule, tmp_path):
+    script = fork(mmts, tmp_path, schedule, block_with("def base_temp"))
     flags = [*TINY, *"--num-clusters 4 --periods 1 --alpha 0.1".split()]
-    for k, row in enumerate(few_steps(with_schedule, tmp_path / "run", *flags)):
+    for k, row in enumerate(few_steps(script, tmp_path / "run", *flags)):
         assert row["tau"] <= 0.17 - 0.025 * k + 1e-6
-
-
-def test_the_range_of_a_schedule_is_checked(with_schedule, capsys):
-    words = [*TINY, "--periods", "2", "--alpha", "0.08"]
-    assert "must be above 0" in refused(with_schedule.parse_args, words, capsys)
 
 
 def test_a_backbone_and_a_data_set_are_trained_and_evaluated(tmp_path, monkeypatch):

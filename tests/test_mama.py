@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import mama
-from helpers import evaluated, few_steps, of_set, run_script, steps, unit, write_captions
+from helpers import evaluated, few_steps, of_set, run_script, steps, unit
 from tools.check import drift
 
 BASE = (
@@ -207,20 +207,6 @@ def test_eval_leaves_out_the_meta_data_of_val(tmp_path):
     summary = run_script(mama, tmp_path / "run", *flags, base=BASE)
     result = evaluated(tmp_path / "run", "--split", "val", "--tasks", "retrieval")["moving-emoji"]
     assert summary["val"]["moving-emoji"]["images"] == result["metrics"]["images"] == 6
-
-
-def test_bad_samples_of_the_meta_data_are_listed(tmp_path):
-    """Those of val are nowhere else: training does not read them, and they leave its evaluation."""
-    data = write_captions(tmp_path / "data", 120)
-    flags = (
-        "--holdout-fraction 0.2 --meta-set val --meta-size 4 --meta-batch-size 4 --image-size 16 "
-        "--batch-size 8 --max-steps 2 --workers 0").split()
-    _, _, meta, _ = meta_of("--dataset", data, *flags)
-    missing = meta.column("key")[1]
-    (data.parent / missing).unlink()
-    flags += ["--max-bad-fraction", 0.5]
-    few_steps(mama, tmp_path / "r", "--dataset", data, *flags, base=["--cpu"])
-    assert (tmp_path / "r" / "bad_samples.txt").read_text().split("\t")[0] == missing
 
 
 def test_meta_data_by_name_leave_out_noisy_rows(tmp_path):

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import common
 import contrastive.figures.ncl  # noqa: F401  (figures.ncl)
 from contrastive import evaluation, figures
-from contrastive.core.files import flatten
-from contrastive.core.processes import UserError
 from contrastive.data.batches import epoch_batches
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.evaluation.saved_pieces import read_pieces
@@ -20,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import ncl
-from helpers import CPU, evaluated, few_steps, fork, rows, run_script, steps, tensors_of, unit
+from helpers import CPU, few_steps, fork, run_script, steps, tensors_of, unit
 
 N, D = 12, 6
 SMALL = (
@@ -204,20 +202,6 @@ def test_normalize_chooses_the_numbers_in_front(normalized, split):
     assert result["R-Mean"] == of_mode["R-Mean"]
 
 
-def test_eval_reads_the_queues_of_the_run(normalized):
-    _, folder, summary = normalized
-    flags = "--normalize queue --tasks retrieval".split()
-    result = evaluated(folder, *flags)["moving-emoji"]["metrics"]
-    expected = summary["test"]["moving-emoji"]["normalize"]
-    assert result["normalized_by"] == "queue"
-    assert flatten(result["normalize"]) == pytest.approx(flatten(expected), rel=1e-4, abs=1e-4)
-
-
-def test_before_the_first_step_nothing_is_in_the_queue(normalized):
-    _, folder, _ = normalized
-    assert [*rows(folder)[0]["eval"]["moving-emoji"]["normalize"]] == ["none", "oracle"]
-
-
 def test_the_loss_is_the_mean_of_its_terms(normalized):
     _, folder, _ = normalized
     for row in steps(folder):
@@ -300,11 +284,6 @@ def test_clip4clip_freezes_embeddings_and_first_norms(tiny, tmp_path):
         if before.is_floating_point() and place in after and torch.equal(after[place], before):
             unchanged.add(rest)
     assert unchanged == CLIP4CLIP_FREEZES
-
-
-def test_clip4clip_is_refused_for_other_encoders(tmp_path):
-    with pytest.raises(UserError, match="--freeze clip4clip"):
-        few_steps(ncl, tmp_path / "r", "--freeze", "clip4clip", base=SMALL)
 
 
 # ---------------------------------------------------- pictures ------------------------------------

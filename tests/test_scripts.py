@@ -4,19 +4,15 @@ import contextlib
 import functools
 import importlib
 import io
-import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import common
-from contrastive.engine.log import Log
 from contrastive.engine.run import Run
 
 import pytest
 import torch
 
-import temo
 from helpers import few_steps, fork, losses, rows, run_script, steps, tensors_of
 
 TS = "temperature_schedules"
@@ -121,13 +117,6 @@ def test_summary_says_what_ran(name, walk_of):
 def test_a_run_leaves_its_pictures(name, walk_of):
     pictures = {path.stem for path in walk_of(name).folder.glob("*.png")}
     assert pictures == set(PICTURES[name].split())
-
-
-@each_script
-def test_a_run_holds_no_code(name, walk_of):
-    files = [path for path in walk_of(name).folder.rglob("*") if path.is_file()]
-    kinds = {path.suffix for path in files}
-    assert kinds <= {".json", ".jsonl", ".safetensors", ".png", ".pt"}
 
 
 @each_script
@@ -335,21 +324,3 @@ def test_the_views_of_losses(name, words, flips, views_of):
 
 
 # ----------------------------------------------- the log ------------------------------------------
-def test_without_a_terminal_a_run_writes_a_line_for_each_row_of_its_log(tmp_path, capsys):
-    flags = ["--max-steps", 4, "--log-every", 2]
-    few_steps(temo, tmp_path / "run", *flags, base=SMALL)
-    out, err = capsys.readouterr()
-    lines = [line for line in out.splitlines() if line.startswith("step ")]
-    assert "\r" not in err
-    assert len(lines) == 2
-    for k, line in zip((2, 4), lines):
-        assert re.match(rf"step {k} of 4: L_MM \d\.\d{{3}}, loss \d", line)
-
-
-def test_trackers_name_a_table_without_its_folders(tmp_path):
-    logged = []
-    accelerator = SimpleNamespace(log=lambda numbers, step: logged.extend(numbers))
-    args = SimpleNamespace(tracker="wandb")
-    log = Log(SimpleNamespace(folder=tmp_path, accelerator=accelerator, args=args, step=0))
-    log.write({"step": 1, "eval": {"/data/a.csv": {"R@1": 1.0}, "coco": {"R@1": 1.0}}})
-    assert logged == ["step", "eval/a/R@1", "eval/coco/R@1"]

@@ -282,17 +282,6 @@ def test_the_log_has_the_tau_of_the_step(tmp_path):
     assert [row["tau"] for row in log] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("words, names", [
-    ("--loss dystress", {"tau_pos", "tau_neg"}),
-    ("--row b", {"tau_pos", "tau_neg"}),
-    ("--row c", {"tau"})])
-def test_the_log_has_the_temperatures_of_its_terms_alone(words, names, tmp_path):
-    (row,) = few_steps(temo, tmp_path / "r", *words.split(), "--max-steps", 1, base=SMALL)
-    assert {"tau", "tau_pos", "tau_neg"} & row.keys() == names
-    for name in names:
-        assert row[name] > 0.05
-
-
 def test_a_fork_s_temperature_is_in_the_loss_and_in_the_log(tmp_path):
     """Its modulated_temperature is what trains, and gives tau_pos and tau_neg of Fig. 2."""
     own = fork(
@@ -342,10 +331,3 @@ def test_threshold_is_the_cosine_from_which_on_positives_are_denser():
 @pytest.mark.parametrize("text", [-IMAGE, NOISE])
 def test_unrelated_texts_have_no_threshold(text):
     assert histograms(text)["threshold"] is None
-
-
-@pytest.mark.parametrize("words, squash", [("--eval-resize squash", True), ("", False)])
-def test_views_without_a_crop_have_the_shape_of_the_evaluation(words, squash):
-    args = temo.parse_args(f"--crop-min 1 --image-aug crop {words}".split())
-    views = [common.training_view(args), common.training_view(args, "crop")]
-    assert [view.squash for view in views] == [squash, squash]
