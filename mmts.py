@@ -11,8 +11,8 @@ the clusters are made once, before training.
 Equations (s_ij: cosine of anchor i and candidate j of the global batch; t: optimiser step)
     (2, 10, 11) L_v2t, L_t2v: -1/N sum_i log( exp(s_ii / tau_i) / sum_j exp(s_ij / tau_i) )
     (5, 12)     L = 1/2 (L_v2t + L_t2v)                                             clip_loss
-    (3)         L = mean of max(0, s_ij - s_ii + m_i) over i != j, both ways   max_margin_loss
-    (6)         sh(c) = (K_c - min K) / (max K - min K) (sh+ - sh-) + sh-        cluster_shift
+    (3)         L = mean of max(0, s_ij - s_ii + m_i), i != j, v2t and t2v    max_margin_loss
+    (6)         sh(c) = (K_c - min_c K_c) / (max_c K_c - min_c K_c) (sh+ - sh-) + sh-  cluster_shift
     (7)         tau_base(t) = alpha / 2 cos(2 pi t / T)                       base_temperature
     (8)         tau_i = tau_base(t) + sh(c_i), or m_i                       sample_temperature
 
@@ -110,8 +110,8 @@ def clip_loss(image, text, tau, label_smoothing=0.0, *, terms=None):
     image, text = normalize(image), normalize(text)                        # (B, D)
     tau = per_anchor(tau, image)                                           # () or (B, 1)
     target = positive_index(image, text)                                   # (B,)
-    # both directions need logits of their own: tau_i divides the row of its anchor, and in a
-    # transpose it would divide a column
+    # one matrix and its transpose would not do: tau_i divides the row of anchor i, which is a
+    # column of the transpose
     loss_v2t = info_nce_per_anchor(image, target, tau, candidates=gather(text),
                                    label_smoothing=label_smoothing).mean()
     loss_t2v = info_nce_per_anchor(text, target, tau, candidates=gather(image),
@@ -154,7 +154,7 @@ def max_margin_loss(image, text, margin, *, terms=None):
 
 
 def cluster_captions(embeddings, k, seed, counts=None):
-    """Clusters embeddings of captions by K-Means (Section 4.4).
+    """Clusters embeddings of captions by K-Means (Section 4.4); with --clusters vision, of images.
 
     It starts from k-means++; more than 100,000 points go in mini-batches.
 
@@ -217,7 +217,8 @@ EPIC = dict(
     text_length=77, text_pooling="cls", caption_relevancy=0.1,
     epochs=100.0, batch_size=512, chunk_size=16, lr=3e-5, lr_end=1e-5, weight_decay=0.01,
     betas=[0.9, 0.999], grad_clip=0.0, warmup_fraction=1 / 100,
-    loss="max-margin", alpha=0.2, shift_min=0.17, shift_max=0.3, tau=0.07, clusters="noun",
+    loss="max-margin", alpha=0.2, shift_min=0.17, shift_max=0.3, clusters="noun",
+    tau=0.07,                                                              # with --loss clip
     flip=0.0, mixed_precision="fp16", log_every=20)
 RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "own": OWN, "frozen": FROZEN,
            "epic-kitchens-100": EPIC}
@@ -254,7 +255,7 @@ def add_method_flags(parser):
                         help="each sample has a temperature or margin by the size of its cluster "
                              "(ICS of Tables 4 and 9); else --tau or --margin for all")
     method.add_argument("--alpha", type=nonnegative_float, default=0.04,
-                        help="highest minus lowest value of the schedule; paper 0.04 to 0.08 for "
+                        help="highest minus lowest value of the schedule; paper 0.02 to 0.08 for "
                              "temperatures, 0.2 for margins")
     method.add_argument("--periods", type=positive_float, default=5.0,
                         help="periods of the schedule in the run; authors' code 5")
@@ -288,10 +289,8 @@ def check_flags(parser, args):
     has_one_tau = not (has_margins or args.schedule or args.shifts)
     parser.only(args.schedule, "with --schedule", "--alpha", "--periods")
     parser.only(args.shifts, "with --shifts", "--shift-min", "--shift-max")
-    parser.only(not args.shifts and not has_margins, "with --loss clip --no-shifts or --baseline",
-                "--tau")
-    parser.only(not args.shifts and has_margins, "with --loss max-margin --no-shifts or --baseline",
-                "--margin")
+    parser.only(not has_margins and not args.shifts, "with --loss clip --no-shifts", "--tau")
+    parser.only(has_margins and not args.shifts, "with --loss max-margin --no-shifts", "--margin")
     parser.only(args.clusters in ("captions", "vision"), "with --clusters captions or vision",
                 "--num-clusters", "--cluster-encoder")
     parser.require(has_one_tau or not args.learnable_tau,
@@ -334,8 +333,8 @@ def range_of_run(args):
     """Lowest and highest temperature or margin of a run."""
     sh_min, sh_max = range_of_shifts(args)
     alpha = alpha_of_run(args)
-    period = 1 / args.periods  # the whole run is step 0 to 1 here
-    # where the cosine is lowest, and the whole run, as base_temperature may be edited
+    period = 1 / args.periods  # a run is from step 0 to 1 here
+    # the cosine is lowest at half a period; the other steps are for another base_temperature
     steps = [min(period / 2, 1), *torch.linspace(0, 1, 1001).tolist()]
     lowest = min(sample_temperature(step, sh_min, period, alpha) for step in steps)
     highest = max(sample_temperature(step, sh_max, period, alpha) for step in steps)
@@ -358,12 +357,11 @@ def alpha_of_run(args):
 
 
 def shifts_of_clusters(clusters, args):
-    """(K + 1,) sh(c) of each cluster; the last, at index -1, is for examples without a cluster."""
+    """(K,) sh(c) of each cluster, with --no-shifts --tau or --margin; (1,) if there are none."""
     sh_min, sh_max = range_of_shifts(args)
     if clusters is None:
         return torch.tensor([sh_min])                                      # (1,)
-    shifts = cluster_shift(clusters.sizes, sh_min, sh_max)                 # (K,)
-    return torch.cat([shifts, shifts.new_tensor([sh_min])])
+    return cluster_shift(clusters.sizes, sh_min, sh_max)                   # (K,)
 
 
 # ======================================================= main =====================================
@@ -384,9 +382,8 @@ def main(args):
     run = Run(__file__, args, accelerator, train, eval_sets, steps)        # log and checkpoints
     model, tokenizer, transform = common.build_model(args, train, run)     # both encoders
     # after the model, so that its initial weights do not depend on the clusters
-    clusters = common.open_clusters(
-        run.folder, args, train, accelerator.device,
-        functools.partial(cluster_captions, seed=args.seed))
+    kmeans = functools.partial(cluster_captions, seed=args.seed)
+    clusters = common.open_clusters(run.folder, args, train, accelerator.device, kmeans)
     # outside DDP: average_gradients does for it what DDP does for the model
     temperature = Temperature(args.tau, args.learnable_tau, args.tau_clamp).to(accelerator.device)
     optimizer = common.make_optimizer([model, temperature], args)
@@ -411,7 +408,8 @@ def main(args):
 
     # ------------------------------------------- loop ---------------------------------------------
     quantity = "margin" if args.loss == "max-margin" else "tau"            # a column of the log
-    shifts = shifts_of_clusters(clusters, args).to(accelerator.device)     # (K + 1,)
+    shifts = shifts_of_clusters(clusters, args).to(accelerator.device)     # (K,)
+    shift = shifts[-1]                                                     # () with --no-shifts
     period = steps.total / args.periods                                    # T of Eq. 7
     alpha = alpha_of_run(args)
     evaluator = Evaluator(
@@ -427,14 +425,14 @@ def main(args):
             pixels=batch["views"][0], tokens=tokenizer(texts))
 
         num_missing = 0                                                    # new since clustering
+        if args.shifts:
+            # without a cluster -1, which is the last and smallest one
+            cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,)
+            shift = shifts[common.to_device(cluster, accelerator.device)]  # (B,)
         if args.learnable_tau:
             tau_or_margin = temperature()                                  # ()
-        elif args.shifts:
-            cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,) -1: none
-            cluster = common.to_device(cluster, accelerator.device)
-            tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha)  # (B,)
         else:
-            tau_or_margin = sample_temperature(run.step, shifts[-1], period, alpha)  # () for all
+            tau_or_margin = sample_temperature(run.step, shift, period, alpha)  # (B,) or ()
 
         terms = {}                                                         # for the log
         if args.loss == "clip":
@@ -452,7 +450,7 @@ def main(args):
         optimizer.zero_grad()
         temperature.clamp()
 
-        # the log has means over processes: times their number, not_in_clusters is a sum
+        # end_step averages over processes, and not_in_clusters is a sum over them
         log_row = {quantity: tau_or_margin.mean(), **terms,
                    "not_in_clusters": common.world_size() * num_missing}
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
@@ -461,7 +459,7 @@ def main(args):
     # ------------------------------------------- save and evaluate --------------------------------
     if clusters is not None and not args.learnable_tau:                    # for the pictures
         common.save_temperatures(run, args.periods, functools.partial(
-            sample_temperature, shift=shifts[:-1], period=period, alpha=alpha))
+            sample_temperature, shift=shifts, period=period, alpha=alpha))
     return run.finish(figures="mmts")
 
 

@@ -180,7 +180,8 @@ class QueryQueue(nn.Module):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults; 'source' says whose values they are (docs/ncl.md).
+# A recipe holds what differs from the defaults; 'source' says whose values they are (docs/ncl.md),
+# 'baseline_rates' which flags the paper's baseline has beside --baseline.
 SMALL = dict(
     source="ours", tau=0.1, queue_size=2000, crop_min=0.8, jitter=0.2)
 MOVING = SMALL | dict(
@@ -320,7 +321,8 @@ def main(args):
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
         method_metrics=method_metrics)
     run.start(evaluator)
-    if run.step == 0 and common.rank() == 0:                               # for Figs. 7 and 8
+    # Figs. 7 and 8 compare val before and after training
+    if run.step == 0 and common.rank() == 0:
         common.save_pieces(run.folder / "val_before.safetensors", run.val_pieces)
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))

@@ -585,7 +585,7 @@ def test_the_second_pass_gives_the_gradient_of_both_losses(words, chunk):
     loss = mmts.clip_loss(clip, text, 0.1)
     grad_cache.start_pairs(pairs, 3)
     accelerator.backward(loss)
-    assert (loss + 0.3 * grad_cache.loss).item() == pytest.approx(expected.item())
+    assert (loss + 0.3 * grad_cache.matching_loss).item() == pytest.approx(expected.item())
     for p, gradient in zip(model.parameters(), gradients):
         assert_close(p.grad, gradient, 1e-6)
 

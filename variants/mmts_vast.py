@@ -2,9 +2,9 @@
 
 MM-TS replaces VAST's contrastive loss alone. Its matching head learns beside it: it says whether a
 caption belongs to a clip, from the true pairs and from one hard negative of each caption and of
-each clip, and re-ranks the first candidates in eval.py (--rerank 50). The head reads the tokens of
-a clip, which are too many to be kept for a batch: a first pass encodes the batch without a graph, a
-second one encodes each chunk again, and adds the gradient of its pairs.
+each clip, and re-ranks the first candidates in eval.py (--rerank 50). The head reads all tokens of
+a clip, and those of a batch do not fit into memory. So a first pass encodes the batch without a
+graph; a second one encodes it again in chunks, and adds the gradient of the pairs of each chunk.
 
 Equations (s_ij: cosine of query i and candidate j)
     w_ij = softmax_j(s_ij / tau_neg) + 1e-4 for j != i, w_ii = 0
@@ -18,8 +18,8 @@ Commands
         --video-dir VIDEOS --init-from PRETRAIN_VAST         # the paper's run
     accelerate launch -m variants.mmts_vast --baseline --learnable-tau     # VAST's own loss
 
-docs/mmts.md has the commands of the tables and the differences from VAST's code. This is a copy of
-../mmts.py with another step: compare the two with diff.
+docs/mmts.md has the commands of the tables and the differences from VAST's code. main is a copy of
+that of ../mmts.py with another step (compare with diff); the rest is imported from there.
 """
 
 import functools
@@ -54,23 +54,23 @@ def hard_negatives(sim, tau, draws):
     """
     weights = (sim.double() / tau).softmax(1) + 1e-4                       # (N, N)
     weights.fill_diagonal_(0)
-    cumulative = weights.cumsum(1)                                         # (N, N) not to 1
+    # a weight's share of its row is its probability: draws are positions in the whole row
+    cumulative = weights.cumsum(1)                                         # (N, N)
     position = draws[:, None] * cumulative[:, -1:]                         # (N, 1)
     candidate = torch.searchsorted(cumulative, position, right=True)       # (N, 1)
-    # searchsorted gives N for NaN, at which end_step stops the run
+    # with NaN it is N, which is no index; end_step then stops the run at the loss
     return candidate[:, 0].clamp(max=len(sim) - 1)
 
 
 @torch.no_grad()
-def hard_pairs(image, text, tokens, draws, *, tau, length):
-    """The Pairs of this process's clips: each with its own caption, with the caption that was drawn
-    for it, and with the captions of the global batch for which it was drawn. Collective.
+def hard_pairs(clip, text, tokens, draws, *, tau, length):
+    """The Pairs that the matching head classifies. Collective.
 
-    Each of the 3 N pairs of the global batch belongs to the process of its clip, so no process
-    encodes another's clips.
+    Three for each i of the global batch: (clip i, text i), (clip i, hard text of i), (hard clip of
+    i, text i). Each process gets the pairs of its own clips, so it encodes no others.
 
     Args:
-        image, text: (B, D) embeddings of this process.
+        clip, text: (B, D) embeddings of this process.
         tokens: {input_ids, attention_mask: (B, L)} of its captions.
         draws: (B, 2) numbers in 0..1.
         tau: temperature of the sampling, a number or ().
@@ -79,25 +79,25 @@ def hard_pairs(image, text, tokens, draws, *, tau, length):
     pad = length - tokens["input_ids"].shape[1]
     ids = gather(F.pad(tokens["input_ids"], (0, pad)))                     # (N, length)
     mask = gather(F.pad(tokens["attention_mask"], (0, pad)))               # (N, length)
-    sim = gather(normalize(image.float())) @ gather(normalize(text.float())).T           # (N, N)
-    draws = gather(draws.to(image.device))                                 # (N, 2)
-    index = torch.arange(len(sim), device=image.device)                    # (N,)
+    sim = gather(normalize(clip.float())) @ gather(normalize(text.float())).T            # (N, N)
+    draws = gather(draws.to(clip.device))                                  # (N, 2)
+    index = torch.arange(len(sim), device=clip.device)                     # (N,)
     hard_texts = hard_negatives(sim, tau, draws[:, 0])                     # (N,) one for each clip
     hard_clips = hard_negatives(sim.T, tau, draws[:, 1])                   # (N,) one for each text
-    # the true pairs, each clip with its hard text, each text with its hard clip
     pair_clips = torch.cat([index, index, hard_clips])                     # (3 N,)
     pair_texts = torch.cat([index, hard_texts, index])                     # (3 N,)
     order = pair_clips.argsort(stable=True)                                # (3 N,)
     pair_clips, pair_texts = pair_clips[order], pair_texts[order]
     target = (pair_clips == pair_texts).long()                             # (3 N,)
     pairs = Pairs(pair_clips, ids[pair_texts], mask[pair_texts], target)
-    B = len(image)
+    B = len(clip)
     return pairs.of_clips(common.rank() * B, (common.rank() + 1) * B)
 
 
 def matching_loss(logits, target, num_clips):
-    """The sum of the cross-entropies of a chunk's pairs, divided by 3 B, so that the sum over the
-    chunks and the mean over the processes give the mean over all 3 N pairs.
+    """A chunk's part of L_match: the sum of the cross-entropies of its pairs, divided by 3 B.
+
+    Summed over chunks and averaged over processes, it is the mean over all 3 N pairs.
 
     Args:
         logits, target: (P, 2), (P,).
@@ -107,41 +107,49 @@ def matching_loss(logits, target, num_clips):
 
 
 class MatchingCache(GradCache):
-    """A GradCache that always encodes in two passes. The second, in the backward pass of the
-    contrastive loss, adds the gradient of the matching loss.
+    """A GradCache that adds the gradient of the matching loss. A step has four parts:
+
+    1. encode: the first pass encodes the batch without a graph, always, also if it is one chunk.
+    2. start_pairs: takes the pairs, which are drawn by these embeddings.
+    3. accelerator.backward of the contrastive loss: its gradient at the embeddings.
+    4. backward_of_chunk, called by 3: the second pass encodes each chunk with a graph, and sends
+       the gradients of both losses through it.
 
     Args:
         model, accelerator: as of GradCache.
         chunk_size: clips at a time on this process; 0 = all.
         weight: of the matching loss.
+    Attributes:
+        matching_loss: after 3 that of the batch, () without the weight.
     """
 
     def __init__(self, model, accelerator, chunk_size, weight):
-        super().__init__(model, accelerator, chunk_size or 10**9)
+        super().__init__(model, accelerator, chunk_size or 10**9)  # one chunk for all
         self.weight = weight
+        self.pairs = None
 
     def is_in_chunks(self, num_examples):
         return True
 
     def start_pairs(self, pairs, num_clips):
-        """Takes the Pairs of a batch of B clips, before its backward."""
+        """Takes the Pairs of a batch of B clips."""
         self.pairs = pairs
         self.num_clips = num_clips
-        self.loss = 0.0  # L_match of the chunks so far, without its weight
+        self.matching_loss = 0.0
 
     def backward_of_chunk(self, chunk, start, gradients):
-        """Encodes a chunk with a graph, classifies its pairs, and passes both gradients on."""
         clip_gradient, text_gradient, _ = gradients                        # (B, D) each
         stop = start + len(chunk["tokens"]["input_ids"])
         pairs = self.pairs.of_clips(start, stop)
         clip, text, logits = self.model(**chunk, pairs=pairs)              # (b, D), (P, 2)
-        loss = matching_loss(logits, pairs.target, self.num_clips)         # ()
-        self.loss += loss.detach()
-        loss = self.weight * loss
+        chunk_loss = matching_loss(logits, pairs.target, self.num_clips)   # ()
+        self.matching_loss += chunk_loss.detach()
+        weighted_loss = self.weight * chunk_loss                           # ()
         if self.accelerator.scaler:                                        # of fp16
-            loss = self.accelerator.scaler.scale(loss)
+            weighted_loss = self.accelerator.scaler.scale(weighted_loss)
+        # a scalar needs no gradient to start from
         torch.autograd.backward(
-            [loss, clip, text],
+            [weighted_loss, clip, text],
             [None, clip_gradient[start:stop].to(clip.dtype),
              text_gradient[start:stop].to(text.dtype)])
 
@@ -169,8 +177,8 @@ class LinearTemperature(nn.Module):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults, which are VAST's on YouCook2 for the flags below,
-# and those of mmts.py for the others.
+# A recipe holds what differs from the defaults: of the flags below VAST's values on YouCook2, of
+# the others those of mmts.py.
 MOVING = mmts.MOVING | dict(
     source="ours; a small VAST from scratch", image_encoder="vast-small")
 OWN = mmts.OWN | dict(source="ours; a small VAST from scratch", image_encoder="vast-small")
@@ -179,7 +187,7 @@ YOUCOOK2 = dict(
     image_encoder="vast", text_encoder="google-bert/bert-base-uncased", pretrained=True,
     needs_weights="VAST's weights",                                        # of all parts
     embed_dim=512, image_size=224, image_stats="clip", eval_resize="squash",
-    frames=8, eval_frames=16, frame_sampling="random",  # in evaluation the middles of segments
+    frames=8, eval_frames=16, frame_sampling="random",                     # in training alone
     text_length=40, text_pooling="cls",
     epochs=30.0, batch_size=64, chunk_size=4, lr=3e-5, lr_scale=[f"image={5e-7 / 3e-5}"],
     lr_end=0.0, lr_schedule="linear", warmup_fraction=0.1,
@@ -246,9 +254,8 @@ def main(args):
     if args.drop_path:
         common.set_drop_path(model, args.drop_path)
     # after the model, so that its initial weights do not depend on the clusters
-    clusters = common.open_clusters(
-        run.folder, args, train, accelerator.device,
-        functools.partial(cluster_captions, seed=args.seed))
+    kmeans = functools.partial(cluster_captions, seed=args.seed)
+    clusters = common.open_clusters(run.folder, args, train, accelerator.device, kmeans)
     temperature = Temperature(args.tau)
     if args.learnable_tau:
         temperature = LinearTemperature(first_tau(args, model), args.tau_clamp)
@@ -272,7 +279,8 @@ def main(args):
 
     # ------------------------------------------- loop ---------------------------------------------
     quantity = "margin" if args.loss == "max-margin" else "tau"            # a column of the log
-    shifts = mmts.shifts_of_clusters(clusters, args).to(accelerator.device)              # (K + 1,)
+    shifts = mmts.shifts_of_clusters(clusters, args).to(accelerator.device)              # (K,)
+    shift = shifts[-1]                                                     # () with --no-shifts
     period = steps.total / args.periods                                    # T of Eq. 7
     alpha = mmts.alpha_of_run(args)
     evaluator = Evaluator(
@@ -280,7 +288,7 @@ def main(args):
         method_metrics=functools.partial(common.head_mid_tail, clusters=clusters))
     run.start(evaluator, shown=("loss", "L_match", quantity),
               **common.temperature_banner(args, mmts.range_of_run(args), clusters))
-    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
+    for batch in batches:  # "views": {frames, sound, subtitle}; "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts = common.pick(batch["captions"], batch["draws"])             # B captions
@@ -289,16 +297,16 @@ def main(args):
             pixels=batch["views"][0], tokens=tokens)
 
         num_missing = 0                                                    # new since clustering
+        if args.shifts:
+            # without a cluster -1, which is the last and smallest one
+            cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,)
+            shift = shifts[common.to_device(cluster, accelerator.device)]  # (B,)
         negatives_tau = NEGATIVES_TAU
-        if args.learnable_tau:                                             # VAST's own
+        if args.learnable_tau:                                             # as VAST itself
             tau_or_margin = temperature()                                  # ()
             negatives_tau = tau_or_margin.detach()
-        elif args.shifts:
-            cluster, num_missing = clusters.look_up(batch["keys"], texts)  # (B,) -1: none
-            cluster = common.to_device(cluster, accelerator.device)
-            tau_or_margin = sample_temperature(run.step, shifts[cluster], period, alpha)  # (B,)
         else:
-            tau_or_margin = sample_temperature(run.step, shifts[-1], period, alpha)  # () for all
+            tau_or_margin = sample_temperature(run.step, shift, period, alpha)  # (B,) or ()
 
         terms = {}                                                         # for the log
         if args.loss == "clip":
@@ -307,14 +315,14 @@ def main(args):
             loss = max_margin_loss(image, text, tau_or_margin, terms=terms)
         else:
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
-        # column 0 of an example's random numbers has chosen its caption
+        # of an example's random numbers the first chose its caption, these its hard negatives
         draws = torch.from_numpy(batch["draws"][:, 1:3])                   # (B, 2)
         pairs = hard_pairs(image, text, tokens, draws, tau=negatives_tau, length=args.text_length)
         grad_cache.start_pairs(pairs, len(texts))
 
         # grad_cache adds the gradient of the matching loss
         accelerator.backward(loss)
-        loss = loss.detach() + args.matching_weight * grad_cache.loss      # ()
+        loss = loss.detach() + args.matching_weight * grad_cache.matching_loss           # ()
         common.average_gradients(temperature.parameters())
         if args.grad_clip:
             accelerator.clip_grad_norm_(parameters, args.grad_clip)
@@ -322,8 +330,8 @@ def main(args):
         optimizer.zero_grad()
         temperature.clamp()
 
-        # the log has means over processes: times their number, not_in_clusters is a sum
-        log_row = {quantity: tau_or_margin.mean(), **terms, "L_match": grad_cache.loss,
+        # end_step averages over processes, and not_in_clusters is a sum over them
+        log_row = {quantity: tau_or_margin.mean(), **terms, "L_match": grad_cache.matching_loss,
                    "not_in_clusters": common.world_size() * num_missing}
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
         run.end_step(batch, loss, log_row, [image, text])
@@ -331,7 +339,7 @@ def main(args):
     # ------------------------------------------- save and evaluate --------------------------------
     if clusters is not None and not args.learnable_tau:                    # for the pictures
         common.save_temperatures(run, args.periods, functools.partial(
-            sample_temperature, shift=shifts[:-1], period=period, alpha=alpha))
+            sample_temperature, shift=shifts, period=period, alpha=alpha))
     return run.finish(figures="mmts")
 
 

@@ -6,10 +6,11 @@ from the other videos of the batch. NCL replaces SSB's margin loss and keeps the
 public code: this is a reconstruction, which may not reach the printed numbers.
 
 Equations (c(x): x at unit length; S_i: the global batch without the rows of caption i's video)
-    L     = 15 L_NCL + 10 L_cap                  SSB: the sum of the margin losses in place of L_NCL
-    w_ij  = exp(<c(t_i), c(v_j)> / T) / sum_{k in S_i} exp(<c(t_i), c(v_k)> / T)
+    L     = 15 L_NCL + 10 L_cap;  SSB: 64 L_margin + 10 L_cap, L_margin a mean over the batch of 64
+    w_ij  = softmax over j in S_i of <c(t_i), c(v_j)> / T
     z_i   = sum_{j in S_i} w_ij c(v_j)                                              support_summary
     L_cap = mean_i mean_l -log p(t_il | t_i1 .. t_i,l-1; z_i), p by T5's decoder    captioning_loss
+            (t_il: token l of caption i)
 
 Commands
     accelerate launch -m variants.ncl_ssb --dataset msrvtt --data-dir ANNOTATIONS \\
@@ -18,7 +19,8 @@ Commands
 
 Differences from SSB: features of any length are resampled to --frames steps (nearest rows, folder
 by folder), while SSB cuts at a number of seconds and masks; the word embeddings of T5's encoder and
-decoder are not tied. This is a copy of ../ncl.py with another loop: compare the two with diff.
+decoder are not tied. main is a copy of that of ../ncl.py with another loop (compare with diff); the
+biases and their evaluation are imported from there.
 """
 
 import argparse
@@ -64,8 +66,8 @@ def support_summary(text, videos, video_id, video_ids, tau=0.1):
 def captioning_loss(z, input_ids, attention_mask, decoder):
     """L_cap: the loss of generating each caption from the summary of its support set.
 
-    The mean over a caption's tokens is ours (as we remember SSB, it has their sum): with it, 10
-    times this loss is about as large as the other loss.
+    The mean over a caption's tokens is ours; as we remember SSB, it has their sum. With the mean,
+    10 L_cap is about as large as 15 L_NCL.
 
     Args:
         z: (B, D) summaries.
@@ -80,6 +82,22 @@ def captioning_loss(z, input_ids, attention_mask, decoder):
     return per_caption.mean()                                              # ()
 
 
+def batch_captioning_loss(text, video, tokens, keys, decoder):
+    """L_cap of a batch, whose support sets are of all processes. Collective.
+
+    Args:
+        text, video: (B, D) embeddings of this process.
+        tokens: {input_ids, attention_mask: (B, L)} of its captions.
+        keys: B, of the videos: a batch may hold two captions of one.
+        decoder: as in captioning_loss.
+    Returns: ()
+    """
+    hashes = torch.tensor([common.key_hash(key) for key in keys])          # (B,)
+    video_id = common.to_device(hashes, video.device)                      # (B,)
+    summary = support_summary(text, gather(video), video_id, gather(video_id))           # (B, D)
+    return captioning_loss(summary, **tokens, decoder=decoder)
+
+
 # ======================================================= flags ====================================
 # A word beside each value says where it comes from. NCL: Sec. 4 and App. C of the NCL paper;
 # memory: the SSB paper as we remember it, not looked up; ours: our choice.
@@ -91,7 +109,7 @@ SSB = dict(
     weight_decay=1e-5,                                                     # memory, weak
     lr_schedule="constant", lr_end=5e-5, warmup_fraction=0.0,              # ours
     betas=[0.9, 0.999],                                                    # Adam's own
-    # memory, of MSR-VTT; that an epoch counts captions, not clips, is ours
+    # memory, values on MSR-VTT; unfold_captions, an epoch of captions and not of clips: ours
     epochs=20.0, frames=32, text_length=100, unfold_captions=True,
     log_every=50)
 ACTIVITYNET = SSB | dict(
@@ -102,8 +120,8 @@ RECIPES = {
     "msvd": SSB | dict(frames=64),                                         # ours
     "activitynet": ACTIVITYNET,
     "own": SSB | dict(unfold_captions=False, queue_size=2000, log_every=10)}
-# SSB. Its loss is a sum over the batch of 64, as in VSE++'s code, and ours a mean: hence the scale.
-# (A sum fits the factor of 15 in App. C, but the paper does not say it.)
+# SSB. The paper does not say so, but its margin loss is probably a sum over the batch of 64, as in
+# VSE++'s code: it is then about as large as 15 L_NCL. Ours is a mean, and so is scaled by 64.
 BASELINE = dict(loss="max-margin", loss_scale=64.0, normalize="none")
 
 
@@ -205,11 +223,11 @@ def main(args):
     grad_cache = GradCache(model, accelerator, args.chunk_size)            # encodes in chunks
 
     # ------------------------------------------- views --------------------------------------------
-    plain_view = common.Augment(args.image_size)                           # features as they are
+    plain_view = common.Augment(args.image_size)  # without a random part: features as they are
     batches = run.batches([plain_view], transform)
 
     # ------------------------------------------- loop ---------------------------------------------
-    has_biases = args.loss != "max-margin"   # whose loss has no temperature, which biases need
+    has_biases = args.loss != "max-margin"  # biases need a temperature; max-margin has none
     method_metrics = None
     if has_biases:
         method_metrics = functools.partial(
@@ -219,7 +237,8 @@ def main(args):
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args,
         method_metrics=method_metrics)
     run.start(evaluator, shown=("loss", "L_cap"))
-    if run.step == 0 and common.rank() == 0:                               # for Figs. 7 and 8
+    # Figs. 7 and 8 compare val before and after training
+    if run.step == 0 and common.rank() == 0:
         common.save_pieces(run.folder / "val_before.safetensors", run.val_pieces)
     for batch in batches:  # "views": (B, T, F); "captions", "draws", "keys": B each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
@@ -241,11 +260,7 @@ def main(args):
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
         loss = args.loss_scale * loss
         if args.captioning_weight:
-            # identifies videos: a batch may hold two captions of one
-            hashes = [common.key_hash(key) for key in batch["keys"]]
-            video_id = common.to_device(torch.tensor(hashes), accelerator.device)        # (B,)
-            summary = support_summary(text, gather(video), video_id, gather(video_id))   # (B, D)
-            terms["L_cap"] = captioning_loss(summary, **tokens, decoder=captioner)
+            terms["L_cap"] = batch_captioning_loss(text, video, tokens, batch["keys"], captioner)
             loss = loss + args.captioning_weight * terms["L_cap"]
 
         accelerator.backward(loss)
@@ -266,7 +281,7 @@ def main(args):
         run.end_step(batch, loss, log_row, [video, text])
 
     # ------------------------------------------- save and evaluate --------------------------------
-    # with --eval-epoch best, so that queues and weights are of the same step
+    # with --eval-epoch best: weights and queues of the best step, before the queues are saved
     run.restore_best()
     if has_biases:
         common.save_queues(run, args.tau, text_queue.get(), video_queue.get())
