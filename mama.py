@@ -509,7 +509,8 @@ def main(args):
 
     # ------------------------------------------- save and evaluate --------------------------------
     if args.meta_set == "val":
-        common.save_meta_names(run, meta_data)                             # eval.py leaves them out
+        # which eval.py leaves out
+        common.save_meta_names(run, meta_data)
     common.save_training_texts(run, train, "captions")                     # for Figs. 2 and 5
     return run.finish(figures="mama")
 

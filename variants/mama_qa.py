@@ -303,7 +303,8 @@ def main(args):
 
     # ------------------------------------------- save and evaluate --------------------------------
     if args.meta_set == "val":
-        common.save_meta_names(run, meta_data)                             # eval.py leaves them out
+        # which eval.py leaves out
+        common.save_meta_names(run, meta_data)
     column = "answer" if args.task == "qa-open" else "question"
     common.save_training_texts(run, train, column)                         # for Figs. 2 and 5
     return run.finish(figures="mama")
