@@ -1,6 +1,6 @@
-"""All that the five method scripts and their variants import of ours.
+"""All that the five method scripts import of ours; a variant imports its script, too.
 
-Notation, used in every file of this project:
+Notation, where a file's Symbols say nothing else:
     B    batch of this process                 W    processes
     N    global batch, B * W; the number of candidates of each anchor in a loss
     D    width of the embeddings               V    views
@@ -31,9 +31,12 @@ from contrastive.core.processes import (
     world_size)             # number of processes
 from contrastive.core.files import read_json, write_json, write_tensors
 from contrastive.core.number_types import (
-    below_one, between, int_ge1, nonnegative_float, fraction, positive_float, rate, int_ge0)
-from contrastive.core.loss_inputs import fp32, one_number, per_anchor
-from contrastive.core.row_blocks import by_rows, row_blocks
+    below_one, between, fraction, int_ge0, int_ge1, nonnegative_float, positive_float, rate)
+from contrastive.core.loss_inputs import (
+    fp32,                   # decorator: a loss computes in float32
+    one_number,             # checks that a temperature or margin is no tensor of several
+    per_anchor)             # brings a temperature or margin to a shape that fits (B, N)
+from contrastive.core.row_blocks import by_rows, row_blocks  # a loss of few rows at a time
 from contrastive.core.metrics import (
     embedding_health, knn_accuracy, linear_probe, mir_metrics, modality_gap, normalization_error,
     normalize, retrieval_metrics, zero_shot_accuracy)
@@ -46,7 +49,8 @@ from contrastive.data.long_tail import labelled_splits, long_tail_counts
 from contrastive.data.registry import SETS  # SETS["mine"] = function (split, options) -> Data
 from contrastive.data.table import Data, make_table
 from contrastive.data.views import (
-    Augment, key_hash, pick, simclr_view, training_view, uniforms)
+    Augment, key_hash, simclr_view, training_view, uniforms,
+    pick)                   # one caption of each example
 
 # ---- contrastive/encoders: encoders by name, tokenizers, and the texts of a batch ----
 from contrastive.encoders.base import (
@@ -64,7 +68,7 @@ from contrastive.encoders.transform import EvalTransform
 # ---- contrastive/evaluation: whole evaluations ----
 from contrastive.evaluation.by_class import padded_and_flipped  # training images of TS's probes
 from contrastive.evaluation.embed import encode_texts
-from contrastive.evaluation.measure import Evaluator
+from contrastive.evaluation.measure import Evaluator  # of the val and test splits of a run
 from contrastive.evaluation.retrieval import retrieval_both_ways
 from contrastive.evaluation.saved_pieces import save_pieces  # for pictures
 from contrastive.evaluation.similarities import save_similarities
@@ -84,15 +88,20 @@ from contrastive.papers.meta import (  # a few clean examples (MAMA)
 from contrastive.papers.ncl_records import (  # for the figures of NCL, and eval.py
     recall_by_queue_size, save_queues)
 from contrastive.papers.text_pairs import (  # T and T~ (TeMo)
-    Paraphrases, describe_texts, drop_and_swap, text_pair, tokenize_pair)
-from contrastive.papers.ts_records import add_val_columns  # for the log and the figures of TS
+    Paraphrases, describe_texts, drop_and_swap, tokenize_pair,
+    text_pair)              # chooses T and T~ of a batch
+from contrastive.papers.ts_records import (  # for the log and the figures of TS
+    add_val_columns, long_tail_banner, probe_images, val_and_test)
 
 # ---- contrastive/engine: the flags and the book-keeping of a run ----
 from contrastive.engine.flags import OneLineErrorParser, Parser  # argparse with recipes
 from contrastive.engine.functional import functional_encoder, trained_parameters
-from contrastive.engine.grad_cache import GradCache  # --chunk-size
+from contrastive.engine.grad_cache import GradCache  # encodes, a chunk at a time (--chunk-size)
 from contrastive.engine.precision import tf32  # for encoders, on GPUs
-from contrastive.engine.run import Run, count_steps, adjust_flags_to_data
+from contrastive.engine.run import (
+    Run,                    # folder, log, checkpoints and evaluations of a run
+    adjust_flags_to_data,   # a batch and epochs that fit small data
+    count_steps)            # per epoch, in total, of the warm-up
 
 import torch
 import torch.distributed as dist
@@ -113,7 +122,10 @@ def average_gradients(parameters):
 
 
 def average(gradients):
-    """Mean over processes of gradients from autograd.grad, which DDP does not average: a tuple."""
+    """Mean over processes of gradients that DDP does not average, in place: a tuple.
+
+    They come from autograd.grad, or are the .grad of parameters outside DDP.
+    """
     gradients = tuple(g.contiguous() for g in gradients)
     if world_size() > 1:
         for g in gradients:
@@ -162,28 +174,26 @@ class Temperature(nn.Module):
 def learning_rate(step, steps, args):
     """The learning rate of a step: a linear warm-up to --lr, then --lr-schedule.
 
-    A pure function that the loop writes into the optimiser at each step: a scheduler object would
-    be stepped W times on W processes.
+    A pure function that the loop writes into the optimiser at each step: a scheduler that
+    accelerate has prepared would be stepped W times on W processes.
 
     Args:
         step: optimiser steps before this one.
         steps: Steps, as count_steps returns them.
         args: lr, lr_schedule and, unless that is constant, lr_end.
     """
-    position = max(0, step - steps.warmup)
-    length = max(1, steps.total - steps.warmup)
-    if args.lr_schedule == "constant":
-        lr = args.lr
-    elif args.lr_schedule == "linear":
-        lr = args.lr_end + (args.lr - args.lr_end) * (1 - position / length)
-    elif args.lr_schedule == "cosine":
-        cosine = math.cos(math.pi * position / length)
-        lr = args.lr_end + (args.lr - args.lr_end) * 0.5 * (1 + cosine)
-    else:
-        raise ValueError(f"--lr-schedule {args.lr_schedule} has no branch in learning_rate")
     if step < steps.warmup:
         return args.lr * (step + 1) / steps.warmup
-    return lr
+    position = step - steps.warmup
+    length = max(1, steps.total - steps.warmup)
+    if args.lr_schedule == "constant":
+        return args.lr
+    if args.lr_schedule == "linear":
+        return args.lr_end + (args.lr - args.lr_end) * (1 - position / length)
+    if args.lr_schedule == "cosine":
+        cosine = math.cos(math.pi * position / length)
+        return args.lr_end + (args.lr - args.lr_end) * 0.5 * (1 + cosine)
+    raise ValueError(f"--lr-schedule {args.lr_schedule} has no branch in learning_rate")
 
 
 def set_lr(optimizer, lr):
@@ -197,7 +207,7 @@ def make_optimizer(modules, args, eps=1e-8):
 
     Args:
         modules: those that learn; what needs no gradient in them is left out.
-        args: optimizer, lr, lr_scale, betas, weight_decay.
+        args: optimizer, lr, lr_scale, weight_decay, betas, of which SGD's momentum is the first.
         eps: Adam's epsilon.
     """
     mark_lr_scales(modules, args.lr_scale)
@@ -213,7 +223,7 @@ def decay_groups(modules, weight_decay):
     """Parameter groups for an optimiser: matrices and kernels, then biases and norms, then scalars.
 
     Only the first group has weight decay. The third is left out if there are no scalars, such as a
-    learnt tau. Parameters that scale_lr has marked have groups of their own.
+    learnt tau. Parameters that scale_lr has marked have groups of their own (split_by_lr).
     """
     matrices, vectors, scalars = [], [], []
     for module in modules:
@@ -234,18 +244,19 @@ def decay_groups(modules, weight_decay):
 
 
 def split_by_lr(groups):
-    """Parameter groups, each split by the learning rates of its parameters; first those at --lr."""
+    """Parameter groups, each split by the factors of its parameters; first those at --lr itself."""
     split_groups = []
     for group in groups:
-        parameters = {1.0: []}  # {part of --lr: parameters}
+        parameters_by_factor = {1.0: []}
         for p in group["params"]:
-            parameters.setdefault(getattr(p, "lr_scale", 1.0), []).append(p)
-        for scale, members in parameters.items():
-            if not members:
+            factor = getattr(p, "lr_scale", 1.0)
+            parameters_by_factor.setdefault(factor, []).append(p)
+        for factor, parameters in parameters_by_factor.items():
+            if not parameters:
                 continue
-            split_group = group | {"params": members}
-            if scale != 1.0:
-                split_group["lr_scale"] = scale  # set_lr multiplies by it
+            split_group = group | {"params": parameters}
+            if factor != 1.0:
+                split_group["lr_scale"] = factor  # set_lr multiplies by it
             split_groups.append(split_group)
     return split_groups
 
@@ -271,7 +282,7 @@ def mark_lr_scales(modules, words):
                 scale_lr(encoder.body, factors.get("text", 1.0))
 
 
-def scale_lr(module, scale):
-    """Lets the parameters of a module learn at this part of --lr."""
+def scale_lr(module, factor):
+    """Lets the parameters of a module learn at --lr times this factor."""
     for p in module.parameters():
-        p.lr_scale = scale
+        p.lr_scale = factor

@@ -7,7 +7,8 @@ apart less. A quadratic schedule moves the weight from InfoNCE to these losses d
 
 Equations (s_ij: cosine of anchor i and candidate j; t: progress of training, 0..1)
     (1, 2)  NCE(X, Y; tau) = -mean_i log( exp(s_ii / tau) / sum_j exp(s_ij / tau) )     info_nce
-    (3)     L_MM = 1/2 [ NCE(I, T; tau) + NCE(T, I; tau) ]                       multimodal_loss
+    (3)     L_MM = 1/2 [ NCE(I, T; tau) + NCE(T, I; tau) ], without the          multimodal_loss
+            second sum that is printed
     (4)     tau_ij = tau_min + tau_alpha sqrt(s_ij); authors' code         modulated_temperature
             and here: (1 + s_ij) / 2 in place of s_ij
     (5)     L_M-I2I = NCE(I, I~; tau_ij), L_M-T2T = NCE(T, T~; tau_ij)           info_nce
@@ -27,7 +28,7 @@ Commands
     accelerate launch temo.py --dataset cc3m --paraphrases p.jsonl # the paper's run
     accelerate launch temo.py --dataset cc3m --row e --lr 8e-4     # a row of the paper's Table 3
     accelerate launch temo.py --dataset captions.csv               # own data: image, caption
-    accelerate launch temo.py --baseline                           # InfoNCE, all else equal
+    accelerate launch temo.py --baseline                           # InfoNCE; T is a caption
 
 docs/temo.md: commands for every table, recipes, differences from the paper, results; variants:
 variants/temo_experts.py, slip.py. To try an idea, copy this file and edit it (docs/forking.md).
@@ -52,7 +53,7 @@ import torch.nn.functional as F
 # row_blocks saves memory and changes no value: it calls the function with b rows of the positional
 # tensors at a time, and with all of the keyword arguments
 @row_blocks
-def cross_entropy(anchor, target, tau, *, candidates):
+def info_nce_per_anchor(anchor, target, tau, *, candidates):
     """Eq. 1 of each anchor: (b, D), (b,), tau, (N, D) -> (b,)."""
     sim = anchor @ candidates.T                                            # (b, N)
     if callable(tau):
@@ -70,13 +71,14 @@ def info_nce(anchor, candidates, tau):
             function of the cosines, (b, N) -> (b, N).
     Returns: () mean over the anchors of this process, float32. A random guess is about ln N.
     """
-    # gather sums the gradient over processes and DDP averages it: together they give that of the
-    # mean over all N anchors
     anchor, candidates = normalize(anchor), normalize(candidates)          # (B, D) each
     target = positive_index(anchor, candidates)                            # (B,)
+    # gather sums the gradient over processes and DDP averages it: together they give that of the
+    # mean over all N anchors
     candidates = gather(candidates)                                        # (N, D)
-    tau = per_anchor(tau, anchor, columns=len(candidates))                 # (B,) -> (B, 1)
-    return cross_entropy(anchor, target, tau, candidates=candidates).mean()
+    # one tau for each anchor becomes a column, which divides the anchor's row of cosines
+    tau = per_anchor(tau, anchor, columns=len(candidates))
+    return info_nce_per_anchor(anchor, target, tau, candidates=candidates).mean()
 
 
 def multimodal_loss(image, text, tau):
@@ -98,7 +100,8 @@ def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04, detach=False, shift
         tau_min: lowest temperature, > 0.
         tau_alpha: highest temperature minus the lowest, >= 0.
         detach: stop the gradient through the temperature.
-        shifted: True: (1 + s_ij) / 2 under the root; False: s_ij, as printed, or 0 if negative.
+        shifted: True: (1 + s_ij) / 2 under the root; False: s_ij, as printed, with negative
+            cosines as 1e-8.
     Returns: temperatures of sim's shape, higher for similar pairs.
     """
     if detach:
@@ -120,7 +123,7 @@ def temo_loss(  # noqa: PLR0917
         image_aug, text_aug: (B, D) embeddings I~, T~, with or without gradient; None with
             unimodal='none'.
         progress: t = step / all steps, 0..1.
-        tau: temperature of InfoNCE, as in multimodal_loss.
+        tau: temperature of InfoNCE: a number, () or (B,) for each anchor.
         tau_min, tau_alpha, detach, shifted: as in modulated_temperature.
         base, modulated: whether L_MM and L_M-MM are in the loss.
         unimodal: 'none', 'plain' (L_I2I, L_T2T at tau) or 'modulated' (L_M-I2I, L_M-T2T).
@@ -128,9 +131,12 @@ def temo_loss(  # noqa: PLR0917
         terms: dict that receives the terms by their names, for the log.
     Returns: (), float32.
     """
-    tau_ij = functools.partial(                                            # Eq. 4, of cosines
-        modulated_temperature, tau_min=one_number(tau_min, "tau_min"), tau_alpha=tau_alpha,
-        detach=detach, shifted=shifted)
+    # one for each anchor would be added to the wrong axis of the cosines
+    tau_min = one_number(tau_min, "tau_min")
+
+    def tau_ij(sim):                                                       # Eq. 4
+        return modulated_temperature(sim, tau_min, tau_alpha, detach, shifted)
+
     losses = {}
     if base:
         losses["L_MM"] = multimodal_loss(image, text, tau)                 # Eq. 3
@@ -149,14 +155,13 @@ def temo_loss(  # noqa: PLR0917
     if terms is not None:
         terms.update(losses)
 
-    alpha, beta = blend_weights(progress, blend)
-    if not base or len(losses) == 1:
-        alpha, beta = 1.0, 1.0                                             # nothing to blend
-    total = 0.0
-    for name, loss in losses.items():                                      # Eq. 8
-        weight = alpha if name == "L_MM" else beta
-        total = total + weight * loss
-    return total
+    alpha, beta = blend_weights(progress, blend)                           # Eq. 8
+    weights = dict.fromkeys(losses, beta)
+    if base:
+        weights["L_MM"] = alpha
+    if not base or len(losses) == 1:  # nothing to blend
+        weights = dict.fromkeys(losses, 1.0)
+    return sum(weights[name] * loss for name, loss in losses.items())
 
 
 def blend_weights(progress, blend="quadratic"):
@@ -171,8 +176,9 @@ def blend_weights(progress, blend="quadratic"):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults. Two entries are for the banner: 'source' says whose
-# values they are, 'baseline_rates' which rates the paper's baseline has (docs/temo.md).
+# A recipe holds what differs from the defaults, here and in contrastive/engine/flags.py. Two
+# entries are for the banner: 'source' says whose values they are, 'baseline_rates' which rates the
+# paper's baseline has (docs/temo.md).
 SMALL = dict(tau=0.1, tau_min=0.05, tau_alpha=0.1, crop_min=0.35, jitter=0.4, aug_crop_min=0.2,
              aug_blur=0.0)
 EMOJI = SMALL | dict(
@@ -245,8 +251,8 @@ def parse_args(argv=None):
     method.add_argument("--loss", choices=LOSSES, default="temo",
                         help="TeMo, or a baseline in the paper's tables")
     method.add_argument("--baseline", action="store_true",
-                        help="train the paper's baseline, InfoNCE, with everything else equal: "
-                             "sets --loss infonce")
+                        help="train the paper's baseline, InfoNCE, with everything else equal; T "
+                             "is then the caption alone: sets --loss infonce")
     parser.add_tau_flags(method, tau=0.01, tau_clamp=[0.001, 0.5], note="paper 0.01, CWCL 0.05")
     method.add_argument("--tau-min", type=positive_float, default=0.01,
                         help="lowest temperature of a pair (--loss ts: of the schedule)")
@@ -294,9 +300,10 @@ def check_flags(parser, args):
                 "--tau", "--learnable-tau")
     parser.check_tau_flags(args)
     parser.only(has_tau_ij or args.loss == "ts",
-                "with --loss ts, dystress, or temo and any --row but a and c",
+                "with --loss ts, dystress, dystress-shifted, or temo and any --row but a and c",
                 "--tau-min", "--tau-alpha")
-    parser.only(has_tau_ij, "with --loss dystress, or temo and any --row but a and c",
+    parser.only(has_tau_ij,
+                "with --loss dystress, dystress-shifted, or temo and any --row but a and c",
                 "--detach-tau")
     parser.only(has_tau_ij and is_temo, "with --loss temo and any --row but a and c",
                 "--similarity")
@@ -373,19 +380,21 @@ def main(args):
     if unimodal:
         banner_lines["texts"] = common.describe_texts(
             train, paraphrases, args.paraphrase_anchor, args.recipe_source)
-    tau_ij = pair_temperature(args)                                        # for the log
+    tau_ij = pair_temperature(args)            # for the log; None if all pairs have one temperature
     run.start(evaluator, shown=("L_MM", "loss", "tau", "tau_pos"), **banner_lines)
     if run.step == 0:                                                      # for Figs. 4 and 5
         common.save_similarities(run.val_pieces, run.folder / "similarity_before.json")
-    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
+    # "views": (B, [T,] 3, S, S) each; "captions": B lists; "draws": (B, 32) random numbers in 0..1,
+    # which choose texts
+    for batch in batches:
         progress = run.step / steps.total                                  # t of Eq. 8
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
-        texts, texts_aug = draw_texts(batch["captions"], batch["draws"])   # T, T~: B captions each
+        # B captions each; no T~ for a loss without unimodal terms
+        texts, texts_aug = draw_texts(batch["captions"], batch["draws"])
         tokens, tokens_aug = common.tokenize_pair(tokenizer, texts, texts_aug)
         image_aug, text_aug = None, None
         if unimodal:
-            # I~ before I: between I and its backward, a forward would change BatchNorm's statistics
             with torch.set_grad_enabled(args.grad_augmented):
                 image_aug, text_aug, _ = grad_cache.encode(                # (B, D)
                     pixels=batch["views"][1], tokens=tokens_aug)
@@ -393,13 +402,13 @@ def main(args):
             pixels=batch["views"][0], tokens=tokens)
 
         tau = temperature()
-        terms = {}                                                         # for the log
+        log_row = {}
         if args.loss == "temo":
             loss = temo_loss(                                              # ()
                 image, text, image_aug, text_aug, progress, tau, **modulation_flags(args),
-                **ROWS[args.row], terms=terms)
+                **ROWS[args.row], terms=log_row)
         else:
-            loss = baseline_loss(args, image, text, tau, progress, terms=terms)
+            loss, tau = baseline_loss(args, image, text, tau, progress)
 
         accelerator.backward(loss)
         common.average_gradients(temperature.parameters())
@@ -409,8 +418,7 @@ def main(args):
         optimizer.zero_grad()
         temperature.clamp()
 
-        log_row = dict(terms)
-        if uses_tau(args):
+        if uses_tau(args) or args.loss == "ts":
             log_row["tau"] = tau
         if tau_ij and run.logs_next():
             log_row.update(mean_temperatures(image, text, tau_ij))
@@ -422,19 +430,17 @@ def main(args):
 
 
 # ------------------------------------------------------- baselines and log ------------------------
-def baseline_loss(args, image, text, tau, progress, *, terms):
-    """The loss of a baseline (--loss). terms: dict that receives the tau of TS, for the log."""
-    if args.loss == "infonce":
-        return multimodal_loss(image, text, tau)
+def baseline_loss(args, image, text, tau, progress):
+    """The loss of a baseline (--loss), and its temperature: a number, () or the function tau_ij."""
+    if args.loss == "cwcl":
+        return cwcl_loss(image, text, tau), tau
     if args.loss == "ts":
         tau = ts_temperature(progress, args.tau_min, args.tau_min + args.tau_alpha)
-        terms["tau"] = tau
-        return multimodal_loss(image, text, tau)
-    if args.loss in ("dystress", "dystress-shifted"):
-        return multimodal_loss(image, text, pair_temperature(args))
-    if args.loss == "cwcl":
-        return cwcl_loss(image, text, tau)
-    raise ValueError(f"--loss {args.loss} has no branch in baseline_loss")
+    elif args.loss in ("dystress", "dystress-shifted"):
+        tau = pair_temperature(args)
+    elif args.loss != "infonce":
+        raise ValueError(f"--loss {args.loss} has no branch in baseline_loss")
+    return multimodal_loss(image, text, tau), tau
 
 
 def pair_temperature(args):

@@ -8,9 +8,10 @@ form clusters, which helps frequent classes. TS alternates between both: the tem
 cosine over the epochs. Nothing is added to the model.
 
 Equations (s_ij: cosine of anchor i and candidate j; t: epoch, from 0)
-    (1)   L_c = mean_i -log( exp(s_ii / tau) / (exp(s_ii / tau) + sum_{j != i} exp(s_ij / tau)) )
-          with the other views as negatives (SimCLR)                                 nt_xent
-          with a queue of earlier keys as negatives (MoCo)                           moco_loss
+    (1)   L_c = mean_i -log( exp(s_ii / tau) / (exp(s_ii / tau) + sum_{j != i} exp(s_ij / tau)) ),
+          printed as a sum over i with N - 1 negatives; as in the code
+          of N images the 2N - 2 other views are negatives (SimCLR)                  nt_xent
+          or a queue of earlier keys (MoCo)                                          moco_loss
     (5)   tau(t) = (tau+ - tau-) (1 + cos(2 pi t / T)) / 2 + tau-                    temperature
     Sec. 3.3  tau_i = tau_head if the class of i is frequent, else tau_tail   coarse_temperature
 
@@ -94,13 +95,12 @@ def nt_xent_of_view(anchor, target, tau, *, same_view, other_view):
 
 
 @fp32
-def nt_xent(z1, z2, tau, *, terms=None):
+def nt_xent(z1, z2, tau):
     """NT-Xent (Eq. 1, averaged): each of the 2N views has one positive and 2N - 2 negatives.
 
     Args:
         z1, z2: (B, D) embeddings of this process; row i of both is of the same image.
         tau: temperature > 0: a number, () or (B,) for each image.
-        terms: dict that receives L_c for the log.
     Returns: () mean over the 2B anchors, float32. A random guess is about ln(2N - 1).
     """
     z1, z2 = normalize(z1), normalize(z2)                                  # (B, D)
@@ -109,14 +109,11 @@ def nt_xent(z1, z2, tau, *, terms=None):
     target = positive_index(z1, z2)                                        # (B,)
     loss_1 = nt_xent_of_view(z1, target, tau, same_view=all_z1, other_view=all_z2)
     loss_2 = nt_xent_of_view(z2, target, tau, same_view=all_z2, other_view=all_z1)
-    loss = (loss_1 + loss_2) / 2
-    if terms is not None:
-        terms["L_c"] = loss
-    return loss
+    return (loss_1 + loss_2) / 2
 
 
 @fp32
-def moco_loss(q, k, queue, tau, *, terms=None):
+def moco_loss(q, k, queue, tau):
     """L_c with a queue of earlier keys as negatives (Eq. 1, averaged; He et al. 2020).
 
     Args:
@@ -124,7 +121,6 @@ def moco_loss(q, k, queue, tau, *, terms=None):
             gradient.
         queue: (K, D) keys of earlier batches.
         tau: temperature > 0: a number, () or (B,) for each query.
-        terms: dict that receives L_c for the log.
     Returns: () mean over the queries, float32. A random guess is about ln(K + 1).
     """
     q, k, queue = normalize(q), normalize(k.detach()), normalize(queue)    # (B, D), (B, D), (K, D)
@@ -132,19 +128,19 @@ def moco_loss(q, k, queue, tau, *, terms=None):
     logits = torch.cat([positives, q @ queue.T], dim=1)                    # (B, 1 + K)
     logits = logits / per_anchor(tau, q)                                   # (B, 1 + K)
     target = torch.zeros(len(q), dtype=torch.long, device=q.device)        # (B,)
-    loss = F.cross_entropy(logits, target)
-    if terms is not None:
-        terms["L_c"] = loss
-    return loss
+    return F.cross_entropy(logits, target)
 
 
 def coarse_temperature(labels, head_classes, tau_head, tau_tail):
-    """tau of each anchor by the frequency of its class (Sec. 3.3): (B,) long -> (B,) float.
+    """tau of each image by the frequency of its class (Sec. 3.3).
 
-    Args: head_classes: numbers of the classes with tau_head; all others have tau_tail.
+    Args:
+        labels: class numbers, any shape: of all training images in main.
+        head_classes: numbers of the classes with tau_head; all others have tau_tail.
+    Returns: temperatures of labels' shape.
     """
     head = torch.as_tensor(sorted(head_classes), device=labels.device)     # (classes,)
-    return torch.where(torch.isin(labels, head), tau_head, tau_tail)       # (B,)
+    return torch.where(torch.isin(labels, head), tau_head, tau_tail)
 
 
 # ------------------------------------------------------- modules ----------------------------------
@@ -163,7 +159,7 @@ def simclr_head(width, dim, norm):
                          nn.Linear(width, dim, bias=False), norm_layer(dim))
 
 
-class SimCLRNet(nn.Module):
+class EncoderAndHead(nn.Module):
     """An image encoder, which is evaluated, and a projection head, which is not.
 
     Args:
@@ -219,10 +215,11 @@ def encode_keys(model, pixels, seed, num_groups=8):
     """
     if not batchnorms(model):
         return model(pixels)
-    # on a CPU, without SyncBatchNorm, a single group would have the statistics of the queries
+    # on a CPU, without SyncBatchNorm, a single group would have the statistics of the same images
+    # as the queries
     fewest = 1 if pixels.is_cuda else 2
     groups_per_process = max(fewest, num_groups // world_size())
-    # at least two images in each
+    # BatchNorm needs at least two images in a group
     groups_per_process = min(groups_per_process, max(1, len(pixels) // 2))
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed))
     order = to_device(order, pixels.device)                                # (B,)
@@ -232,20 +229,24 @@ def encode_keys(model, pixels, seed, num_groups=8):
 
 @torch.no_grad()
 def update_momentum(key_model, model, momentum):
-    """key <- momentum key + (1 - momentum) query, for the weights; BatchNorm's buffers stay."""
+    """key <- momentum key + (1 - momentum) query, for the weights.
+
+    BatchNorm's buffers are the key model's own.
+    """
     for key, query in zip(key_model.parameters(), model.parameters(), strict=True):
         key.lerp_(query, 1 - momentum)
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults; 'source' says whose values they are
-# (docs/temperature_schedules.md).
+# A recipe holds what differs from the defaults, here and in contrastive/engine/flags.py; 'source'
+# says whose values they are (docs/temperature_schedules.md).
 CIFAR = dict(
     source="paper; optimiser and views from the authors' code",
     image_encoder="resnet18-cifar", image_size=32, image_stats="imagenet",
     epochs=2000.0, batch_size=512, warmup_fraction=10 / 2000,
     optimizer="sgd", lr=0.5, lr_end=1e-6, weight_decay=1e-4,
-    betas=[0.9, 0.999], grad_clip=0.0,
+    betas=[0.9, 0.999],                                                    # 0.9: SGD's momentum
+    grad_clip=0.0,
     imbalance_ratio=100.0, train_features="augmented", eval_epoch="best",
     save_every=1000, log_every=50)
 IMAGENET100 = CIFAR | dict(
@@ -278,7 +279,7 @@ RECIPES = {
     "moving-emoji": MOVING,
     "emoji-scenes": SCENES,
     "own": SMALL}
-BASELINE = dict(schedule="fixed", tau=0.2)                         # Table 1
+BASELINE = dict(schedule="fixed", tau=0.2)                                 # Sec. 4.3
 
 
 # Flags that all scripts share are in contrastive/engine/flags.py. Precedence: default < recipe
@@ -349,12 +350,12 @@ def main(args):
     # before the process group starts, so that a wrong path fails fast
     splits = common.labelled_splits(args)                                  # {train, val, test, ...}
     train = splits["train"]
-    eval_sets = {args.dataset: val_and_test(splits)}
+    eval_sets = {args.dataset: common.val_and_test(splits)}
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
     if args.eval_epoch == "best" and args.eval_every <= 0:
-        args.eval_every = 20 * steps.per_epoch                             # App. A.2
+        args.eval_every = 20 * steps.per_epoch  # ours; App. A.2 chooses an epoch on val
 
     # ------------------------------------------- model and optimizer ------------------------------
     accelerator = common.make_accelerator(args)
@@ -367,19 +368,19 @@ def main(args):
         head = nn.Linear(encoder.vision.width, args.embed_dim)
     else:
         head = simclr_head(encoder.vision.width, args.embed_dim, args.head_norm)
-    model = SimCLRNet(encoder, head).to(accelerator.device)
+    model = EncoderAndHead(encoder, head).to(accelerator.device)
     # outside DDP: average_gradients does for it what DDP does for the model
-    fixed_temperature = Temperature(                                       # of --schedule fixed
+    fixed_tau = Temperature(                                               # of --schedule fixed
         args.tau, args.learnable_tau, args.tau_clamp).to(accelerator.device)
-    checkpoint_parts = {"head": head, "tau": fixed_temperature}
+    checkpoint_parts = {"head": head, "tau": fixed_tau}
     if args.loss == "moco":
         key_model = copy.deepcopy(model).requires_grad_(False)
         queue = Queue(args.queue_size, args.embed_dim, args.seed).to(accelerator.device)
         checkpoint_parts |= {"key_model": key_model, "queue": queue}
-    optimizer = common.make_optimizer([model, fixed_temperature], args)
+    optimizer = common.make_optimizer([model, fixed_tau], args)
     if args.decay_all:
         decay_vectors(optimizer, args.weight_decay)
-    parameters = [*model.parameters(), *fixed_temperature.parameters()]
+    parameters = [*model.parameters(), *fixed_tau.parameters()]
 
     # >>> shared: prepare (the same lines in all scripts)
     torch.manual_seed(args.seed + accelerator.process_index)  # each process draws its own dropout
@@ -398,49 +399,57 @@ def main(args):
     batches = run.batches([view, view], transform)                         # view1, view2
 
     # ------------------------------------------- loop ---------------------------------------------
-    evaluator = Evaluator(encoder, None, transform, eval_sets, training_images(train, args),
-                          device=accelerator.device, args=args, few_shot=splits.get("few-shot"))
-    labels = torch.from_numpy(np.asarray(train.labels))                    # (M,)
-    coarse_tau = coarse_temperature(labels, most_frequent_half(sizes),     # (M,)
-                                    tau_head=args.tau_max, tau_tail=args.tau_min)
-    run.start(evaluator, pair=("view1", "view2"),
-              after_val=functools.partial(common.add_val_columns, head=head), score="val_mean",
-              **banner_lines(args, steps, run.last, sizes))
+    evaluator = Evaluator(
+        encoder, None, transform, eval_sets, common.probe_images(train, args),
+        device=accelerator.device, args=args, few_shot=splits.get("few-shot"))
+    if args.schedule == "coarse":
+        labels = torch.from_numpy(np.asarray(train.labels))                # (M,) training images
+        coarse_tau = coarse_temperature(labels, most_frequent_half(sizes),                # (M,)
+                                        tau_head=args.tau_max, tau_tail=args.tau_min)
+    run.start(evaluator,
+              pair=("view1", "view2"),                                     # their names in the log
+              after_val=functools.partial(common.add_val_columns, head=head),     # for the figures
+              score="val_mean",                                            # of --eval-epoch best
+              **common.long_tail_banner(args, steps, run.last, sizes))
     for batch in batches:  # "views": (B, [T,] 3, S, S) each; "rows": B numbers of training images
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
-        epoch = run.step // steps.per_epoch
-        tau_of_classes = to_device(coarse_tau[batch["rows"]], accelerator.device)        # (B,)
-        tau = tau_of_step(args, epoch, fixed_temperature, tau_of_classes)  # a number, () or (B,)
+        if args.schedule == "fixed":
+            tau = fixed_tau()                                              # a number, or () learnt
+        elif args.schedule == "coarse":
+            tau = to_device(coarse_tau[batch["rows"]], accelerator.device)                # (B,)
+        else:
+            epoch = run.step // steps.per_epoch
+            tau = temperature(                                             # a number
+                epoch, args.schedule, args.tau_min, args.tau_max, args.period, args.seed)
 
         view1, view2 = batch["views"]                                      # (B, [T,] 3, S, S) each
-        terms = {}                                                         # for the log
         if args.loss == "simclr":
             z1, z2 = grad_cache.encode(view1=view1, view2=view2)           # (B, D)
-            loss = nt_xent(z1, z2, tau, terms=terms)                       # ()
+            loss = nt_xent(z1, z2, tau)                                    # ()
         elif args.loss == "moco":
             # the keys in the precision of the queries
             with accelerator.autocast(), common.tf32(grad_cache.uses_tf32):
                 z2 = encode_keys(key_model, view2, args.seed + run.step)   # (B, D)
-            z1, = grad_cache.encode(view1=view1)                           # (B, D)
-            loss = moco_loss(z1, z2, queue.keys, tau, terms=terms)         # ()
+            (z1,) = grad_cache.encode(view1=view1)                         # (B, D)
+            loss = moco_loss(z1, z2, queue.keys, tau)                      # ()
         else:
             raise ValueError(f"--loss {args.loss} has no branch in this loop")
 
         accelerator.backward(loss)
-        common.average_gradients(fixed_temperature.parameters())
+        common.average_gradients(fixed_tau.parameters())
         if args.grad_clip:
             accelerator.clip_grad_norm_(parameters, args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        fixed_temperature.clamp()
+        fixed_tau.clamp()
         if args.loss == "moco":
             update_momentum(key_model, raw_model, args.momentum)
             queue.push(z2)
         if args.schedule == "coarse":
             tau = tau.mean()                                               # () for the log
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
-        run.end_step(batch, loss, {"tau": tau, **terms}, [z1, z2])
+        run.end_step(batch, loss, {"tau": tau, "L_c": loss}, [z1, z2])
 
     # ------------------------------------------- save and evaluate --------------------------------
     if args.eval_epoch == "best":  # App. A.2: the epoch of the first split serves the others
@@ -450,18 +459,6 @@ def main(args):
 
 
 # ------------------------------------------------------- data and views --------------------------
-def val_and_test(splits):
-    """{val: Data, test: Data} of all splits, as far as they exist."""
-    return {name: splits[name] for name in ("val", "test") if name in splits}
-
-
-def training_images(train, args):
-    """What kNN and probes learn from (--train-features)."""
-    if args.train_features == "augmented":
-        return common.padded_and_flipped(train, args.seed)
-    return train
-
-
 def training_view(args):
     """The random view, drawn twice of each image."""
     return Augment(args.image_size, args.crop_min, args.flip, jitter_p=args.jitter_p,
@@ -491,22 +488,6 @@ def decay_vectors(optimizer, weight_decay):
 
 
 # ------------------------------------------------------- schedule ---------------------------------
-def tau_of_step(args, epoch, fixed_temperature, tau_of_classes):
-    """The temperature of a step that --schedule asks for.
-
-    Args:
-        fixed_temperature: Temperature, for --schedule fixed.
-        tau_of_classes: (B,) for --schedule coarse, by the class of each image.
-    Returns: a number; () with --learnable-tau; (B,) with --schedule coarse.
-    """
-    if args.schedule == "fixed":
-        return fixed_temperature()
-    if args.schedule == "coarse":
-        return tau_of_classes
-    return temperature(
-        epoch, args.schedule, args.tau_min, args.tau_max, args.period, args.seed)
-
-
 def phase_step(args, steps):
     """The optimizer step at which --stop-at-phase ends a run; None = as --eval-epoch says.
 
@@ -530,21 +511,6 @@ def most_frequent_half(sizes):
     the paper."""
     order = np.argsort(-sizes, kind="stable")                              # largest first
     return set(order[:round(len(order) / 2)].tolist())
-
-
-# ------------------------------------------------------- banner ----------------------------------
-def banner_lines(args, steps, last, sizes):
-    """The method's lines of the banner: {title: text}."""
-    num_candidates = 2 * args.batch_size - 1
-    if args.loss == "moco":
-        num_candidates = args.queue_size + 1
-    guess = f"ln {num_candidates} = {math.log(num_candidates):.3f}"
-    lines = {
-        "classes": f"{len(sizes)}, {sizes.max()} to {sizes[sizes > 0].min()} images",
-        "candidates": f"{num_candidates:,} of each anchor; L_c of a random guess: {guess}"}
-    if last < steps.total:
-        lines["end"] = f"at step {last:,}, epoch {last / steps.per_epoch:g}"
-    return lines
 
 
 if __name__ == "__main__":

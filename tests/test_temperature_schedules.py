@@ -120,7 +120,7 @@ def resnet():
     return model_of_spec(spec, None, False)[0]
 
 
-def network(encoder, kind=ts.SimCLRNet):
+def network(encoder, kind=ts.EncoderAndHead):
     return kind(encoder, ts.simclr_head(encoder.vision.width, 8, "batch")).double().train()
 
 
@@ -170,9 +170,9 @@ def test_sdclr_prunes_anew_in_each_epoch(tmp_path, monkeypatch):
         calls.append("prune")
         prune(*args)
 
-    def watched_loss(*args, **options):
+    def watched_loss(*args):
         calls.append("step")
-        return nt_xent(*args, **options)
+        return nt_xent(*args)
 
     monkeypatch.setattr(sdclr.PruneMasks, "prune", watched_prune)
     monkeypatch.setattr(sdclr, "nt_xent", watched_loss)
@@ -202,7 +202,7 @@ def test_queue_is_first_in_first_out():
 @pytest.fixture(scope="module")
 def with_batchnorm():
     encoder = resnet()
-    return ts.SimCLRNet(encoder, torch.nn.Linear(encoder.vision.width, 8))
+    return ts.EncoderAndHead(encoder, torch.nn.Linear(encoder.vision.width, 8))
 
 
 IMAGES = torch.randn(64, 3, 8, 8)
@@ -259,9 +259,9 @@ def test_what_moco_s_step_does_to_the_queue(tmp_path, monkeypatch):
     """No anchor has its own key among its negatives; in the next step it is in the queue."""
     calls, loss = [], ts.moco_loss
 
-    def watched_loss(q, k, queue, tau, **options):
+    def watched_loss(q, k, queue, tau):
         calls.append((F.normalize(k, dim=1), queue.clone()))
-        return loss(q, k, queue, tau, **options)
+        return loss(q, k, queue, tau)
 
     monkeypatch.setattr(ts, "moco_loss", watched_loss)
     few_steps(ts, tmp_path / "run", *MOCO, base=MOVING)

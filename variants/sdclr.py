@@ -6,16 +6,16 @@ is pruned, differ more between both views, and so have more weight in the loss. 
 each epoch; both branches share the weights, and both receive the gradient. The pruned branch has
 BatchNorms of its own.
 
-    L = nt_xent(f(u), f_pruned(v); tau)        nt_xent of temperature_schedules.py
+    L = nt_xent(f(view1), f_pruned(view2); tau)              nt_xent of temperature_schedules.py
     f_pruned: the weights below a threshold on |w| are 0         PruneMasks, SDCLRNet
 
-Symbols: u, v: two views of an image; f: encoder and head; tau: a fixed temperature.
+Symbols: view1, view2: two views of an image; f: encoder and head; tau: a fixed temperature.
 
     accelerate launch -m variants.sdclr                                # emoji, two CPU cores
     accelerate launch -m variants.sdclr --dataset cifar10-lt           # Table 3
 
-docs/temperature_schedules.md: the commands of Table 3, differences. This is a copy of
-../temperature_schedules.py with another model: compare the two with diff.
+docs/temperature_schedules.md: the commands of Table 3, differences. `main` is that of
+../temperature_schedules.py but for the model and its masks; the rest is imported.
 """
 
 import copy
@@ -29,8 +29,7 @@ from common import (
     Evaluator, GradCache, Parser, Run, batchnorms, clean_exit, fraction,
     positive_float)
 from temperature_schedules import (
-    SimCLRNet, decay_vectors, nt_xent, simclr_head, start_norms_at_one, training_images,
-    training_view, val_and_test)
+    EncoderAndHead, decay_vectors, nt_xent, simclr_head, start_norms_at_one, training_view)
 
 import numpy as np
 import torch
@@ -41,7 +40,8 @@ import torch.nn as nn
 class PruneMasks(nn.Module):
     """Masks of the weights of an encoder's convolutions and linear layers, saved as buffers.
 
-    They are True everywhere until `prune` is called.
+    The name of a buffer may have no dot: it has slashes in their place. The masks are True
+    everywhere until `prune` is called.
     """
 
     def __init__(self, encoder):
@@ -59,45 +59,47 @@ class PruneMasks(nn.Module):
         return self.get_buffer(name.replace(".", "/"))
 
     @torch.no_grad()
-    def prune(self, encoder, fraction):
-        """Sets the masks False for this fraction of the weights, those of smallest magnitude.
+    def prune(self, encoder, part):
+        """Sets the masks False for this part of the weights, 0..1, those of smallest magnitude.
 
         The weights of all layers are compared together, so that layers with small weights lose more
         of them.
         """
         magnitudes = [encoder.get_parameter(name).abs() for name in self.names]
         flat = torch.cat([x.flatten() for x in magnitudes])                # (weights,)
-        num_pruned = min(math.ceil(fraction * len(flat)), len(flat) - 1)
+        num_pruned = min(math.ceil(part * len(flat)), len(flat) - 1)       # one weight stays
+        # the smallest weight that stays; kthvalue counts from 1
         threshold = flat.kthvalue(num_pruned + 1).values                   # ()
         for name, x in zip(self.names, magnitudes, strict=True):
             self[name].copy_(x >= threshold)
 
 
-class SDCLRNet(SimCLRNet):
-    """SimCLRNet with a second, pruned branch, which has BatchNorms of its own.
+class SDCLRNet(EncoderAndHead):
+    """EncoderAndHead with a second, pruned branch, which has BatchNorms of its own.
 
-    Args: encoder, head: as in SimCLRNet.
+    Args: encoder, head: as in EncoderAndHead.
     """
 
     def __init__(self, encoder, head):
         super().__init__(encoder, head)
-        self.norm_names = [name for name, _ in named_batchnorms(self)]
-        norms = [copy.deepcopy(self.get_submodule(name)) for name in self.norm_names]
-        self.norms = nn.ModuleList(norms)                                  # of the pruned branch
+        norms = batchnorms(self)
+        self.norm_names = [name for name, module in self.named_modules() if module in norms]
+        self.norms = nn.ModuleList(copy.deepcopy(norms))                   # of the pruned branch
 
-    def forward(self, pixels, masks=None, half=None):
-        """Views (2B, [T,] 3, S, S) -> z (2B, D).
+    def forward(self, pixels, masks=None, num_dense=None):
+        """Views (2b, [T,] 3, S, S) -> z (2b, D).
 
         Args:
             masks: PruneMasks; None = the dense branch alone.
-            half: rows [:half] use the dense branch, the rest the pruned one.
+            num_dense: so many first rows use the dense branch, the others the pruned one.
         """
         if masks is None:
             return super().forward(pixels)
-        pruned_tensors = self.pruned_tensors(masks)
-        dense = self(pixels[:half])                                        # (B, D)
-        pruned = torch.func.functional_call(self, pruned_tensors, pixels[half:])           # (B, D)
-        return torch.cat([dense, pruned])
+        tensors = self.pruned_tensors(masks)
+        dense = self(pixels[:num_dense])                                   # (b, D)
+        # calls this module with the tensors in place of its own; their gradient reaches the weights
+        pruned = torch.func.functional_call(self, tensors, pixels[num_dense:])           # (b, D)
+        return torch.cat([dense, pruned])                                  # (2b, D)
 
     def pruned_tensors(self, masks):
         """{name: tensor} in which the pruned branch differs: masked weights, its BatchNorms."""
@@ -110,27 +112,22 @@ class SDCLRNet(SimCLRNet):
         return tensors
 
 
-def named_batchnorms(model):
-    """[(name, BatchNorm)] of a model."""
-    norms = batchnorms(model)
-    return [(name, module) for name, module in model.named_modules() if module in norms]
-
-
 def encode(model, masks, view1, view2):
     """z1, z2 (b, D): the dense branch of view1, the pruned one of view2; (b, [T,] 3, S, S) each."""
-    z = model(torch.cat([view1, view2]), masks, half=len(view1))           # (2b, D)
+    z = model(torch.cat([view1, view2]), masks, num_dense=len(view1))      # (2b, D)
     return z.chunk(2)
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults, which are SDCLR's. Flags that all scripts share are
-# in contrastive/engine/flags.py.
+# A recipe holds what differs from the defaults, here (--tau and --prune are SDCLR's) and in
+# contrastive/engine/flags.py.
 CIFAR = dict(
     source="SDCLR's code; lengths, optimiser and views as TS",
     image_encoder="resnet18-cifar", image_size=32, image_stats="imagenet",
     epochs=2000.0, batch_size=512, warmup_fraction=10 / 2000,
     optimizer="sgd", lr=0.5, lr_end=1e-6, weight_decay=1e-4,
-    betas=[0.9, 0.999], grad_clip=0.0,
+    betas=[0.9, 0.999],                                                    # 0.9: SGD's momentum
+    grad_clip=0.0,
     imbalance_ratio=100.0, train_features="augmented", eval_epoch="best",
     save_every=1000, log_every=50)
 IMAGENET100 = CIFAR | dict(
@@ -143,7 +140,7 @@ SMALL = dict(
     source="ours; small encoder from scratch",
     epochs=30.0, warmup_fraction=2 / 30, weight_decay=0.05, betas=[0.9, 0.999], grad_clip=0.0,
     head_norm="none", decay_all=False, crop_min=0.3)
-EMOJI = SMALL | dict(
+EMOJI = SMALL | dict(                                                      # as that of TS
     source="ours", image_size=32,
     hue=0.02,                                                              # hue tells classes apart
     save_every=100, eval_every=50, log_every=5)
@@ -179,11 +176,11 @@ def main(args):
     # before the process group starts, so that a wrong path fails fast
     splits = common.labelled_splits(args)                                  # {train, val, test, ...}
     train = splits["train"]
-    eval_sets = {args.dataset: val_and_test(splits)}
+    eval_sets = {args.dataset: common.val_and_test(splits)}
     args = common.adjust_flags_to_data(args, train)  # small own data: smaller batch, more epochs
     steps = common.count_steps(args, train)          # per epoch, in total, of the warm-up
     if args.eval_epoch == "best" and args.eval_every <= 0:
-        args.eval_every = 20 * steps.per_epoch                             # App. A.2 of TS
+        args.eval_every = 20 * steps.per_epoch  # ours; App. A.2 of TS chooses an epoch on val
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) of train
 
     # ------------------------------------------- model and optimizer ------------------------------
@@ -207,7 +204,8 @@ def main(args):
     if args.compile:
         model = torch.compile(model)
     # <<< shared
-    run.resume(encoder, optimizer, head=head, norms=raw_model.norms, masks=masks)  # with --resume
+    run.resume(                                                            # no-op without --resume
+        encoder, optimizer, head=head, norms=raw_model.norms, masks=masks)
     grad_cache = GradCache(model, accelerator, args.chunk_size,            # encodes in chunks
                            encode=functools.partial(encode, model, masks))
 
@@ -216,10 +214,13 @@ def main(args):
     batches = run.batches([view, view], transform)                         # view1, view2
 
     # ------------------------------------------- loop ---------------------------------------------
-    evaluator = Evaluator(encoder, None, transform, eval_sets, training_images(train, args),
-                          device=accelerator.device, args=args, few_shot=splits.get("few-shot"))
-    run.start(evaluator, pair=("view1", "view2"),
-              after_val=functools.partial(common.add_val_columns, head=head), score="val_mean",
+    evaluator = Evaluator(
+        encoder, None, transform, eval_sets, common.probe_images(train, args),
+        device=accelerator.device, args=args, few_shot=splits.get("few-shot"))
+    run.start(evaluator,
+              pair=("view1", "view2"),                                     # their names in the log
+              after_val=functools.partial(common.add_val_columns, head=head),     # for the figures
+              score="val_mean",                                            # of --eval-epoch best
               classes=f"{len(sizes)}, {sizes.max()} to {sizes[sizes > 0].min()} images")
     for batch in batches:  # "views": (B, [T,] 3, S, S) each
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
@@ -228,8 +229,7 @@ def main(args):
             masks.prune(encoder, args.prune)
         view1, view2 = batch["views"]                                      # (B, [T,] 3, S, S) each
         z1, z2 = grad_cache.encode(view1=view1, view2=view2)               # (B, D)
-        terms = {}                                                         # for the log
-        loss = nt_xent(z1, z2, args.tau, terms=terms)                      # ()
+        loss = nt_xent(z1, z2, args.tau)                                   # ()
 
         accelerator.backward(loss)
         if args.grad_clip:
@@ -237,7 +237,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         # counts the step, logs, saves, evaluates; stops at a NaN or a signal
-        run.end_step(batch, loss, {"tau": args.tau, **terms}, [z1, z2])
+        run.end_step(batch, loss, {"tau": args.tau, "L_c": loss}, [z1, z2])
 
     # ------------------------------------------- save and evaluate --------------------------------
     return run.finish(figures="ts")

@@ -1,10 +1,10 @@
 """SLIP (Mu et al. 2022), a baseline of TeMo's Table 2: InfoNCE, and NT-Xent between two views.
 
-    L = L_MM(I, T; tau) + NT-Xent(h(I1), h(I2); 0.1)     slip_loss, nt_xent, slip_head
+    L = L_MM(I, T; tau) + NT-Xent(h(f(I1)), h(f(I2)); 0.1)     slip_loss, nt_xent, slip_head
 
-I1 and I2 are two strong views (SimCLR's) of the image, h is a head on the features before the
-projection. docs/temo.md lists the differences from SLIP's code. This is a copy of ../temo.py with
-another loss: compare the two with diff.
+I1 and I2 are two strong views (SimCLR's) of the image, f(I1) are the features of the image encoder
+before the projection, h is a head on them. docs/temo.md lists the differences from SLIP's code.
+`main` is that of ../temo.py but for the head and the two strong views; the rest is imported.
 
     accelerate launch -m variants.slip --dataset cc12m
 """
@@ -76,7 +76,7 @@ def slip_loss(image, text, z1, z2, tau, *, image_tau=0.1, image_weight=1.0, term
 
     Args:
         image, text: (B, D) embeddings I, T of this process.
-        z1, z2: (B, D') outputs of the head for both strong views.
+        z1, z2: (B, dim) outputs of slip_head for both strong views.
         tau, image_tau: temperatures of L_MM and of NT-Xent.
         image_weight: weight of NT-Xent.
         terms: dict that receives both terms, for the log.
@@ -89,7 +89,20 @@ def slip_loss(image, text, z1, z2, tau, *, image_tau=0.1, image_weight=1.0, term
     return multimodal + image_weight * images
 
 
+def encode_views(model, views, tokens):
+    """I, T (b, D) and the features of I1 and I2 (b, width), in one forward of the image encoder.
+
+    Args: views: of I, I1 and I2, (b, [T,] 3, S, S) each.
+    """
+    images, text, features = model(torch.cat(views), tokens)               # images, features: 3b
+    image, _, _ = images.chunk(3)                                          # (b, D)
+    _, features_1, features_2 = features.chunk(3)                          # (b, width)
+    return image, text, features_1, features_2
+
+
 # ======================================================= flags ====================================
+# A recipe holds what differs from the defaults, here and in contrastive/engine/flags.py; 'source'
+# says whose values they are (docs/temo.md).
 SMALL = dict(crop_min=0.35, jitter=0.4, aug_crop_min=0.2, aug_blur=0.0)
 EMOJI = SMALL | dict(
     source="ours; small encoders from scratch",
@@ -97,7 +110,7 @@ EMOJI = SMALL | dict(
     aug_hue=0.0,                                                           # captions name colours
     log_every=5, save_every=100, eval_every=70)
 CC12M = dict(
-    source="SLIP's code",
+    source="SLIP's code; epochs as TeMo's CC12M, bf16",
     # CLIP's text transformer and tokenizer, from scratch; offline: a folder with these files
     image_encoder="vit_base_patch16_224", text_encoder="openai/clip-vit-base-patch32",
     embed_dim=512, image_size=224, image_stats="imagenet", text_length=77,
@@ -116,7 +129,7 @@ def parse_args(argv=None):
     parser = Parser(__file__, "SLIP: InfoNCE, and NT-Xent between two views of the image.")
     method = parser.add_argument_group("method")
     method.add_argument("--tau", type=positive_float, default=0.07,
-                        help="temperature of InfoNCE at the start, which is learnt; SLIP 0.07")
+                        help="temperature of InfoNCE at the start; it is learnt; SLIP 0.07")
     method.add_argument("--tau-clamp", type=positive_float, nargs=2, default=[0.01, 1.0],
                         metavar=("LOW", "HIGH"),
                         help="lowest and highest value of the temperature; SLIP 0.01 1")
@@ -130,13 +143,6 @@ def parse_args(argv=None):
 
 
 # ======================================================= main =====================================
-def encode_views(model, views, tokens):
-    """I, T (b, D) and the features of I1 and I2 (b, width), in one forward of the image encoder."""
-    image, text, features = model(torch.cat(views), tokens)
-    _, features_1, features_2 = features.chunk(3)
-    return image.chunk(3)[0], text, features_1, features_2
-
-
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data ---------------------------------------------
@@ -171,14 +177,17 @@ def main(args):
                            functools.partial(encode_views, model))
 
     # ------------------------------------------- views --------------------------------------------
-    view, strong = common.training_view(args, jitter_p=0.8), common.simclr_view(args)
+    view = common.training_view(args, jitter_p=0.8)                        # I
+    strong = common.simclr_view(args)                                      # I1 and I2
     batches = run.batches([view, strong, strong], transform)
 
     # ------------------------------------------- loop ---------------------------------------------
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
     run.start(evaluator, shown=("L_MM", "L_image", "tau"))
-    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
+    # "views": (B, [T,] 3, S, S) each; "captions": B lists; "draws": (B, 32) random numbers in 0..1,
+    # which choose texts
+    for batch in batches:
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
         texts = common.pick(batch["captions"], batch["draws"])             # B captions
         image, text, features_1, features_2 = grad_cache.encode(           # (B, D), (B, width)

@@ -1,4 +1,4 @@
-"""TeMo with experts (App. F): frozen encoders say how similar two images, or two texts, are.
+r"""TeMo with experts (App. F): frozen encoders say how similar two images, or two texts, are.
 
 Beside InfoNCE, each modality X with an expert has a term whose temperatures come from the cosines
 of the expert's features of the batch. The positive of an anchor is the anchor itself.
@@ -9,11 +9,11 @@ Equations (s^X_ij: cosine of the expert's features of examples i and j)
 
 Commands
     accelerate launch -m variants.temo_experts --dataset cc3m --image-expert facebook/dinov2-small
-    accelerate launch -m variants.temo_experts --dataset cc3m \\
+    accelerate launch -m variants.temo_experts --dataset cc3m \
         --text-expert sentence-transformers/all-roberta-large-v1
 
-docs/temo.md has both experts' commands (Tables 9 and 10) and the differences from the paper. This
-is a copy of ../temo.py with another loss: compare the two with diff.
+docs/temo.md has both experts' commands (Tables 9 and 10) and the differences from the paper. `main`
+is that of ../temo.py but for the experts and their loss; the rest is imported.
 """
 
 # ours before torch, which reads OMP_WAIT_POLICY when it is imported
@@ -49,22 +49,27 @@ def expert_loss(  # noqa: PLR0917
         terms: dict that receives the terms by their names, for the log.
     Returns: (), float32.
     """
-    if terms is None:
-        terms = {}
-    terms["L_MM"] = multimodal_loss(image, text, tau)
-    loss = terms["L_MM"]
+    multimodal = multimodal_loss(image, text, tau)
+    losses = {"L_MM": multimodal}
+    total = multimodal
     if image_features is not None:
-        tau_ij = expert_temperature(image_features, tau_min, tau_alpha)    # (B, N)
-        terms["L_E-image"] = info_nce(image, image, tau_ij)
-        loss = loss + image_weight * terms["L_E-image"]
+        image_tau = expert_temperature(image_features, tau_min, tau_alpha)               # (B, N)
+        image_loss = info_nce(image, image, image_tau)
+        losses["L_E-image"] = image_loss
+        total = total + image_weight * image_loss
     if text_features is not None:
-        tau_ij = expert_temperature(text_features, tau_min, tau_alpha)     # (B, N)
-        terms["L_E-text"] = info_nce(text, text, tau_ij)
-        loss = loss + text_weight * terms["L_E-text"]
-    return loss
+        text_tau = expert_temperature(text_features, tau_min, tau_alpha)                 # (B, N)
+        text_loss = info_nce(text, text, text_tau)
+        losses["L_E-text"] = text_loss
+        total = total + text_weight * text_loss
+    if terms is not None:
+        terms.update(losses)
+    return total
 
 
 # ======================================================= flags ====================================
+# A recipe holds what differs from the defaults, here and in contrastive/engine/flags.py; 'source'
+# says whose values they are (docs/temo.md).
 SMALL = dict(tau=0.1, tau_min=0.05, tau_alpha=0.1, crop_min=0.35, jitter=0.4)
 EMOJI = SMALL | dict(
     source="ours; small encoders from scratch",
@@ -101,9 +106,9 @@ def parse_args(argv=None):
     method.add_argument("--text-expert-weight", type=nonnegative_float, default=0.4,
                         help="weight of the term of --text-expert; code 0.4, with two experts 0.1")
     method.add_argument("--expert-inputs", choices=["clean", "training"], default="clean",
-                        help="what the experts read: the whole image and the caption as "
-                             "--clean-captions has it (code), or the view of I and the caption as "
-                             "it is")
+                        help="what the experts read: clean, the whole image and the caption, "
+                             "cleaned if --clean-captions is on (code); training, the view of I "
+                             "and the caption as it is in the data")
     method.add_argument("--expert-pooling", choices=["cls", "patches"], default="cls",
                         help="features of --image-expert: class token (code), or mean of the "
                              "patches (paper)")
@@ -174,10 +179,8 @@ def main(args):
 
     # ------------------------------------------- views and texts ----------------------------------
     views = [common.training_view(args, jitter_p=0.8)]                     # I
-    expert_view = 0                                                        # that of I
     if image_expert and args.expert_inputs == "clean":
         views.append(common.Augment(args.image_size, squash=True))         # the whole image
-        expert_view = 1
     # with --freeze, features of the frozen encoders, computed once, replace pixels and tokens
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform)
     tokenizer = cache.tokenizer
@@ -187,9 +190,11 @@ def main(args):
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
     run.start(evaluator, shown=("L_MM", "loss", "tau"))
-    if run.step == 0:                                                      # for Figs. 4 and 5
+    if run.step == 0:                                                      # for similarities.png
         common.save_similarities(run.val_pieces, run.folder / "similarity_before.json")
-    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
+    # "views": (B, [T,] 3, S, S) each; "captions": B lists; "draws": (B, 32) random numbers in 0..1,
+    # which choose texts
+    for batch in batches:
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts = common.pick(batch["captions"], batch["draws"])             # B captions
@@ -198,7 +203,8 @@ def main(args):
 
         image_features, text_features = None, None
         if image_expert:
-            image_features = image_expert(batch["views"][expert_view])     # (B, width)
+            expert_pixels = batch["views"][-1]                             # (B, [T,] 3, S, S)
+            image_features = image_expert(expert_pixels)                   # (B, width)
         if text_expert:
             if args.expert_inputs == "clean":
                 texts = tokenizer.clean_texts(texts)

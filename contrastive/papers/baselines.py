@@ -60,7 +60,7 @@ def weighted_cross_entropy(image, tau, *, candidates, images):
 
 
 @row_blocks
-def cross_entropy(anchor, target, tau, *, candidates):
+def info_nce_per_anchor(anchor, target, tau, *, candidates):
     """InfoNCE of each anchor: (b, D), (b,), tau, (N, D) -> (b,)."""
     return F.cross_entropy(anchor @ candidates.T / tau, target, reduction="none")
 
@@ -82,7 +82,7 @@ def cwcl_loss(image, text, tau):
     tau = per_anchor(tau, image)                                           # () or (B, 1)
     target = positive_index(text, image)                                   # (B,)
     image_to_text = weighted_cross_entropy(image, tau, candidates=texts, images=images.detach())
-    text_to_image = cross_entropy(text, target, tau, candidates=images)
+    text_to_image = info_nce_per_anchor(text, target, tau, candidates=images)
     return (image_to_text.mean() + text_to_image.mean()) / 2
 
 

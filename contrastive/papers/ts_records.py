@@ -1,8 +1,43 @@
-"""What a run of TS leaves for its log and figures: how its embeddings cover the sphere."""
+"""The book-keeping of TS: what is evaluated, the banner, and, for the log and the figures, how the
+embeddings cover the sphere."""
+
+import math
 
 from contrastive.core.metrics import normalize
+from contrastive.evaluation.by_class import padded_and_flipped
 
 import torch
+
+
+def val_and_test(splits):
+    """{val: Data, test: Data} of all splits, as far as they exist."""
+    return {name: splits[name] for name in ("val", "test") if name in splits}
+
+
+def probe_images(train, args):
+    """The training images from which kNN and probes learn (--train-features)."""
+    if args.train_features == "augmented":
+        return padded_and_flipped(train, args.seed)
+    return train
+
+
+def long_tail_banner(args, steps, last, sizes):
+    """Lines of the banner of TS: {title: text}.
+
+    Args:
+        last: the last step.
+        sizes: (classes,) numbers of training images.
+    """
+    num_candidates = 2 * args.batch_size - 1
+    if args.loss == "moco":
+        num_candidates = args.queue_size + 1
+    guess = f"ln {num_candidates} = {math.log(num_candidates):.3f}"
+    lines = {
+        "classes": f"{len(sizes)}, {sizes.max()} to {sizes[sizes > 0].min()} images",
+        "candidates": f"{num_candidates:,} of each anchor; L_c of a random guess: {guess}"}
+    if last < steps.total:
+        lines["end"] = f"at step {last:,}, epoch {last / steps.per_epoch:g}"
+    return lines
 
 
 @torch.no_grad()
