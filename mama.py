@@ -238,7 +238,8 @@ def double_backward_derivative(losses, parameters, batch, direction):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults; 'source' says whose values they are (docs/mama.md).
+# A recipe holds what differs from the defaults, here and in contrastive/engine/flags.py; 'source'
+# says whose values they are (docs/mama.md).
 MSRVTT = dict(
     source="paper; schedule and betas from the authors' code",
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16",

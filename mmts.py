@@ -174,8 +174,8 @@ def cluster_captions(embeddings, k, seed, counts=None):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults; 'source' says whose values they are (docs/mmts.md),
-# 'needs_weights' what --init-from has to load.
+# A recipe holds what differs from the defaults, here and in contrastive/engine/flags.py; 'source'
+# says whose values they are (docs/mmts.md), 'needs_weights' what --init-from has to load.
 SMALL = dict(
     tau=0.1, alpha=0.08, shift_min=0.08, shift_max=0.12, cluster_encoder="tf-idf",
     crop_min=0.8, flip=0.0, jitter=0.2)

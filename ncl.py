@@ -180,8 +180,9 @@ class QueryQueue(nn.Module):
 
 
 # ======================================================= flags ====================================
-# A recipe holds what differs from the defaults; 'source' says whose values they are (docs/ncl.md),
-# 'baseline_rates' which flags the paper's baseline has beside --baseline.
+# A recipe holds what differs from the defaults, here and in contrastive/engine/flags.py; 'source'
+# says whose values they are (docs/ncl.md), 'baseline_rates' which flags the paper's baseline has
+# beside --baseline.
 SMALL = dict(
     source="ours", tau=0.1, queue_size=2000, crop_min=0.8, jitter=0.2)
 MOVING = SMALL | dict(

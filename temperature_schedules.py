@@ -361,7 +361,7 @@ def main(args):
     accelerator = common.make_accelerator(args)
     common.set_seed(args.seed)
     run = Run(__file__, args, accelerator, train, eval_sets, steps,        # log and checkpoints
-              last=phase_step(args, steps))
+              last=phase_step(args, steps))                                # --stop-at-phase
     encoder, _, transform = common.build_model(args, train, run)           # evaluated and saved
     start_norms_at_one(encoder)  # as the authors' code; timm's start at 0
     if args.loss == "moco":

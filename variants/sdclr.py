@@ -136,11 +136,12 @@ IMAGENET100 = CIFAR | dict(
     warmup_fraction=10 / 800, crop_min=0.08, blur=0.5,
     imbalance_ratio=0.0, train_features="clean", eval_epoch="last",
     eval_crop=0.875, shot_limits=[100, 20])
+# SMALL and EMOJI are as in temperature_schedules.py
 SMALL = dict(
     source="ours; small encoder from scratch",
     epochs=30.0, warmup_fraction=2 / 30, weight_decay=0.05, betas=[0.9, 0.999], grad_clip=0.0,
     head_norm="none", decay_all=False, crop_min=0.3)
-EMOJI = SMALL | dict(                                                      # as that of TS
+EMOJI = SMALL | dict(
     source="ours", image_size=32,
     hue=0.02,                                                              # hue tells classes apart
     save_every=100, eval_every=50, log_every=5)

@@ -6,6 +6,7 @@ of the expert's features of the batch. The positive of an anchor is the anchor i
 Equations (s^X_ij: cosine of the expert's features of examples i and j)
     tau^X_ij = tau_min + tau_alpha sqrt((1 + s^X_ij) / 2)        expert_temperature
     L = L_MM + w_I CE(I I^T / tau^I) + w_T CE(T T^T / tau^T)     expert_loss, authors' code
+        CE: mean cross-entropy of the rows, whose targets are on the diagonal
 
 Commands
     accelerate launch -m variants.temo_experts --dataset cc3m --image-expert facebook/dinov2-small
