@@ -163,10 +163,10 @@ def weightnet_gradient(  # noqa: PLR0917
             'second-order': double backward, with the same result in more memory.
     Returns: d meta / d p for each p of weight_net.parameters(), in order, the mean over processes.
     """
-    theta = make_leaves(parameters)                                        # Theta
-    sample_loss = losses(theta, batch)                                     # (B,)
+    leaves = make_leaves(parameters)                                       # Theta
+    sample_loss = losses(leaves, batch)                                    # (B,)
     weight = weight_net(sample_loss.detach())                              # (B,) Eq. 7
-    gradient = loss_gradient((weight * sample_loss).mean(), theta)         # {name: tensor}
+    gradient = loss_gradient((weight * sample_loss).mean(), leaves)        # {name: tensor}
     virtual = virtual_step(parameters, gradient, virtual_lr)               # Theta^, Eq. 9
     meta_loss = losses(virtual, meta_batch).mean()                         # ()
     meta_gradient = loss_gradient(meta_loss, virtual)                      # {name: tensor}
@@ -186,9 +186,9 @@ def weightnet_gradient(  # noqa: PLR0917
 @sdpa_kernel(SDPBackend.MATH)
 def meta_gain(losses, parameters, batch, meta_batch):
     """G_j at Theta itself, without a virtual step, for L2RW: (B,). Args: as weightnet_gradient."""
-    theta = make_leaves(parameters)                                        # Theta
-    meta_loss = losses(theta, meta_batch).mean()                           # ()
-    meta_gradient = loss_gradient(meta_loss, theta)                        # {name: tensor}
+    leaves = make_leaves(parameters)                                       # Theta
+    meta_loss = losses(leaves, meta_batch).mean()                          # ()
+    meta_gradient = loss_gradient(meta_loss, leaves)                       # {name: tensor}
     return directional_derivative(losses, parameters, batch, meta_gradient)
 
 
@@ -227,11 +227,11 @@ def directional_derivative(losses, parameters, batch, direction):
 
 def double_backward_derivative(losses, parameters, batch, direction):
     """The same as directional_derivative, by double backward."""
-    theta = make_leaves(parameters)                                        # Theta
-    sample_loss = losses(theta, batch)                                     # (B,)
+    leaves = make_leaves(parameters)                                       # Theta
+    sample_loss = losses(leaves, batch)                                    # (B,)
     u = torch.ones_like(sample_loss, requires_grad=True)                   # (B,)
     gradient = torch.autograd.grad(                                        # of sum_j u_j L_j
-        sample_loss, list(theta.values()), u, create_graph=True, materialize_grads=True)
+        sample_loss, list(leaves.values()), u, create_graph=True, materialize_grads=True)
     # <direction, gradient> = sum_j u_j G_j, whose derivatives by u are the G_j
     (G,) = torch.autograd.grad(gradient, [u], list(direction.values()))              # (B,)
     return G
