@@ -1,6 +1,7 @@
 """VAST: each part against a computation by hand in float64, its released names, its pairs, sound
 and subtitles of the data, and runs of variants/mmts_vast.py."""
 
+import functools
 import math
 
 import common
@@ -603,6 +604,25 @@ def test_the_image_encoder_learns_at_a_rate_of_its_own(words):
         if name.startswith("vision."):
             expected = 5e-7
         assert rates[p] == pytest.approx(expected), name
+
+
+@pytest.mark.parametrize("make, end", [
+    (mmts_vast.LinearTemperature, 0.0047),
+    (functools.partial(common.Temperature, learnable=True), 0.0656),  # its logarithm is learnt
+])
+def test_the_divisor_itself_is_learnt(make, end):
+    """4,350 equal pushes of YouCook2's schedule take the release's 0.07 there."""
+    args = mmts_vast.parse_args("--dataset youcook2 --init-from x --max-steps 4350".split())
+    steps = common.count_steps(args, range(9283))
+    temperature = make(args.tau, limits=args.tau_clamp)
+    optimizer = common.make_optimizer([torch.nn.Linear(2, 2), temperature], args)
+    (parameter,) = temperature.parameters()
+    for step in range(steps.total):
+        common.set_lr(optimizer, common.learning_rate(step, steps, args))
+        parameter.grad = torch.tensor(1.0)
+        optimizer.step()
+        temperature.clamp()
+    assert temperature().item() == pytest.approx(end, abs=1e-4)
 
 
 @pytest.mark.parametrize("flags, tau", [("", 0.05), ("--tau 0.2", 0.2)])
