@@ -467,7 +467,9 @@ def main(args):
     evaluator = Evaluator(
         raw_model, tokenizer, transform, eval_sets, train, device=accelerator.device, args=args)
     run.start(evaluator, shown=("L", "w", "tau"), **banner_lines(args, steps.total, meta_data))
-    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "rows": B each
+    # "views": (B, [T,] 3, S, S) each; "captions": B lists; "draws": (B, 32) random numbers in 0..1,
+    # which choose texts; "rows": B
+    for batch in batches:
         lr = common.learning_rate(run.step, steps, args)
         common.set_lr(optimizer, lr)
         inputs = inputs_of(batch, tokenizer)

@@ -417,7 +417,9 @@ def main(args):
         method_metrics=functools.partial(common.head_mid_tail, clusters=clusters))
     run.start(evaluator, shown=("loss", quantity),
               **common.temperature_banner(args, range_of_run(args), clusters))
-    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "keys": B each
+    # "views": (B, [T,] 3, S, S) each; "captions": B lists; "draws": (B, 32) random numbers in 0..1,
+    # which choose texts; "keys": B
+    for batch in batches:
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts = common.pick(batch["captions"], batch["draws"])             # B captions

@@ -254,7 +254,9 @@ def main(args):
     lines = mama.banner_lines(args, steps.total, meta_data)
     lines |= answers.banner_lines(questions, train, args)
     run.start(evaluator, shown=("L", "CE", "answered"), **lines)
-    for batch in batches:  # "views": (B, [T,] 3, S, S) each; "captions", "draws", "rows": B each
+    # "views": (B, [T,] 3, S, S) each; "captions": B lists; "draws": (B, 32) random numbers in 0..1,
+    # which choose texts; "rows": B
+    for batch in batches:
         lr = common.learning_rate(run.step, steps, args)
         common.set_lr(optimizer, lr)
         inputs, target = inputs_of(batch, tokenizer, train, questions)

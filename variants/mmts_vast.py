@@ -288,7 +288,9 @@ def main(args):
         method_metrics=functools.partial(common.head_mid_tail, clusters=clusters))
     run.start(evaluator, shown=("loss", "L_match", quantity),
               **common.temperature_banner(args, mmts.range_of_run(args), clusters))
-    for batch in batches:  # "views": {frames, sound, subtitle}; "captions", "draws", "keys": B each
+    # "views": {frames, sound, subtitle}; "captions": B lists; "draws": (B, 32) random numbers in
+    # 0..1, which choose texts and negatives; "keys": B
+    for batch in batches:
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts = common.pick(batch["captions"], batch["draws"])             # B captions

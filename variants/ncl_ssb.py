@@ -240,7 +240,9 @@ def main(args):
     # Figs. 7 and 8 compare val before and after training
     if run.step == 0 and common.rank() == 0:
         common.save_pieces(run.folder / "val_before.safetensors", run.val_pieces)
-    for batch in batches:  # "views": (B, T, F); "captions", "draws", "keys": B each
+    # "views": (B, T, F); "captions": B lists; "draws": (B, 32) random numbers in 0..1, which choose
+    # texts; "keys": B
+    for batch in batches:
         common.set_lr(optimizer, common.learning_rate(run.step, steps, args))
 
         texts = common.pick(batch["captions"], batch["draws"])             # B captions
