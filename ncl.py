@@ -362,7 +362,7 @@ def main(args):
     # ------------------------------------------- save and evaluate --------------------------------
     # with --eval-epoch best: weights and queues of the best step, before the queues are saved
     run.restore_best()
-    common.save_queues(run, float(temperature()), text_queue.get(), video_queue.get())
+    common.save_queues(run, temperature(), text_queue.get(), video_queue.get())
     return run.finish(figures="ncl")
 
 

@@ -59,7 +59,7 @@ def temperature(  # noqa: PLR0917
         epoch: from 0; tau is constant within an epoch.
         schedule: 'cos' and 'oscillating' (a linear triangle) start at tau_max; 'step' is tau_min
             for the first half of a period and tau_max for the second; 'random' is uniform between
-            both, drawn from (seed, epoch).
+            both, drawn from (seed, epoch); 'fixed' is tau_min.
         tau_min, tau_max: lowest and highest temperature.
         period: T in epochs.
     Returns: float.
@@ -74,7 +74,10 @@ def temperature(  # noqa: PLR0917
     if schedule == "random":
         generator = np.random.default_rng([seed, int(epoch)])
         return tau_min + (tau_max - tau_min) * generator.random()
-    raise ValueError(f"schedule={schedule!r}: give 'cos', 'step', 'random' or 'oscillating'")
+    if schedule == "fixed":
+        return tau_min
+    raise ValueError(f"schedule={schedule!r}: give 'cos', 'step', 'random', 'oscillating' or "
+                     "'fixed'")
 
 
 # row_blocks saves memory and changes no value: it calls the function with b rows of the positional

@@ -31,7 +31,8 @@ MOVING = (
 @pytest.mark.parametrize("schedule, epochs, expected", [
     ("cos", (0, 1, 2, 2.8, 4, 6), (0.5, 0.3, 0.1, 0.3 + 0.2 * math.cos(1.4 * math.pi), 0.5, 0.1)),
     ("step", (0, 1, 2, 3, 4), (0.1, 0.1, 0.5, 0.5, 0.1)),
-    ("oscillating", (0, 1, 2, 3, 4), (0.5, 0.3, 0.1, 0.3, 0.5))])
+    ("oscillating", (0, 1, 2, 3, 4), (0.5, 0.3, 0.1, 0.3, 0.5)),
+    ("fixed", (0, 2), (0.1, 0.1))])
 def test_the_schedules_by_hand(schedule, epochs, expected):
     temperatures = [ts.temperature(epoch, schedule, 0.1, 0.5, 4) for epoch in epochs]
     assert temperatures == pytest.approx(expected)

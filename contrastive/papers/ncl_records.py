@@ -31,10 +31,10 @@ def save_queues(run, gamma, texts, videos):
     """Writes queues.safetensors, for eval.py --normalize queue and the pictures.
 
     Args:
-        gamma: temperature, a number.
+        gamma: temperature, a number or ().
         texts, videos: (K, D) training queries, oldest first.
     """
     if rank() == 0:
+        gamma = torch.as_tensor(gamma, dtype=torch.float64).detach().reshape(1)
         write_tensors(run.folder / "queues.safetensors", {
-            "texts": texts, "videos": videos,
-            "gamma": torch.tensor([gamma], dtype=torch.float64)})
+            "texts": texts, "videos": videos, "gamma": gamma})
