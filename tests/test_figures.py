@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from tools import methods
+
 
 @pytest.fixture
 def drawn(monkeypatch):
@@ -218,3 +220,6 @@ def test_a_run_is_evaluated_five_to_eight_times_by_default(last):
     assert evaluation_interval(args, {"a": {"test": None}}, last) == 0
 
 
+def test_the_picture_of_the_methods_is_drawn_from_their_functions(tmp_path):
+    methods.main([str(tmp_path / "methods.png")])
+    assert (tmp_path / "methods.png").stat().st_size > 20_000

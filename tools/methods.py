@@ -4,10 +4,10 @@
     python -m tools.methods docs/methods.png
 """
 
-import sys
 from pathlib import Path
 
 from contrastive.core.processes import clean_exit, print_main
+from contrastive.engine.flags import OneLineErrorParser
 from contrastive.figures.base import figure, save_figure
 
 import numpy as np
@@ -77,7 +77,7 @@ def draw_mama(ax):
     sim = torch.linspace(-0.5, 1, 200)                                     # cosines
     ax.plot(sim, sim, label="no margin")
     for mu in (0.1, 0.2):
-        ax.plot(sim, mama.angular_cosine(sim, mu), label=f"margin {mu} rad")
+        ax.plot(sim, mama.cosine_with_margin(sim, mu), label=f"margin {mu} rad")
     ax.set(title="MAMA: a margin for positives;\nclean pairs teach weights",
            xlabel="cosine of a positive pair", ylabel="in the loss", ylim=(-0.6, 2))
     ax.legend(loc="upper left")
@@ -98,13 +98,16 @@ def draw_temo(ax):
     inset.set_title("L_MM fades, others come", fontsize="small")
 
 
-def main(argv):
+def main(argv=None):
     """Draws into the file that is named, or methods.png."""
-    path = Path((argv or ["methods.png"])[0])
+    parser = OneLineErrorParser("python -m tools.methods", __doc__.splitlines()[0])
+    parser.add_argument("path", nargs="?", type=Path, default=Path("methods.png"),
+                        help="picture that is written")
+    path = parser.parse_args(argv).path
     draw_methods(path)
     print_main(f"written to {path}")
 
 
 if __name__ == "__main__":
     with clean_exit():
-        main(sys.argv[1:])
+        main()
