@@ -84,6 +84,7 @@ REFUSED = [  # script, flags, words of the message
     ("temo", "captions.csv --cpu", "--dataset captions.csv"),
     ("temo", "--max-step 2", "the nearest flag: --max-steps"),
     ("temo", "--learning-rate=1", "the nearest flag: --lr"),
+    ("temo", "--clusters 5", "unknown: --clusters 5; --help lists all flags"),
     ("temo", "--learnable-tau --tau 1.5", "within --tau-clamp 0.001 0.5"),
     ("temo", "--baseline --loss cwcl", "--loss cwcl: --baseline is --loss infonce"),
     ("temo", "--lr-scale body=2", "--lr-scale body=2"),

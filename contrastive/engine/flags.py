@@ -153,18 +153,23 @@ class OneLineErrorParser(argparse.ArgumentParser):
             self.error(f"{unknown[0]}: stands behind no flag; data are given as --dataset "
                        f"{unknown[0]}")
         if unknown:
-            self.error(f"unknown: {' '.join(unknown)}; the nearest flag: "
-                       f"{self.nearest_flag(unknown[0])}")
+            nearest = self.nearest_flag(unknown[0])
+            advice = "--help lists all flags"
+            if nearest:
+                advice = f"the nearest flag: {nearest}"
+            self.error(f"unknown: {' '.join(unknown)}; {advice}")
         return args
 
     def nearest_flag(self, word):
-        """The flag that an unknown one may stand for, or 'nothing'."""
+        """The flag that an unknown one may stand for; "" = none is near."""
         flag = word.partition("=")[0].replace("_", "-")
         for name in OTHER_NAMES.get(flag, []):
             if name in self._option_string_actions:
                 return name
-        nearest = difflib.get_close_matches(flag, self._option_string_actions, 1)
-        return nearest[0] if nearest else "nothing"
+        # without the dashes, which make short words alike
+        names = [option[2:] for option in self._option_string_actions]
+        nearest = difflib.get_close_matches(flag.lstrip("-"), names, 1)
+        return f"--{nearest[0]}" if nearest else ""
 
 
 # ===================================================== flags of a script ==========================
@@ -369,7 +374,10 @@ class Parser(OneLineErrorParser):
             if name not in LENGTHS_AND_LR:
                 self.error(f"--resume: {flag_of(name)} cannot change in a run, where it is "
                            f"{saved[name]!r}; leave it out, or start a new run")
-            print_main(f"resumed with {words_of(name, saved[name])} -> {values[name]}")
+            change = f"resumed with {words_of(name, saved[name])} -> {values[name]}"
+            if name != "lr":
+                change += "; from here on the schedules are those of the new length"
+            print_main(change)
 
     def check_data_flags(self, args):
         """Refuses flags without an effect on the training set and the sets that are evaluated."""
@@ -683,8 +691,8 @@ class Parser(OneLineErrorParser):
         add("--compile", action=YES_OR_NO, default=False,
             help="compile the encoders and the colour changes of the views by torch.compile")
         add("--save-every", type=int_ge0, default=500,
-            help="steps between checkpoints, which are also written before each evaluation and at "
-                 "the end; 0 = only then")
+            help="steps between checkpoints, which are also written once a minute, before each "
+                 "evaluation and at the end; 0 = only before evaluations and at the end")
         add("--eval-every", type=between(-1, 10**9, int), default=-1,
             help="steps between evaluations of the val split, beside those at start and end; 0 = "
                  "only these; -1 = a sixth of the run")
