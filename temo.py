@@ -133,6 +133,9 @@ def temo_loss(  # noqa: PLR0917
     """
     # one for each anchor would be added to the wrong axis of the cosines
     tau_min = one_number(tau_min, "tau_min")
+    if unimodal in ("plain", "modulated") and (image_aug is None or text_aug is None):
+        raise ValueError(f"unimodal={unimodal!r} needs image_aug and text_aug; give them, or "
+                         "unimodal='none'")
 
     def tau_ij(sim):                                                       # Eq. 4
         return modulated_temperature(sim, tau_min, tau_alpha, detach, shifted)

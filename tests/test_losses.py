@@ -178,6 +178,13 @@ def test_a_temperature_that_is_not_above_0_is_refused(name, value):
         PUBLIC[name](value)
 
 
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"temo, I~ and T~ apart"}))
+def test_numpy_arrays_are_refused(name):
+    arrays = [x.detach().numpy() for x in embeddings()]
+    with pytest.raises(TypeError, match="give torch tensors"):
+        LOSSES[name](arrays, parameters())
+
+
 # MoCo's keys have a size of their own
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"moco", "info_nce, (B, N)"}))
 def test_embeddings_of_different_shapes_are_refused(name):

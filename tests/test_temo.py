@@ -113,6 +113,13 @@ def test_rows_of_table_3_have_their_terms(row, weights):
     assert_close(temo.temo_loss(*views, 0.3, **temo.ROWS[row]), expected)
 
 
+@pytest.mark.parametrize("unimodal", ["plain", "modulated"])
+def test_a_unimodal_loss_needs_second_views(unimodal):
+    x = unit(4, 8)
+    with pytest.raises(ValueError, match="needs image_aug and text_aug"):
+        temo.temo_loss(x, x, None, None, 0.1, unimodal=unimodal)
+
+
 @pytest.mark.parametrize("progress", [-0.1, 1.01, float("nan")])
 def test_progress_is_a_part_of_the_run(progress):
     x = unit(4, 8)

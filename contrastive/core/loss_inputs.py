@@ -10,11 +10,14 @@ def fp32(loss):
     """Decorator of a loss, which then runs in float32 outside autocast, whatever the caller does.
 
     Half precision becomes float32; float64 stays. The dict of the keyword `terms`, which a loss
-    fills for the log, is handed on as it is.
+    fills for the log, is handed on as it is. A numpy array is a TypeError.
     """
     @functools.wraps(loss)
     def wrapped(*args, **kwargs):
         from accelerate.utils import convert_to_fp32, find_device
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, np.ndarray):
+                raise TypeError(f"{loss.__name__}: got a numpy array; give torch tensors")
         converted = convert_to_fp32(kwargs)
         if "terms" in kwargs:
             converted["terms"] = kwargs["terms"]                           # the caller's own dict
