@@ -18,6 +18,7 @@ eval.json (metrics and chance levels as in the summary.json of a run), and pictu
 
 import argparse
 import contextlib
+import difflib
 import functools
 import importlib
 import shlex
@@ -29,6 +30,7 @@ from contrastive.core.files import read_json, slug, write_json
 from contrastive.core.number_types import int_ge0, nonnegative_float
 from contrastive.core.processes import (
     UserError, clean_exit, join, opening, print_main, rank, world_size)
+from contrastive.core.words import command_of
 from contrastive.data import (
     data_options, evaluation_options, load_data, open_evaluation_sets, open_pairs)
 from contrastive.data.images import TEMO_17
@@ -144,15 +146,20 @@ def check_flags(parser, args):
 def flags_of_run(args):
     """The flags of the run, with those of eval.py in their place; of a CLIP by name the defaults.
 
-    Raises: UserError if no data set is known, or the run has not ended.
+    Raises: UserError if there is no such folder, no data set is known, or the run has not ended.
     """
+    check_path(args.checkpoint)
     run = Path(args.checkpoint)
     if run.is_file():
         raise UserError(f"--checkpoint {run}: is a file; give the folder of the run, or of a CLIP")
     flags = read_json(run / "args.json", {})
     if flags and not (run / "model.json").is_file():
-        raise UserError(f"--checkpoint {run}: the run has not ended; {flags['script']} goes on "
-                        f"with it by --resume {run}")
+        script = Path(__file__).with_name("variants") / f"{flags['script']}.py"
+        command = script.name
+        if script.is_file():
+            command = command_of(script)
+        raise UserError(f"--checkpoint {run}: the run has not ended; python {command} "
+                        f"--resume {run} continues it")
     if not flags:
         if not args.datasets:
             raise UserError(f"--datasets is needed: {run} is no folder of a run, and the data sets "
@@ -168,6 +175,23 @@ def flags_of_run(args):
     flags.setdefault("eval_datasets", [])
     flags.setdefault("extra_pairs", [])
     return argparse.Namespace(**flags)
+
+
+def check_path(checkpoint):
+    """Refuses a folder that does not exist; a CLIP's id, ORG/NAME, is none.
+
+    Raises: UserError with the nearest folder beside it.
+    """
+    path = Path(checkpoint)
+    is_path = checkpoint.startswith(("/", ".", "runs/")) or checkpoint.count("/") > 1
+    if path.exists() or not is_path:
+        return
+    message = f"--checkpoint {path}: no such folder"
+    folders = [folder.name for folder in path.parent.glob("*/")]
+    nearest = difflib.get_close_matches(path.name, folders, 1)
+    if nearest:
+        message += f"; the nearest: {nearest[0]}"
+    raise UserError(message)
 
 
 def expand_names(words, data_dir="", trained_on=""):

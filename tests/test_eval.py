@@ -387,8 +387,17 @@ def test_what_a_run_cannot_give_is_refused(flags, message, run, tmp_path, evalua
     assert not (tmp_path / "eval" / "eval.json").exists()
 
 
+@pytest.mark.parametrize("flags", ["", "--datasets emoji"])
+def test_a_folder_that_does_not_exist_is_refused_with_the_nearest(flags, tmp_path, evaluate):
+    (tmp_path / "frozen").mkdir()
+    with pytest.raises(UserError, match="/frozn: no such folder; the nearest: frozen$"):
+        evaluate(tmp_path / "frozn", *flags.split())
+    with pytest.raises(UserError, match="/none/frozn: no such folder$"):
+        evaluate(tmp_path / "none" / "frozn", *flags.split())
+
+
 @pytest.mark.parametrize("args, message", [
-    ({"dataset": "emoji", "script": "x"}, "the run has not ended; x goes on with it by --resume"),
+    ({"dataset": "emoji", "script": "x"}, "has not ended; python x.py --resume .* continues it"),
     (None, "--datasets is needed: .* is no folder of a run"),
 ])
 def test_a_folder_without_a_finished_run_is_refused(args, message, tmp_path, evaluate):
