@@ -30,6 +30,7 @@ all stored keeps its stored verdict, any other has that of this program.
 
 import argparse
 import datetime
+import difflib
 import functools
 import hashlib
 import itertools
@@ -52,6 +53,7 @@ from contrastive.engine.log import versions
 from contrastive.core.files import flatten, read_json, slug
 from contrastive.core.number_types import int_ge1
 from contrastive.core.processes import UserError, clean_exit
+from contrastive.evaluation.report import COUNTS
 from contrastive.figures.base import figure, save_figure
 
 import pandas
@@ -399,9 +401,13 @@ def metric_of(row, split, metric):
     """One metric of a run; ends the program if it is not there."""
     metrics = metrics_of(row, split)
     if metric not in metrics:
-        names = ", ".join(metrics) or "no metrics"
-        raise UserError(f"metric {metric}: not in the {split} results of `{row['command']}`, "
-                        f"which have {names}")
+        names = [name for name in metrics if name.split("/")[-1] not in COUNTS]
+        reason = f"not in the {split} results of `{row['command']}`, which have "
+        reason += ", ".join(names) or "no metrics"
+        nearest = difflib.get_close_matches(metric, names, 1, cutoff=0)
+        if nearest:
+            reason = f"the nearest: {nearest[0]}; {reason}"
+        raise UserError(f"metric {metric}: {reason}")
     return metrics[metric]
 
 

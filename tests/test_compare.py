@@ -146,7 +146,9 @@ def test_a_single_command_is_refused(fork, capsys):
     (["mine.py {--tau 1|--tau 2}", "mine.py"], "modality_gap", "val"),
 ])
 def test_an_unknown_metric_ends_the_program_after_the_first_run(fork, words, metric, split):
-    message = f"metric {metric}: not in the {split} results of .*text_to_image/R@1, "
+    message = (
+        f"metric {metric}: the nearest: text_to_image/[RM].*; not in the {split} results of .*, "
+        "which have (modality_gap, )?text_to_image/R@1, ")
     with pytest.raises(UserError, match=message):
         compare.main([*words, "--metric", metric])
     assert len(calls()) == 1
