@@ -448,6 +448,11 @@ def test_column_flag_of_no_column_is_refused(flag, other_names):
     complains(other_names, "train", words, **COLUMNS | {flag: "none"})
 
 
+def test_methods_without_texts_refuse_captions_alone(tmp_path):
+    path = write_rows(tmp_path / "a.csv", HEAD, [("0.png", "x")])
+    complains(path, "train", "there is no column 'label'", "temo.py, ncl.py", by_class=True)
+
+
 # ======================================== rows and examples =======================================
 def test_cells_of_a_csv_are_text(tmp_path):
     """000 is a file name and NA a caption; a quoted field may have a line break. An index column

@@ -149,13 +149,14 @@ def generating():
 
 
 # ---- columns ----
-def find_column(flag, name, columns, *, usual_names=None, required=True):
+def find_column(flag, name, columns, *, usual_names=None, required=True, advice=""):
     """The column that a flag names; without one, the only one with a usual name.
 
     Args:
         flag: a key of USUAL_COLUMNS, or another flag with `usual_names`.
         name: that the user gave, or "".
         columns: that exist.
+        advice: behind the message, if there is none.
     Returns: None if there is none and none is required.
     Raises: ValueError if there is none, or several.
     """
@@ -169,5 +170,5 @@ def find_column(flag, name, columns, *, usual_names=None, required=True):
         return existing[0]
     if name or required:
         raise ValueError(f"{flag}: there is no column {listed(names)}; there are: "
-                         + listed(list(columns)))
+                         + listed(list(columns)) + advice)
     return None

@@ -141,7 +141,7 @@ def index_tars(name, split, tars, options):
     clip = None
     if columns["video"].any():
         clip = clip_options(options)
-    if not has_captions:
+    if not has_captions and not options.by_class:
         note = join_notes(note, "no captions: the classes serve as captions")
     return Data(name, split, table, clip=clip, has_captions=has_captions, shards=shards, note=note)
 

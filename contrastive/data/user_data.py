@@ -35,6 +35,8 @@ NUMBER_OF_PANDAS = re.compile(r"-?\d+\.0|[Nn]a[Nn]")  # where an int column has 
 SECONDS = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 MANY_SPLITS = 10  # a column with more words does not divide the rows into splits
 HASHED_AT_ONCE = 100  # images of a table that are in memory while they are hashed
+NEEDS_CLASSES = (
+    "; methods without texts need classes; temo.py, ncl.py, mmts.py and mama.py read captions")
 
 
 def open_user_data(name, options):
@@ -168,7 +170,7 @@ def data_of_tables(name, tables, options, root, *, is_published=False):
         clip = clip_options(options)
     data = Data(name, "", table_of_examples(rows, examples), clip=clip,
                 has_captions=rows.has_captions)
-    if not rows.has_captions:
+    if not rows.has_captions and not options.by_class:
         rows.notes.append("no captions: the class names serve as captions")
     data = with_labels(data, rows, examples)
     data = with_note(data, *rows.notes)
@@ -188,7 +190,7 @@ def read_rows(table, options):
     names = table.column_names
     image = find_column("--image-column", options.image_column, names)
     label = find_column("--label-column", options.label_column, names,
-                        required=options.by_class)
+                        required=options.by_class, advice=NEEDS_CLASSES)
     class_names = None
     if label is not None:
         class_names = getattr(table.features[label], "names", None)

@@ -46,8 +46,8 @@ def recipe_line(run):
     line = f"{args.recipe} ({source})"
     if args.changed:
         line += f", changed by {', '.join(args.changed)}"
-    if args.recipe == "own" and args.dataset != "own":
-        line += f"; others: --recipe {'|'.join(args.recipes)}"
+    if args.recipe == "own" and "frozen" in args.recipes:
+        line += "; another: --recipe frozen"
     return line
 
 
@@ -70,12 +70,15 @@ def evaluation_line(run):
     sets = []
     for name, splits in run.evals.items():
         sizes = []
+        earlier = run.train.note  # what stands in the banner already
         for data in splits.values():
             size = f"{len(data):,} {data.split}"
-            note = new_notes(data.note, run.train.note)
+            note = new_notes(data.note, earlier)
             if note:
                 size += f" ({note})"
             sizes.append(size)
+            warnings = [part for part in note.split("; ") if "WARNING" in part]
+            earlier = "; ".join([earlier, *warnings])
         sets.append(f"{name}: {', '.join(sizes)}")
     if run.eval_every:
         sets.append(f"val every {counted(run.eval_every, 'steps')}")
