@@ -294,7 +294,7 @@ def draw_training_curves(run, panels, chance=None):
 def draw_curves(run, panels, path, x="step", *, chance=None):
     """Draws logged numbers in panels; those without a number are left out.
 
-    Dotted: chance, of numbers on val.
+    Dotted: chance, of numbers on val, in the colour of the curve.
 
     Args:
         panels: [(title, y label, {legend: column of the log})].
@@ -341,19 +341,32 @@ def has_numbers(run, panel):
 def draw_lines(ax, run, lines, x, chance):
     """Draws columns of the log, {legend: column}, with the chance level of those that have one.
 
+    A chance level has the colour of its curve, or is grey if several curves share it.
+
     Args: chance: {column: level}.
     """
+    colours = {}  # {chance level: colour}
     for legend, name in lines.items():
         steps, values = run.column(name, x)
         if steps:
-            marker = ""
-            if len(steps) < 12:
-                marker = "."
-            ax.plot(steps, values, label=legend, marker=marker)
-    levels = {chance[name] for name in lines.values() if name in chance}
-    if levels:
+            curve, = ax.plot(steps, values, label=legend, marker=marker_of(steps))
+            level = chance.get(name)
+            if level in colours:
+                colours[level] = "grey"
+            elif level is not None:
+                colours[level] = curve.get_color()
+    if colours:
+        dots = (0, (1, 3))  # wider apart than those of a dotted curve
         left, right = ax.get_xlim()
-        ax.hlines([*levels], left, right, color="grey", ls=":", lw=1, label="chance")
+        ax.hlines([*colours], left, right, [*colours.values()], ls=dots, lw=1.2)
+        ax.plot([], [], color="grey", ls=dots, lw=1.2, label="chance")
+
+
+def marker_of(steps):
+    """A marker at each of a few steps: one alone has no line."""
+    if len(steps) < 12:
+        return "."
+    return ""
 
 
 # ======================================================= examples =================================

@@ -113,7 +113,7 @@ def draw(folder):
     run = base.FinishedRun(folder)
     draw_training(run)
     for name, suffix, pieces in base.by_set(run.val):
-        draw_evaluation(run, name, pieces.kind, run.folder / f"evaluation{suffix}.png")
+        draw_evaluation(run, name, suffix, pieces.kind)
     for _, suffix, pieces in base.by_set(run.test, min_queries=1):
         base.draw_retrieval(pieces, run.folder / f"retrieval{suffix}.png")
     if (run.folder / "clusters.json").exists():
@@ -136,11 +136,12 @@ def draw_training(run):
     base.draw_training_curves(run, panels)
 
 
-def draw_evaluation(run, name, kind, path):
+def draw_evaluation(run, name, suffix, kind):
     """Draws the evaluations of a val set on the way.
 
     Args:
         name: of the set.
+        suffix: of the file's name, "" for the first set.
         kind: image or video.
     """
     multi_instance = {"mAP": f"eval/{name}/mir/mAP", "nDCG": f"eval/{name}/mir/nDCG"}
@@ -149,11 +150,12 @@ def draw_evaluation(run, name, kind, path):
         thirds[third] = f"eval/{name}/by_cluster_size/{third}/R@1"
     gap = {"gap": f"eval/{name}/modality_gap"}
     panels = [
-        base.recall_panel(run, name),
         ("multi-instance retrieval, val", "%", multi_instance),
         ("by the size of the query's cluster, val", f"R@1, text -> {kind}, %", thirds),
         ("modality gap, val", "distance of the means", gap)]
-    draw_curves(run, panels, path)
+    if suffix:  # curves.png has that of the first set
+        panels.insert(0, base.recall_panel(run, name))
+    draw_curves(run, panels, run.folder / f"evaluation{suffix}.png")
 
 
 def draw_clusters(run):

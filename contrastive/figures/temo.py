@@ -55,10 +55,11 @@ def draw_evaluation(run, name, suffix, kind):
         "top-1": f"eval/{name}/knn@1/top1",
         "mean per class": f"eval/{name}/knn@1/mean_per_class"}
     panels = [
-        base.recall_panel(run, name),
         ("zero-shot by prompts, val (Fig. 7)", "%", zero_shot),
         ("modality gap, val (Fig. 3)", "distance of the means", gap),
         (f"kNN@1 of {kind}s, val (Fig. 3)", "%", knn)]
+    if suffix:  # curves.png has that of the first set
+        panels.insert(0, base.recall_panel(run, name))
     path = run.folder / f"evaluation{suffix}.png"
     draw_curves(run, panels, path, x="samples_seen")
 

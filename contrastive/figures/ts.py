@@ -8,7 +8,7 @@ and 2 read the columns sphere and cosines of the evaluations on val in the log.
 from contrastive.core.metrics import normalize
 from contrastive.core.processes import UserError
 from contrastive.figures.base import (
-    FinishedRun, batch_panels, draw_training_curves, figure, legend_above, read_runs,
+    FinishedRun, batch_panels, draw_training_curves, figure, legend_above, marker_of, read_runs,
     require_same_flags, save_figure, whole_ticks)
 
 import numpy as np
@@ -71,19 +71,20 @@ def draw_classes(run, pieces):
     name_classes(left, order, pieces.label_names)
     coverage_axis = right.twinx()
     draw_column(right, run, "tau", "tab:orange", "mean tau of the batch")
-    draw_column(coverage_axis, run, "coverage", "o-", "effective part of 500 directions")
+    draw_column(coverage_axis, run, "coverage", "tab:blue", "effective part of 500 directions")
     right.set_title("temperature and coverage of the sphere")
     right.set_xlabel("epoch")
-    right.set_ylim(bottom=0)
+    _, top = right.get_ylim()
+    right.set_ylim(0, 1.2 * top)  # the end of the coverage would hide a highest temperature
     whole_ticks(right)
     save_figure(fig, run.folder / "classes.png")
 
 
-def draw_column(ax, run, name, style, label):
+def draw_column(ax, run, name, colour, label):
     """Draws a column of the log over epochs; the label of its axis has its colour."""
     steps, values = run.column(name)
-    line, = ax.plot(epochs_of(run, steps), values, style, ms=3)
-    ax.set_ylabel(label, color=line.get_color())
+    ax.plot(epochs_of(run, steps), values, color=colour, marker=marker_of(steps))
+    ax.set_ylabel(label, color=colour)
 
 
 def epochs_of(run, steps):
