@@ -13,6 +13,7 @@ from contrastive.figures import base, mama, temo, ts
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgba_array
 
 from tools import methods
 
@@ -109,6 +110,30 @@ def test_a_file_of_no_evaluation_can_be_read(tmp_path):
 
 
 # -------------------------------------- pictures of a run ------------------------------------
+def test_pictures_that_few_queries_do_not_have_are_named(tmp_path, capsys):
+    few = saved(tmp_path, evaluation(19))
+    enough = saved(tmp_path, evaluation(20))
+    sets = {"few": few, "enough": enough}
+    assert base.by_set(sets) == [("enough", "_enough", enough)]
+    assert capsys.readouterr().out == (
+        "test.csv (test): pictures that need 20 queries are left out; it has 19\n")
+
+
+def test_a_chance_level_has_the_colour_of_its_curve(tmp_path):
+    """Grey, where two curves share it."""
+    rows = [{"step": 1, "a": 1, "b": 2, "c": 3}]
+    run = finished_run(tmp_path / "run", rows)
+    levels = {"a": 0.5, "b": 0.25, "c": 0.25}
+    _, (ax,) = base.figure(1)
+    base.draw_lines(ax, run, {"A": "a", "B": "b", "C": "c"}, "step", levels)
+    (chance,) = ax.collections
+    heights = [segment[0, 1] for segment in chance.get_segments()]
+    assert heights == [0.5, 0.25]
+    expected = to_rgba_array([ax.lines[0].get_color(), "grey"])
+    assert np.array_equal(chance.get_colors(), expected)
+    assert {line.get_marker() for line in ax.lines[:3]} == {"."}
+
+
 def test_queries_stand_at_quantiles_of_the_rank(pieces):
     ranks = retrieval_ranks(pieces.text, pieces.image, pieces.positives)
     rows = base.queries_by_rank(pieces, 6)

@@ -115,9 +115,13 @@ def test_other_figures_are_drawn(figure, names, draw):
     assert draw(figure, *names)
 
 
-def test_the_pictures_of_a_run_are_drawn_again(runs):
-    figures.main(["temo", str(runs["temo"])])
-    assert (runs["temo"] / "curves.png").stat().st_size > 5000
+def test_the_pictures_of_a_run_are_drawn_again_and_named(runs, capsys):
+    run = runs["temo"]
+    (run / "mine.png").touch()
+    figures.main(["temo", str(run)])
+    assert (run / "curves.png").stat().st_size > 5000
+    names = "curves.png, evaluation.png, retrieval.png, similarities.png"
+    assert capsys.readouterr().out == f"drawn into {run}: {names}\n"
 
 
 @pytest.mark.parametrize("names, message", [

@@ -30,13 +30,24 @@ def parse_args(argv=None):
     return args
 
 
+def modification_times(folder):
+    """{name: time of its last change in ns} of the pictures of a folder."""
+    times = {}
+    for path in sorted(Path(folder).glob("*.png")):
+        times[path.name] = path.stat().st_mtime_ns
+    return times
+
+
 def main(argv=None):
     """Draws. Raises: UserError."""
     args = parse_args(argv)
     if args.figure in METHODS:
         for run in args.runs:
+            before = modification_times(run)
             draw(args.figure, run)
-            print_main(f"drawn into {run}")
+            after = modification_times(run)
+            drawn = [name for name in after if after[name] != before.get(name)]
+            print_main(f"drawn into {run}: {', '.join(drawn)}")
         return
     path = Path(args.out or f"{args.figure}.png")
     lines = figures_of_runs()[args.figure](args.runs, path)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from contrastive.core.files import flatten, logged_rows, read_json, slug
 from contrastive.core.metrics import retrieval_ranks
-from contrastive.core.processes import UserError, opening
+from contrastive.core.processes import UserError, opening, print_main
 from contrastive.core.words import flag_of
 from contrastive.evaluation.saved_pieces import read_pieces
 
@@ -234,8 +234,8 @@ def by_set(sets, min_queries=MIN_QUERIES):
 
     Args:
         sets: {name: SavedPieces}.
-        min_queries: sets of fewer captions, or questions, are left out: statistics of them would
-            mislead.
+        min_queries: sets of fewer captions, or images without any, are left out, which is printed:
+            statistics of them would mislead.
     """
     result = []
     for place, (name, pieces) in enumerate(sets.items()):
@@ -243,6 +243,9 @@ def by_set(sets, min_queries=MIN_QUERIES):
         queries = pieces.keys if pieces.texts is None else pieces.texts
         if len(queries) >= min_queries:
             result.append((name, suffix, pieces))
+        else:
+            print_main(f"{pieces.title}: pictures that need {min_queries} queries are left out; it "
+                       f"has {len(queries)}")
     return result
 
 
