@@ -13,7 +13,6 @@ from contrastive.figures import base, mama, temo, ts
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_rgba_array
 
 from tools import methods
 
@@ -126,12 +125,37 @@ def test_a_chance_level_has_the_colour_of_its_curve(tmp_path):
     levels = {"a": 0.5, "b": 0.25, "c": 0.25}
     _, (ax,) = base.figure(1)
     base.draw_lines(ax, run, {"A": "a", "B": "b", "C": "c"}, "step", levels)
-    (chance,) = ax.collections
-    heights = [segment[0, 1] for segment in chance.get_segments()]
+    first, second, third, *chance, _ = ax.lines
+    heights = [line.get_ydata()[0] for line in chance]
     assert heights == [0.5, 0.25]
-    expected = to_rgba_array([ax.lines[0].get_color(), "grey"])
-    assert np.array_equal(chance.get_colors(), expected)
-    assert {line.get_marker() for line in ax.lines[:3]} == {"."}
+    assert [line.get_color() for line in chance] == [first.get_color(), "grey"]
+    assert {line.get_marker() for line in (first, second, third)} == {"."}
+
+
+@pytest.mark.parametrize("values, corner", [
+    ([[9, 0]], "upper right"), ([[0, 9]], "upper left"), ([[9, 9], [0, 9]], "lower right")])
+def test_a_legend_stands_in_a_free_corner(values, corner):
+    fig, (ax,) = base.figure(1)
+    for name, curve in zip("ab", values):
+        ax.plot(curve, label=name)
+    fig.draw_without_rendering()
+    base.place_legend(ax)
+    left, bottom, width, height = ax.bbox.bounds
+    x, y, *_ = ax.get_legend().get_window_extent().bounds
+    down = "upper" if y > bottom + height / 2 else "lower"
+    side = "right" if x > left + width / 2 else "left"
+    assert f"{down} {side}" == corner
+
+
+def test_a_legend_without_a_free_corner_stands_above():
+    """Single points count, which are no curve."""
+    fig, (ax,) = base.figure(1)
+    for x, y in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        ax.plot([x], [y], marker=".", label=f"{x} {y}")
+    fig.draw_without_rendering()
+    base.place_legend(ax)
+    _, top = ax.get_ylim()
+    assert top > 1.2
 
 
 def test_queries_stand_at_quantiles_of_the_rank(pieces):

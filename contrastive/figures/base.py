@@ -84,15 +84,20 @@ def figure(panels, columns=0, width=3.6, height=2.7):
 
 
 def save_figure(fig, path):
-    """Writes a figure as .png or .pdf. Titles and labels of one line are wrapped to their panel."""
+    """Writes a figure as .png or .pdf."""
+    wrap_labels(fig)
+    with opening(path):
+        fig.savefig(path)
+
+
+def wrap_labels(fig):
+    """Wraps titles and labels of one line to their panel."""
     fig.draw_without_rendering()  # lays the panels out, so that their sizes are known
     wrap_text(fig.suptitle(fig.get_suptitle()), fig.bbox.width)
     for ax in fig.axes:
         wrap_text(ax.title, ax.bbox.width)
         wrap_text(ax.xaxis.label, ax.bbox.width)
         wrap_text(ax.yaxis.label, ax.bbox.height)
-    with opening(path):
-        fig.savefig(path)
 
 
 def wrap_text(text, dots):
@@ -102,6 +107,21 @@ def wrap_text(text, dots):
     if "\n" not in text.get_text():
         wrapped = textwrap.fill(text.get_text(), num_letters, break_long_words=False)
         text.set_text(wrapped)
+
+
+def place_legend(ax):
+    """A legend in a corner of a panel that no curve enters, else above the curves."""
+    for corner in ("upper right", "upper left", "lower right", "lower left"):
+        box = ax.legend(loc=corner).get_window_extent()
+        is_free = True
+        for line in ax.lines:
+            curve = line.get_path().transformed(line.get_transform())
+            # a point alone intersects nothing
+            if box.count_contains(curve.vertices) or curve.intersects_bbox(box, filled=False):
+                is_free = False
+        if is_free:
+            return
+    legend_above(ax)
 
 
 def legend_above(ax):
@@ -315,9 +335,12 @@ def draw_curves(run, panels, path, x="step", *, chance=None):
         ax.set_xlabel(x.replace("_", " "))
         ax.set_ylabel(label)
         whole_ticks(ax)
+    wrap_labels(fig)
+    fig.draw_without_rendering()  # panels have their last sizes
+    for ax in axes:
         names = ax.get_legend_handles_labels()[1]
         if len(names) > 1:
-            legend_above(ax)
+            place_legend(ax)
     save_figure(fig, path)
 
 
@@ -360,8 +383,8 @@ def draw_lines(ax, run, lines, x, chance):
                 colours[level] = curve.get_color()
     if colours:
         dots = (0, (1, 3))  # wider apart than those of a dotted curve
-        left, right = ax.get_xlim()
-        ax.hlines([*colours], left, right, [*colours.values()], ls=dots, lw=1.2)
+        for level, colour in colours.items():
+            ax.axhline(level, color=colour, ls=dots, lw=1.2)
         ax.plot([], [], color="grey", ls=dots, lw=1.2, label="chance")
 
 
