@@ -472,6 +472,9 @@ def test_load_model_gives_the_run_s_numbers(tmp_path, data, tokenizer):
     assert flatten(metrics) == pytest.approx(expected, rel=1e-4)
     embedding, _, _ = model(transform(test.read(3))[None])
     assert_close(embedding[0], pieces.image[3], 1e-4)
+    # the text encoder has dropout, which is off
+    _, embedding, _ = model(tokens=words(test.captions(3)))
+    assert_close(embedding[0], pieces.text[3], 1e-4)
 
 
 def test_a_run_stopped_before_its_first_checkpoint_begins_from_the_same_weights(
