@@ -70,12 +70,6 @@ def words_of(name, value):
     return shlex.join([flag_of(name), *map(str, values)])
 
 
-def dataset_words(flags):
-    """The data set of flags, {name: value}, as on the command line: NAME or NAME@REVISION."""
-    revision = flags.get("revision", "")
-    return f"{flags['dataset']}@{revision}" if revision else flags["dataset"]
-
-
 def place_in_help(group):
     """The place of a group of flags in --help."""
     title = group.title
@@ -243,7 +237,9 @@ class Parser(OneLineErrorParser):
         args.dataset, args.recipe = chosen.dataset, chosen.recipe
         args.recipe_source = self.recipe_source(recipes[chosen.recipe], args)
         args.recipes = list(recipes)
-        args.revision = revision or saved.get("revision", "")
+        args.revision = revision
+        if not revision and chosen.dataset == saved.get("dataset"):
+            args.revision = saved.get("revision", "")
         args.hub = saved.get("hub", {})  # commits of what a resumed run has read from the hub
         args.command_line = sorted(self.command_line_flags & self._option_string_actions.keys())
         if "--epochs" in args.command_line and "--max-steps" not in args.command_line:
@@ -365,8 +361,7 @@ class Parser(OneLineErrorParser):
         """Refuses a flag that a resumed run may not change, and prints the changes to come."""
         if not saved:
             return
-        saved = saved | {"dataset": dataset_words(saved)}
-        values = vars(args) | {"dataset": dataset_words(vars(args))}
+        values = vars(args)
         for action in self._actions:
             name = action.dest
             if name not in saved or values[name] == saved[name] or name in OF_MACHINE:
