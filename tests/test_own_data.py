@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 import mama
 import temo
+import temperature_schedules
 from helpers import (
     CLASSES, TEXT, TRUNCATED, all_rows, caption, complains, encode, evaluated, numbers,
     open_splits, picture, run_script, tar_samples, write_captions, write_clips, write_files,
@@ -760,6 +761,17 @@ def test_eval_py_warns_of_a_training_set_that_has_changed(tmp_path, capsys):
     path.write_text("".join(lines[:40]))
     evaluated(tmp_path / "run", "--datasets", tmp_path / "other.csv")
     assert f"WARNING: {path} has changed since the run" in capsys.readouterr().out
+
+
+def test_a_test_file_of_classes_learns_from_the_training_images(root, tmp_path, capsys):
+    flags = "--cpu --workers 0 --image-size 16 --batch-size 8 --max-steps 1 --eval-every 0".split()
+    train = str(root / "train.csv")
+    test = str(root / "test.csv")
+    run_script(temperature_schedules, tmp_path / "run", *flags, "--dataset", train)
+    metrics = evaluated(tmp_path / "run", "--datasets", test)[test]["metrics"]
+    assert metrics["images"] == 30
+    assert "knn@1" in metrics
+    assert f"knn and probe learn from the training images of {train}" in capsys.readouterr().out
 
 
 def test_held_out_names_of_a_meta_set_are_left_out_and_counted(root, tmp_path):
