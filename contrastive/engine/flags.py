@@ -143,7 +143,8 @@ class OneLineErrorParser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         self.command_line_flags = {str(word).partition("=")[0] for word in words}
         args, unknown = self.parse_known_args(args, namespace)
-        if unknown and "--dataset" in self._option_string_actions and unknown[0][0] != "-":
+        has_data = "--dataset" in self._option_string_actions
+        if unknown and has_data and not unknown[0].startswith("-"):
             self.error(f"{unknown[0]}: stands behind no flag; data are given as --dataset "
                        f"{unknown[0]}")
         if unknown:
