@@ -208,8 +208,8 @@ class Queue(nn.Module):
 def encode_keys(model, pixels, seed, num_groups=8):
     """MoCo's keys of a batch: (B, [T,] 3, S, S) -> (B, D).
 
-    With BatchNorm a key is encoded in a random group of the batch (Shuffling BN of MoCo): a query
-    could recognise a key that has its own batch statistics.
+    With BatchNorm a key is encoded in a random group of the batch (Shuffling BN of MoCo): else a
+    query could recognise its key by batch statistics that both have.
 
     Args:
         seed: of the groups.

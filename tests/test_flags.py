@@ -106,6 +106,8 @@ REFUSED = [  # script, flags, words of the message
     # without LaViLa's weights two CLIPs that do not belong together would train
     ("mmts", "--dataset epic-kitchens-100", "--init-from is needed"),
     ("mmts", "--dataset epic-kitchens-100 --loss clip --baseline", "--init-from is needed"),
+    ("variants.mmts_vast", "--dataset x.csv --image-encoder vast --pretrained",
+     "--init-from is needed"),
     ("mmts", "--baseline --learnable-tau --tau 2", "within --tau-clamp 0.01 1.0"),
     ("mmts", "--learnable-tau --no-shifts", "a learnt temperature has no schedule"),
     ("mmts", "--loss max-margin --baseline --margin 2", "margins of the run, 2 .. 2"),
@@ -193,6 +195,12 @@ def test_help_has_data_sets_and_commands_that_can_be_parsed(name, capsys, monkey
 def test_at_most_75_flags_beside_those_of_a_data_set(name, capsys):
     text = re.sub(r"\n--dataset.*?\n\n", "\n", help_of(name, capsys), flags=re.S)
     assert len(re.findall(r"^  --", text, re.M)) <= 75
+
+
+def test_a_misspelt_key_of_a_recipe_is_refused(monkeypatch, capsys):
+    monkeypatch.setitem(ncl.RECIPES, "own", ncl.OWN | {"warm_up_epochs": 3.0})
+    message = refused(ncl.parse_args, ["--dataset", "mine.csv"], capsys)
+    assert message == "error: recipe own: there is no flag warm_up_epochs\n"
 
 
 # ----------------------------------------------- recipes ------------------------------------------

@@ -194,6 +194,11 @@ def test_embeddings_of_different_shapes_are_refused(name):
         LOSSES[name]([image, *(x[:-1] for x in others)], parameters())
 
 
+def test_one_pair_has_no_margin_to_a_negative():
+    with pytest.raises(ValueError, match="needs at least two pairs"):
+        mmts.max_margin_loss(unit(1, D), unit(1, D, seed=1), 0.2)
+
+
 def test_a_parameter_that_a_step_does_not_use_has_gradient_zero():
     """So that AdamW decays it, and its momentum goes on, as on several processes."""
     used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import common
 import contrastive.figures.ncl  # noqa: F401  (figures.ncl)
 from contrastive import evaluation, figures
+from contrastive.core.processes import UserError
 from contrastive.data.batches import epoch_batches
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.evaluation.saved_pieces import read_pieces
@@ -284,6 +285,11 @@ def test_clip4clip_freezes_embeddings_and_first_norms(tiny, tmp_path):
         if before.is_floating_point() and place in after and torch.equal(after[place], before):
             unchanged.add(rest)
     assert unchanged == CLIP4CLIP_FREEZES
+
+
+def test_clip4clip_freezes_no_other_encoders(tmp_path):
+    with pytest.raises(UserError, match="--freeze clip4clip: both encoders have to be CLIP's"):
+        few_steps(ncl, tmp_path / "small", "--freeze", "clip4clip", base=SMALL)
 
 
 # ---------------------------------------------------- pictures ------------------------------------

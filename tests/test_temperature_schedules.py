@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 
 import common
+from contrastive.core.processes import UserError
 from contrastive.encoders.models import model_of_spec
 from contrastive.evaluation.measure import Evaluator
 from contrastive.papers.ts_records import cosine_counts, coverage
@@ -327,6 +328,11 @@ def phase_step(words, per_epoch, total):
     ("--period 10 --stop-at-phase 0.5", 1, 29, 15)])
 def test_the_last_step_of_stop_at_phase(words, per_epoch, total, last):
     assert phase_step(words, per_epoch, total) == last
+
+
+def test_stop_at_phase_needs_a_whole_period():
+    with pytest.raises(UserError, match="holds no full --period 10; give more epochs"):
+        phase_step("--period 10 --stop-at-phase 0.5", 1, 9)
 
 
 def test_stop_at_phase_keeps_the_schedules(tmp_path):

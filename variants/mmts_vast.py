@@ -232,6 +232,7 @@ def check_flags(parser, args):
                    f"--image-encoder {args.image_encoder}: it has no matching head; give vast or "
                    "vast-small, or train it by mmts.py")
     parser.only(args.loss == "clip", "with --loss clip", "--label-smoothing")
+    parser.require_weights(YOUCOOK2, args)  # on any data
 
 
 # ======================================================= main =====================================

@@ -290,7 +290,8 @@ class Parser(OneLineErrorParser):
             self.error(f"{'/'.join(flags)}: no default; give one in parse_args or in every recipe")
 
     def require_weights(self, recipe, args):
-        """Refuses the encoders of a recipe that fine-tunes released weights without these."""
+        """Refuses the published encoders of a recipe without the released weights that it
+        fine-tunes."""
         if "needs_weights" not in recipe or args.image_encoder != recipe["image_encoder"]:
             return
         self.require(not args.pretrained or args.init_from or args.resume,
