@@ -12,6 +12,7 @@ from contrastive import data as data_sets
 from contrastive.core.processes import UserError
 from contrastive.data.options import DataOptions
 from contrastive.data.registry import find_data_set
+from contrastive.encoders.models import adjust_flags_to_encoder
 from contrastive.engine.flags import Parser
 from contrastive.engine.run import adjust_flags_to_data, count_steps
 
@@ -195,6 +196,16 @@ def test_help_has_data_sets_and_commands_that_can_be_parsed(name, capsys, monkey
 def test_at_most_75_flags_beside_those_of_a_data_set(name, capsys):
     text = re.sub(r"\n--dataset.*?\n\n", "\n", help_of(name, capsys), flags=re.S)
     assert len(re.findall(r"^  --", text, re.M)) <= 75
+
+
+def test_an_encoder_that_a_resume_repeats_chooses_no_other(tiny, tmp_path):
+    """A CLIP as --image-encoder chooses --text-encoder, but not in a resumed run."""
+    clip, _ = tiny("clip")
+    words = ["--image-encoder", clip, "--text-encoder", "small"]
+    saved = vars(adjust_flags_to_encoder(temo.parse_args(words))) | {"script": "temo"}
+    (tmp_path / "args.json").write_text(json.dumps(saved))
+    resumed = temo.parse_args(["--resume", str(tmp_path), *words[:2]])
+    assert adjust_flags_to_encoder(resumed).text_encoder == "small"
 
 
 def test_a_misspelt_key_of_a_recipe_is_refused(monkeypatch, capsys):

@@ -5,9 +5,11 @@ import functools
 import importlib
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import common
+from contrastive.engine.log import Log
 from contrastive.engine.run import Run
 
 import pytest
@@ -125,6 +127,19 @@ def test_a_model_can_be_loaded(name, walk_of):
     pixels = transform(torch.zeros(2, 3, 30, 40, dtype=torch.uint8))
     assert model(pixels[None])[2].shape == (1, model.vision.width)
     assert bool(tokenizer) == (name != TS)
+
+
+@pytest.mark.parametrize("names, stems", [
+    (["/data/a.csv", "coco"], ["a", "coco"]),
+    (["/data/a.csv", "/more/a.csv"], ["/data/a.csv", "/more/a.csv"]),  # none takes another's place
+])
+def test_trackers_name_a_table_without_its_folders(names, stems, tmp_path):
+    logged = []
+    accelerator = SimpleNamespace(log=lambda numbers, step: logged.extend(numbers))
+    args = SimpleNamespace(tracker="wandb")
+    log = Log(SimpleNamespace(folder=tmp_path, accelerator=accelerator, args=args, step=0))
+    log.write({"step": 1, "eval": {name: {"R@1": 1.0} for name in names}})
+    assert logged == ["step", *(f"eval/{stem}/R@1" for stem in stems)]
 
 
 @each_script

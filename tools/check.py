@@ -197,6 +197,7 @@ def differences(state, expected, start):
 
 
 def is_weight(path):
+    """Whether a tensor of a checkpoint is a weight of the encoders."""
     return path.startswith("model/")
 
 

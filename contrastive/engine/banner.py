@@ -38,6 +38,7 @@ def banner(run, lines):
 
 
 def recipe_line(run):
+    """The recipe, whose values it has, and which flags change it."""
     args = run.args
     source = args.recipe_source
     missing = missing_inputs(run)
@@ -60,6 +61,7 @@ def missing_inputs(run):
 
 
 def data_line(run):
+    """The training set, its size and its note."""
     line = f"{run.args.dataset}: {len(run.train):,} training examples"
     if run.train.note:
         line += f"; {run.train.note}"
@@ -67,6 +69,7 @@ def data_line(run):
 
 
 def evaluation_line(run):
+    """The sizes of the splits that are evaluated, with notes that the training set lacks."""
     sets = []
     for name, splits in run.evals.items():
         sizes = []
@@ -92,6 +95,7 @@ def new_notes(note, other_note):
 
 
 def model_line(run):
+    """The encoders, their size and their first weights."""
     tower, _, _ = run.evaluator.towers
     names = f"images {short_path(run.args.image_encoder)}"
     if tower.text:
@@ -102,6 +106,7 @@ def model_line(run):
 
 
 def processes_line(run):
+    """The processes, their threads and loader workers, and the precision."""
     threads = counted(torch.get_num_threads(), "threads")
     workers = counted(run.data.workers, "loader workers")
     return (f"{world_size()} on {run.device}, each with {threads} and {workers}; mixed precision "
@@ -109,6 +114,7 @@ def processes_line(run):
 
 
 def batch_line(run):
+    """The global batch, and the loss of a random guess."""
     batch_size = run.args.batch_size
     line = f"{batch_size} = {world_size()} x {batch_size // world_size()}"
     if run.args.chunk_size:
@@ -119,6 +125,7 @@ def batch_line(run):
 
 
 def steps_line(run):
+    """The steps, the warm-up and the learning rate."""
     args = run.args
     steps = run.steps
     line = f"{steps.total:,} ({steps.total / steps.per_epoch:.1f} epochs of {steps.per_epoch:,}), "
