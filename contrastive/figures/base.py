@@ -375,7 +375,7 @@ def draw_lines(ax, run, lines, x, chance):
     for legend, name in lines.items():
         steps, values = run.column(name, x)
         if steps:
-            curve, = ax.plot(steps, values, label=legend, marker=marker_of(steps))
+            (curve,) = ax.plot(steps, values, label=legend, marker=marker_of(steps))
             level = chance.get(name)
             if level in colours:
                 colours[level] = "grey"
