@@ -6,14 +6,13 @@ import common
 from contrastive.encoders.ssb import Captioner, set_dropout
 from contrastive.encoders.texts import Tokenizer
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 
-from helpers import assert_close, refused, run_script, steps, unit, write_rows
+from helpers import assert_close, refused, run_script, steps, unit, write_clip_features
 from variants import ncl_ssb
 from variants.ncl_ssb import captioning_loss, support_summary
 
@@ -38,25 +37,21 @@ def model(text_encoder):
 
 
 # ----------------------------------------- captioning ----------------------------------------
-def support_by_hand(text, videos, video_id, tau, i):
-    """The mean of the other videos' embeddings by exp(cosine / tau)."""
-    total = 0.0
-    summary = torch.zeros(D).double()
-    for j in range(len(videos)):
-        if video_id[j] != video_id[i]:
-            weight = math.exp((text[i] @ videos[j]).item() / tau)
-            total += weight
-            summary += weight * videos[j]
-    return summary / total
-
-
 def test_a_summary_is_of_the_other_videos_that_is_the_loop():
+    """Their mean by exp(cosine / tau)."""
     text = unit(6, D)
     videos = unit(6, D, seed=1)
     video_id = torch.arange(6) % 3
     summary = support_summary(3 * text, 2 * videos, video_id, video_id, 0.1)
     for i in range(6):
-        assert_close(summary[i], support_by_hand(text, videos, video_id, 0.1, i), 1e-12)
+        others = [j for j in range(6) if j % 3 != i % 3]
+        total = 0.0
+        expected = torch.zeros(D).double()
+        for j in others:
+            weight = math.exp((text[i] @ videos[j]).item() / 0.1)
+            total += weight
+            expected += weight * videos[j]
+        assert_close(summary[i], expected / total, 1e-12)
 
 
 def test_a_batch_of_one_video_has_no_support():
@@ -117,51 +112,32 @@ def test_towers_read_the_order_of_frames_and_no_padding(model, t5):
     assert_close(alone, text[:1])
 
 
-def is_random(encode):
-    return not torch.equal(encode(), encode())
-
-
-@pytest.mark.parametrize("dropout, text_dropout, random_towers", [
-    (0.5, False, [True, True]),  # the text head drops
-    (0.0, True, [False, True]),
-    (0.0, False, [False, False]),
+@pytest.mark.parametrize("dropout, text_dropout, are_random", [
+    (0.5, False, [True, True, False]),  # the text head drops
+    (0.0, True, [False, True, True]),
+    (0.0, False, [False, False, False]),
 ])
-def test_dropout_of_the_towers(model, t5, dropout, text_dropout, random_towers):
+def test_dropout_is_that_of_the_flags(model, t5, dropout, text_dropout, are_random):
+    """Of the video encoder, the text encoder and the captioner."""
     clip = torch.randn(2, 5, 10)
     tokens = Tokenizer(t5, 12)(["red apple", "a blue bird"])
     set_dropout(model.train(), dropout, text=text_dropout)
-    video = lambda: model(clip)[0]
-    text = lambda: model(tokens=tokens)[1]
-    assert [is_random(video), is_random(text)] == random_towers
-
-
-@pytest.mark.parametrize("dropout", [True, False])
-def test_dropout_of_the_captioner(text_encoder, dropout):
-    captioner = Captioner(text_encoder, D, dropout=dropout).train()
-    z = torch.ones(1, D)
-    ids = torch.tensor([[5, 6, 1]])
-    assert is_random(lambda: captioner(z, ids)) == dropout
+    captioner = Captioner(model.text, D, dropout=text_dropout).train()
+    outputs = []
+    for _ in range(2):
+        logits = captioner(torch.ones(2, D), tokens["input_ids"])
+        outputs.append([*model(clip, tokens)[:2], logits])
+    assert [not torch.equal(*pair) for pair in zip(*outputs)] == are_random
 
 
 # --------------------------------------------- runs ------------------------------------------
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory, tiny):
-    """A small run on 40 clips of features of two widths and other lengths, two captions each."""
-    root = tmp_path_factory.mktemp("ssb")
-    draws = np.random.default_rng(0)
-    rows = []
-    for i in range(40):
-        for name, width in (("motion", 6), ("appearance", 4)):
-            (root / name).mkdir(exist_ok=True)
-            feature = draws.normal(size=(3 + i % 9, width)).astype(np.float32)
-            np.save(root / name / f"clip{i}.npy", feature)
-        rows.append((f"clip{i}", f"one number {i}"))
-        rows.append((f"clip{i}", f"yet another of them, {i}"))
-    table = write_rows(root / "clips.csv", ["video", "caption"], rows)
+@pytest.fixture
+def flags(tmp_path, tiny):
+    files = write_clip_features(tmp_path / "data")
     words = (
-        f"--dataset {table} --text-encoder {tiny('t5')[0]} --feature-dir {root / 'motion'} "
-        f"{root / 'appearance'} --cpu --workers 0 --text-length 12 --embed-dim {D} --frames 5 "
-        "--batch-size 8 --max-steps 4 --log-every 1 --queue-size 40 --unfold-captions")
+        "--dataset {clips} --feature-dir {motion} {appearance} --frames 5 --queue-size 40 "
+        "--unfold-captions --text-length 12 --cpu --workers 0 --batch-size 8 --max-steps 4 "
+        f"--log-every 1 --embed-dim {D} --text-encoder {tiny('t5')[0]}").format(**files)
     return words.split()
 
 

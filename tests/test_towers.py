@@ -4,7 +4,7 @@ import math
 
 import common
 from contrastive.core.processes import UserError
-from contrastive.encoders.clip_vip import ClipViP, attend
+from contrastive.encoders.clip_vip import ClipViP
 from contrastive.encoders.weights import init_from
 
 import pytest
@@ -29,78 +29,57 @@ def clip(tiny):
 
 @pytest.fixture
 def video_clip(tiny, tokenizer):
-    """Function -> a CLIP-ViP with the weights of a tiny CLIP."""
+    """A CLIP-ViP with the weights of a tiny CLIP."""
     folder, _ = tiny("clip")
     encoders = {"image_encoder": f"clip_vip:{folder}", "text_encoder": folder}
-    encoders["image_stats"] = "encoder"
-    return lambda: model_of(tokenizer, True, **encoders).eval()
+    return model_of(tokenizer, True, **encoders, image_stats="encoder").eval()
 
 
-def tower_of(clip, **options):
+def time_of(temporal, t, frames):
+    """The embedding of frame t on the line through those of the weights, which ends at them."""
+    place = (t + 0.5) * len(temporal) / frames - 0.5
+    place = min(max(place, 0), len(temporal) - 1)
+    low = math.floor(place)
+    high = math.ceil(place)
+    return temporal[low] + (place - low) * (temporal[high] - temporal[low])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("frames", [1, 6, 12, 24])
+def test_clip_vip_is_clip_with_proxies_that_see_all_and_patches_that_see_their_frame(
+        clip, frames):
+    """By transformers' own attention with a mask."""
     torch.manual_seed(1)
-    tower = ClipViP(clip.vision_model, **options).eval()
+    tower = ClipViP(clip.vision_model).eval()
     torch.nn.init.normal_(tower.temporal)
-    return tower
-
-
-@pytest.mark.parametrize("frames", [1, 3])
-def test_proxies_see_all_and_a_patch_the_proxies_and_its_frame(clip, frames):
-    """As transformers' own attention with this mask."""
-    proxies = 4
-    patches = 5
-    attention = clip.vision_model.encoder.layers[0].self_attn
-    frame = torch.arange(frames).repeat_interleave(patches)
-    frame = torch.cat([torch.full((proxies,), -1), frame])
-    visible = (frame[:, None] == frame) | (frame[:, None] < 0) | (frame < 0)
-    mask = torch.where(visible, 0.0, -math.inf)
-    x = torch.randn(2, len(frame), 24)
-    expected, _ = attention(x, attention_mask=mask[None, None])
-    assert_close(attend(attention, x, proxies, frames), expected)
-
-
-def test_one_frame_without_proxies_is_clip(clip):
-    pixels = torch.randn(3, 3, 32, 32)
-    expected = clip.vision_model(pixel_values=pixels).pooler_output
-    tower = ClipViP(clip.vision_model, proxies=0).eval()  # its temporal embedding is 0
-    assert_close(tower(pixels), expected)
-    assert_close(tower(pixels[:, None]), expected)
-
-
-def test_the_order_of_frames_counts(clip):
-    clips = torch.randn(2, 3, 3, 32, 32)
-    tower = tower_of(clip)
-    assert not torch.allclose(tower(clips), tower(clips.flip(1)), atol=1e-4)
-
-
-def test_proxies_are_class_tokens_at_the_first_place(clip):
-    tower = tower_of(clip)
-    embeddings = clip.vision_model.embeddings
-    x, proxies, frames = tower.embed(torch.randn(2, 3, 3, 32, 32))
-    assert (proxies, frames) == (4, 3)
-    tokens = torch.cat([embeddings.class_embedding[None], tower.added_cls])
-    assert_close(x[0, :4], tokens + embeddings.position_embedding.weight[0])
-
-
-def test_frames_between_those_the_weights_know(clip):
-    """Twelve as they are; 24 and 6 by torch's line, whose ends are not moved out."""
-    tower = tower_of(clip)
-    times = {}
-    for frames in (6, 12, 24):
-        x, _, _ = tower.embed(torch.zeros(1, frames, 3, 32, 32))
-        times[frames] = x[0, 4::4]  # a patch of each frame
-    base = times[12] - tower.temporal
-    assert_close(base, base[:1].expand(12, -1))
-    assert_close(times[6] - base[0], tower.temporal.unflatten(0, (6, 2)).mean(1))
-    quarter = 0.75 * tower.temporal[:-1] + 0.25 * tower.temporal[1:]
-    assert_close(times[24][1:-1:2] - base[0], quarter)
+    clips = torch.randn(2, frames, 3, 32, 32)
+    vision = clip.vision_model
+    embeddings = vision.embeddings
+    position = embeddings.position_embedding.weight
+    proxies = torch.cat([embeddings.class_embedding[None], tower.added_cls]) + position[0]
+    tokens = [proxies.expand(2, -1, -1)]
+    frame = [-1] * 4
+    for t in range(frames):
+        patches = embeddings.patch_embedding(clips[:, t]).flatten(2).transpose(1, 2)
+        tokens.append(patches + position[1:] + time_of(tower.temporal, t, frames))
+        frame += [t] * 4
+    frame = torch.tensor(frame)
+    is_seen = (frame[:, None] == frame) | (frame[:, None] < 0) | (frame < 0)
+    mask = torch.where(is_seen, 0.0, -math.inf)[None, None]
+    x = vision.pre_layrnorm(torch.cat(tokens, 1))
+    for layer in vision.encoder.layers:
+        attended, _ = layer.self_attn(layer.layer_norm1(x), attention_mask=mask)
+        x = x + attended
+        x = x + layer.mlp(layer.layer_norm2(x))
+    expected = vision.post_layernorm(x[:, 0])
+    assert_close(tower(clips), expected)
+    if frames == 1:
+        assert_close(tower(clips[:, 0]), expected)
 
 
 @pytest.fixture
 def released(clip):
-    """A state dict with the names and shapes of the released files.
-
-    Their model is VidCLIP, whose `clipmodel` is the authors'.
-    """
+    """The released names and shapes: their model is VidCLIP, whose `clipmodel` is the authors'."""
     width = clip.config.vision_config.hidden_size
     shapes = {name: x.shape for name, x in clip.state_dict().items()}
     shapes["vision_model.embeddings.added_cls"] = (3, width)
@@ -116,15 +95,15 @@ def released(clip):
 def test_a_released_file_is_read_to_its_last_tensor(
         clip, video_clip, released, tokenizer, tmp_path):
     torch.save(released, tmp_path / "a.pt")
-    model = video_clip()
-    assert init_from(model, tmp_path / "a.pt").keys() == model.state_dict().keys()
+    loaded = init_from(video_clip, tmp_path / "a.pt")
+    assert loaded.keys() == video_clip.state_dict().keys()
     plain = {name.removeprefix("clipmodel."): x for name, x in released.items()}
     reference = transformers.CLIPModel(clip.config).eval()
     reference.load_state_dict(plain, strict=False)
     tokens = tokenizer(["red apple", "green pear"])
     expected = reference(pixel_values=torch.zeros(2, 3, 32, 32), **tokens).text_embeds
-    assert_close(common.normalize(model(tokens=tokens)[1]), expected)
-    body = model.vision.body
+    assert_close(common.normalize(video_clip(tokens=tokens)[1]), expected)
+    body = video_clip.vision.body
     prefix = "vision_model.embeddings."
     assert torch.equal(body.temporal, plain[f"{prefix}temporal_embedding"][0])
     assert torch.equal(body.added_cls, plain[f"{prefix}added_cls"])
@@ -134,7 +113,7 @@ def test_a_released_file_without_a_tensor_is_refused(video_clip, released, tmp_p
     del released["clipmodel.vision_model.post_layernorm.bias"]
     torch.save(released, tmp_path / "a.pt")
     with pytest.raises(UserError, match=r"first vision.body.clip.post_layernorm.bias \(24,\)"):
-        init_from(video_clip(), tmp_path / "a.pt")
+        init_from(video_clip, tmp_path / "a.pt")
 
 
 def test_mama_s_look_ahead_goes_through_clip_vip(tiny, tmp_path):
@@ -154,6 +133,20 @@ VIT = "video_vit_base_patch16_clip_224"
 WIDTH = 16
 PATCHES = 4
 LAYERS = 2
+# torch's names -> AVION's
+PLAIN_NAMES = {
+    "layers": "transformer.resblocks",
+    "self_attn": "attn",
+    "linear1": "mlp.c_fc",
+    "linear2": "mlp.c_proj",
+    "norm1": "ln_1",
+    "norm2": "ln_2",
+}
+FLASH_NAMES = {
+    "attn.in_proj_": "attn.Wqkv.",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
 
 
 @pytest.fixture
@@ -169,35 +162,10 @@ def tiny_vit(monkeypatch):
     monkeypatch.setattr(timm, "create_model", create)
 
 
-@pytest.fixture
-def video_vit(tiny_vit):
-    torch.manual_seed(0)
-    encoder = common.VisionEncoder(VIT, 8, False, 32, frames=3).eval()
-    for p in encoder.body.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    torch.nn.init.normal_(encoder.body.temporal, std=9)
-    return encoder
-
-
-def test_the_video_tower_is_one_transformer_over_all_patches(video_vit):
-    vit = video_vit.body.vit
-    temporal = video_vit.body.temporal
-    clip = torch.randn(1, 3, 3, 32, 32)
-    tokens = [vit.cls_token[0] + vit.pos_embed[0, :1]]
-    for t in range(3):
-        tokens.append(vit.patch_embed(clip[:, t])[0] + vit.pos_embed[0, 1:] + temporal[t])
-    x = vit.norm_pre(torch.cat(tokens)[None])
-    for block in vit.blocks:
-        x = block(x)
-    features, embedding = video_vit(clip)
-    assert_close(features, vit.norm(x)[:, 0])
-    assert embedding.shape == (1, 8)
-    assert not torch.allclose(video_vit(clip.flip(1))[0], features, atol=1e-3)
-
-
-def test_another_number_of_frames_is_refused(video_vit):
+def test_another_number_of_frames_is_refused(tiny_vit):
+    encoder = common.VisionEncoder(VIT, 8, False, 32, frames=3)
     with pytest.raises(UserError, match="made for clips of 3 frames"):
-        video_vit(torch.randn(1, 2, 3, 32, 32))
+        encoder(torch.randn(1, 2, 3, 32, 32))
 
 
 def test_a_run_keeps_the_frames_of_the_video_tower(tiny_vit, tmp_path):
@@ -209,20 +177,6 @@ def test_a_run_keeps_the_frames_of_the_video_tower(tiny_vit, tmp_path):
     assert model.vision.body.temporal.shape == (4, WIDTH)
 
 
-PLAIN_NAMES = {
-    "self_attn": "attn",
-    "linear1": "mlp.c_fc",
-    "linear2": "mlp.c_proj",
-    "norm1": "ln_1",
-    "norm2": "ln_2",
-}
-FLASH_NAMES = {
-    "attn.in_proj_": "attn.Wqkv.",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-}
-
-
 def blocks_of(layers, eps):
     """torch's own transformer, whose layers AVION's are."""
     layer = TransformerEncoderLayer(
@@ -231,17 +185,6 @@ def blocks_of(layers, eps):
     for p in blocks.parameters():
         torch.nn.init.normal_(p, std=0.2)
     return blocks
-
-
-def block_names(blocks, tables):
-    """{AVION's name: tensor} of the layers of torch's transformer."""
-    state = {}
-    for name, x in blocks.state_dict().items():
-        name = name.removeprefix("layers.")
-        for old, new in tables.items():
-            name = name.replace(old, new)
-        state[f"transformer.resblocks.{name}"] = x
-    return state
 
 
 def avion_state(has_flash, layers=LAYERS):
@@ -262,26 +205,21 @@ def avion_state(has_flash, layers=LAYERS):
         shapes[f"{norm}.weight"] = shapes[f"{norm}.bias"] = (WIDTH,)
     torch.manual_seed(1)
     state = {name: 0.2 * torch.randn(shape) for name, shape in shapes.items()}
-    visual = blocks_of(layers, 1e-6)
-    textual = blocks_of(layers, 1e-5)
-    names = PLAIN_NAMES
+    blocks = {"visual": blocks_of(layers, 1e-6), "textual": blocks_of(layers, 1e-5)}
+    tables = {"visual": PLAIN_NAMES, "textual": PLAIN_NAMES}
     if has_flash:
-        names = PLAIN_NAMES | FLASH_NAMES
+        tables["visual"] = PLAIN_NAMES | FLASH_NAMES
         state["visual.conv1.weight"] = state["visual.conv1.weight"].flatten(1)
-    for name, x in block_names(visual, names).items():
-        state[f"visual.{name}"] = x
-    for name, x in block_names(textual, PLAIN_NAMES).items():
-        state[f"textual.{name}"] = x
-    return state, visual, textual
+    for encoder, transformer in blocks.items():
+        for name, x in transformer.state_dict().items():
+            for old, new in tables[encoder].items():
+                name = name.replace(old, new)
+            state[f"{encoder}.{name}"] = x
+    return state, blocks
 
 
-def write_avion(path, state):
-    save_file({f"module.{name}": x.contiguous() for name, x in state.items()}, path)
-    return path
-
-
-def avion_model(folder, hidden_act="gelu"):
-    """A model of six frames for the weights of avion_state."""
+def avion_model(folder, state, hidden_act="gelu"):
+    """A model of six frames that read the weights of avion_state."""
     tower = {
         "hidden_size": WIDTH,
         "intermediate_size": 4 * WIDTH,
@@ -294,16 +232,18 @@ def avion_model(folder, hidden_act="gelu"):
     config = transformers.CLIPConfig(text_config=tower | words, vision_config=tower)
     config.save_pretrained(folder)
     vision = common.VisionEncoder(VIT, 8, False, 32, frames=6)
-    return common.TwoTower(vision, common.TextEncoder(str(folder), 8, False, 12)).eval()
+    model = common.TwoTower(vision, common.TextEncoder(str(folder), 8, False, 12)).eval()
+    file = {f"module.{name}": x.contiguous() for name, x in state.items()}
+    save_file(file, folder / "avion.safetensors")
+    init_from(model, folder / "avion.safetensors")
+    return model
 
 
 @pytest.fixture(params=[True, False], ids=["flash", "plain"])
 def avion(request, tiny_vit, tmp_path):
     """Weights by AVION's names, torch's two transformers of them, and the model that reads them."""
-    state, visual, textual = avion_state(request.param)
-    model = avion_model(tmp_path / "clip")
-    init_from(model, write_avion(tmp_path / "avion.safetensors", state))
-    return state, visual, textual, model
+    state, blocks = avion_state(request.param)
+    return state, blocks, avion_model(tmp_path, state)
 
 
 def layer_norm(x, state, name, eps):
@@ -311,8 +251,8 @@ def layer_norm(x, state, name, eps):
 
 
 def test_avion_s_video_encoder_by_its_names(avion):
-    """Its four frame embeddings are interpolated to the six of the model."""
-    state, visual, _, model = avion
+    """One transformer over all patches; four frame embeddings are interpolated to six."""
+    state, blocks, model = avion
     clips = torch.randn(2, 6, 3, 32, 32)
     temporal = state["visual.temporal_embedding"].T[None]
     temporal = F.interpolate(temporal, 6, mode="linear")[0].T  # (6, width)
@@ -322,29 +262,30 @@ def test_avion_s_video_encoder_by_its_names(avion):
     for t in range(6):
         patches = F.conv2d(clips[:, t], kernel, stride=16).flatten(2).transpose(1, 2)
         tokens.append(patches + place[1:] + temporal[t])
-    x = visual(layer_norm(torch.cat(tokens, 1), state, "visual.ln_pre", 1e-6))
-    x = layer_norm(x[:, 0], state, "visual.ln_post", 1e-6)
+    x = layer_norm(torch.cat(tokens, 1), state, "visual.ln_pre", 1e-6)
+    x = layer_norm(blocks["visual"](x)[:, 0], state, "visual.ln_post", 1e-6)
     assert_close(model.vision(clips)[1], x @ state["visual.image_projection"], 1e-4)
 
 
 def test_avion_s_text_encoder_by_its_names(avion):
-    state, _, textual, model = avion
+    state, blocks, model = avion
     ids = torch.tensor([[38, 5, 7, 39, 0], [38, 9, 39, 0, 0]])  # the highest id ends a text
     x = state["textual.token_embedding.weight"][ids] + state["textual.positional_embedding"][:5]
-    x = textual(x, Transformer.generate_square_subsequent_mask(5), is_causal=True)
+    mask = Transformer.generate_square_subsequent_mask(5)
+    x = blocks["textual"](x, mask, is_causal=True)
     x = layer_norm(x, state, "textual.ln_final", 1e-5)[torch.arange(2), ids.argmax(1)]
     assert_close(model.text(ids, (ids > 0).long()), x @ state["textual.text_projection"], 1e-4)
 
 
 @pytest.mark.parametrize("layers, hidden_act, words", [
-    (LAYERS, "quick_gelu", "has GELU, .*clip has quick_gelu"),
+    (LAYERS, "quick_gelu", "has GELU, .* has quick_gelu"),
     (1, "gelu", r"first vision.body.vit.blocks.1\S+ \S+; they are for"),
 ])
-def test_avion_s_weights_that_do_not_fit(tiny_vit, tmp_path, layers, hidden_act, words):
-    state, _, _ = avion_state(True, layers)
-    write_avion(tmp_path / "a.safetensors", state)
+def test_avion_s_weights_that_do_not_fit_are_refused(
+        tiny_vit, tmp_path, layers, hidden_act, words):
+    state, _ = avion_state(True, layers)
     with pytest.raises(UserError, match=words):
-        init_from(avion_model(tmp_path / "clip", hidden_act), tmp_path / "a.safetensors")
+        avion_model(tmp_path, state, hidden_act)
 
 
 def test_clip_s_text_transformer_is_random_without_published_weights(tiny, tokenizer, tmp_path):
