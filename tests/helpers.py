@@ -316,6 +316,22 @@ def write_clips(folder, clips, length=8, fps=10):
         write_video(Path(folder) / name, frames, codec, fps, pixels=pixels)
 
 
+def write_clip_features(root):
+    """{name: path} of a table of 40 clips with two captions each, and of two folders with their
+    features, whose lengths differ."""
+    draws = np.random.default_rng(0)
+    paths = {"motion": root / "motion", "appearance": root / "appearance"}
+    rows = []
+    for i in range(40):
+        for path, width in zip(paths.values(), (6, 4)):
+            path.mkdir(parents=True, exist_ok=True)
+            feature = draws.normal(size=(3 + i % 9, width)).astype(np.float32)
+            np.save(path / f"clip{i}.npy", feature)
+        rows.append((f"clip{i}", f"one number {i}"))
+        rows.append((f"clip{i}", f"yet another of them, {i}"))
+    return paths | {"clips": write_rows(root / "clips.csv", ["video", "caption"], rows)}
+
+
 # ---- tiny models ----
 SIZES = dict(hidden_size=24, intermediate_size=32)
 LAYERS = dict(num_hidden_layers=1, num_attention_heads=2)

@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 from contrastive.core.files import flatten, read_json
 
-import numpy as np
 import pytest
 
 import launch
-from helpers import evaluated, write_rows
+from helpers import evaluated, write_clip_features
 from tools import check
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,20 +104,9 @@ class Measure(NamedTuple):
 def files(tmp_path_factory, tiny):
     """{name: path} of tiny encoders, and of 40 clips with two captions and two features each."""
     root = tmp_path_factory.mktemp("files")
-    paths = {"clips": root / "clips.csv", "cache": root / "cache"}
+    paths = write_clip_features(root) | {"cache": root / "cache"}
     for kind in ("dino", "bert", "t5"):
         paths[kind], _ = tiny(kind)
-    draws = np.random.default_rng(0)
-    for name, width in (("motion", 6), ("appearance", 4)):
-        paths[name] = root / name
-        paths[name].mkdir()
-        for i in range(40):
-            feature = draws.normal(size=(3 + i % 9, width)).astype(np.float32)
-            np.save(paths[name] / f"clip{i}.npy", feature)
-    captions = []
-    for i in range(40):
-        captions += [(f"clip{i}", f"one number {i}"), (f"clip{i}", f"yet another of them, {i}")]
-    write_rows(paths["clips"], ["video", "caption"], captions)
     return paths
 
 
