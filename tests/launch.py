@@ -1,6 +1,5 @@
 """Runs in processes of their own, forks of this one: no import is paid for again."""
 
-import functools
 import multiprocessing
 import os
 import signal
@@ -9,7 +8,6 @@ import sys
 
 from contrastive import core
 
-import torch.multiprocessing
 from accelerate.state import AcceleratorState
 from torch.utils.data._utils import signal_handling
 
@@ -22,31 +20,6 @@ def own_children():
     signal_handling._SIGCHLD_handler_set = False
 
 
-def spawn(function, arguments, processes):
-    """function(rank, *arguments) in so many processes; their failure is raised here."""
-    own_children()
-    torch.multiprocessing.start_processes(function, arguments, processes, start_method="fork")
-
-
-def forked(work, log, **environment):
-    """A process of work() under clean_exit, its stderr in the file `log`."""
-    own_children()
-
-    def inside():
-        # this process may have been one of one
-        AcceleratorState._reset_state(reset_partial_state=True)
-        os.environ.update(environment)
-        for number, file in ((1, os.devnull), (2, log)):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        with core.processes.clean_exit():
-            work()
-
-    process = multiprocessing.get_context("fork").Process(target=inside)
-    process.start()
-    return process
-
-
 def ended(process, seconds=300):
     """Exit code of a fork; it is killed, and the test fails, when it takes longer."""
     process.join(seconds)
@@ -56,20 +29,32 @@ def ended(process, seconds=300):
     return process.exitcode
 
 
-def ranks(folder, work):
-    """[(exit code, stderr)] of forks work(rank), the ranks of a world of two."""
+def ranks(folder, work, size=2):
+    """[(exit code, stderr)] of forks work(rank) under clean_exit, the ranks of a world."""
+    own_children()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # what torchrun tells each process
     world = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2"}
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size)}
+
+    def run_rank(rank):
+        # this process may have been one of one
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.update(world, RANK=str(rank), LOCAL_RANK=str(rank))
+        for number, file in ((1, os.devnull), (2, folder / f"rank{rank}.log")):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        with core.processes.clean_exit():
+            work(rank)
+
     processes = []
-    for rank in (0, 1):
-        log = folder / f"rank{rank}.log"
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(forked(functools.partial(work, rank), log, **world, **place))
+    for rank in range(size):
+        process = multiprocessing.get_context("fork").Process(target=run_rank, args=(rank,))
+        process.start()
+        processes.append(process)
     results = []
     for rank, process in enumerate(processes):
         code = ended(process)

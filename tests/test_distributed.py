@@ -1,7 +1,6 @@
 """One step on any number of processes: gradients, weights and queues of 2 and 4 gloo processes are
 those of one with the same global batch. (Whole runs: test_promises.py.)"""
 
-import json
 import os
 import subprocess
 import sys
@@ -17,10 +16,9 @@ from contrastive.evaluation.embed import gather_rows
 import accelerate
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, DistributedType
+from accelerate.state import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 import launch
@@ -149,44 +147,32 @@ def largest_error(tensors, expected):
     return max(errors)
 
 
-def compare(place, folder, worlds):
-    """All that needs a group, in one start of processes: writes {name: error against one process}
-    of process `place` in each world, as WORLD_PLACE.json."""
-    torch.set_num_threads(1)
-    alone = results_of(WHOLE)  # before there is a group
+# ----------------------------------------------- gradients on 1, 2 and 4 processes ----------------
+@pytest.fixture(scope="module", params=[2, 4])
+def errors(request, tmp_path_factory):
+    """Of each process of 2 or 4: {name: error against one process}."""
+    folder, size = tmp_path_factory.mktemp("processes"), request.param
+    alone = results_of(WHOLE)
     for name, chunk in STEPS:
         alone[name, chunk] = alone[name, 0]
-    for size in worlds:
-        AcceleratorState._reset_state(True)
-        if place >= size:
-            continue
-        os.environ.update(RANK=str(place), LOCAL_RANK=str(place))
-        os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-        group = f"file://{folder}/init_{size}"
-        dist.init_process_group("gloo", group, rank=place, world_size=size)
+
+    def compare(place):
+        core.processes.join(cpu=True)
         rows = slice(place * N // size, (place + 1) * N // size)
         errors = {}
         for name, tensors in results_of(rows).items():
-            errors[str(name)] = largest_error(tensors, alone[name])
-        Path(folder, f"{size}_{place}.json").write_text(json.dumps(errors))
-        dist.destroy_process_group()
+            errors[name] = largest_error(tensors, alone[name])
+        torch.save(errors, folder / f"{place}.pt")
 
-
-# ----------------------------------------------- gradients on 1, 2 and 4 processes ----------------
-@pytest.fixture(scope="module")
-def errors(tmp_path_factory):
-    """What `compare` wrote on each rank of two and of four processes."""
-    folder = tmp_path_factory.mktemp("processes")
-    launch.spawn(compare, (str(folder), (2, 4)), 4)
-    files = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    assert len(files) == 6
-    return files
+    outcomes = launch.ranks(folder, compare, size)
+    assert [code for code, _ in outcomes] == [0] * size, outcomes
+    return [torch.load(folder / f"{place}.pt") for place in range(size)]
 
 
 @pytest.mark.parametrize("name, chunk", STEPS)
 def test_gradients_are_those_of_one_process(errors, name, chunk):
     """With chunks, processes wait for each other in the last one only."""
-    assert max(ours[str((name, chunk))] for ours in errors) < 1e-10
+    assert max(ours[name, chunk] for ours in errors) < 1e-10
 
 
 @pytest.mark.parametrize("name, limit", [("mama", 1e-10), ("queues", 0), ("pieces", 0)])

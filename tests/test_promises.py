@@ -1,15 +1,12 @@
-"""Two processes, chunks, a kill -9 and SIGTERM give the run of one process, for every script and
-variant; eval.py gives the numbers of its training.
+"""Two processes, chunks and a kill -9 give the run of one process, for every script and variant;
+eval.py gives the numbers of its training.
 
 The runs are those of tools.check, forks of this process. What bears the mark `full` runs in
-.ci/full alone.
+.ci/full alone. (Signals, odd moments of a crash: test_resume.py.)
 """
 
 import functools
 import importlib
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +18,6 @@ import launch
 from helpers import evaluated, write_clip_features
 from tools import check
 
-ROOT = Path(__file__).resolve().parent.parent
 CLIPS = "--dataset moving-emoji --clips 32 8 8 --frames 2"
 SMALL = "--cpu --embed-dim 8 --batch-size 8"
 META = "--meta-size 8 --meta-batch-size 4 --meta-every 2"
@@ -37,23 +33,24 @@ class Program(NamedTuple):
     has_chunks: bool = True  # False: it refuses --chunk-size
 
 
-PROGRAMS = {
+ALWAYS = {
     "temo": Program("temo"),
+    "ts, moco": Program(
+        "temperature_schedules", "--loss moco --queue-size 32", has_state=True),
+    "ncl": Program("ncl", "--learnable-tau --queue-size 32", has_state=True),
+    "mmts": Program("mmts", "--num-clusters 4"),
+    "mama": Program(
+        "mama", f"{META} --learnable-tau --tau .5", has_state=True, has_chunks=False)}
+IN_FULL_ALONE = {
     "temo, learnt tau": Program("temo", "--baseline --learnable-tau", has_state=True),
     "temo, frozen": Program("temo", "--freeze both --feature-cache {cache}"),
     "ts": Program("temperature_schedules", "--period 3", has_state=True),
     "ts, learnt tau": Program(
         "temperature_schedules", "--baseline --learnable-tau", has_state=True),
-    "ts, moco": Program(
-        "temperature_schedules", "--loss moco --queue-size 32", has_state=True),
-    "ncl": Program("ncl", "--learnable-tau --queue-size 32", has_state=True),
-    "mmts": Program("mmts", "--num-clusters 4"),
     "mmts, learnt tau": Program(
         "mmts", "--baseline --clusters none --learnable-tau", has_state=True),
     "mmts, margin": Program(
         "mmts", "--num-clusters 4 --loss max-margin --alpha .2 --shift-min .1 --shift-max .3"),
-    "mama": Program(
-        "mama", f"{META} --learnable-tau --tau .5", has_state=True, has_chunks=False),
     "slip": Program("variants.slip", has_state=True),
     "temo_experts": Program(
         "variants.temo_experts", "--image-expert {dino} --text-expert {bert}"),
@@ -72,23 +69,9 @@ PROGRAMS = {
     "mama_qa": Program(
         "variants.mama_qa", f"--task qa-open {META}", has_state=True, has_chunks=False),
     "mama_qa, choices": Program("variants.mama_qa", "--task qa-choice --weighting none")}
-STOPPED = ("temo", "mama", "mmts_vast")
-# the others run in .ci/full alone
-ALWAYS = ("temo", "ts, moco", "ncl", "mmts", "mama")
-
-
-def parametrize(names, always):
-    """Of these PROGRAMS those that do not always run bear the mark `full`."""
-    values = []
-    for name in names:
-        marks = ()
-        if name not in always:
-            marks = pytest.mark.full
-        values.append(pytest.param(name, marks=marks))
-    return pytest.mark.parametrize("name", values)
-
-
-each_program = parametrize(PROGRAMS, ALWAYS)
+PROGRAMS = ALWAYS | IN_FULL_ALONE
+each_program = pytest.mark.parametrize("name", [
+    *ALWAYS, *(pytest.param(name, marks=pytest.mark.full) for name in IN_FULL_ALONE)])
 
 
 class Measure(NamedTuple):
@@ -130,17 +113,11 @@ def measure_of(tmp_path_factory, files):
     return measure
 
 
-def variant_of(name):
-    """A check.Variant by its name."""
-    (variant,) = [variant for variant in check.VARIANTS if variant.name == name]
-    return variant
-
-
 def kept(variant_name, measure, capsys):
     """Whether a run keeps a promise, and what tools.check says of it."""
+    (variant,) = [variant for variant in check.VARIANTS if variant.name == variant_name]
     capsys.readouterr()
-    is_kept = check.keeps_promise(
-        variant_of(variant_name), measure.script, measure.flags, measure.folder)
+    is_kept = check.keeps_promise(variant, measure.script, measure.flags, measure.folder)
     return is_kept, capsys.readouterr().out
 
 
@@ -173,30 +150,3 @@ def test_eval_repeats_the_numbers_of_training(name, measure_of):
     found = evaluated(folder)
     repeated = flatten({data: result["metrics"] for data, result in found.items()})
     assert trained == repeated
-
-
-# what tools.check runs in a fork, in an interpreter of its own
-IN_A_PROCESS = """
-import importlib, sys
-from pathlib import Path
-from tools import check
-module, log, number, *flags = sys.argv[1:]
-job = check.Job(importlib.import_module(module), flags, Path(log), check.KILL_STEP, int(number))
-check.run_process(0, job)
-"""
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
-@parametrize(STOPPED, ["temo"])
-def test_a_signal_to_a_command_costs_nothing(name, number, code, measure_of):
-    measure = measure_of(name)
-    folder = measure.folder / f"stopped by {number.name}"
-    words = [measure.program.module, f"{folder}.log", str(int(number)), *measure.flags]
-    command = [sys.executable, "-c", IN_A_PROCESS, *words, "--run-name", folder.name]
-    assert subprocess.run(command, cwd=ROOT).returncode == code
-    resume = check.Job(measure.script, ["--resume", str(folder)], folder.with_suffix(".resumed"))
-    assert check.run(resume)[0] == 0
-    states = [check.read_state(measure.folder / run) for run in (folder.name, "one")]
-    start = check.read_state(measure.folder / "one", check.SAVE_STEP)
-    differences = check.differences(*states, start)
-    assert differences["losses"] == differences["tensors"] == 0

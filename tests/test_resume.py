@@ -9,6 +9,8 @@ import resource
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
 
 import common
 from contrastive import core
@@ -24,9 +26,9 @@ import torch
 
 import helpers
 import launch
-import mama
 import temo
-from helpers import equal_files, rows
+import temperature_schedules
+from helpers import equal_files, evaluated, losses, rows
 from tools import check
 
 STEPS, SAVED, KILLED = 12, 5, 7  # an epoch has nine steps
@@ -54,118 +56,100 @@ def resume(folder, *flags):
     return temo.main(temo.parse_args(["--resume", str(folder), *map(str, flags)]))
 
 
-def codes(processes, place, work):
-    """Exit codes of forks that are the ranks of a run."""
-    place.mkdir()
-    if processes == 1:
-        return [launch.ended(launch.forked(work, place / "log"))]
-    return [code for code, _ in launch.ranks(place, lambda _: work())]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, data):
+    """The folder of a whole run of one process."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder, data)
+    return folder
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    """A copy of `whole`."""
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def assert_same(folder, other):
+    """Losses, bad samples and weights of two runs are the same."""
+    assert losses(folder) == losses(other)
+    for name in ("bad_samples.txt", "model.safetensors"):
+        assert (folder / name).read_bytes() == (other / name).read_bytes()
 
 
 # ----------------------------------------------- kill -9 ------------------------------------------
+class Pair(NamedTuple):
+    """Runs of two processes, in chunks and with dropout."""
+
+    whole: Path
+    killed: Path  # and resumed
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, data, tiny):
-    """{processes: (a whole run, one that was killed and resumed)}; with two of them in chunks and
-    with dropout."""
-    root, end_step, folders = tmp_path_factory.mktemp("runs"), Run.end_step, {}
-    bert = ["--text-encoder", tiny("bert")[0], "--text-length", 12]
+def pair(tmp_path_factory, data, tiny):
+    root, end_step = tmp_path_factory.mktemp("runs"), Run.end_step
+    pair = Pair(root / "whole", root / "killed")
+    flags = ["--chunk-size", 3, "--text-encoder", tiny("bert")[0], "--text-length", 12]
+
+    def codes(work):
+        return [code for code, _ in launch.ranks(root, lambda _: work())]
 
     def end_step_and_die(run, *args, **options):
         end_step(run, *args, **options)
         if run.step == KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for processes, flags, flags_of_killed in (
-        (1, [], ["--workers", 2]),
-        (2, ["--workers", 1, "--chunk-size", 3, *bert], []),
-    ):
-        whole, killed = root / f"whole {processes}", root / f"killed {processes}"
-        logs = [root / f"logs {processes} {k}" for k in range(3)]
-        assert codes(processes, logs[0], lambda: run(whole, data, *flags)) == [0] * processes
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Run, "end_step", end_step_and_die)
-            work = lambda: run(killed, data, *flags, *flags_of_killed)  # noqa: E731
-            assert codes(processes, logs[1], work) == [-signal.SIGKILL] * processes
-        assert [path.stem for path in checkpoints_of(killed)] == [f"step_{SAVED}"]
-        # what a crash inside a save leaves
-        (killed / "checkpoints" / "step_9.tmp").write_bytes(b"cut")
-        assert codes(processes, logs[2], lambda: resume(killed)) == [0] * processes
-        folders[processes] = whole, killed
-    return folders
+    assert codes(lambda: run(pair.whole, data, *flags)) == [0, 0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "end_step", end_step_and_die)
+        assert codes(lambda: run(pair.killed, data, *flags, "--workers", 1)) == [-9, -9]
+    assert [path.stem for path in checkpoints_of(pair.killed)] == [f"step_{SAVED}"]
+    # what a crash inside a save leaves
+    (pair.killed / "checkpoints" / "step_9.tmp").write_bytes(b"cut")
+    assert codes(lambda: resume(pair.killed)) == [0, 0]
+    return pair
 
 
-def untimed_rows(folder):
-    """The log of a run without its times."""
-    log = rows(folder)
-    for row in log:
-        for name in ("step_s", "data_s", "samples_per_s"):
-            row.pop(name, None)
-    return log
-
-
-def assert_same(folder, other):
-    """Log, bad samples and weights of two runs are the same."""
-    assert untimed_rows(folder) == untimed_rows(other)
-    for name in ("bad_samples.txt", "model.safetensors"):
-        assert (folder / name).read_bytes() == (other / name).read_bytes()
-
-
-each_number_of_processes = pytest.mark.parametrize("processes", [1, 2])
-
-
-@each_number_of_processes
-def test_resumed_run_is_bitwise_the_whole_one(runs, processes):
-    whole, killed = runs[processes]
-    assert_same(whole, killed)
-    last = [folder / "checkpoints" / "step_12.pt" for folder in (whole, killed)]
+def test_resumed_run_is_bitwise_the_whole_one(pair):
+    assert_same(*pair)
+    last = [folder / "checkpoints" / "step_12.pt" for folder in pair]
     assert equal_files(*last)  # tau, optimiser, each process's random state
-    assert read_json(whole / "summary.json")["test"] == read_json(killed / "summary.json")["test"]
+    before, after = [read_json(folder / "summary.json") for folder in pair]
+    assert before["test"] == after["test"]
 
 
-@each_number_of_processes
-def test_resumed_run_is_bitwise_logged_once(runs, processes):
+def test_resumed_run_is_bitwise_logged_once(pair):
     """Each step, the evaluations before and after, and the bad sample of the second epoch."""
-    _, killed = runs[processes]
-    assert [row["step"] for row in rows(killed)] == [*range(13), 12]
-    assert [row["step"] for row in rows(killed) if "eval" in row] == [0, 12]
-    assert (killed / "bad_samples.txt").read_text().count("\n") == 1
+    log = rows(pair.killed)
+    assert [row["step"] for row in log] == [*range(13), 12]
+    assert [row["step"] for row in log if "eval" in row] == [0, 12]
+    assert (pair.killed / "bad_samples.txt").read_text().count("\n") == 1
 
 
-@each_number_of_processes
-def test_the_last_two_checkpoints_are_kept(runs, processes):
-    whole, _ = runs[processes]
-    names = [path.name for path in (whole / "checkpoints").iterdir()]
+def test_the_last_two_checkpoints_are_kept(pair):
+    names = [path.name for path in (pair.whole / "checkpoints").iterdir()]
     assert sorted(names) == ["step_10.pt", "step_12.pt"]
 
 
-@each_number_of_processes
-def test_each_process_draws_from_a_seed_of_its_own_bitwise_saved(runs, processes):
+def test_each_process_draws_from_a_seed_of_its_own_bitwise_saved(pair):
     """Else dropout were the same on all. A random state begins with its seed."""
-    whole, _ = runs[processes]
-    state = torch.load(whole / "checkpoints" / "step_12.pt", weights_only=True)
-    seeds = []
-    for process in state["processes"]:
-        seeds.append(process["cpu"][:8].view(torch.int64).item())
-    assert seeds == [42, 43][:processes]
+    state = torch.load(pair.whole / "checkpoints" / "step_12.pt", weights_only=True)
+    seeds = [process["cpu"][:8].view(torch.int64).item() for process in state["processes"]]
+    assert seeds == [42, 43]
 
 
-@pytest.fixture
-def folder(runs, tmp_path):
-    """A copy of the finished run of one process."""
-    return shutil.copytree(runs[1][0], tmp_path / "run")
-
-
-def test_a_finished_run_is_only_evaluated(folder, runs):
+# ----------------------------------------------- what a resume refuses and keeps ------------------
+def test_a_finished_run_is_only_evaluated(folder, whole):
     before, saved = read_json(folder / "summary.json"), folder / "checkpoints" / "step_12.pt"
     torch.save(torch.load(saved, weights_only=True) | {"wall_s": 1000.0}, saved)
     after = resume(folder)
     assert (after["steps"], after["test"]) == (STEPS, before["test"])
     assert 1000 < after["wall_s"] < 2000
-    assert_same(folder, runs[1][0])
+    assert_same(folder, whole)
 
 
-def test_more_steps_are_remembered_also_on_fewer_processes(runs, tmp_path, capsys):
-    folder = shutil.copytree(runs[2][0], tmp_path / "run")
+def test_more_steps_are_remembered_also_on_fewer_processes(pair, tmp_path, capsys):
+    folder = shutil.copytree(pair.whole, tmp_path / "run")
     assert resume(folder, "--max-steps", 13)["steps"] == 13
     assert "2 processes before, 1 now: equal but for rounding" in capsys.readouterr().out
     assert temo.parse_args(["--resume", str(folder)]).max_steps == 13
@@ -186,14 +170,14 @@ def test_a_longer_run_removes_the_end_of_the_shorter_one(folder, monkeypatch):
     assert resume(folder)["steps"] == 14
 
 
-def test_an_older_checkpoint_is_refused_while_a_newer_one_lies_beside_it(folder, runs):
+def test_an_older_checkpoint_is_refused_while_a_newer_one_lies_beside_it(folder, whole):
     """Without it, the older one goes on to the same end."""
     older = folder / "checkpoints" / "step_10.pt"
     with pytest.raises(UserError, match="newer checkpoints .*step_12.pt"):
         resume(older)
     (folder / "checkpoints" / "step_12.pt").unlink()
     resume(older)
-    assert_same(folder, runs[1][0])
+    assert_same(folder, whole)
 
 
 def test_fewer_steps_than_a_run_has_are_refused(folder):
@@ -201,10 +185,8 @@ def test_fewer_steps_than_a_run_has_are_refused(folder):
         resume(folder, "--max-steps", 3)
 
 
-@pytest.mark.parametrize("has_log", [True, False])  # a run that has just begun has none
-def test_a_second_run_in_a_folder_is_refused(folder, data, has_log):
-    if not has_log:
-        (folder / "metrics.jsonl").unlink()
+def test_a_second_run_in_a_folder_is_refused(folder, data):
+    (folder / "metrics.jsonl").unlink()  # a run that has just begun has none
     with pytest.raises(UserError, match=f"{folder}: holds a run already"):
         run(folder, data)
 
@@ -232,19 +214,11 @@ def test_a_row_that_a_crash_has_cut_is_left_out(folder):
     assert len(rows(folder)) == len(log)
 
 
-def test_at_its_end_a_run_is_evaluated_in_float32(tmp_path, data, monkeypatch):
+def test_at_its_end_a_run_is_evaluated_in_float32(tmp_path, data):
     """As eval.py does it."""
-    halves, forward = [], common.TextEncoder.forward
-
-    def watched_forward(tower, *args, **options):
-        halves.append((tower.training, torch.is_autocast_enabled("cpu")))
-        return forward(tower, *args, **options)
-
-    monkeypatch.setattr(common.TextEncoder, "forward", watched_forward)
-    run(tmp_path / "run", data, "--max-steps", 3, "--mixed-precision", "bf16")
-    # val in the steps' precision, three steps, then val and test in float32
-    assert [half for half in halves if half[0]] == [(True, True)] * 3
-    assert halves[-2:] == [(False, False)] * 2
+    summary = run(tmp_path / "run", data, "--max-steps", 3, "--mixed-precision", "bf16")
+    found = evaluated(tmp_path / "run")
+    assert found[str(data)]["metrics"] == summary["test"][str(data)]
 
 
 def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path):
@@ -303,7 +277,7 @@ def at_step(monkeypatch, step, action):
 @pytest.mark.parametrize("number, code, lagged, last", [
     (signal.SIGTERM, 143, False, 3), (signal.SIGINT, 130, True, 4)])
 def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(  # noqa: PLR0917
-        number, code, lagged, last, data, runs, tmp_path, monkeypatch, capsys):
+        number, code, lagged, last, data, whole, tmp_path, monkeypatch, capsys):
     put_off(monkeypatch, lagged)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
         at_step(patch, 2, lambda: os.kill(os.getpid(), number))
@@ -312,7 +286,7 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(  # noqa: PLR09
     assert [path.stem for path in checkpoints_of(tmp_path / "a")] == [f"step_{last}"]
     assert f"--resume {tmp_path}/a" in capsys.readouterr().out
     resume(tmp_path / "a")
-    assert_same(tmp_path / "a", runs[1][0])
+    assert_same(tmp_path / "a", whole)
 
 
 def test_a_signal_to_one_process_ends_all_and_their_workers(data, tmp_path, monkeypatch):
@@ -366,41 +340,19 @@ def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(  # noqa
 
 # ----------------------------------------------- tools.check: a fork, faults --------------------
 TINY = "--dataset moving-emoji --clips 32 8 8 --frames 2 --embed-dim 8 --batch-size 8".split()
-MEMORY = '''
-class Memory(nn.Module):
-    """-log softmax of each video's pair among the texts of this batch and the last `size`; (B, D)
-    each -> (B,)."""
-
-    def __init__(self, size, dim):
-        super().__init__()
-        self.register_buffer("texts", normalize(torch.randn(size, dim)))   # (size, D)
-
-    def forward(self, video, text, tau):
-        texts = gather(normalize(text))                                    # (N, D)
-        logits = normalize(video) @ torch.cat([texts, self.texts]).T / tau   # (B, N + size)
-        self.texts = torch.cat([texts.detach(), self.texts])[:len(self.texts)]
-        return F.cross_entropy(logits, positive_index(video, text), reduction="none")
-'''
-FLAGS_RULER = "# ======================================================= flags ==="
-MAKE_OPTIMIZER = "    optimizer = common.make_optimizer([model, loss_modules], args)\n"
-FORK = [  # of mama.py: old, new
-    (FLAGS_RULER, f"{MEMORY}\n\n{FLAGS_RULER}"),
-    (MAKE_OPTIMIZER, f"    memory = Memory(32, args.embed_dim)\n{MAKE_OPTIMIZER}"),
-    ("run.resume(raw_model, optimizer, ", "run.resume(raw_model, optimizer, memory=memory, "),
-    ("sample_loss = criterion(video, text) ", "sample_loss = memory(video, text, tau) ")]
+MOCO = "--loss moco --queue-size 32".split()
 FAULTS = {  # the promise that it breaks: old, new
-    "": [],
-    "kill and resume": [("memory=memory, ", "")],
-    "two processes": [("texts = gather(normalize(text))", "texts = normalize(text)")]}
+    "kill and resume": ('{"key_model": key_model, "queue": queue}', '{"key_model": key_model}'),
+    "two processes": ("k = gather(normalize(k))", "k = normalize(k)")}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["", *FAULTS])
 def test_a_fork_keeps_the_promises_and_a_fault_is_found(fault, tmp_path, capsys):
-    """Of a memory of texts beside the method; each fault breaks the promise of its name alone."""
-    own = mama
-    for old, new in FORK + FAULTS[fault]:
-        own = helpers.fork(own, tmp_path, old, new)
-    code = check.main([own.__file__, *TINY, "--weighting", "none", "--tau", "0.1"])
+    """Each fault, of MoCo's queue, breaks the promise of its name alone."""
+    own = temperature_schedules
+    if fault:
+        own = helpers.fork(own, tmp_path, *FAULTS[fault])
+    code = check.main([own.__file__, *TINY, *MOCO])
     output = capsys.readouterr().out
     broken = re.findall(r"^  (\w+ \w+(?: \w+)?)  .*\n {19}DIFFERS", output, re.M)
     assert code == bool(fault), output
