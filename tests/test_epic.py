@@ -1,88 +1,85 @@
 """Multi-instance retrieval: its metrics against plain loops, relevancies, and EPIC-KITCHENS-100."""
 
-import math
-
 import common
-from contrastive import core, evaluation
+from contrastive.core.metrics import mir_chance
 from contrastive.core.processes import UserError
-from contrastive.data.epic import class_relevancy, multi_hot
+from contrastive.evaluation import retrieval
 from contrastive.evaluation.pieces import EvaluationPieces
 
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import average_precision_score, ndcg_score
 
 import mmts
 from helpers import (
     CPU, complains, numbers, run_script, steps, write_files, write_rows, write_video)
 
-
-def discounted(gains):
-    return sum(gain / math.log2(k + 2) for k, gain in enumerate(gains))
+MIR = ("mAP", "nDCG", "mAP_binary")
 
 
-def loop(sim, relevancies):
-    """{mAP, mAP_binary, nDCG, no_match, unrelated} of the rows as queries, in plain Python."""
-    precisions = []
-    binary_precisions = []
-    gains = []
-    for scores, relevancy in zip(sim.tolist(), relevancies.tolist()):
+def mir_by_hand(sim, relevancies):
+    """mir_metrics with the rows as queries; scikit-learn's nDCG is linear in the relevancy, too."""
+    values = {name: [] for name in MIR}
+    for scores, relevancy in zip(sim.numpy(), relevancies.numpy()):
         # ties: least relevant first
-        order = sorted(range(len(scores)), key=lambda j: (-scores[j], relevancy[j]))
-        ranked = [relevancy[j] for j in order]
-        matches = [k for k, x in enumerate(ranked) if x == 1]
-        if matches:
-            partial = [sum(ranked[: k + 1]) / (k + 1) for k in matches]
-            binary = [ranked[: k + 1].count(1) / (k + 1) for k in matches]
-            precisions.append(np.mean(partial))
-            binary_precisions.append(np.mean(binary))
-        above = np.count_nonzero(ranked)
-        if above:
-            ideal = sorted(ranked, reverse=True)
-            gains.append(discounted(ranked[:above]) / discounted(ideal[:above]))
-    return {
-        "mAP": 100 * np.mean(precisions),
-        "mAP_binary": 100 * np.mean(binary_precisions),
-        "nDCG": 100 * np.mean(gains),
-        "no_match": len(sim) - len(precisions),
-        "unrelated": len(sim) - len(gains),
-    }
+        order = np.lexsort([relevancy, -scores])
+        ranked = relevancy[order]
+        rank = np.arange(1, len(ranked) + 1)
+        is_match = ranked == 1
+        num_related = np.count_nonzero(ranked)
+        if is_match.any():
+            precision = ranked.cumsum() / rank
+            binary_precision = average_precision_score(is_match, -rank)
+            values["mAP"].append(precision[is_match].mean())
+            values["mAP_binary"].append(binary_precision)
+        if num_related:
+            gain = ndcg_score([ranked], [-rank], k=num_related)
+            values["nDCG"].append(gain)
+    metrics = {name: 100 * np.mean(values[name]) for name in MIR}
+    metrics["queries"] = len(sim)
+    metrics["no_match"] = len(sim) - len(values["mAP"])
+    metrics["unrelated"] = len(sim) - len(values["nDCG"])
+    return metrics
 
 
 def soft_relevancy(rows, columns):
     """(rows, columns) of 0, 1/4, 1/2 and 1, with a few queries that have no match, or nothing,
     either way."""
-    rng = np.random.default_rng(0)
-    relevancy = rng.choice([0, 0.25, 0.5, 1], size=(rows, columns), p=[0.6, 0.15, 0.15, 0.1])
+    draws = np.random.default_rng(0)
+    chances = [0.6, 0.15, 0.15, 0.1]
+    relevancy = draws.choice([0, 0.25, 0.5, 1], size=(rows, columns), p=chances)
     relevancy[3] = 0
-    relevancy[4, relevancy[4] == 1] = 0.5
+    relevancy[4] = relevancy[4].clip(max=0.5)
     relevancy[:, 2] = 0
     return torch.from_numpy(relevancy)
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-@pytest.mark.parametrize("chunk", [7, 1024])
-def test_mir_metrics_are_a_plain_loop(kind, chunk):
-    relevancy = soft_relevancy(31, 23).to(kind)
-    # rounded: many ties
-    sim = torch.randn(31, 23, generator=torch.Generator().manual_seed(1)).round(decimals=1).to(kind)
-    metrics = common.mir_metrics(sim, relevancy, chunk=chunk)
-    rows = loop(sim, relevancy)
-    columns = loop(sim.T, relevancy.T)
+def test_mir_metrics_by_hand():
+    relevancy = soft_relevancy(31, 23).float()
+    torch.manual_seed(1)
+    sim = torch.randn(31, 23).round(decimals=1)  # many ties
+    metrics = common.mir_metrics(sim, relevancy, chunk=7)
+    rows = mir_by_hand(sim, relevancy)
+    columns = mir_by_hand(sim.T, relevancy.T)
     assert rows["no_match"] > rows["unrelated"] > 0
-    for name in rows:
-        assert metrics["rows"][name] == pytest.approx(rows[name], abs=1e-9)
-        assert metrics["columns"][name] == pytest.approx(columns[name], abs=1e-9)
-    for name in ("mAP", "nDCG", "mAP_binary"):
-        assert metrics[name] == pytest.approx((rows[name] + columns[name]) / 2)
+    assert metrics["rows"] == pytest.approx(rows)
+    assert metrics["columns"] == pytest.approx(columns)
+    for name in MIR:
+        mean = (rows[name] + columns[name]) / 2
+        assert metrics[name] == pytest.approx(mean)
+
+
+EYE = torch.eye(2)
 
 
 @pytest.mark.parametrize("sim, relevancy, words", [
-    (torch.full((2, 2), torch.nan), torch.eye(2), "non-finite"),
-    (torch.eye(2), torch.full((2, 2), torch.nan), "between 0 and 1"),
-    (torch.eye(2), torch.full((2, 2), 1.5), "between 0 and 1"),
-    (torch.eye(2), torch.eye(3), "differ in shape"),
-    (torch.eye(2), torch.eye(2) / 2, "none of 2 queries has an item of relevancy 1")])
+    (EYE * torch.nan, EYE, "non-finite"),
+    (EYE, EYE * torch.nan, "between 0 and 1"),
+    (EYE, EYE * 1.5, "between 0 and 1"),
+    (EYE, torch.eye(3), "differ in shape"),
+    (EYE, EYE / 2, "none of 2 queries has an item of relevancy 1"),
+])
 def test_what_cannot_be_scored_raises(sim, relevancy, words):
     with pytest.raises(ValueError, match=words):
         common.mir_metrics(sim, relevancy)
@@ -90,40 +87,18 @@ def test_what_cannot_be_scored_raises(sim, relevancy, words):
 
 def test_chance_is_what_a_random_order_gets():
     relevancy = soft_relevancy(12, 9)
-    chance = core.metrics.mir_chance(relevancy.numpy())
-    generator = torch.Generator().manual_seed(0)
-    for name in ("mAP", "nDCG", "mAP_binary"):
-        values = []
-        for _ in range(400):
-            sim = torch.randn(12, 9, generator=generator)
-            values.append(common.mir_metrics(sim, relevancy)[name])
-        assert np.mean(values) == pytest.approx(chance[name], abs=0.9)
-
-
-def test_recalls_of_frequent_and_rare_queries():
-    recalls = evaluation.by_class.recall_by_frequency
-    parts = recalls(np.array([1, 1, 1, 4, 20, 1, 60, 60, 60]), np.repeat([9, 5, 1], 3))
-    assert parts["head"]["R@1"] == 100
-    assert parts["head"]["from"] == 9
-    assert parts["mid"]["R@1"] == pytest.approx(100 / 3)
-    assert parts["mid"]["queries"] == 3
-    assert parts["tail"]["R@1"] == 0
-    assert parts["tail"]["to"] == 1
-    assert recalls(np.ones(9), np.full(9, 4)) == {}
-    # one frequency is never split
-    parts = recalls(np.ones(9), np.array([9] * 8 + [1]))
-    assert {part: recall["queries"] for part, recall in parts.items()} == {"mid": 8, "tail": 1}
+    chance = mir_chance(relevancy)
+    torch.manual_seed(0)
+    runs = []
+    for _ in range(400):
+        sim = torch.randn(12, 9)
+        runs.append(common.mir_metrics(sim, relevancy))
+    for name in MIR:
+        mean = np.mean([run[name] for run in runs])
+        assert mean == pytest.approx(chance[name], abs=0.9)
 
 
 # ---------------------------------------- relevancies --------------------------------------------
-def test_relevancy_of_classes():
-    nouns = multi_hot([[1], [1, 2], [0, 1, 2, 3, 4]], 6)
-    others = multi_hot([[1], [0]], 6)
-    relevancy = class_relevancy([3, 3, 5], nouns, [3, 5], others, torch.float64)
-    # (1 + 1)/2, (1 + 1/2)/2, (0 + 1/5)/2, (1 + 1/5)/2
-    assert relevancy.tolist() == [[1, 0], [0.75, 0], [0.1, 0.6]]
-
-
 def test_moving_emoji_is_scored_by_its_own_relevancy():
     """Of a model that knows the groups but no half relevancy. The captions of one clip come twice,
     and are one query each."""
@@ -133,29 +108,23 @@ def test_moving_emoji_is_scored_by_its_own_relevancy():
     texts = []
     for row in index:
         texts += data.captions(row)
-    _, groups = np.unique(data.column("group")[index], return_inverse=True)
+    _, groups = np.unique(data.groups[index], return_inverse=True)
     image = torch.eye(20)[groups]
-    pieces = EvaluationPieces(
-        data=data, index=index, image=image, text=image[owner], owner=owner, texts=texts)
-    metrics, chance = evaluation.retrieval.multi_instance_retrieval(pieces, None, None, CPU)
+    pieces = EvaluationPieces(data, index, image, image[owner], texts, owner)
+    metrics, chance = retrieval.multi_instance_retrieval(pieces, None, None, CPU)
     assert metrics["mAP_binary"] == pytest.approx(100)
     assert metrics["nDCG"] < 100
     assert metrics["text_to_image"]["queries"] == len(set(texts)) == 57
-    rows = []
+    relevancy = np.zeros((20, 20))
     for column in ("verb", "noun"):
         classes = data.column(column)[index]
-        rows.append(classes[:, None] == classes)
-    relevancy = (rows[0] / 2 + rows[1] / 2)[:, owner[3:]]
-    expected = core.metrics.mir_chance(relevancy)
+        relevancy += (classes[:, None] == classes) / 2
+    expected = mir_chance(relevancy[:, owner[3:]])
     assert chance["mAP"] == pytest.approx(expected["mAP"])
     assert chance["nDCG"] == pytest.approx(expected["nDCG"])
 
 
 # ---------------------------------------- EPIC-KITCHENS-100 --------------------------------------
-HEADER = [
-    "narration_id", "participant_id", "video_id", "narration_timestamp", "start_timestamp",
-    "stop_timestamp", "start_frame", "stop_frame", "narration", "verb", "verb_class", "noun",
-    "noun_class", "all_nouns", "all_noun_classes"]
 # id: (video, start, stop, narration, verb, nouns)
 CLIPS = {
     "P01_01_0": ("P01_01", 1, 5, "take plate", 0, [2]),
@@ -172,15 +141,20 @@ RELEVANCY = "relevancy/caption_relevancy_EPIC_100_retrieval_test.pkl"
 
 
 def write_annotations(root, split, clips=CLIPS, sentences=SENTENCES):
-    """retrieval_annotations as they are published."""
+    """retrieval_annotations as they are published, of the columns those that are read."""
     rows = []
-    for key, (video, start, stop, text, verb, nouns) in clips.items():
-        times = [f"00:{start // 60:02}:{start % 60:05.2f}", f"00:{stop // 60:02}:{stop % 60:05.2f}"]
-        rows.append([
-            key, video[:3], video, times[0] + "0", *times, 60 * start, 60 * stop, text,
-            text.split()[0], verb, "n", nouns[0], str(["n"] * len(nouns)), str(nouns)])
-    write_rows(root / TABLE.format(split), HEADER, rows)
+    for key, (video, start, stop, narration, verb, nouns) in clips.items():
+        rows.append({
+            "narration_id": key,
+            "video_id": video,
+            "start_timestamp": f"00:00:{start:05.2f}",
+            "stop_timestamp": f"00:00:{stop:05.2f}",
+            "narration": narration,
+            "verb_class": verb,
+            "noun_class": nouns[0],
+            "all_noun_classes": str(nouns)})
     lines = [[key, "words of JPoSE"] for key in sentences]
+    write_rows(root / TABLE.format(split), [*rows[0]], [row.values() for row in rows])
     write_rows(root / TABLE.format(f"{split}_sentence"), ["narration_id", "narration"], lines)
 
 
@@ -201,19 +175,16 @@ def load(root, kitchen, split="test", **options):
     return common.load_data("epic-kitchens-100", split, data_dir=str(root), **(usual | options))
 
 
-@pytest.mark.parametrize("row", range(6))
-def test_frames_of_a_clip_are_the_middles_of_its_parts(row, kitchen):
-    data = load(kitchen, kitchen)
-    _, start, end, *_ = CLIPS[data.key(row)]
-    seconds = start + (np.arange(8) + 0.5) / 8 * (end - start)
-    assert numbers(data.read(row)) == np.floor(5 * seconds + 1e-6).tolist()
+DRAWS = np.linspace(0, 0.99, 8)
 
 
-def test_frames_in_training_lie_where_their_draws_say(kitchen):
-    draws = np.linspace(0, 0.99, 8)
-    seconds = 13 + (np.arange(8) + draws) / 2
-    data = load(kitchen, kitchen, "train")
-    assert numbers(data.read(1, draws)) == np.floor(5 * seconds + 1e-6).tolist()
+@pytest.mark.parametrize("split, draws, places", [("test", None, 0.5), ("train", DRAWS, DRAWS)])
+def test_frames_of_a_clip_are_the_middles_of_its_parts_or_drawn_in_training(
+        split, draws, places, kitchen):
+    data = load(kitchen, kitchen, split)
+    seconds = 2 + (np.arange(8) + places) / 2
+    expected = np.floor(5 * seconds + 1e-6)
+    assert numbers(data.read(5, draws)) == expected.tolist()
 
 
 def test_table_of_a_split(kitchen):
@@ -227,7 +198,6 @@ def test_table_of_a_split(kitchen):
     assert data.groups.tolist() == [0, 1, 2, 3, 0, 4]
     assert data.sentences.texts == [CLIPS[key][3] for key in SENTENCES]
     assert "1 videos (1 rows) are not in" in data.note
-    assert "first P09_09" in data.note
     assert "6 sentences, relevancies from the classes" in data.note
     assert "9,668 expected" in data.note
 
@@ -235,16 +205,16 @@ def test_table_of_a_split(kitchen):
 def plain_relevancy(key, other):
     *_, verb, nouns = CLIPS[key]
     *_, other_verb, other_nouns = CLIPS[other]
-    shared = len(set(nouns) & set(other_nouns)) / len(set(nouns) | set(other_nouns))
-    return ((verb == other_verb) + shared) / 2
+    shared = {*nouns} & {*other_nouns}
+    union = {*nouns} | {*other_nouns}
+    return ((verb == other_verb) + len(shared) / len(union)) / 2
 
 
 def test_relevancies_are_those_of_the_classes(kitchen):
     relevancy = load(kitchen, kitchen).sentences.relevancy(np.arange(6))
-    for row in range(6):
-        for column, sentence in enumerate(SENTENCES):
-            expected = plain_relevancy(list(CLIPS)[row], sentence)
-            assert relevancy[row, column] == pytest.approx(expected)
+    for key, values in zip(CLIPS, relevancy.tolist()):
+        expected = [plain_relevancy(key, sentence) for sentence in SENTENCES]
+        assert values == pytest.approx(expected)
 
 
 def test_relevancies_of_a_published_file_come_first(kitchen, tmp_path):
@@ -271,25 +241,15 @@ def test_training_captions_are_the_relevant_sentences(kitchen):
             assert texts.count(text) > 0.6 * 300 / len(relevant)
 
 
-class SentenceModel(torch.nn.Module):
-    """Its text features are rows of the identity."""
-
-    def forward(self, pixels=None, tokens=None):
-        return None, torch.eye(len(SENTENCES))[tokens["i"]], None
-
-
-def test_sentences_of_missing_clips_are_ranked_and_unreadable_clips_leave_theirs(kitchen):
+def test_sentences_of_missing_clips_are_ranked_and_unreadable_clips_leave_theirs(
+        kitchen, monkeypatch):
+    """Of a model that knows each sentence."""
     data = load(kitchen, kitchen)
-
-    def tokenizer(texts):
-        return {"i": torch.tensor([data.sentences.texts.index(text) for text in texts])}
-
+    eye = torch.eye(len(SENTENCES))
+    monkeypatch.setattr(retrieval, "encode_texts", lambda *_: eye)
     index = np.array([0, 1, 3, 4, 5])  # clip 2 could not be read
-    image = torch.eye(len(SENTENCES))[[0, 1, 3, 0, 4]]
-    pieces = EvaluationPieces(
-        data=data, index=index, image=image, text=None, owner=None, texts=None)
-    metrics, chance = evaluation.retrieval.multi_instance_retrieval(
-        pieces, SentenceModel(), tokenizer, CPU)
+    pieces = EvaluationPieces(data, index, eye[[0, 1, 3, 0, 4]])
+    metrics, chance = retrieval.multi_instance_retrieval(pieces, None, None, CPU)
     assert metrics["image_to_text"]["queries"] == 5
     assert metrics["text_to_image"]["queries"] == 6
     assert metrics["image_to_text"]["mAP_binary"] == 100
