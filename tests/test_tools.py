@@ -30,8 +30,7 @@ RUNS = {
     "ts": (
         ts,
         "--dataset emoji-scenes --scenes 9 2 2 --imbalance-ratio 3 --max-steps 2 "
-        "--train-features augmented"),
-}
+        "--train-features augmented")}
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +62,10 @@ def metrics_of(folder):
 
 # ------------------------------------------- figures -----------------------------------------
 def test_gaps_and_neighbours_are_those_of_the_runs(runs, draw):
-    output = draw("gap", "infonce", "temo")
     gap = metrics_of(runs["temo"])["modality_gap"]
-    assert f"modality gap (Fig. 3), moving-emoji, temo: {gap:.3f}" in output
     knn = metrics_of(runs["infonce"])["knn@1"]["mean_per_class"]
+    output = draw("gap", "infonce", "temo")
+    assert f"modality gap (Fig. 3), moving-emoji, temo: {gap:.3f}" in output
     assert f"moving-emoji kNN@1, infonce: {knn:.3f}" in output
 
 
@@ -77,9 +76,7 @@ def test_errors_are_those_of_the_runs(runs, draw):
 
 def test_temperatures_are_those_of_the_log(runs, draw):
     output = draw("temperatures", "infonce", "temo")
-    log = steps(runs["temo"])
-    first = log[0]["tau_neg"]
-    last = log[-1]["tau_neg"]
+    first, *_, last = [row["tau_neg"] for row in steps(runs["temo"])]
     assert f"negative pairs (Fig. 2), temo: {first:.4f} first, {last:.4f} last" in output
 
 
@@ -95,9 +92,10 @@ def test_the_worst_false_positive_is_that_by_hand(runs, draw):
     for name, part in pieces.items():
         cosines[name] = F.cosine_similarity(part.text, part.image[part.owner])
     worst = (cosines["infonce"] - cosines["temo"]).argmax()
-    expected = [f"{name} {cosines[name][worst]:.2f}" for name in cosines]
-    line = f"{', '.join(expected)}: {pieces['temo'].texts[worst]}"
-    assert draw("false-positives", "infonce", "temo").splitlines()[0] == line
+    output = draw("false-positives", "infonce", "temo")
+    before, after = cosines["infonce"][worst], cosines["temo"][worst]
+    text = pieces["temo"].texts[worst]
+    assert output.startswith(f"infonce {before:.2f}, temo {after:.2f}: {text}\n")
 
 
 def test_the_cosine_of_two_texts_is_that_by_hand(runs, draw):
@@ -116,21 +114,15 @@ def test_other_figures_are_drawn(figure, names, draw):
 
 
 def test_the_pictures_of_a_run_are_drawn_again_and_named(runs, capsys):
-    run = runs["temo"]
-    (run / "mine.png").touch()
-    figures.main(["temo", str(run)])
-    assert (run / "curves.png").stat().st_size > 5000
+    (runs["temo"] / "mine.png").touch()
+    figures.main(["temo", str(runs["temo"])])
     names = "curves.png, evaluation.png, retrieval.png, similarities.png"
-    assert capsys.readouterr().out == f"drawn into {run}: {names}\n"
+    assert capsys.readouterr().out == f"drawn into {runs['temo']}: {names}\n"
 
 
-@pytest.mark.parametrize("names, message", [
-    (("ts", "infonce"), "infonce: its test images and captions are not those of"),
-    (("ts",), "ts: its evaluation has no captions"),
-])
-def test_runs_that_cannot_have_a_figure_are_refused(names, message, draw):
-    with pytest.raises(UserError, match=message):
-        draw("similarities", *names)
+def test_runs_of_another_test_set_are_refused(draw):
+    with pytest.raises(UserError, match="infonce: its test images and captions are not those of"):
+        draw("similarities", "ts", "infonce")
 
 
 # -------------------------------------------- export -----------------------------------------
@@ -142,13 +134,13 @@ def exported(tmp_path, tiny):
     """Function of flags -> a run of one step on own pictures, which is exported to tmp_path/out."""
     folder, _ = tiny("bert")
     csv = write_captions(tmp_path / "set", 24)
-    flags = (
+    base = (
         f"--cpu --workers 0 --batch-size 4 --max-steps 1 --embed-dim 8 --no-pretrained "
         f"--eval-every 0 --dataset {csv} --text-encoder {folder} --image-size 160 "
         "--baseline").split()
 
-    def run(*more):
-        run_script(temo, tmp_path / "run", *more, base=flags)
+    def run(flags):
+        run_script(temo, tmp_path / "run", *flags.split(), base=base)
         export(tmp_path / "run", tmp_path / "out")
         return tmp_path / "run"
 
@@ -157,11 +149,10 @@ def exported(tmp_path, tiny):
 
 @pytest.mark.parametrize("flags", [
     "--image-encoder test_vit --learnable-tau",
-    "--image-encoder test_resnet --learnable-tau --text-pooling mean --eval-resize squash",
-])
+    "--image-encoder test_resnet --learnable-tau --text-pooling mean --eval-resize squash"])
 def test_open_clip_s_embeddings_are_ours(flags, exported, tmp_path):
+    run = exported(flags)
     open_clip = pytest.importorskip("open_clip", reason="pip install open_clip_torch")
-    run = exported(*flags.split())
     name = f"local-dir:{tmp_path / 'out'}"
     theirs, preprocess = open_clip.create_model_from_pretrained(name)
     tokens = open_clip.get_tokenizer(name)(TEXTS)
@@ -176,13 +167,10 @@ def test_open_clip_s_embeddings_are_ours(flags, exported, tmp_path):
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--image-encoder resnet18-cifar --image-size 32", "resnet18-cifar is none of timm's"),
-    ("--image-encoder test_vit --image-size 32",
-     "test_vit at --image-size 32 differs from timm's own"),
-    ("--image-encoder test_vit --text-encoder small", "texts read by small, not one of"),
-    ("--image-encoder test_vit --projection-bias", "--projection-bias"),
-])
+    ("--image-size 32", "test_vit at --image-size 32 differs from timm's own"),
+    ("--text-encoder small", "texts read by small, not one of"),
+    ("--projection-bias", "--projection-bias")])
 def test_what_open_clip_cannot_express_is_refused(flags, words, exported, tmp_path):
     with pytest.raises(ValueError, match=words):
-        exported(*flags.split())
+        exported(f"--image-encoder test_vit {flags}")
     assert not (tmp_path / "out").exists()
