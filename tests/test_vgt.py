@@ -1,4 +1,4 @@
-"""VGT: each step against a loop, its authors' files, runs on moving-emoji and on files."""
+"""VGT: its forward against loops, its authors' files, runs on moving-emoji and on files."""
 
 import math
 from argparse import Namespace
@@ -6,7 +6,8 @@ from argparse import Namespace
 import common
 from contrastive.core.processes import UserError
 from contrastive.data.regions import Regions
-from contrastive.encoders.vgt import VideoGraph, attend_words, crops, sinusoids
+from contrastive.encoders.texts import Tokenizer
+from contrastive.encoders.vgt import VideoGraph, crops
 from contrastive.evaluation.answers import choice_texts
 
 import h5py
@@ -27,20 +28,14 @@ VGT = (
     "--embed-dim 32").split()
 
 
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-# -------------------------------------------- steps ------------------------------------------
+# --------------------------------------- the video graph -------------------------------------
 def attention(layer, x):
     """PostNorm of one sequence (L, width), by torch's own layer."""
-    state = {}
-    for name, tensor in layer.state_dict().items():
-        name = name.replace("qkv.", "self_attn.in_proj_").replace("out", "self_attn.out_proj")
-        state[name.replace("fc", "linear")] = tensor
+    hidden = len(layer.fc1.bias)
     plain = TransformerEncoderLayer(
-        x.shape[1], layer.heads, len(layer.fc1.bias), 0, F.gelu, layer_norm_eps=1e-12)
-    plain.load_state_dict(state)
+        x.shape[1], layer.heads, hidden, dropout=0, activation=F.gelu, layer_norm_eps=1e-12)
+    tensors = layer.state_dict().values()  # in torch's order
+    plain.load_state_dict(dict(zip(plain.state_dict(), tensors)))
     return plain.double().eval()(x)
 
 
@@ -48,179 +43,164 @@ def places_by_hand(graph, boxes):
     """Two 1x1 convolutions of all regions with norms over groups of channels: (R, 5) -> (R, d)."""
     y = boxes
     for first in (0, 3):
-        convolution = graph.box[first]
+        kernel = graph.box[first].weight[:, :, 0, 0]
+        y = F.linear(y, kernel, graph.box[first].bias)
         norm = graph.box[first + 1]
-        y = y @ convolution.weight[:, :, 0, 0].T + convolution.bias
         y = F.group_norm(y.T[None], 8, norm.weight, norm.bias)
         y = y[0].T.relu()
     return y
 
 
-def graph_by_hand(graph, nodes, edges):
-    """Layers (A + 1) h W + bias of one frame, and their sum with the nodes."""
+def pooled_by_hand(graph, nodes, edges):
+    """Layers (A + 1) h W + bias of a frame, their sum with the nodes, and its weighted mean."""
     h = nodes
     for layer in graph.graph:
         projected = h @ layer.weight
-        h = (edges @ projected + layer.bias + projected).relu()
-    return nodes + h
+        h = edges @ projected + layer.bias + projected
+        h = h.relu()
+    h = h + nodes
+    weights = graph.weight(h).softmax(0)
+    return weights[:, 0] @ h
 
 
 @torch.no_grad()
 def test_the_graph_against_loops():
     """Steps 1 to 6 of one video of two clips, region by region and frame by frame."""
     torch.manual_seed(0)
-    frames = 8
-    regions = 5
-    width = 6
-    dim = 16
-    graph = VideoGraph(width, dim, regions, dropout=0.3).double().eval()
-    of_frames = draw(1, frames, width)
-    of_regions = draw(1, frames, regions, width, seed=1)
-    boxes = draw(1, frames, regions, 5, seed=2)
-    output = graph(of_frames, of_regions, boxes)[0]
+    graph = VideoGraph(6, 16, regions=5, dropout=0.3).double().eval()
+    frames = torch.randn(8, 6).double()
+    regions = torch.randn(8, 5, 6).double()
+    boxes = torch.randn(8, 5, 5).double()
+    (output,) = graph(frames[None], regions[None], boxes[None])
 
-    places = places_by_hand(graph, boxes.view(-1, 5)).view(frames, regions, -1)
-    x = torch.cat([of_regions[0], places], -1)
+    places = places_by_hand(graph, boxes.flatten(0, 1))
+    x = torch.cat([regions, places.view(8, 5, -1)], -1)
     x = F.elu(graph.region(x))  # (T, R, d)
-    for first in (0, 4):
-        clip = x[first:first + 4]
-        nodes = [attention(graph.nodes, clip[:, r]) for r in range(regions)]
-        clip = torch.stack(nodes, 1)
-        raw = graph.key(clip) @ graph.query(clip).transpose(1, 2)
+    pooled = []
+    for clip in x.split(4):
+        nodes = [attention(graph.nodes, region) for region in clip.unbind(1)]
+        nodes = torch.stack(nodes, 1)
+        edges = graph.key(nodes) @ graph.query(nodes).mT
         # first whole, then by rows
-        edges = attention(graph.edges, raw.view(4, -1))
-        edges = edges.view(4, regions, regions).softmax(-1)
+        edges = attention(graph.edges, edges.flatten(1))
+        edges = edges.view(4, 5, 5).softmax(-1)
         for t in range(4):
-            nodes = graph_by_hand(graph, clip[t], edges[t])
-            pooled = graph.weight(nodes)[:, 0].softmax(0) @ nodes
-            frame = F.gelu(graph.frame(of_frames[0, first + t]))
-            frame = F.layer_norm(frame, (dim,), graph.norm.weight, graph.norm.bias, 1e-12)
-            expected = F.elu(graph.merge(torch.cat([frame, pooled])))
-            assert_close(output[first + t], expected, 1e-9)
+            pooled.append(pooled_by_hand(graph, nodes[t], edges[t]))
+    y = F.gelu(graph.frame(frames))
+    y = F.layer_norm(y, (16,), graph.norm.weight, graph.norm.bias, 1e-12)
+    y = torch.cat([y, torch.stack(pooled)], 1)
+    assert_close(output, F.elu(graph.merge(y)), 1e-9)
 
 
-def test_words_past_a_text_s_length_and_absent_choices_have_no_part():
-    video = draw(2, 3, 4)
-    words = draw(2, 3, 5, 4, seed=1)
-    lengths = (3, 5)
-    choices = (2, 3)
-    mask = torch.arange(5) < torch.tensor(lengths)[:, None, None]
-    mask = mask.expand(2, 3, 5)
-    choice_mask = torch.arange(3) < torch.tensor(choices)[:, None]
-    output = attend_words(video, words, mask, choice_mask)
-    for b in range(2):
-        for n in range(3):
-            query = video[b, n]
-            sums = []
-            for c in range(choices[b]):
-                text = words[b, c, :lengths[b]]
-                sums.append(query + (text @ query).softmax(0) @ text)
-            assert_close(output[b, n], torch.stack(sums).amax(0))
+# ------------------------------------------- answers -----------------------------------------
+TEXTS = ["red", "green pear", "", "blue bird on a tree", "number 3", "yet another"]
 
 
-def test_sinusoids_of_places():
-    table = sinusoids(3, 6, draw(1))
-    assert table[0].tolist() == [0, 1] * 3
-    period = 10_000 ** (2 / 6)
-    assert table[2, 3].item() == pytest.approx(math.cos(2 / period))
-    assert table[1, 4].item() == pytest.approx(math.sin(1 / period**2))
+def vgt_of(tokenizer, answers=()):
+    torch.manual_seed(0)
+    questions = {"answers": list(answers), "model": "vgt", "regions": 5}
+    model = model_of(tokenizer, image_size=16, questions=questions)
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn(p.shape)
+    return model.double().eval()
+
+
+@pytest.fixture
+def clips():
+    """Pixels and boxes of two videos of two clips."""
+    torch.manual_seed(1)
+    pixels = torch.randn(2, 8, 3, 16, 16).double()
+    corner = 8 * torch.rand(2, 8, 5, 2).double()
+    return pixels, torch.cat([corner, corner + 4], -1)
+
+
+def attend_by_hand(video, texts):
+    """Step 8: video (n, d), words (C, L, d) -> (n, d)."""
+    rows = []
+    for query in video:
+        sums = []
+        for text in texts:
+            weights = (text @ query).softmax(0)
+            sums.append(query + weights @ text)
+        rows.append(torch.stack(sums).amax(0))
+    return torch.stack(rows)
+
+
+def summary_by_hand(model, frames, words):
+    """Steps 7 to 9 of a video: frames (8, d), words (C, L, d) -> (d,)."""
+    clips = frames.view(2, 4, 16).mean(1)
+    x = attend_by_hand(clips, words)
+    angles = 10_000 ** (-torch.arange(0, 16, 2) / 16)
+    x[0, 1::2] += 1  # the first place
+    x[1, ::2] += angles.sin()
+    x[1, 1::2] += angles.cos()
+    x = F.layer_norm(x, (16,), model.norm.weight, model.norm.bias, 1e-12)
+    return model.out(attention(model.whole, x).mean(0))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("at_frames", [False, True])
+def test_scores_of_choices_by_hand(tokenizer, clips, at_frames):
+    """Of two and of three; a text is read to the length of the longest of its question's."""
+    model = vgt_of(tokenizer)
+    model.at_frames = at_frames  # as in TGIF-QA's action and transition
+    pixels, boxes = clips
+    choices = tokenizer(TEXTS)
+    choices = {name: x.unflatten(0, (2, 3)) for name, x in choices.items()}
+    choices["choice_mask"] = torch.tensor([[True, True, False], [True] * 3])
+    question = tokenizer(["a", "b"]) | {"boxes": boxes}
+    _, _, scores = model(pixels, None, question, choices)
+    assert scores[0, 2] == -math.inf
+    graphs = model.graph(*model.graph_inputs(pixels, boxes))
+    for row, texts in enumerate((TEXTS[:2], TEXTS[3:])):
+        tokens = tokenizer(texts)
+        words, _ = model.read(tokens)
+        frames = graphs[row]
+        if at_frames:
+            frames = attend_by_hand(frames, words)
+        summary = summary_by_hand(model, frames, words)
+        for c, length in enumerate(tokens["attention_mask"].sum(1)):
+            mean = words[c, :length].mean(0)
+            assert_close(scores[row, c], mean @ summary, 1e-6)
+
+
+@torch.no_grad()
+def test_answers_of_the_vocabulary_by_hand(tokenizer, clips):
+    """The product of the scores of video and question; answers have five tokens, and are encoded
+    anew in training."""
+    model = vgt_of(tokenizer, TEXTS[3:])
+    pixels, boxes = clips
+    question = tokenizer(TEXTS[:2])
+    _, _, scores = model(pixels, None, question | {"boxes": boxes})
+    graphs = model.graph(*model.graph_inputs(pixels, boxes))
+    _, answers = model.read(Tokenizer(tokenizer.tokenizer, 5)(TEXTS[3:]))
+    for row, text in enumerate(TEXTS[:2]):
+        words, (mean,) = model.read(tokenizer([text]))
+        summary = summary_by_hand(model, graphs[row], words)
+        expected = (answers @ summary) * (answers @ mean)
+        assert_close(scores[row], expected, 1e-6)
+    assert model.cached_vocabulary is not None
+    assert model.train().cached_vocabulary is None
 
 
 @pytest.mark.parametrize("token, model, text", [
-    ("</s>", "vgt", "q </s> a"), (None, "vgt", "q a"), ("[SEP]", "fusion", "q a")])
+    ("</s>", "vgt", "q </s> a"),
+    (None, "vgt", "q a"),
+    ("[SEP]", "fusion", "q a"),
+])
 def test_a_question_and_its_choice_are_parted_by_the_token_of_the_text_encoder(
         token, model, text):
     tokenizer = Namespace(tokenizer=Namespace(sep_token=token))
     assert choice_texts(["q"], [["a"]], model, tokenizer) == [text]
 
 
-# ------------------------------------------ the model ----------------------------------------
-def vgt_of(tokenizer, answers=()):
-    torch.manual_seed(0)
-    questions = {"answers": list(answers), "model": "vgt", "regions": 5}
-    return model_of(tokenizer, image_size=16, questions=questions).eval()
-
-
-def questions_of(tokenizer):
-    """Two questions with boxes."""
-    corner = torch.rand(2, 4, 5, 2) * 8
-    question = tokenizer(["a b", "c d e f"])
-    return question | {"boxes": torch.cat([corner, corner + 4], -1)}
-
-
-def choices_of(tokenizer):
-    """Two choices of the first question and three of the second."""
-    texts = ["b", "c d e f a b", "", "f", "e", "d"]
-    choices = tokenizer([f"a [SEP] {text}" for text in texts])
-    choices = {name: x.unflatten(0, (2, 3)) for name, x in choices.items()}
-    return choices | {"choice_mask": torch.tensor([[True, True, False], [True] * 3])}
-
-
-@torch.no_grad()
-def test_a_batch_scores_as_its_rows_alone(tokenizer):
-    model = vgt_of(tokenizer)
-    pixels = torch.randn(2, 4, 3, 16, 16)
-    question = questions_of(tokenizer)
-    choices = choices_of(tokenizer)
-    video, _, scores = model(pixels, None, question, choices)
-    assert scores.isneginf().tolist() == [[False, False, True], [False] * 3]
-    for row, number in ((0, 2), (1, 3)):
-        length = choices["attention_mask"][row, :number].sum(-1).max()
-        one = slice(row, row + 1)
-        part = {"choice_mask": choices["choice_mask"][one, :number]}
-        for name in ("input_ids", "attention_mask"):
-            part[name] = choices[name][one, :number, :length]
-        of_row = {name: x[one] for name, x in question.items()}
-        video_alone, _, scores_alone = model(pixels[one], None, of_row, part)
-        assert_close(scores_alone[0], scores[row, :number])
-        assert_close(video_alone[0], video[row])
-
-
-@torch.no_grad()
-def test_scores_are_dot_products_of_the_video_and_the_choices(tokenizer):
-    model = vgt_of(tokenizer)
-    pixels = torch.randn(2, 4, 3, 16, 16)
-    question = questions_of(tokenizer)
-    choices = choices_of(tokenizer)
-    _, _, scores = model(pixels, None, question, choices)
-    video = model.graph(*model.graph_inputs(pixels, question["boxes"]))
-    texts = {name: choices[name] for name in ("input_ids", "attention_mask")}
-    words, means = model.read(texts)
-    mask = choices["attention_mask"].bool()
-    rest = words, mask.any(1, keepdim=True).expand_as(mask), choices["choice_mask"]
-    answer = model.summary(video, *rest)
-    assert_close(scores[1], means[1] @ answer[1])
-    assert_close(means[0, 0], words[0, 0, mask[0, 0]].mean(0))
-    model.at_frames = True  # TGIF-QA's action and transition
-    early = model.summary(video, *rest)
-    model.at_frames = False
-    assert torch.equal(early, model.summary(attend_words(video, *rest), *rest))
-    assert not torch.allclose(early, answer)
-
-
-@torch.no_grad()
-def test_answers_of_the_vocabulary_by_hand(tokenizer):
-    """The product of the scores of video and question."""
-    model = vgt_of(tokenizer, ["yes", "no", "two"])
-    pixels = torch.randn(2, 4, 3, 16, 16)
-    question = questions_of(tokenizer)
-    _, _, scores = model(pixels, tokenizer(["a", "b"]), question)
-    boxes = question.pop("boxes")
-    words, of_question = model.read(question)
-    mask = question["attention_mask"].bool()[:, None]
-    video = model.graph(*model.graph_inputs(pixels, boxes))
-    video = model.summary(video, words[:, None], mask, mask.any(-1))
-    answers = model.cached_vocabulary
-    assert_close(scores, (video @ answers.T) * (of_question @ answers.T))
-    assert model.train().cached_vocabulary is None
-
-
+# ------------------------------------------- regions -----------------------------------------
 def test_a_crop_shows_its_box():
-    frame = torch.arange(64.0).view(1, 1, 8, 8).expand(1, 3, 8, 8)
+    frame = torch.arange(192.0).view(1, 3, 8, 8)
     boxes = torch.tensor([[[0.0, 0, 8, 8], [4, 0, 8, 4]]])
     whole, quarter = crops(frame, boxes)[0]
-    assert_close(whole, frame[0], 1e-4)
-    small = F.interpolate(frame[:, :, :4, 4:], scale_factor=2, mode="bilinear")[0]
+    small = F.interpolate(frame[..., :4, 4:], scale_factor=2, mode="bilinear")[0]
+    assert_close(whole, frame[0], 1e-3)
     # borders see beyond the box
     difference = (quarter - small)[:, 1:-1, 2:-2]
     assert difference.abs().max() < 1e-3
@@ -229,76 +209,72 @@ def test_a_crop_shows_its_box():
 def test_the_first_box_of_moving_emoji_holds_the_drawing():
     data = common.load_data(
         "moving-emoji", "val", clips=(64, 24, 24), frames=4, image_size=32, regions=5)
-    boxes = torch.tensor(data.column("boxes")).flatten(0, 1)  # (96, 5, 4)
-    pixels = data.pixels.flatten(0, 1).float()
-    drawings = (pixels - pixels[..., :1, :1]).abs().amax(1) > 24  # (96, 32, 32)
-    num_inside = area = 0
-    first_boxes = boxes[:, 0].round().int().tolist()
-    for drawing, box in zip(drawings, first_boxes):
-        x1, y1, x2, y2 = [max(0, side) for side in box]
-        num_inside += drawing[y1:y2, x1:x2].sum()
-        area += drawing[y1:y2, x1:x2].numel()
-    assert num_inside > 0.95 * drawings.sum()
-    assert area < 0.6 * drawings.numel()
-    assert boxes[0, 1].tolist() == [0, 0, 16, 16]
-    assert boxes[0, 4].tolist() == [16, 16, 32, 32]
+    boxes = torch.tensor(data.column("boxes"))  # (24, 4, 5, 4)
+    pixels = data.pixels.float()  # (24, 4, 3, 32, 32)
+    drawings = (pixels - pixels[..., :1, :1]).abs().amax(2) > 24
+    place = torch.arange(32) + 0.5
+    x1, y1, x2, y2 = boxes[:, :, 0, :, None, None].unbind(2)  # (24, 4, 1, 1) each
+    in_width = (x1 < place) & (place < x2)
+    place = place[:, None]
+    in_height = (y1 < place) & (place < y2)
+    is_inside = in_width & in_height
+    assert drawings[is_inside].sum() > 0.95 * drawings.sum()
+    assert is_inside.float().mean() < 0.6
+    assert boxes[0, 0, 4].tolist() == [16, 16, 32, 32]
 
 
-# -------------------------------------------- files ------------------------------------------
 W = 6  # width of a feature
-N = 7  # boxes of a frame
 
 
 def write_h5(folder, split, names):
-    """Features of regions and frames, and boxes, of these videos."""
+    """Features of seven regions and of frames, and boxes, of these videos."""
     draws = np.random.default_rng(0)
     shape = (len(names), 8, 4)
-    corner = draws.uniform(0, 100, (*shape, N, 2))
+    corner = draws.uniform(0, 100, (*shape, 7, 2))
     size = draws.uniform(5, 90, corner.shape)
     boxes = np.concatenate([corner, corner + size], -1)
-    regions = draws.normal(size=(*shape, N, W))
+    regions = draws.normal(size=(*shape, 7, W))
     frames = draws.normal(size=(*shape, W))
-    (folder / "region_feat_n").mkdir(parents=True, exist_ok=True)
-    (folder / "frame_feat").mkdir(exist_ok=True)
-    with h5py.File(folder / "region_feat_n" / f"acregion_8c{N}b_{split}.h5", "w") as file:
-        file["ids"] = names  # they come back as bytes
-        file["feat"] = regions.astype(np.float32)
-        file["bbox"] = boxes.astype(np.float32)
-    with h5py.File(folder / "frame_feat" / f"app_feat_{split}.h5", "w") as file:
-        file["ids"] = names
-        file["resnet_features"] = frames.astype(np.float32)
+    files = {
+        f"region_feat_n/acregion_8c7b_{split}.h5": {"feat": regions, "bbox": boxes},
+        f"frame_feat/app_feat_{split}.h5": {"resnet_features": frames},
+    }
+    for name, arrays in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with h5py.File(path, "w") as file:
+            file["ids"] = names  # they come back as bytes
+            for key, array in arrays.items():
+                file[key] = array.astype(np.float32)
     return regions, boxes, frames
 
 
-def place_of(box, width, height):
+def place_of(box, size):
     """Corners and area of a box as shares of a frame."""
-    x1, y1, x2, y2 = box
-    area = (x2 - x1 + 1) * (y2 - y1 + 1) / (width * height)
-    return [x1 / width, y1 / height, x2 / width, y2 / height, area]
+    width, height = box[2:] - box[:2] + 1
+    area = width * height / np.prod(size)
+    return [*box / [*size, *size], area]
 
 
 def test_regions_are_the_numbers_of_their_files(tmp_path):
     """Places are shares of the frame, which is 320 x 240 where its size is not said."""
     regions, boxes, frames = write_h5(tmp_path, "val", ["a", "b"])
-    row = 1
-    clip = 3
-    t = 2
-    size = (320, 240)
-    reader = Regions(tmp_path, "val", 5, 32)
-    x = reader("b").view(8, 4, 6, W + 5)[clip, t]
-    expected = [*frames[row, clip, t], 0, 0, 0, 0, 0]
-    assert x[0].tolist() == pytest.approx(expected)
-    for k in range(5):
-        place = place_of(boxes[row, clip, t, k], *size)
-        expected = [*regions[row, clip, t, k], *place]
-        assert x[1 + k].tolist() == pytest.approx(expected, rel=1e-5)
+    one = 1, 3, 2  # a video, a clip and a frame
+    expected = [[*frames[one], 0, 0, 0, 0, 0]]
+    for region, box in zip(regions[one][:5], boxes[one]):
+        expected.append([*region, *place_of(box, (320, 240))])
+    x = Regions(tmp_path, "val", 5, 32)("b").view(8, 4, 6, W + 5)
+    assert np.allclose(x[3, 2], expected, rtol=1e-5)
 
 
-def test_features_that_are_missing_or_there_twice_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"acregion_\*_val.h5 is not there"):
-        Regions(tmp_path, "val", 5, 32)
-    write_h5(tmp_path, "val", ["a", "b", "a"])
-    with pytest.raises(UserError, match="_val.h5: the video a is there twice"):
+@pytest.mark.parametrize("videos, words", [
+    ([], r"acregion_\*_val.h5 is not there"),
+    (["a", "b", "a"], "_val.h5: the video a is there twice"),
+])
+def test_features_that_are_missing_or_there_twice_are_refused(tmp_path, videos, words):
+    if videos:
+        write_h5(tmp_path, "val", videos)
+    with pytest.raises(UserError, match=words):
         Regions(tmp_path, "val", 5, 32)
 
 
@@ -315,15 +291,14 @@ def test_a_run_on_files_with_captions_and_its_evaluation(tmp_path, capsys):
         _, boxes, _ = write_h5(tmp_path / "features", split, list("0123"))
     where = {"data_dir": str(tmp_path), "region_dir": str(tmp_path / "features")}
     data = common.load_data("nextqa", "train", **where, regions=5, frames=8)
-    place = place_of(boxes[1, 0, 0, 2], 96, 64)  # by the sizes of the list
     x = data.read(1).view(8, 6, W + 5)
-    assert x[0, 3, W:].tolist() == pytest.approx(place, rel=1e-5)
+    expected = place_of(boxes[1, 0, 0, 2], (96, 64))  # by the sizes of the list
+    assert x[0, 3, W:].tolist() == pytest.approx(expected, rel=1e-5)
     write_rows(tmp_path / "more.csv", ["video", "caption"], [("0.mp4", "a caption")])
-    flags = ["--data-dir", tmp_path, "--region-dir", tmp_path / "features"]
-    flags += ["--extra-captions", tmp_path / "more.csv"]
-    flags += (
-        "--dataset nextqa --recipe nextqa-vgt --frames 8 --workers 1 --text-encoder small "
-        "--text-length 12 --batch-size 4 --meta-batch-size 2").split()
+    flags = (
+        f"--data-dir {tmp_path} --region-dir {tmp_path / 'features'} --extra-captions "
+        f"{tmp_path / 'more.csv'} --dataset nextqa --recipe nextqa-vgt --frames 8 --workers 1 "
+        "--text-encoder small --text-length 12 --batch-size 4 --meta-batch-size 2").split()
     summary = run_script(mama_qa, tmp_path / "run", *flags, base=VGT)
     test = summary["test"]["nextqa"]
     assert test["questions"] == 8
