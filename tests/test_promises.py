@@ -1,12 +1,15 @@
-"""Two processes, chunks and a kill -9 give the run of one process, for every script and variant;
-eval.py gives the numbers of its training.
+"""Two processes, chunks, a kill -9 and SIGTERM give the run of one process, for every script and
+variant; eval.py gives the numbers of its training.
 
 The runs are those of tools.check, forks of this process. What bears the mark `full` runs in
-.ci/full alone. (Signals, odd moments of a crash: test_resume.py.)
+.ci/full alone.
 """
 
 import functools
 import importlib
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +21,7 @@ import launch
 from helpers import evaluated, write_clip_features
 from tools import check
 
+ROOT = Path(__file__).resolve().parent.parent
 CLIPS = "--dataset moving-emoji --clips 32 8 8 --frames 2"
 SMALL = "--cpu --embed-dim 8 --batch-size 8"
 META = "--meta-size 8 --meta-batch-size 4 --meta-every 2"
@@ -150,3 +154,32 @@ def test_eval_repeats_the_numbers_of_training(name, measure_of):
     found = evaluated(folder)
     repeated = flatten({data: result["metrics"] for data, result in found.items()})
     assert trained == repeated
+
+
+# what tools.check runs in a fork, in an interpreter of its own
+IN_A_PROCESS = """
+import importlib, sys
+from pathlib import Path
+from tools import check
+module, log, number, *flags = sys.argv[1:]
+job = check.Job(importlib.import_module(module), flags, Path(log), check.KILL_STEP, int(number))
+check.run_process(0, job)
+"""
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("name", [
+    "temo", pytest.param("mama", marks=pytest.mark.full),
+    pytest.param("mmts_vast", marks=pytest.mark.full)])
+def test_a_signal_to_a_command_costs_nothing(name, number, code, measure_of):
+    measure = measure_of(name)
+    folder = measure.folder / f"stopped by {number.name}"
+    words = [measure.program.module, f"{folder}.log", str(int(number)), *measure.flags]
+    command = [sys.executable, "-c", IN_A_PROCESS, *words, "--run-name", folder.name]
+    assert subprocess.run(command, cwd=ROOT).returncode == code
+    resume = check.Job(measure.script, ["--resume", str(folder)], folder.with_suffix(".resumed"))
+    assert check.run(resume)[0] == 0
+    states = [check.read_state(measure.folder / run) for run in (folder.name, "one")]
+    start = check.read_state(measure.folder / "one", check.SAVE_STEP)
+    differences = check.differences(*states, start)
+    assert differences["losses"] == differences["tensors"] == 0
