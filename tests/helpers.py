@@ -152,6 +152,19 @@ def write_parquet_images(path, numbers):
     return Path(path)
 
 
+def write_hub_table(path, labels, names, pictures, *, image="image", label="label"):
+    """A parquet file as the hub has them: images without paths, and each row's class number."""
+    import datasets
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    features = datasets.Features({image: datasets.Image(), label: datasets.ClassLabel(names=names)})
+    content = {
+        image: [{"bytes": encode(pixels), "path": None} for pixels in pictures],
+        label: labels,
+    }
+    datasets.Dataset.from_dict(content, features=features).to_parquet(str(path))
+
+
 def write_files(root, files):
     """{path below root: content}: texts and bytes as they are, else a pickle, a table of rows, a
     tar of samples or JSON by the ending."""

@@ -15,7 +15,6 @@ from contrastive.data import images, long_tail, questions, videos
 from contrastive.data.hub import COMMITS, announce_download
 from contrastive.data.registry import SETS
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -25,20 +24,9 @@ from timm.data import ImageNetInfo
 import temperature_schedules as ts
 from helpers import (
     CLASSES, caption, complains, encode, picture, rows, run_script, tar_samples,
-    write_files, write_images, write_tar)
+    write_files, write_hub_table, write_images, write_tar)
 
 PROMPTS = common.read_json(images.PROMPTS_FILE)
-
-
-def write_table(path, labels, names, pictures, *, image="image", label="label"):
-    """A parquet file as the hub has them: images without paths, and each row's class number."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    features = datasets.Features({image: datasets.Image(), label: datasets.ClassLabel(names=names)})
-    content = {
-        image: [{"bytes": encode(pixels), "path": None} for pixels in pictures],
-        label: labels,
-    }
-    datasets.Dataset.from_dict(content, features=features).to_parquet(str(path))
 
 
 def write_classes(path, labels):
@@ -80,7 +68,7 @@ def hub(tmp_path_factory):
         file = root / "cifar100" / "cifar100" / f"{split}-00000-of-00001.parquet"
         pictures = [picture(i) for i in samples]
         labels = np.array(samples) % 3
-        write_table(file, labels, CLASSES, pictures, image="img", label="fine_label")
+        write_hub_table(file, labels, CLASSES, pictures, image="img", label="fine_label")
     return root
 
 
@@ -161,7 +149,7 @@ def write_imagenet_table(root):
     names = [info.label_name_to_description(word) for word in info.label_names()]
     names[517] = "crane, machine"
     file = root / "data" / "validation-00000-of-00001.parquet"
-    write_table(file, LABELS, names, [picture(i) for i in range(4)])
+    write_hub_table(file, LABELS, names, [picture(i) for i in range(4)])
 
 
 def write_imagenet_folders(root):
@@ -303,7 +291,7 @@ def write_cifar(root, labels, pictures, rows):
     names = [f"class {c}" for c in range(10)]
     for split, numbers in (("train", rows), ("test", range(40))):
         some = [pictures[i] for i in numbers]
-        write_table(root / f"{split}-00000-of-00001.parquet", labels[numbers], names, some,
+        write_hub_table(root / f"{split}-00000-of-00001.parquet", labels[numbers], names, some,
                     image="img")
 
 
