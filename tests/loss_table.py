@@ -43,18 +43,11 @@ def moco(e, p):
     return image + text
 
 
-def temo_without_gradient(e, p):
-    """I~ and T~ without gradient."""
-    image_aug, text_aug = e[2].detach(), e[3].detach()
-    return temo.temo_loss(e[0], e[1], image_aug, text_aug, 0.3)
-
-
 IN_BLOCKS = {  # e: I, T, I~, T~ (B, D) each, p: Parameters -> (), the mean over these rows
     "temo": lambda e, p: temo.temo_loss(*e, 0.3, p.tau),
+    "temo, tau_min": lambda e, p: temo.temo_loss(*e, 0.3, tau_min=p.tau),
     "temo, detached": lambda e, p: temo.temo_loss(*e, 0.3, detach=True),
     "temo, bare cosine": lambda e, p: temo.temo_loss(*e, 0.3, shifted=False),
-    "temo, plain": lambda e, p: temo.temo_loss(*e, 0.3, unimodal="plain"),
-    "temo, I~ and T~ apart": temo_without_gradient,
     "temo, experts": lambda e, p: temo_experts.expert_loss(*e[:2], p.features, p.features[:, 1:]),
     "multimodal": lambda e, p: temo.multimodal_loss(*e[:2], p.tau),
     "info_nce, (B,)": lambda e, p: temo.info_nce(*e[:2], p.anchor),
@@ -66,13 +59,12 @@ IN_BLOCKS = {  # e: I, T, I~, T~ (B, D) each, p: Parameters -> (), the mean over
     "ts, (B,)": lambda e, p: ts.nt_xent(*e[:2], p.anchor),
     "ncl": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau),
     "ncl, gradient of biases": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau, detach=False),
-    "ncl, no biases": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau, 0),
     "mmts": lambda e, p: mmts.clip_loss(*e[:2], p.anchor),
-    "mmts, smoothed": lambda e, p: mmts.clip_loss(*e[:2], p.tau, 0.1),
     "mmts, max-margin": lambda e, p: mmts.max_margin_loss(*e[:2], 4 * p.anchor),
     "mama": lambda e, p: mama.angular_margin_loss(*e[:2], p.tau, 0.2).mean(),
+    "mama, mu": lambda e, p: mama.angular_margin_loss(*e[:2], 0.5, p.tau).mean(),
 }
 LOSSES = IN_BLOCKS | {
     "moco": moco,
-    "hardest negative": lambda e, p: ncl.hardest_negative_loss(e[1], e[0]),
+    "hardest negative": lambda e, p: ncl.hardest_negative_loss(e[1], e[0], p.tau),
 }
