@@ -10,7 +10,7 @@ from contrastive.core.processes import UserError
 from contrastive.encoders.sentences import SentenceEncoder
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.papers import clusters as clusters_module
-from contrastive.papers.clusters import Clusters, centroids, largest_first, name_of_class
+from contrastive.papers.clusters import Clusters, centroids
 
 import numpy as np
 import pytest
@@ -29,18 +29,14 @@ KEYS = [f"k{i}" for i in range(8)]
 
 # --------------------------------------- K-Means and sizes -----------------------------------
 def test_cluster_captions_finds_blobs_largest_first():
+    """Each point weighs as much as its count says: those of the third blob 10."""
     blob = torch.arange(4).repeat_interleave(torch.tensor([10, 40, 5, 20]))
     x = torch.eye(4)[blob] + 0.05 * torch.randn(75, 4)
-    labels, sizes = mmts.cluster_captions(x, 4, seed=0)
-    assert sizes.tolist() == [40, 20, 10, 5]
-    by_size = torch.tensor([2, 0, 3, 1])
+    counts = torch.tensor([1, 1, 10, 1])[blob]
+    labels, sizes = mmts.cluster_captions(x, 4, seed=0, counts=counts.tolist())
+    assert sizes.tolist() == [50, 40, 20, 10]
+    by_size = torch.tensor([3, 1, 0, 2])
     assert torch.equal(labels, by_size[blob])
-
-
-def test_cluster_captions_weights_each_by_its_count():
-    labels, sizes = mmts.cluster_captions(torch.eye(4), 4, seed=0, counts=[3, 1, 9, 2])
-    assert sizes.tolist() == [9, 3, 2, 1]
-    assert labels.tolist() == [1, 3, 0, 2]
 
 
 def test_cluster_captions_refuses_nan():
@@ -48,19 +44,11 @@ def test_cluster_captions_refuses_nan():
         mmts.cluster_captions(torch.full((5, 2), math.nan), 2, 0)
 
 
-def test_classes_stand_largest_first():
-    labels, sizes, names = largest_first(["b", "a", "b", "c", "b", "c"])
-    assert labels.tolist() == [0, 2, 0, 1, 0, 1]
-    assert sizes.tolist() == [3, 2, 1]
-    assert names == ["b", "c", "a"]
-
-
 def test_centroids_are_weighted_means():
-    x = unit(6, 3).float()
-    labels = torch.tensor([0, 2, 0, 1, 0, 1])
-    assert_close(centroids(x, labels)[1], (x[3] + x[5]) / 2)
-    weighted = centroids(x, labels, [2, 1, 1, 1, 1, 1])
-    assert_close(weighted[0], (2 * x[0] + x[2] + x[4]) / 4)
+    x = torch.eye(3)
+    labels = torch.tensor([0, 1, 0])
+    means = centroids(x, labels, counts=[3, 1, 1])
+    assert_close(means, torch.tensor([[0.75, 0, 0.25], [0, 1, 0]]))
 
 
 # ---------------------------------------- clusters of data -----------------------------------
@@ -122,27 +110,22 @@ def test_classes_of_two_columns_count_clips(tmp_path):
     assert clusters.meta["names"][0] == "1 cat"
 
 
-@pytest.mark.parametrize("value", [None, math.nan, -1])
-def test_rows_without_a_class_have_no_name(value):
-    assert name_of_class(value, ["cat", "dog"]) is None
-
-
 def test_thirds_of_queries_are_by_the_size_of_their_class(tmp_path):
     clusters = clusters_of(tmp_path, data_of(CAPTIONS, noun=NOUNS), "noun")
     nouns = np.array([0, 2, 1, -1, 0, 2, 1, 0])  # cat, owl, dog, none: 4, 2 and 1 in training
+    data = data_of([["x"]] * 8, noun=nouns)
     text = unit(8, 5).float()
     image = unit(8, 5, seed=1).float()
     rows = torch.arange(8)
-    data = data_of([["x"]] * 8, noun=nouns)
-    index = rows.numpy()
-    pieces = EvaluationPieces(data, index, image, text, ["x"] * 8, index, rows[:, None])
-    ranks = retrieval_ranks(text, image, rows[:, None])
+    positives = rows[:, None]
+    pieces = EvaluationPieces(data, rows.numpy(), image, text, ["x"] * 8, rows.numpy(), positives)
+    ranks = retrieval_ranks(text, image, positives)
     thirds = clusters_module.head_mid_tail(pieces, clusters)["by_cluster_size"]
     for name, noun, size in (("head", 0, 4), ("mid", 2, 2), ("tail", 1, 1)):
         third = thirds[name]
         assert third["MnR"] == pytest.approx(ranks[nouns == noun].mean())
-        assert third["from"] == size
-        assert third["to"] == size
+        assert third["queries"] == np.sum(nouns == noun)
+        assert third["from"] == third["to"] == size
 
 
 def test_sentences_are_mean_pooled(tiny, tokenizer):
@@ -155,14 +138,11 @@ def test_sentences_are_mean_pooled(tiny, tokenizer):
     assert_close(SentenceEncoder(folder, CPU)(texts), common.normalize(means.detach()))
 
 
-@pytest.mark.parametrize("is_unfolded", [False, True])
-def test_clusters_of_pictures(tiny, tmp_path, is_unfolded):
+def test_clusters_of_pictures_count_each_once(tiny, tmp_path):
     train = data_of(CAPTIONS)
-    folder, _ = tiny("clip")
     train.pixels[1::2] = 255
-    if is_unfolded:
-        train = train.unfold()
-    clusters = clusters_of(tmp_path, train, "vision", folder, num_clusters=2)
+    folder, _ = tiny("clip")
+    clusters = clusters_of(tmp_path, train.unfold(), "vision", folder, num_clusters=2)
     assert clusters.sizes.tolist() == [4, 4]
     labels, _ = clusters.look_up(KEYS, [""] * 8)
     assert labels.tolist() in ([0, 1] * 4, [1, 0] * 4)
