@@ -5,40 +5,33 @@ import sys
 
 from contrastive import engine
 
+import pytest
+
 from helpers import write_files
 
+RESULTS = "ours/benchmarks/results/runs.parquet"
+LOG = "ours/contrastive/engine/log.py"
 
-def commit_all(folder):
-    """Makes the folder a git repository with one commit."""
+
+@pytest.mark.parametrize("changed, script, is_dirty", [
+    (RESULTS, "ours/temo.py", False),
+    ("ours/mine.py", "ours/temo.py", False),
+    ("ours/mine.py", "ours/mine.py", True),
+    ("ours/temo.py", "ours/temo.py", True),
+    ("mine.py", "mine.py", True),
+    ("mine.py", "pytest", False),
+])
+def test_a_commit_is_clean_if_it_has_all_the_code_that_ran(
+        changed, script, is_dirty, tmp_path, monkeypatch):
+    """Tables are rewritten while runs are made. Git knows no fork, inside or beside ours."""
+    write_files(tmp_path, dict.fromkeys((RESULTS, LOG, "ours/temo.py"), "before"))
     for words in (
         ["init", "-q"],
         ["add", "-A"],
         ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"],
     ):
-        subprocess.run(["git", *words], cwd=folder, check=True)
-
-
-def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
-    """Tables are rewritten while runs are made: their records must still name a clean commit."""
-    files = ("benchmarks/results/runs.parquet", "temo.py", "contrastive/engine/log.py")
-    commit_all(write_files(tmp_path, dict.fromkeys(files, "before")))
-    monkeypatch.setattr(engine.log, "__file__", str(tmp_path / files[2]))
-    for changed, script, dirty in (
-        ("benchmarks/results/runs.parquet", "temo.py", False),
-        ("mine.py", "temo.py", False),
-        ("mine.py", "mine.py", True),
-        ("temo.py", "temo.py", True),
-    ):
-        (tmp_path / changed).write_text("after")  # git does not know the fork mine.py
-        monkeypatch.setattr(sys, "argv", [str(tmp_path / script)])
-        assert engine.log.commit().endswith("+changes") == dirty
-
-
-def test_a_fork_outside_the_checkout_has_no_clean_commit(tmp_path, monkeypatch):
-    write_files(tmp_path, {"ours/contrastive/engine/log.py": "", "mine.py": ""})
-    commit_all(tmp_path / "ours")
-    file = tmp_path / "ours" / "contrastive" / "engine" / "log.py"
-    monkeypatch.setattr(engine.log, "__file__", str(file))
-    for program, dirty in (("mine.py", True), ("pytest", False)):
-        monkeypatch.setattr(sys, "argv", [str(tmp_path / program)])
-        assert engine.log.commit().endswith("+changes") == dirty
+        subprocess.run(["git", *words], cwd=tmp_path / "ours", check=True)
+    (tmp_path / changed).write_text("after")
+    monkeypatch.setattr(engine.log, "__file__", str(tmp_path / LOG))
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / script)])
+    assert engine.log.commit().endswith("+changes") == is_dirty
