@@ -1,12 +1,11 @@
 """eval.py: the numbers of training, every task, several sets, one and two processes, views."""
 
 import functools
-import json
 import shutil
 
 import common
 from contrastive import evaluation
-from contrastive.core.files import flatten, read_json
+from contrastive.core.files import flatten, read_json, write_json
 from contrastive.core.processes import UserError
 from contrastive.data.images import CIFAR_STATS, TEMO_17
 from contrastive.encoders.base import STATS
@@ -335,10 +334,9 @@ def test_a_folder_that_does_not_exist_is_refused_with_the_nearest(tmp_path, eval
 
 @pytest.mark.parametrize("args, message", [
     ({"dataset": "emoji", "script": "x"}, "has not ended; python x.py --resume .* continues it"),
-    (None, "--datasets is needed: .* is no folder of a run"),
+    ({}, "--datasets is needed: .* is no folder of a run"),
 ])
 def test_a_folder_without_a_finished_run_is_refused(args, message, tmp_path, evaluate):
-    if args:
-        (tmp_path / "args.json").write_text(json.dumps(args))
+    write_json(tmp_path / "args.json", args)
     with pytest.raises(UserError, match=message):
         evaluate(tmp_path)

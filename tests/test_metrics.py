@@ -7,7 +7,8 @@ import math
 from types import SimpleNamespace
 
 import common
-from contrastive.core.metrics import accuracy_by_class_size, retrieval_chance, retrieval_ranks
+from contrastive.core.metrics import (
+    accuracy_by_class_size, recalls, retrieval_chance, retrieval_ranks)
 from contrastive.encoders.texts import Tokenizer, train_wordpiece
 from contrastive.evaluation import by_class, retrieval
 from contrastive.evaluation.pieces import EvaluationPieces
@@ -122,21 +123,14 @@ def test_both_directions_with_biases_and_groups(grouped):
     assert metrics["R@1-Mean"] == pytest.approx(means["R@1"])
 
 
-def test_chance_is_what_random_embeddings_get():
-    """Of queries with one and with three positives."""
-    positives = torch.arange(60)[:, None] + torch.arange(3)
-    positives %= 60
-    positives[1::2, 1:] = -1
-    chance = retrieval_chance(positives, 60)
-    torch.manual_seed(0)
-    runs = []
-    for _ in range(300):
-        query, gallery = torch.randn(2, 60, 16)
-        runs.append(common.retrieval_metrics(query, gallery, positives))
-    means = pandas.DataFrame(runs).mean()
-    tolerances = {"R@1": 0.6, "R@5": 1.2, "R@50": 1.0, "MnR": 0.7, "MdR": 1.5}
-    for name, tolerance in tolerances.items():
-        assert means[name] == pytest.approx(chance[name], abs=tolerance), name
+def test_chance_is_the_mean_over_all_orders():
+    """Of a query with one and of one with two positives among seven items."""
+    ranks = []
+    for places in itertools.permutations(range(1, 8)):
+        ranks.append(places[0])
+        ranks.append(min(places[:2]))
+    positives = torch.tensor([[0, -1], [0, 1]])
+    assert retrieval_chance(positives, 7) == pytest.approx(recalls(np.array(ranks)))
 
 
 def encoded_captions(data, image, monkeypatch, encode):
@@ -215,28 +209,19 @@ def test_health_by_hand():
     assert common.embedding_health(image, text) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("limit, size", [(1024, 5), (3, 3)])
-def test_no_image_of_a_group_is_a_negative_of_another(monkeypatch, limit, size):
-    """The first caption of one image of each class counts; of many classes not the first ones."""
-    monkeypatch.setattr(retrieval, "MAX_HEALTH", limit)
+def test_no_image_of_a_group_is_a_negative_of_another():
+    """One image of each class whose name is the caption, with its first caption."""
     torch.manual_seed(3)
     image, text = torch.randn(2, 20, 5)
     rows = np.arange(20)
-    owner = rows.repeat(2)
     data = SimpleNamespace(has_captions=False, labels=rows // 4)
     captions = torch.stack([text, -text], 1).flatten(0, 1)
-    pieces = EvaluationPieces(data, rows, image, captions, owner=owner)
+    pieces = EvaluationPieces(data, rows, image, captions, owner=rows.repeat(2))
     metrics, chance = retrieval.gap_and_health(pieces)
-    matches = []
-    for first_rows in itertools.combinations(range(0, 20, 4), size):
-        chosen = list(first_rows)
-        health = common.embedding_health(image[chosen], text[chosen])
-        if metrics["embeddings"].items() <= health.items():
-            matches.append(first_rows)
-    assert len(matches) == 1
-    assert matches != [(0, 4, 8)]
+    expected = common.embedding_health(image[::4], text[::4])
+    assert metrics["embeddings"].items() <= expected.items()
     assert chance["modality_gap"] == (1 / 20 + 1 / 40) ** 0.5
-    assert chance["embeddings"] == {"info_nce": math.log(size)}
+    assert chance["embeddings"] == {"info_nce": math.log(5)}
 
 
 # ------------------------------------------- classes -----------------------------------------
@@ -278,25 +263,22 @@ def test_chance_is_what_noise_gets(name, top1, mean):
     assert metrics["few-shot"]["shots"] == 200
 
 
-@pytest.mark.parametrize("seed, few", [(42, None), (1, 5)])
-def test_linear_probe_is_linear_svc(seed, few):
+def test_linear_probe_is_linear_svc_on_five_images_of_each_class():
     draws = np.random.default_rng(0)
     train = unit(120, 10, seed=2)
     test = unit(600, 10, seed=3)
     labels = draws.permutation(np.arange(120) // 30)
     test_labels = draws.integers(0, 4, 600)
-    rows = np.arange(120)
-    if few:
-        order = np.random.RandomState(seed).permutation(120)
-        rows = []
-        for c in range(4):
-            of_class = order[labels[order] == c]
-            rows.extend(of_class[:few])
+    order = np.random.RandomState(1).permutation(120)
+    rows = []
+    for c in range(4):
+        of_class = order[labels[order] == c]
+        rows.extend(of_class[:5])
     classifier = LinearSVC(random_state=42).fit(train[rows], labels[rows])
     hits = classifier.predict(test) == test_labels
     accuracy = common.linear_probe(
         3 * train, torch.from_numpy(labels), 2 * test, torch.from_numpy(test_labels),
-        few_shot=few, seed=seed)
+        few_shot=5, seed=1)
     assert accuracy["top1"] == pytest.approx(100 * hits.mean())
 
 
