@@ -165,25 +165,17 @@ def test_ssb_itself_has_no_temperature_and_no_biases(flags, tmp_path):
         assert row["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-RECIPE = {
-    "text_encoder": "google-t5/t5-base",
-    "embed_dim": 1024,
-    "optimizer": "adam",
-    "lr": 5e-5,
-    "batch_size": 64,
-    "grad_clip": 0.2,
-    "tau": 0.07,
-    "captioning_weight": 10,
-    "queue_size": 16_384,
-}
+RECIPE = dict(
+    text_encoder="google-t5/t5-base", embed_dim=1024, optimizer="adam", lr=5e-5, batch_size=64,
+    grad_clip=0.2, tau=0.07, captioning_weight=10, queue_size=16_384)
 
 
 @pytest.mark.parametrize("flags, expected", [
-    ("msrvtt", {"loss": "ncl", "loss_scale": 15, "epochs": 20, "frames": 32, "dropout": 0.1}),
-    ("msvd --loss infonce", {"loss_scale": 15, "frames": 64, "text_length": 100}),
-    ("activitynet --baseline", {
-        "loss": "max-margin", "loss_scale": 64, "normalize": "none", "epochs": 28, "frames": 512,
-        "text_length": 256, "dropout": 0, "text_dropout": False}),
+    ("msrvtt", dict(loss="ncl", loss_scale=15, epochs=20, frames=32, dropout=0.1)),
+    ("msvd --loss infonce", dict(loss_scale=15, frames=64, text_length=100)),
+    ("activitynet --baseline", dict(
+        loss="max-margin", loss_scale=64, normalize="none", epochs=28, frames=512,
+        text_length=256, dropout=0, text_dropout=False)),
 ])
 def test_recipe_of_ssb(flags, expected):
     """App. C, and what is recalled of SSB; the captioning loss stays beside NCL's."""
