@@ -1,12 +1,12 @@
 """Open Clip Art, on a small replica of the two packages: captions, what is left out, the split."""
 
 import shutil
+from collections import Counter
 
 from contrastive.data import open_named, openclipart
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from helpers import complains, encode, open_splits, write_files
 
@@ -19,7 +19,6 @@ SVG = """<?xml version="1.0"?>
 """
 EMBEDDED = '<image id="a" xlink:href="data:image/png;base64,AAAA"/>'
 LINKED = '<image width="3"\n xlink:href="/home/andy/ant.png"/>'
-KEYWORDS = ["unsorted", "hash(0x8a0b6a8)", "http://a.org", "insect"]
 
 
 def noise(seed, height=40, width=60):
@@ -27,57 +26,67 @@ def noise(seed, height=40, width=60):
     return np.random.default_rng(seed).integers(0, 200, (height, width, 3), dtype=np.uint8)
 
 
-def write_drawing(root, key, title, content, *, keywords=(), body=EMBEDDED):
-    """The two files of a drawing; content: pixels or bytes of its picture."""
-    if not isinstance(content, bytes):
-        content = encode(content)
-    items = "".join(f"<rdf:li>{keyword}</rdf:li>" for keyword in keywords)
+# {key: (title, keywords, picture)}; three look alike
+DRAWINGS = {
+    "animals/birds/owl": ("Owl_01", "Bird|bird|night_bird", noise(0)),
+    "animals/ant": ("Ant", "unsorted|hash(0x8a0b6a8)|http://a.org|insect", noise(1, 300, 200)),
+    "flags/united_0_x": ("Flags of the world", "", noise(2)),
+    "food/pear_0": ("Pear a", "", noise(10)),
+    "food/pear_1": ("Pear b", "", noise(10) + 1),
+    "food/pear_2": ("Pear c", "", noise(10) + 2),
+    "tools/saw_0": ("Saw a", "", noise(20)),
+    "tools/saw_1": ("Saw b", "", noise(21)),
+    "tools/saw_2": ("Saw c", "", noise(22)),
+    # left out
+    "flags/united_1_x": ("Flags of the world", "", noise(3)),
+    "flags/united_2_x": ("Flags of the world", "", noise(4)),
+    "flags/united_3_x": ("Flags of the world", "", noise(5)),
+    "shapes/stars/star_5": ("Star", "", noise(30)),
+    "animals/zz_caption": ("owl", "night bird|bird", noise(32)),
+    "animals/zz_picture": ("Another owl", "", noise(0)),
+    "animals/blank": ("Blank", "", np.full((30, 30, 3), 255, np.uint8)),
+    "animals/large": ("Large", "", noise(33, 301, 300)),
+}
+
+
+def write_drawing(folder, key, title, keywords, picture, *, body=EMBEDDED):
+    """The two files of a drawing."""
+    items = "".join(f"<rdf:li>{keyword}</rdf:li>" for keyword in keywords.split("|"))
     svg = SVG.format(title=title, keywords=items, body=body)
-    folder = root / "usr" / "share" / "openclipart"
-    write_files(folder, {f"svg/{key}.svg": svg, f"png/{key}.png": content})
+    write_files(folder, {f"svg/{key}.svg": svg, f"png/{key}.png": picture})
 
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """A folder with eleven good drawings, of which three look alike, and a bad one of each kind."""
+    """A folder with good drawings, and a bad one of each kind."""
     monkeypatch.setattr(openclipart, "HELD_OUT", {"test": 3, "val": 3})
     monkeypatch.setattr(openclipart, "MAX_PIXELS", 90_000)
-    owl = ["Bird", "bird", "night_bird"]
-    write_drawing(tmp_path, "animals/birds/owl", "Owl_01", noise(0), keywords=owl)
-    write_drawing(tmp_path, "animals/ant", "Ant", noise(1, 300, 200), keywords=KEYWORDS)
-    for k in range(4):
-        write_drawing(tmp_path, f"flags/united_{k}_x", "Flags of the world", noise(2 + k))
-    for k in range(3):
-        write_drawing(tmp_path, f"food/pear_{k}", f"Pear {'abc'[k]}", noise(10) + k)
-        write_drawing(tmp_path, f"tools/saw_{k}", f"Saw {'abc'[k]}", noise(20 + k))
-
-    write_drawing(tmp_path, "shapes/stars/star_5", "Star", noise(30))
-    write_drawing(tmp_path, "animals/linked", "Linked", noise(31), body=LINKED)
-    write_drawing(tmp_path, "animals/zz_caption", "owl", noise(32), keywords=["night bird", "bird"])
-    write_drawing(tmp_path, "animals/zz_picture", "Another owl", noise(0))
-    write_drawing(tmp_path, "animals/blank", "Blank", np.full((30, 30, 3), 255, np.uint8))
-    write_drawing(tmp_path, "animals/large", "Large", noise(33, 301, 300))
-    write_drawing(tmp_path, "animals/cut", "Cut", encode(noise(34))[:300])
-    write_drawing(tmp_path, "animals/no_picture", "No picture", noise(35))
-    (tmp_path / "usr/share/openclipart/png/animals/no_picture.png").unlink()
+    folder = tmp_path / "usr" / "share" / "openclipart"
+    for key, (title, keywords, pixels) in DRAWINGS.items():
+        write_drawing(folder, key, title, keywords, encode(pixels))
+    picture = encode(noise(31))
+    write_drawing(folder, "animals/linked", "Linked", "", picture, body=LINKED)
+    write_drawing(folder, "animals/cut", "Cut", "", picture[:300])
+    write_files(folder, {"svg/animals/no_picture.svg": SVG})
     return tmp_path
 
 
-def rows_of(folder):
+def drawings_of(folder):
     """{key: (split, caption, sub-category, category, pixels)} of all splits."""
-    rows = {}
+    drawings = {}
     for split, data in open_splits("openclipart", data_dir=str(folder)).items():
-        for i in range(len(data)):
-            label = data.names("label")[data.labels[i]]
-            category = data.names("category")[data.column("category")[i]]
+        for i, key in enumerate(data.keys()):
             (caption,) = data.captions(i)
-            rows[data.key(i)] = split, caption, label, category, data.pixels[i]
-    return rows
+            label = data.label_names[data.labels[i]]
+            category = data.names("category")[data.column("category")[i]]
+            drawings[key] = split, caption, label, category, data.pixels[i]
+    return drawings
 
 
 def test_captions_and_what_is_left_out(packages, capsys):
-    rows = rows_of(packages)
-    assert {key: caption for key, (_, caption, *_) in rows.items()} == {
+    drawings = drawings_of(packages)
+    captions = {key: caption for key, (_, caption, *_) in drawings.items()}
+    assert captions == {
         "animals/birds/owl": "Owl, bird, night bird",
         "animals/ant": "Ant, insect",
         "flags/united_0_x": "united x",
@@ -88,48 +97,33 @@ def test_captions_and_what_is_left_out(packages, capsys):
         "tools/saw_1": "Saw b",
         "tools/saw_2": "Saw c",
     }
-    assert rows["animals/birds/owl"][2:4] == ("animals/birds", "animals")
+    assert drawings["animals/birds/owl"][2:4] == ("animals/birds", "animals")
     assert "4 pictures are left out" in capsys.readouterr().out
 
 
 def test_pictures_are_scaled_onto_a_white_square(packages):
-    rows = rows_of(packages)
-    *_, owl = rows["animals/birds/owl"]
-    assert owl.shape == (3, 128, 128)
-    assert np.array_equal(owl[:, 44:84, 34:94].permute(1, 2, 0), noise(0))
-    assert (owl[:, :44] == 255).all()
-    assert (owl[..., 94:] == 255).all()
-    *_, ant = rows["animals/ant"]
+    drawings = drawings_of(packages)
+    *_, owl = drawings["animals/birds/owl"]
+    square = np.full((128, 128, 3), 255)
+    square[44:84, 34:94] = noise(0)
+    assert np.array_equal(owl.permute(1, 2, 0), square)
+    *_, ant = drawings["animals/ant"]
     is_inked = (ant < 255).any(0)
     assert is_inked.any(1).all()
     assert is_inked.any(0).sum() == round(128 * 200 / 300)
 
 
-def test_transparency_becomes_white(packages):
-    pixels = np.dstack([noise(40), np.zeros((40, 60), np.uint8)])
-    pixels[:20, :, 3] = 255
-    write_drawing(packages, "tools/drill", "Drill", Image.fromarray(pixels, "RGBA"))
-    *_, drill = rows_of(packages)["tools/drill"]
-    assert (drill[:, 64:] == 255).all()
-    assert (drill[:, 44:64, 34:94] < 255).all()
-
-
 def test_drawings_that_look_alike_are_in_one_split(packages):
-    rows = rows_of(packages)
-    splits = [split for split, *_ in rows.values()]
-    assert splits.count("test") == splits.count("val") == 3
-    assert rows["food/pear_0"][0] == rows["food/pear_1"][0] == rows["food/pear_2"][0]
+    splits = {key: split for key, (split, *_) in drawings_of(packages).items()}
+    assert Counter(splits.values()) == {"train": 3, "val": 3, "test": 3}
+    assert splits["food/pear_0"] == splits["food/pear_1"] == splits["food/pear_2"]
 
 
 def test_packages_are_read_once(packages):
-    before = rows_of(packages)
+    drawings = drawings_of(packages)
     shutil.rmtree(packages / "usr")
     open_named.cache_clear()
-    after = rows_of(packages)
-    assert before.keys() == after.keys()
-    for key, (*words, pixels) in before.items():
-        assert after[key][:4] == tuple(words)
-        assert (after[key][4] == pixels).all()
+    assert drawings_of(packages).keys() == drawings.keys()
 
 
 def test_folder_without_the_packages_is_refused(tmp_path):
