@@ -94,47 +94,53 @@ WHOLE_A = [0, 26, 53, 79]
 WHOLE_B = [100, 106, 113, 119]
 WHOLE_C = [200, 202, 205, 207]
 HALF_A = [0, 20, 39, 59]  # of its first 30 seconds
+SECONDS_1_TO_3 = [102, 103, 104, 105]  # of b
 A_SAYS = ["a says 0", "a says 1"]
 A_MAN = ["a man 0", "a man 1"]
 LOST = "1 videos (1 rows) are not in"
-# set, split: (rows of (key, captions, four frames), classes of the rows, words of the note); what
+# {set and split: [words of the note, and of each row (key, captions, four frames[, class])]}; what
 # stands after "of" in the name of a set is which of its layouts
 EXPECTED = {
-    ("msrvtt", "train"): (
-        [("a", A_SAYS, WHOLE_A), ("b", ["b says 0"], WHOLE_B)], ["sports", None],
-        f"{LOST}; 1 without a class; WARNING: 2 examples, 9,000 expected"),
-    ("msrvtt", "test"): ([("c", ["one, with a comma"], WHOLE_C)], [None], LOST),
-    ("msrvtt of the hub", "train"): ([("a.mp4", A_SAYS, WHOLE_A)], ["beauty"], LOST),
-    ("msrvtt of the hub", "test"): ([("c.mp4", ["one string"], WHOLE_C)], ["beauty"], ""),
-    ("msvd", "train"): ([("a", A_MAN, WHOLE_A)], None, LOST),
-    ("msvd", "val"): ([("b", A_MAN, WHOLE_B)], None, "100 expected"),
-    ("msvd", "test"): ([("c", A_MAN, WHOLE_C)], None, "670 expected"),
+    ("msrvtt", "train"): [
+        f"{LOST}; 1 without a class; WARNING: 2 examples, 9,000 expected",
+        ("a", A_SAYS, WHOLE_A, "sports"),
+        ("b", ["b says 0"], WHOLE_B, None)],
+    ("msrvtt", "test"): [LOST, ("c", ["one, with a comma"], WHOLE_C, None)],
+    ("msrvtt of the hub", "train"): [LOST, ("a.mp4", A_SAYS, WHOLE_A, "beauty")],
+    ("msrvtt of the hub", "test"): ["", ("c.mp4", ["one string"], WHOLE_C, "beauty")],
+    ("msvd", "train"): [LOST, ("a", A_MAN, WHOLE_A)],
+    ("msvd", "val"): ["100 expected", ("b", A_MAN, WHOLE_B)],
+    ("msvd", "test"): ["670 expected", ("c", A_MAN, WHOLE_C)],
     # twice is two queries: the papers count 27,763
-    ("msvd of the hub", "test"): ([("a.avi", ["a man", "a man", "music"], WHOLE_A)], None, ""),
-    ("activitynet", "train"): (
-        [("v_a", ["It begins. It ends."], WHOLE_A)], None, f"{LOST}; 1 without a caption"),
-    ("activitynet", "test"): ([("v_c", ["It is. It was."], WHOLE_C)], None, "4,917 expected"),
-    ("didemo", "train"): (
-        [("a.mov 0-30 s", ["first a. then a."], HALF_A), ("b.m4v 0-30 s", ["first b."], WHOLE_B)],
-        None, LOST),
-    ("didemo", "val"): ([("b.m4v 0-30 s", ["b in val."], WHOLE_B)], None, "1,065 expected"),
-    ("didemo of the hub", "train"): (
-        [("a.mov 0-30 s", ["first a. then a."], HALF_A)], None, "8,395 expected"),
-    ("youcook2", "train"): (
-        [("a 2-4 s", ["step 0"], [4, 5, 6, 7]), ("a 6-8.5 s", ["step 1"], [12, 13, 15, 16])],
-        None, LOST),
-    ("youcook2", "test"): ([("b 1-3 s", ["step 2"], [102, 103, 104, 105])], None, "3,492 expected"),
-    ("youcook2 of the hub", "test"): (
-        [("deep/er/b.webm 1-3 s", ["step 0"], [102, 103, 104, 105])], None, ""),
-    ("howto100m", "train"): (
-        [("a 0", ["a zero"], [0, 0, 1, 1]), ("a 1", ["a one"], [2, 2, 3, 3])], None, LOST),
-    ("ssv2-lt", "train"): (
-        [("b", ["holding b"], WHOLE_B), ("a", ["moving a up"], WHOLE_A)],
-        ["Holding a", "Moving a up"], f"{LOST}; 50,418 expected"),
-    ("ssv2-lt", "test"): ([("c", ["holding c"], WHOLE_C)], ["Holding a"], "2,610 expected"),
-    ("ssv2-lt", "val"): (
-        [("a", ["moving a up"], WHOLE_A), ("c", ["holding c"], WHOLE_C)],
-        ["Moving a up", "Holding a"], "6,960 expected")}
+    ("msvd of the hub", "test"): ["", ("a.avi", ["a man", "a man", "music"], WHOLE_A)],
+    ("activitynet", "train"): [
+        f"{LOST}; 1 without a caption", ("v_a", ["It begins. It ends."], WHOLE_A)],
+    ("activitynet", "test"): ["4,917 expected", ("v_c", ["It is. It was."], WHOLE_C)],
+    ("didemo", "train"): [
+        LOST,
+        ("a.mov 0-30 s", ["first a. then a."], HALF_A),
+        ("b.m4v 0-30 s", ["first b."], WHOLE_B)],
+    ("didemo", "val"): ["1,065 expected", ("b.m4v 0-30 s", ["b in val."], WHOLE_B)],
+    ("didemo of the hub", "train"): [
+        "8,395 expected", ("a.mov 0-30 s", ["first a. then a."], HALF_A)],
+    ("youcook2", "train"): [
+        LOST,
+        ("a 2-4 s", ["step 0"], [4, 5, 6, 7]),
+        ("a 6-8.5 s", ["step 1"], [12, 13, 15, 16])],
+    ("youcook2", "test"): ["3,492 expected", ("b 1-3 s", ["step 2"], SECONDS_1_TO_3)],
+    ("youcook2 of the hub", "test"): [
+        "", ("deep/er/b.webm 1-3 s", ["step 0"], SECONDS_1_TO_3)],
+    ("howto100m", "train"): [
+        LOST, ("a 0", ["a zero"], [0, 0, 1, 1]), ("a 1", ["a one"], [2, 2, 3, 3])],
+    ("ssv2-lt", "train"): [
+        f"{LOST}; 50,418 expected",
+        ("b", ["holding b"], WHOLE_B, "Holding a"),
+        ("a", ["moving a up"], WHOLE_A, "Moving a up")],
+    ("ssv2-lt", "test"): ["2,610 expected", ("c", ["holding c"], WHOLE_C, "Holding a")],
+    ("ssv2-lt", "val"): [
+        "6,960 expected",
+        ("a", ["moving a up"], WHOLE_A, "Moving a up"),
+        ("c", ["holding c"], WHOLE_C, "Holding a")]}
 
 
 @pytest.fixture(scope="module")
@@ -156,32 +162,27 @@ def load(root, layout, split, **options):
 
 @pytest.mark.parametrize("layout, split", EXPECTED)
 def test_rows_of_a_set(layout, split, replica):
-    rows, classes, words = EXPECTED[layout, split]
+    words, *rows = EXPECTED[layout, split]
     data = load(replica, layout, split)
     assert data.split == split
     assert len(data) == len(rows)
-    for k, row in enumerate(rows):
-        assert (data.key(k), data.captions(k), numbers(data.read(k))) == row
-        if classes is not None and classes[k] is not None:
-            assert data.label_names[data.labels[k]] == classes[k]
-        elif classes is not None:
-            assert data.labels[k] == -1
+    for k, (key, captions, frames, *label) in enumerate(rows):
+        assert data.key(k) == key
+        assert data.captions(k) == captions
+        assert numbers(data.read(k)) == frames
+        if label:
+            assert [*data.label_names, None][data.labels[k]] == label[0]
     for part in words.split("; "):
         assert part in data.note
     assert data.grouped == layout.startswith("msvd")
 
 
 @pytest.mark.parametrize("layout, split, shown", [
-    ("youcook2", "test", [102, 103, 104, 105]), ("didemo", "val", WHOLE_B)])
+    ("youcook2", "test", SECONDS_1_TO_3), ("didemo", "val", WHOLE_B)])
 def test_random_frames_of_an_evaluation_lie_where_the_papers_have_them(
         layout, split, shown, replica):
     data = load(replica, layout, split, frame_sampling="random")
     assert numbers(data.read(0)) == shown
-
-
-def test_random_frames_of_youcook2_lie_in_the_middles_as_vast_has_them(replica):
-    data = load(replica, "youcook2", "train", frame_sampling="random", frames=2)
-    assert numbers(data.read(0)) == [5, 7]  # of the frames 4 to 7
 
 
 @pytest.mark.parametrize("flag", ["data_dir", "video_dir"])
@@ -195,7 +196,6 @@ def test_annotations_and_videos_may_lie_in_one_folder(flag, replica):
     ("msrvtt", "train", "msrvtt", "none of 3 videos is below "),
     ("msrvtt", "val", "msrvtt", "msrvtt has no val split; it has: train, test"),
     ("didemo", "val", "msrvtt", "no annotation file of its val split"),
-    ("howto100m", "train", "msrvtt", "none of caption.json is there"),
     ("msvd", "train", "msrvtt", "none of train_list.txt, *train*.json* is there")])
 def test_set_without_its_files_is_refused(name, split, layout, words, tmp_path):
     options = {}
@@ -206,17 +206,12 @@ def test_set_without_its_files_is_refused(name, split, layout, words, tmp_path):
 
 
 def test_several_files_of_one_name_are_refused(tmp_path):
-    write_clips(tmp_path, {0: "a.avi"})
-    files = {"train_list.txt": "a\n", "raw-captions.pkl": {"a": WORDS}}
-    write_files(tmp_path, files | {"old/train_list.txt": "b\n"})
+    write_files(tmp_path, {"train_list.txt": "a\n", "old/train_list.txt": "b\n"})
     words = ["train_list.txt may be ", f"{tmp_path}/old/train_list.txt or ", "remove one of them"]
     complains("msvd", "train", *words, data_dir=str(tmp_path))
-    (tmp_path / "old" / "train_list.txt").unlink()
-    write_clips(tmp_path / "other", {1: "a.mp4"})
-    complains("msvd", "train", "a may be ", "other/a.mp4: remove one", data_dir=str(tmp_path))
 
 
-@pytest.mark.parametrize("content", [b'{"database": {"a"', b"[1, 2]", b'{"a": 1}', b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b'{"database": {"a"', b"[1, 2]", b"\xff\xfe"])
 @pytest.mark.parametrize("name, split, file", [
     ("msrvtt", "train", "MSRVTT_data.json"),
     ("msrvtt", "test", "msrvtt_test_1k.json"),
@@ -236,11 +231,12 @@ class Attack:
 
 
 @pytest.mark.parametrize("content, words", [
-    *[(pickle.dumps({"a": Attack()}, protocol), "asks for posix.system") for protocol in (0, 2, 4)],
-    (b"cbuiltins\neval\n(S'1'\ntR.", "asks for builtins.eval"), (b"", ""), (TEXT, "")])
+    (pickle.dumps({"a": Attack()}, 0), "asks for posix.system"),
+    (pickle.dumps({"a": Attack()}, 4), "asks for posix.system"),
+    (b"cbuiltins\neval\n(S'1'\ntR.", "asks for builtins.eval"),
+    (TEXT, "")])
 def test_pickle_that_is_no_data_is_refused(content, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_clips(tmp_path, {0: "a.avi"})
     write_files(tmp_path, {"train_list.txt": "a\n", "raw-captions.pkl": content})
     complains("msvd", "train", "raw-captions.pkl", words, data_dir=str(tmp_path))
     assert not (tmp_path / "marker").exists()
@@ -248,10 +244,7 @@ def test_pickle_that_is_no_data_is_refused(content, words, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_pickle_of_plain_values_and_arrays_is_read(protocol, tmp_path):
-    values = [1, 2.5, "x", None, True, (1, 2), {3}, frozenset([4]), b"bytes"]
-    arrays = [np.arange(6.0).reshape(2, 3), np.float32(2), np.array(["a", "bc"])]
-    (tmp_path / "a.pkl").write_bytes(pickle.dumps((values, arrays), protocol))
-    read_values, read_arrays = Files(tmp_path).pickle("a.pkl")
-    assert read_values == values
-    for read, array in zip(read_arrays, arrays, strict=True):
-        assert np.array_equal(read, array)
+    content = [1, 2.5, "x", None, True, (1, 2), {3}, frozenset([4]), b"bytes"]
+    content += [np.arange(6.0).reshape(2, 3), np.float32(2), np.array(["a", "bc"])]
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(content, protocol))
+    assert repr(Files(tmp_path).pickle("a.pkl")) == repr(content)
