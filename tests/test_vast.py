@@ -22,10 +22,11 @@ import transformers
 import mmts
 from helpers import (
     CPU, SPEC, assert_close, evaluated, few_steps, frame, open_splits, refused, run_script,
-    tensors_in, unit, write_files, write_rows, write_video)
+    tensors_in, unit, write_rows, write_video)
 from variants import mmts_vast
 
 D = 24  # width of the embeddings
+DRAWS = torch.tensor([[0.1, 0.9], [0.5, 0.4], [0.8, 0.2]], dtype=torch.float64)
 TEXTS = ["red apple", "blue bird on a tree", "green pear"]
 
 
@@ -130,23 +131,25 @@ def test_sound_is_the_first_channel_of_the_window_at_16_khz(name, codec, frames,
 # --------------------------------------------- data ------------------------------------------
 def test_youcook2_in_vast_s_layout(tmp_path):
     """[{video_id, desc, subtitle}], audios/ID.wav or .mp3, else the clip's own sound, else none."""
+    header = ["video_id", "desc", "subtitle"]
     rows = [
-        {"video_id": "yt1_0_4", "desc": "chop the onion", "subtitle": "so now chop it"},
-        {"video_id": "yt1_4_8", "desc": "fry it", "subtitle": ""},
-        {"video_id": "yt2_1_3", "desc": "add salt", "subtitle": "salt goes in"},
-        {"video_id": "yt3_2_9", "desc": "stir", "subtitle": "keep going"},
+        ("yt1_0_4", "chop the onion", "so now chop it"),
+        ("yt1_4_8", "fry it", ""),
+        ("yt2_1_3", "add salt", "salt goes in"),
+        ("yt3_2_9", "stir", "keep going"),
     ]
-    for row in rows:
-        write_video(tmp_path / "videos" / f"{row['video_id']}.mp4", range(8))
+    write_rows(tmp_path / "descs_cap_train.json", header, rows)
+    write_rows(tmp_path / "descs_cap_test.json", header, rows[:3])
+    for name, _, _ in rows:
+        write_video(tmp_path / "videos" / f"{name}.mp4", range(8))
     write_sound(tmp_path / "audios" / "yt1_0_4.wav", tone(440, 3))
     write_sound(tmp_path / "audios" / "yt1_4_8.mp3", tone(880, 3), codec="libmp3lame")
     write_sound(tmp_path / "videos" / "yt2_1_3.mp4", tone(1760, 3), codec="aac", frames=8)
-    write_files(tmp_path, {"descs_cap_train.json": rows, "descs_cap_test.json": rows[:3]})
     options = {"data_dir": str(tmp_path), "modalities": "vas", "frames": 4, "eval_frames": 6}
     data = common.load_data("youcook2", "train", **options)
-    for k, row in enumerate(rows):
-        assert data.captions(k)[0] == row["desc"]
-        assert data.sound_and_text(k)["subtitle"] == row["subtitle"]
+    for k, (_, caption, subtitle) in enumerate(rows):
+        assert data.captions(k)[0] == caption
+        assert data.sound_and_text(k)["subtitle"] == subtitle
     for k, pitch in enumerate((440, 880, 1760)):
         samples = data.samples(k)
         assert pitch_of(samples[4000:40000]) == pytest.approx(pitch, abs=2)
@@ -228,19 +231,18 @@ def positions_by_hand(conv, x):
 
 
 def attention_by_hand(attention, x, bias):
-    """Two heads, whose bias by distance (256, 256, 2) has a gate of the query."""
-    q = attention.q_proj(x)
-    k = attention.k_proj(x)
-    v = attention.v_proj(x)
+    """Two heads, whose bias by distance (2, 256, 256) has a gate of the query."""
+    queries = attention.q_proj(x).split(4, 1)
+    keys = attention.k_proj(x).split(4, 1)
+    values = attention.v_proj(x).split(4, 1)
+    scales = attention.grep_a.flatten()
     heads = []
-    for h, part in enumerate((slice(0, 4), slice(4, 8))):
-        gates = attention.grep_linear(q[:, part])  # (256, 8)
-        g1 = gates[:, :4].sum(1).sigmoid()
-        g2 = gates[:, 4:].sum(1).sigmoid()
-        gate = g1 * (g2 * attention.grep_a[0, h, 0, 0] - 1) + 2
-        logits = q[:, part] @ k[:, part].T / 2
-        logits += gate[:, None] * bias[..., h]
-        heads.append(logits.softmax(1) @ v[:, part])
+    for q, k, v, scale, b in zip(queries, keys, values, scales, bias):
+        gates = attention.grep_linear(q).view(256, 2, 4)
+        g1, g2 = gates.sum(2).sigmoid().T
+        gate = g1 * (g2 * scale - 1) + 2
+        logits = q @ k.T / 2 + gate[:, None] * b
+        heads.append(logits.softmax(1) @ v)
     return attention.out_proj(torch.cat(heads, 1))
 
 
@@ -260,7 +262,7 @@ def test_beats_is_the_loop():
     buckets = [bucket_by_hand(distance) for distance in range(-255, 256)]
     place = torch.arange(256)
     bias = beats.relative_bias.weight[buckets]
-    bias = bias[place - place[:, None] + 255]  # (256, 256, 2)
+    bias = bias[place - place[:, None] + 255].permute(2, 0, 1)
     for layer in beats.layers:
         y = attention_by_hand(layer.self_attn, x, bias)
         x = layer.self_attn_layer_norm(4**0.25 * x + y)
@@ -357,11 +359,10 @@ def test_pairs_by_hand(tokenizer):
     clip = unit(3, D)
     text = unit(3, D, seed=1)
     tokens = tokenizer(TEXTS)
-    draws = torch.tensor([[0.1, 0.9], [0.5, 0.4], [0.8, 0.2]]).double()
-    pairs = mmts_vast.hard_pairs(clip, text, tokens, draws, tau=0.5, length=12)
+    pairs = mmts_vast.hard_pairs(clip, text, tokens, DRAWS, tau=0.5, length=12)
     sim = clip @ text.T
-    wrong_text = mmts_vast.hard_negatives(sim, 0.5, draws[:, 0]).tolist()
-    wrong_clip = mmts_vast.hard_negatives(sim.T, 0.5, draws[:, 1]).tolist()
+    wrong_text = mmts_vast.hard_negatives(sim, 0.5, DRAWS[:, 0]).tolist()
+    wrong_clip = mmts_vast.hard_negatives(sim.T, 0.5, DRAWS[:, 1]).tolist()
     expected = []
     for k in range(3):
         expected.append((k, k, 1))
@@ -473,9 +474,8 @@ def test_the_second_pass_gives_the_gradient_of_both_losses(tokenizer, chunk):
     model, _ = model_of(tokenizer)
     inputs = clips_of(tokenizer)
     tokens = tokenizer(TEXTS)
-    draws = torch.tensor([[0.1, 0.9], [0.5, 0.4], [0.8, 0.2]]).double()
     clip, text, _ = model(inputs, tokens)
-    pairs = mmts_vast.hard_pairs(clip, text, tokens, draws, tau=0.2, length=12)
+    pairs = mmts_vast.hard_pairs(clip, text, tokens, DRAWS, tau=0.2, length=12)
     _, _, logits = model(inputs, pairs=pairs)
     expected = mmts.clip_loss(clip, text, 0.1) + 0.3 * F.cross_entropy(logits, pairs.target)
     gradients = torch.autograd.grad(expected, model.parameters())
