@@ -91,9 +91,8 @@ def test_the_decoder_comes_back_from_a_checkpoint(text_encoder, is_shared):
         p.data += 0.1 * k
     resumed = Captioner(text_encoder, D, pretrained=False).eval()
     resumed.load_state_dict(trained.state_dict())
-    z = torch.ones(1, D)
-    ids = torch.tensor([[5, 6, 1]])
-    assert torch.equal(trained(z, ids), resumed(z, ids))
+    inputs = torch.ones(1, D), torch.tensor([[5, 6, 1]])
+    assert torch.equal(trained(*inputs), resumed(*inputs))
     words = resumed.t5.decoder.embed_tokens.weight
     assert (resumed.t5.lm_head.weight is words) == is_shared
 

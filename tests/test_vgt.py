@@ -105,13 +105,13 @@ def vgt_of(tokenizer, answers=()):
     return model.double().eval()
 
 
-@pytest.fixture
-def clips():
-    """Pixels and boxes of two videos of two clips."""
+def videos_of(model):
+    """Pixels and boxes of two videos of two clips, and steps 1 to 6 of them, (2, 8, d)."""
     torch.manual_seed(1)
     pixels = torch.randn(2, 8, 3, 16, 16).double()
     corner = 8 * torch.rand(2, 8, 5, 2).double()
-    return pixels, torch.cat([corner, corner + 4], -1)
+    boxes = torch.cat([corner, corner + 4], -1)
+    return pixels, boxes, model.graph(*model.graph_inputs(pixels, boxes))
 
 
 def attend_by_hand(video, texts):
@@ -140,18 +140,17 @@ def summary_by_hand(model, frames, words):
 
 @torch.no_grad()
 @pytest.mark.parametrize("at_frames", [False, True])
-def test_scores_of_choices_by_hand(tokenizer, clips, at_frames):
+def test_scores_of_choices_by_hand(tokenizer, at_frames):
     """Of two and of three; a text is read to the length of the longest of its question's."""
     model = vgt_of(tokenizer)
     model.at_frames = at_frames  # as in TGIF-QA's action and transition
-    pixels, boxes = clips
+    pixels, boxes, graphs = videos_of(model)
     choices = tokenizer(TEXTS)
     choices = {name: x.unflatten(0, (2, 3)) for name, x in choices.items()}
     choices["choice_mask"] = torch.tensor([[True, True, False], [True] * 3])
     question = tokenizer(["a", "b"]) | {"boxes": boxes}
     _, _, scores = model(pixels, None, question, choices)
     assert scores[0, 2] == -math.inf
-    graphs = model.graph(*model.graph_inputs(pixels, boxes))
     for row, texts in enumerate((TEXTS[:2], TEXTS[3:])):
         tokens = tokenizer(texts)
         words, _ = model.read(tokens)
@@ -165,14 +164,13 @@ def test_scores_of_choices_by_hand(tokenizer, clips, at_frames):
 
 
 @torch.no_grad()
-def test_answers_of_the_vocabulary_by_hand(tokenizer, clips):
+def test_answers_of_the_vocabulary_by_hand(tokenizer):
     """The product of the scores of video and question; answers have five tokens, and are encoded
     anew in training."""
     model = vgt_of(tokenizer, TEXTS[3:])
-    pixels, boxes = clips
+    pixels, boxes, graphs = videos_of(model)
     question = tokenizer(TEXTS[:2])
     _, _, scores = model(pixels, None, question | {"boxes": boxes})
-    graphs = model.graph(*model.graph_inputs(pixels, boxes))
     _, answers = model.read(Tokenizer(tokenizer.tokenizer, 5)(TEXTS[3:]))
     for row, text in enumerate(TEXTS[:2]):
         words, (mean,) = model.read(tokenizer([text]))
@@ -184,10 +182,7 @@ def test_answers_of_the_vocabulary_by_hand(tokenizer, clips):
 
 
 @pytest.mark.parametrize("token, model, text", [
-    ("</s>", "vgt", "q </s> a"),
-    (None, "vgt", "q a"),
-    ("[SEP]", "fusion", "q a"),
-])
+    ("</s>", "vgt", "q </s> a"), (None, "vgt", "q a"), ("[SEP]", "fusion", "q a")])
 def test_a_question_and_its_choice_are_parted_by_the_token_of_the_text_encoder(
         token, model, text):
     tokenizer = Namespace(tokenizer=Namespace(sep_token=token))
