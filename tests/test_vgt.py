@@ -106,12 +106,15 @@ def vgt_of(tokenizer, answers=()):
 
 
 def videos_of(model):
-    """Pixels and boxes of two videos of two clips, and steps 1 to 6 of them, (2, 8, d)."""
+    """Pixels and boxes of two videos of two clips, and steps 1 to 6 of each alone, (8, d)."""
     torch.manual_seed(1)
     pixels = torch.randn(2, 8, 3, 16, 16).double()
     corner = 8 * torch.rand(2, 8, 5, 2).double()
     boxes = torch.cat([corner, corner + 4], -1)
-    return pixels, boxes, model.graph(*model.graph_inputs(pixels, boxes))
+    graphs = []
+    for one in zip(pixels.split(1), boxes.split(1)):
+        graphs += model.graph(*model.graph_inputs(*one))
+    return pixels, boxes, graphs
 
 
 def attend_by_hand(video, texts):
@@ -191,13 +194,13 @@ def test_a_question_and_its_choice_are_parted_by_the_token_of_the_text_encoder(
 
 # ------------------------------------------- regions -----------------------------------------
 def test_a_crop_shows_its_box():
-    frame = torch.arange(192.0).view(1, 3, 8, 8)
-    boxes = torch.tensor([[[0.0, 0, 8, 8], [4, 0, 8, 4]]])
-    whole, quarter = crops(frame, boxes)[0]
-    small = F.interpolate(frame[..., :4, 4:], scale_factor=2, mode="bilinear")[0]
-    assert_close(whole, frame[0], 1e-3)
+    frames = torch.arange(384.0).view(2, 3, 8, 8)
+    boxes = torch.tensor([[0.0, 0, 8, 8], [4, 0, 8, 4]])
+    whole, quarter = crops(frames, boxes.expand(2, 2, 4))[1]
+    assert_close(whole, frames[1], 1e-3)
+    small = F.interpolate(frames[1:, :, :4, 4:], scale_factor=2, mode="bilinear")
     # borders see beyond the box
-    difference = (quarter - small)[:, 1:-1, 2:-2]
+    difference = (quarter - small[0])[:, 1:-1, 2:-2]
     assert difference.abs().max() < 1e-3
 
 
