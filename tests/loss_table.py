@@ -1,5 +1,6 @@
 """The losses of all methods, each of the same embeddings, for tests that hold for all of them."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,16 @@ def parameters(rows=slice(0, N), dtype=torch.float64):
     return Parameters(*taus, features, unit(7, D, seed=6).to(dtype))
 
 
+def of_pair(loss, name="tau"):
+    """The entry of a loss (I, T, a field of Parameters) -> () or (B,)."""
+    return lambda e, p: loss(e[0], e[1], getattr(p, name)).mean()
+
+
+def of_views(**options):
+    """The entry of TeMo's loss with these options."""
+    return lambda e, p: temo.temo_loss(*e, 0.3, **options)
+
+
 def moco(e, p):
     """I and I~, T and T~."""
     image = ts.moco_loss(e[0], e[2], p.keys, p.tau)
@@ -43,28 +54,37 @@ def moco(e, p):
     return image + text
 
 
+def experts(e, p):
+    return temo_experts.expert_loss(e[0], e[1], p.features, p.features[:, 1:])
+
+
+def dystress(e, p):
+    return temo.multimodal_loss(e[0], e[1], temo.dystress_temperature)
+
+
+def mama_at_margin(e, p):
+    return mama.angular_margin_loss(e[0], e[1], 0.5, p.tau).mean()
+
+
 IN_BLOCKS = {  # e: I, T, I~, T~ (B, D) each, p: Parameters -> (), the mean over these rows
     "temo": lambda e, p: temo.temo_loss(*e, 0.3, p.tau),
     "temo, tau_min": lambda e, p: temo.temo_loss(*e, 0.3, tau_min=p.tau),
-    "temo, detached": lambda e, p: temo.temo_loss(*e, 0.3, detach=True),
-    "temo, bare cosine": lambda e, p: temo.temo_loss(*e, 0.3, shifted=False),
-    "temo, experts": lambda e, p: temo_experts.expert_loss(*e[:2], p.features, p.features[:, 1:]),
-    "multimodal": lambda e, p: temo.multimodal_loss(*e[:2], p.tau),
-    "info_nce, (B,)": lambda e, p: temo.info_nce(*e[:2], p.anchor),
-    "info_nce, (B, N)": lambda e, p: temo.info_nce(*e[:2], p.pair),
-    "dystress": lambda e, p: temo.multimodal_loss(*e[:2], temo.dystress_temperature),
-    "cwcl": lambda e, p: temo.cwcl_loss(*e[:2], p.tau),
-    "slip": lambda e, p: slip.nt_xent(*e[:2], p.tau),
-    "ts": lambda e, p: ts.nt_xent(*e[:2], p.tau),
-    "ts, (B,)": lambda e, p: ts.nt_xent(*e[:2], p.anchor),
-    "ncl": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau),
-    "ncl, gradient of biases": lambda e, p: ncl.ncl_loss(e[1], e[0], p.tau, detach=False),
-    "mmts": lambda e, p: mmts.clip_loss(*e[:2], p.anchor),
-    "mmts, max-margin": lambda e, p: mmts.max_margin_loss(*e[:2], 4 * p.anchor),
-    "mama": lambda e, p: mama.angular_margin_loss(*e[:2], p.tau, 0.2).mean(),
-    "mama, mu": lambda e, p: mama.angular_margin_loss(*e[:2], 0.5, p.tau).mean(),
+    "temo, detached": of_views(detach=True),
+    "temo, bare cosine": of_views(shifted=False),
+    "temo, experts": experts,
+    "multimodal": of_pair(temo.multimodal_loss),
+    "info_nce, (B,)": of_pair(temo.info_nce, "anchor"),
+    "info_nce, (B, N)": of_pair(temo.info_nce, "pair"),
+    "dystress": dystress,
+    "cwcl": of_pair(temo.cwcl_loss),
+    "slip": of_pair(slip.nt_xent),
+    "ts": of_pair(ts.nt_xent),
+    "ts, (B,)": of_pair(ts.nt_xent, "anchor"),
+    "ncl": of_pair(ncl.ncl_loss),
+    "ncl, gradient of biases": of_pair(functools.partial(ncl.ncl_loss, detach=False)),
+    "mmts": of_pair(mmts.clip_loss, "anchor"),
+    "mmts, max-margin": of_pair(mmts.max_margin_loss, "anchor"),
+    "mama": of_pair(functools.partial(mama.angular_margin_loss, mu=0.2)),
+    "mama, mu": mama_at_margin,
 }
-LOSSES = IN_BLOCKS | {
-    "moco": moco,
-    "hardest negative": lambda e, p: ncl.hardest_negative_loss(e[1], e[0], p.tau),
-}
+LOSSES = IN_BLOCKS | {"moco": moco, "hardest negative": of_pair(ncl.hardest_negative_loss)}

@@ -49,24 +49,13 @@ DETACHED_IN_PART = ("temo, detached", "ncl", "cwcl")
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - set(DETACHED_IN_PART)))
 def test_gradient_is_the_slope(name):
     """Of I, T and tau, by differences; I~, T~ and MoCo's keys stay."""
-    loss, p, e = LOSSES[name], parameters(), embeddings()
-    image, text, *others = e
-    image_step = unit(N, D, seed=7)
-    text_step = unit(N, D, seed=8)
+    p = parameters()
+    image, text, *others = embeddings()
 
-    def value_at(distance):
-        moved_image = image + distance * image_step
-        moved_text = text + distance * text_step
-        moved = p._replace(tau=p.tau + 0.1 * distance)
-        return loss([moved_image, moved_text, *others], moved).item()
+    def loss(image, text, tau):
+        return LOSSES[name]([image, text, *others], p._replace(tau=tau))
 
-    of_image, of_text, of_tau = gradients_of(loss(e, p), [image, text, p.tau])
-    slope = (of_image * image_step).sum()
-    slope += (of_text * text_step).sum()
-    slope += 0.1 * of_tau
-    difference = (value_at(1e-6) - value_at(-1e-6)) / 2e-6
-    assert abs(slope) > 1e-4
-    assert slope.item() == pytest.approx(difference, rel=1e-5)
+    torch.autograd.gradcheck(loss, (image, text, p.tau), fast_mode=True, atol=1e-7)
 
 
 def value_and_gradients(name):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import mama
-from helpers import evaluated, few_steps, of_set, run_script, tensors_of, unit
+from helpers import assert_close, evaluated, few_steps, of_set, run_script, tensors_of, unit
 from tools.check import drift
 
 BASE = (
@@ -36,15 +36,16 @@ def test_margin_by_hand(step, a2, expected):
 
 
 def loop_loss(anchor, candidates, tau, mu):
-    """L_v2t,i or L_t2v,i (Eqs. 1, 4, 5) over Python floats, with acos as printed."""
+    """L_v2t,i or L_t2v,i (Eqs. 1, 4, 5), with acos as printed."""
     losses = []
-    for i, row in enumerate((anchor @ candidates.T).tolist()):
-        angle = math.acos(max(-1.0, min(1.0, row[i])))
+    for i in range(len(anchor)):
+        cosines = candidates @ anchor[i]
+        angle = cosines[i].clamp(-1, 1).acos()
         if angle <= math.pi / 2:
-            row[i] = math.cos(max(angle - mu, 0))
-        denominator = sum(math.exp((s - row[i]) / tau) for s in row)
-        losses.append(math.log(denominator))
-    return torch.tensor(losses, dtype=torch.float64)
+            cosines[i] = (angle - mu).clamp(min=0).cos()
+        logits = cosines / tau
+        losses.append(logits.exp().sum().log() - logits[i])
+    return torch.stack(losses)
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.01])
@@ -56,7 +57,7 @@ def test_loss_against_a_loop(mu, tau):
     text[-2:] *= -1  # two pairs point away from each other
     expected = loop_loss(video, text, tau, mu) + loop_loss(text, video, tau, mu)
     loss = mama.angular_margin_loss(3 * video, 0.2 * text, tau, mu)
-    assert torch.allclose(loss, expected, rtol=1e-9, atol=1e-9)
+    assert_close(loss, expected, 1e-9)
 
 
 # -------------------------------------- the gradient of the weight network -------------------
@@ -158,22 +159,26 @@ def square_losses(parameters, batch):
 
 
 def test_l2rw_weights_by_hand():
-    """How far a step on each helps the meta-data, at Theta itself."""
-    Theta = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    x, x_meta = 2 * unit(5, 3, seed=5), 2 * unit(4, 3, seed=4)
-    y, y_meta = unit(5, seed=14), unit(4, seed=13)
-    y[:2] = 2 * x[:2] @ Theta - y[:2]  # steps on these two harm the meta-data
-    gradients = (x @ Theta - y)[:, None] * x
-    meta_gradient = ((x_meta @ Theta - y_meta)[:, None] * x_meta).mean(0)
-    usefulness = (gradients @ meta_gradient).clamp(min=0)
-    assert 0 < (usefulness > 0).sum() < 5
-    gain = mama.meta_gain(square_losses, {"Theta": Theta}, (x, y), (x_meta, y_meta))
-    weights = mama.l2rw_weights(gain)
-    assert torch.allclose(weights, 5 * usefulness / usefulness.sum(), rtol=1e-12)
+    """G_j = <grad L_j, grad L^meta>, at Theta itself."""
+    parameters = {"Theta": unit(3).requires_grad_()}
+    batch = unit(5, 3, seed=1), unit(5, seed=2)
+    meta_batch = unit(4, 3, seed=3), unit(4, seed=4)
+    L_meta = square_losses(parameters, meta_batch).mean()
+    meta_gradient = torch.autograd.grad(L_meta, parameters["Theta"])[0]
+    useful = []
+    for L in square_losses(parameters, batch):
+        gradient = torch.autograd.grad(L, parameters["Theta"], retain_graph=True)[0]
+        G = gradient @ meta_gradient
+        useful.append(G.clamp(min=0))
+    assert 0 < np.count_nonzero(useful) < 5
+    gain = mama.meta_gain(square_losses, parameters, batch, meta_batch)
+    expected = 5 * torch.stack(useful) / sum(useful)
+    assert_close(mama.l2rw_weights(gain), expected, 1e-9)
 
 
 def test_l2rw_weights_are_0_where_no_step_helps():
-    assert mama.l2rw_weights(torch.tensor([-1.0, 0.0])).tolist() == [0, 0]
+    weights = mama.l2rw_weights(torch.tensor([-1.0, 0.0]))
+    assert weights.tolist() == [0, 0]
 
 
 # -------------------------------------- meta-data --------------------------------------------
