@@ -121,10 +121,11 @@ def test_weightnet_gradient_against_second_order(method):
     losses = mama.look_ahead_losses(towers, loss_at(0.2, 0.2))
     parameters = dict(towers.named_parameters())
     case = losses, parameters, batch_of_towers(6, 1), batch_of_towers(5, 2), net, 0.05
-    before, random_state = copy.deepcopy(towers.state_dict()), torch.get_rng_state()
+    before = copy.deepcopy(towers.state_dict())
+    random_state = torch.get_rng_state()
     gradient = mama.weightnet_gradient(*case, method)
     assert torch.equal(torch.get_rng_state(), random_state)
-    torch.testing.assert_close(towers.state_dict(), before, rtol=0, atol=0)
+    assert_close(towers.state_dict(), before, 0)
     for p in (*parameters.values(), *net.parameters()):
         assert p.grad is None
     for g, expected in zip(gradient, naive_gradient(*case), strict=True):

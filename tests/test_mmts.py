@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import mmts
-from helpers import assert_close, few_steps, fork, losses, run_script, unit, write_captions, write_files
+from helpers import (
+    assert_close, few_steps, fork, losses, run_script, unit, write_captions, write_files)
 
 N, D = 7, 5
 TINY = (
@@ -121,17 +122,6 @@ def test_a_cluster_file_decides(train, tmp_path):
     few_steps(mmts, tmp_path / "verb", "--clusters", "verb", base=TINY)
     few_steps(mmts, tmp_path / "file", "--clusters", tmp_path / "verbs.json", base=TINY)
     assert losses(tmp_path / "verb") == losses(tmp_path / "file")
-
-
-def test_a_resumed_run_has_its_clusters_without_the_file(train, tmp_path):
-    file, folder = tmp_path / "clusters.json", tmp_path / "run"
-    write_json(file, {train.key(i): i % 3 for i in range(64)})
-    run_script(mmts, folder, "--clusters", file, "--max-steps", 2, base=TINY)
-    before = (folder / "clusters.json").read_bytes()
-    file.unlink()
-    mmts.main(mmts.parse_args(["--resume", str(folder), "--max-steps", "3"]))
-    assert len(losses(folder)) == 3
-    assert (folder / "clusters.json").read_bytes() == before
 
 
 def test_examples_without_a_cluster_count_as_of_the_smallest(train, tmp_path):

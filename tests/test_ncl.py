@@ -40,10 +40,10 @@ def loop_sinkhorn(sim, gamma, iterations, row_prior, column_prior):
     m, n = K.shape
     alpha, beta = torch.ones(m).double(), torch.ones(n).double()
     for _ in range(iterations):
-        for i in range(m):
-            alpha[i] = row_prior[i] / (K[i] @ beta)
-        for j in range(n):
-            beta[j] = column_prior[j] / (K[:, j] @ alpha)
+        for i, row in enumerate(K):
+            alpha[i] = row_prior[i] / (row @ beta)
+        for j, column in enumerate(K.T):
+            beta[j] = column_prior[j] / (column @ alpha)
     a = gamma * (alpha / alpha.sum()).log()
     b = gamma * (beta / beta.sum()).log()
     return a, b
@@ -150,7 +150,7 @@ def test_queue_keeps_the_last_queries_oldest_first():
         queue.push(7 * queries[num_pushed : num_pushed + batch].requires_grad_())
         num_pushed += batch
         last = queries[max(0, num_pushed - 5) : num_pushed]
-        assert torch.allclose(queue.get(), last, atol=1e-6)
+        assert_close(queue.get(), last, 1e-6)
     assert not queue.get().requires_grad
 
 
@@ -158,7 +158,7 @@ def test_queue_keeps_the_last_queries_oldest_first():
 def test_biases_of_items_of_any_length_are_those_of_the_cosines():
     items, queries = unit(5, D), unit(9, D, seed=1)
     _, expected = loop_biases(queries @ items.T, 0.1)
-    assert torch.allclose(ncl.retrieval_biases(2 * items, 5 * queries, 0.1), expected, atol=1e-9)
+    assert_close(ncl.retrieval_biases(2 * items, 5 * queries, 0.1), expected, 1e-7)
 
 
 def test_the_queue_of_texts_serves_the_videos():
@@ -175,7 +175,7 @@ def test_the_queue_of_texts_serves_the_videos():
             "queue": (texts, videos), "oracle": (text, video)}.items():
         _, video_bias = loop_biases(text_queries @ video.T, 0.05)
         _, text_bias = loop_biases(video_queries @ text.T, 0.05)
-        torch.testing.assert_close(biases[mode], (video_bias, text_bias))
+        assert_close(biases[mode], (video_bias, text_bias))
         errors = results[mode]["error"]
         t2v_error = common.normalization_error(text @ video.T + video_bias, 0.05)
         v2t_error = common.normalization_error(video @ text.T + text_bias, 0.05)
