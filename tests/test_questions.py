@@ -9,7 +9,6 @@ from contrastive import data as data_sets
 from contrastive.core.processes import UserError
 from contrastive.data import add_captions
 from contrastive.encoders.questions import QuestionAnswerer
-from contrastive.encoders.texts import Tokenizer
 from contrastive.evaluation import answers
 from contrastive.evaluation.measure import unsupported_tasks
 from contrastive.papers.meta import meta_data
@@ -197,34 +196,29 @@ def test_held_out_questions_are_of_other_videos(tmp_path):
 COLUMNS = ["video", "start", "end", "caption"]
 
 
-@pytest.fixture
-def clips(tmp_path):
-    """Options of msrvtt with four clips, two of them windows of one video, and further captions."""
+def test_extra_captions_of_training_clips(tmp_path):
+    """By file name and window, in any folder; what matches nothing is counted."""
     write_clips(tmp_path, {0: "x/e.mp4", 1: "b.mp4", 2: "c.mp4"}, 3)
     write_rows(tmp_path / "train_9k.json", COLUMNS, [
-        ("x/e.mp4", None, None, "one"), ("b", 0.0, 0.1, "two"), ("b", 0.1, 0.3, "three"),
+        ("x/e.mp4", None, None, "one"),
+        ("b", 0.0, 0.1, "two"),
+        ("b", 0.1, 0.3, "three"),
         ("c", None, None, "four")])
-    write_rows(tmp_path / "more.csv", COLUMNS, [
-        ("e.mp4", "", "", "first"), ("b.mp4", "0.1", "0.3", "second"),
-        ("b.mp4", "0.1", "0.3", "three"), ("b.mp4", "", "", "of no window"),
-        ("d.mp4", "", "", "of no clip"), ("c", "", "", "third, with a comma")])
-    return {"data_dir": str(tmp_path), "frames": 2, "extra_captions": str(tmp_path / "more.csv")}
-
-
-def test_extra_captions_of_training_clips(clips):
-    """By file name and window, in any folder; what matches nothing is counted."""
-    data = common.load_data("msrvtt", "train", **clips)
+    more = write_rows(tmp_path / "more.csv", COLUMNS, [
+        ("e.mp4", "", "", "first"),
+        ("b.mp4", "0.1", "0.3", "second"),
+        ("b.mp4", "0.1", "0.3", "three"),
+        ("b.mp4", "", "", "of no window"),
+        ("d.mp4", "", "", "of no clip"),
+        ("c", "", "", "third, with a comma")])
+    options = {"data_dir": str(tmp_path), "frames": 2, "extra_captions": str(more)}
+    data = common.load_data("msrvtt", "train", **options)
     assert data.column("captions") == [
         ["one", "first"], ["two"], ["three", "second"], ["four", "third, with a comma"]]
     words = "3 captions added from more.csv; 2 of its rows match no training clip, first b.mp4"
     assert words in data.note
-
-
-def test_extra_captions_of_training_clips_unfolded(clips):
-    data = common.load_data("msrvtt", "train", unfold_captions=True, **clips)
-    assert len(data) == 7
-    assert data.captions(1) == ["first"]
-    assert torch.equal(data.read(1), data.read(0))
+    unfolded = common.load_data("msrvtt", "train", unfold_captions=True, **options)
+    assert [*unfolded.first_captions()][:3] == ["one", "first", "two"]
 
 
 FILE_SOURCES = ["x/a.mp4", "y/a.mp4"]
@@ -301,8 +295,6 @@ HOW = (
     "--meta-batch-size 4 --meta-size 8 "
     "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-fraction 0"
 ).split()
-NEXTQA = "video frame_count width height question answer qid type a0 a1 a2 a3 a4".split()
-VIDEOS_OF_SPLIT = {"train": range(6), "val": [6], "test": [7]}
 
 
 @pytest.fixture(scope="module")
@@ -312,37 +304,31 @@ def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("asked")
     write_clips(root / "videos", {k: f"video{k}.mp4" for k in range(8)}, 3)
     write_clips(root / "more", {k: f"video{k}.mp4" for k in range(8, 12)}, 3)
-    for split, videos in VIDEOS_OF_SPLIT.items():
-        open_rows = []
-        choice_rows = []
-        for number in range(3 * videos[0], 3 * videos[-1] + 3):
-            video, k = divmod(number, 3)
-            right = (video + k) % 3
-            question = f"what is number {video}, {k}"
-            open_rows.append(msrvtt_row("abc"[right], number, question, video))
-            choice_rows.append([
-                f"video{video}", 3, 96, 64, question, right, number, "CW", *"abcde"])
-        write_files(root, {f"{split}_qa.json": open_rows})
-        write_rows(root / f"{split}.csv", NEXTQA, choice_rows)
+    for split, videos in (("train", range(6)), ("val", [6]), ("test", [7])):
+        rows = []
+        for video in videos:
+            for k, answer in enumerate("abc"):
+                question = f"what is number {video}, {k}"
+                rows.append(msrvtt_row(answer, 3 * video + k, question, video))
+        write_files(root, {f"{split}_qa.json": rows})
     for file, videos in (("own.csv", range(6)), ("more.csv", range(8, 12))):
         rows = [(f"video{k}.mp4", f"clip {k} by a model") for k in videos]
         write_rows(root / file, ["video", "caption"], rows)
     return root
 
 
-def flags_of(root, name, more=""):
-    words = f"--dataset {name} --data-dir {root} --video-dir {root}/videos {more}"
+def flags_of(root, more=""):
+    words = f"--dataset msrvtt-qa --data-dir {root} --video-dir {root}/videos {more}"
     return [*HOW, *words.split()]
 
 
-def flags_with_pairs(root, name):
-    return flags_of(
-        root, name,
-        f"--extra-captions {root}/own.csv --extra-pairs {root}/more.csv={root}/more")
+def flags_with_pairs(root):
+    pairs = f"{root}/more.csv={root}/more"
+    return flags_of(root, f"--extra-captions {root}/own.csv --extra-pairs {pairs}")
 
 
 def test_all_questions_about_a_video_take_its_caption(files):
-    flags = flags_of(files, "msrvtt-qa", f"--extra-captions {files}/own.csv")
+    flags = flags_of(files, f"--extra-captions {files}/own.csv")
     data, evaluation_sets = data_sets.open_data(mama_qa.parse_args(flags))
     assert "18 captions added from own.csv" in data.note
     assert data.column("captions") == [[f"clip {k // 3} by a model"] for k in range(18)]
@@ -351,59 +337,60 @@ def test_all_questions_about_a_video_take_its_caption(files):
     assert unsupported_tasks(["retrieval"], test, (None, None, None))
 
 
-@pytest.mark.parametrize("name, vocabulary", [("msrvtt-qa", ["a", "b", "c"]), ("nextqa", [])])
-def test_pairs_beside_questions_have_none(files, name, vocabulary):
+def test_pairs_beside_questions_have_none(files):
     """The vocabulary and the meta-data leave them out."""
-    own, _ = data_sets.open_data(mama_qa.parse_args(flags_of(files, name)))
-    args = mama_qa.parse_args(flags_with_pairs(files, name))
+    own, _ = data_sets.open_data(mama_qa.parse_args(flags_of(files)))
+    args = mama_qa.parse_args(flags_with_pairs(files))
     data, evaluation_sets = data_sets.open_data(args)
     num_pairs = len(data) - 18
     assert 1 <= num_pairs <= 4
     assert data.column("question") == own.column("question") + [None] * num_pairs
-    assert answers.question_settings(data, args)["answers"] == vocabulary
+    assert answers.question_settings(data, args)["answers"] == ["a", "b", "c"]
     meta, _ = meta_data(data, evaluation_sets, args, args.task)
     assert None not in meta.column("question")
     assert len(meta) == 8
 
 
-@pytest.fixture
-def four(files, request):
-    """Of a set: training data, a batch of two pairs and, between them, two questions, and what the
-    model reads of it."""
-    args = mama_qa.parse_args(flags_with_pairs(files, request.param))
-    data, _ = data_sets.open_data(args)
-    settings = answers.question_settings(data, args)
-    tokenizer = Tokenizer(common.train_wordpiece(answers.texts_for_tokenizer(data)), 16)
-    rows = [18, 0, 4, 18]
+QUESTIONS = ["one number 1", "one number 22"]
+CAPTIONS = ["red apple", "green pear", "blue bird", "a tree"]
+
+
+@pytest.fixture(params=["open", "choices"])
+def four(request, tokenizer):
+    """A model, its inputs and the right answers of two questions between two pairs without one."""
+    columns = {"question": [None, *QUESTIONS, None], "answer": [None, "a", "c", None]}
+    settings = {"answers": ["a", "b", "c"], "model": "fusion"}
+    if request.param == "choices":
+        columns["choices"] = [None, ["a", "b"], ["a", "b", "c"], None]
+        settings["answers"] = []
+    captions = [[caption] for caption in CAPTIONS]
+    data = common.Data("asked", "train", common.make_table(captions, CAPTIONS, **columns))
     torch.manual_seed(0)
     batch = {
         "views": [torch.randn(4, 2, 3, 32, 32)],
-        "rows": rows,
-        "captions": [data.captions(row) for row in rows],
+        "rows": [0, 1, 2, 3],
+        "captions": captions,
         "draws": np.zeros((4, 32))}
-    vision = common.VisionEncoder("small", 16, False)
-    text = common.TextEncoder("small", 16, length=16, vocabulary=len(tokenizer.tokenizer))
-    model = QuestionAnswerer(vision, text, **settings)
     inputs, target = mama_qa.inputs_of(batch, tokenizer, data, settings)
-    return data, tokenizer, model, inputs, target
+    vision = common.VisionEncoder("small", 16, False)
+    words = len(tokenizer.tokenizer)
+    text = common.TextEncoder("small", 16, length=12, vocabulary=words)
+    model = QuestionAnswerer(vision, text, **settings, frames=2)
+    return model, inputs, target
 
 
-@pytest.mark.parametrize("four", ["msrvtt-qa", "nextqa"], indirect=True)
-def test_text_of_eq_1_is_the_caption_and_that_of_eq_2_the_question(four):
-    _, tokenizer, _, inputs, target = four
-    for part, texts in (
-            ("tokens", ["clip 0 by a model", "clip 1 by a model"]),
-            ("question", ["what is number 0, 0", "what is number 1, 1"])):
-        expected = tokenizer(texts)["input_ids"]                            # (2, L)
-        ids = inputs[part]["input_ids"][1:3, : expected.shape[1]]
-        assert torch.equal(ids, expected)
+def test_text_of_eq_1_is_the_caption_and_that_of_eq_2_the_question(four, tokenizer):
+    _, inputs, target = four
+    captions = tokenizer(CAPTIONS)["input_ids"]
+    assert torch.equal(inputs["tokens"]["input_ids"], captions)
+    expected = tokenizer(QUESTIONS)["input_ids"]                            # (2, L)
+    assert torch.equal(inputs["question"]["input_ids"][1:3], expected)
     assert target.tolist() == [-1, 0, 2, -1]
 
 
-@pytest.mark.parametrize("four", ["msrvtt-qa", "nextqa"], indirect=True)
 def test_loss_is_equation_3(four):
     """L_i is the weighted contrast, and with eta CE_i where there is a question."""
-    *_, model, inputs, target = four
+    model, inputs, target = four
     video, text, scores = model(**inputs)
     expected = 0.5 * mama.angular_margin_loss(video, text, 0.5, 0.2)        # (4,)
     cross_entropy = torch.nn.CrossEntropyLoss(reduction="none")
@@ -418,7 +405,7 @@ def test_loss_is_equation_3(four):
 def test_processes_may_have_different_numbers_of_questions(files, tmp_path, capsys):
     """Losses, weights and the log are those of one process."""
     two, *_ = check.VARIANTS
-    flags = [*flags_with_pairs(files, "msrvtt-qa"), *check.FIXED, "--lr", "0.02"]
+    flags = [*flags_with_pairs(files), *check.FIXED, "--lr", "0.02"]
     flags += ["--output-dir", str(tmp_path)]
     job = check.Job(mama_qa, [*flags, "--run-name", "one"], tmp_path / "one.log")
     code, output = check.run(job)
