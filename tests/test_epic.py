@@ -104,24 +104,16 @@ def test_moving_emoji_is_scored_by_its_own_relevancy():
     and are one query each."""
     data = common.load_data("moving-emoji", "val", clips=[300, 40, 40])
     index = np.array([0, *range(0, 38, 2)])
-    owner = np.repeat(np.arange(20), 3)
     texts = []
     for row in index:
         texts += data.captions(row)
-    _, groups = np.unique(data.groups[index], return_inverse=True)
-    image = torch.eye(20)[groups]
+    owner = np.repeat(np.arange(20), 3)
+    image = torch.eye(data.groups.max() + 1)[data.groups[index]]
     pieces = EvaluationPieces(data, index, image, image[owner], texts, owner)
     metrics, chance = retrieval.multi_instance_retrieval(pieces, None, None, CPU)
     assert metrics["mAP_binary"] == pytest.approx(100)
-    assert metrics["nDCG"] < 100
+    assert chance["nDCG"] < metrics["nDCG"] < 100
     assert metrics["text_to_image"]["queries"] == len(set(texts)) == 57
-    relevancy = np.zeros((20, 20))
-    for column in ("verb", "noun"):
-        classes = data.column(column)[index]
-        relevancy += (classes[:, None] == classes) / 2
-    expected = mir_chance(relevancy[:, owner[3:]])
-    assert chance["mAP"] == pytest.approx(expected["mAP"])
-    assert chance["nDCG"] == pytest.approx(expected["nDCG"])
 
 
 # ---------------------------------------- EPIC-KITCHENS-100 --------------------------------------
