@@ -33,12 +33,8 @@ def tokenizer():
     from contrastive.encoders.texts import Tokenizer, train_wordpiece
 
     captions = [
-        "red apple",
-        "green pear",
-        "blue bird on a tree",
-        "yet another of them,",
-        "one number 0123456789",
-    ]
+        "red apple", "green pear", "blue bird on a tree", "yet another of them,",
+        "one number 0123456789"]
     return Tokenizer(train_wordpiece(captions * 3), 12)
 
 
@@ -47,8 +43,7 @@ def tiny(tmp_path_factory, tokenizer):
     """Function of a kind of helpers.tiny_model -> its folder, made once, and the model."""
     root = tmp_path_factory.mktemp("tiny")
     return functools.cache(
-        lambda kind: (str(root / kind), tiny_model(kind, root / kind, tokenizer))
-    )
+        lambda kind: (str(root / kind), tiny_model(kind, root / kind, tokenizer)))
 
 
 @pytest.fixture

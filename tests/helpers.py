@@ -198,22 +198,6 @@ def complains(name, split, *words, **options):
     return message
 
 
-def batches_of(
-        data, augments, size=6, first=0, last=6, *, workers=0, folder=None, seed=3, side=16):
-    """Training batches on this CPU, in which any number of samples may be bad."""
-    transform = common.EvalTransform(side, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
-    return common.Batches(
-        data, augments, transform, size, seed,
-        first=first, last=last, device=CPU, workers=workers, max_bad_fraction=1.0, folder=folder)
-
-
-def counted(batches):
-    """The batches, and their bad samples are counted as a run counts them."""
-    for step, batch in enumerate(batches, batches.first):
-        batches.count_bad(batch["bad"], step)
-        yield batch
-
-
 # ---- videos ----
 def frame(i, height=64, width=96):
     """(H, W, 3) uint8: the number i in eight bars (red 1, blue 0, lowest bit left) above green, in

@@ -17,14 +17,30 @@ import torch
 
 import launch
 from helpers import (
-    CPU, TEXT, TRUNCATED, all_rows, assert_close, batches_of, caption, complains, counted, numbers,
-    tar_samples, write_captions, write_clips, write_images, write_rows, write_tar, write_video)
+    CPU, TEXT, TRUNCATED, all_rows, assert_close, caption, complains, numbers, tar_samples,
+    write_captions, write_clips, write_images, write_rows, write_tar, write_video)
 
 VIEWS = [
     common.Augment(16, 0.5, 0.5, randaugment=(2, 7)),
     common.Augment(16, 0.2, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5),
 ]
 PLAIN = common.Augment(32, squash=True)  # nothing random, nothing cut off: its views can be read
+
+
+def batches_of(
+        data, augments, size=6, first=0, last=6, *, workers=0, folder=None, seed=3, side=16):
+    """Training batches on this CPU, in which any number of samples may be bad."""
+    transform = common.EvalTransform(side, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    return common.Batches(
+        data, augments, transform, size, seed,
+        first=first, last=last, device=CPU, workers=workers, max_bad_fraction=1.0, folder=folder)
+
+
+def counted(batches):
+    """The batches, and their bad samples are counted as a run counts them."""
+    for step, batch in enumerate(batches, batches.first):
+        batches.count_bad(batch["bad"], step)
+        yield batch
 
 
 def check_same(batch, other):
