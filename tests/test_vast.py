@@ -154,6 +154,7 @@ def test_youcook2_in_vast_s_layout(tmp_path):
         samples = data.samples(k)
         assert pitch_of(samples[4000:40000]) == pytest.approx(pitch, abs=2)
         assert torch.equal(data.sound_and_text(k)["sound"], sound_slice(samples))
+    assert read_sound(tmp_path / "videos" / "yt3_2_9.mp4") is None
     assert not data.sound_and_text(3)["sound"].any()
     assert "1 without sound, which is zeros" in data.note
     assert "1 without a subtitle" in data.note
