@@ -104,19 +104,19 @@ def test_many_shards_are_read_a_few_at_a_time(forty):
 
 
 def test_epochs_have_an_order_each_without_the_incomplete_batch(forty):
-    per_epoch = len(forty) // 32
-    num_used = per_epoch * 32
-    steps = epoch_batches(len(forty), 32, 7, 0, 2 * per_epoch, shards=forty)
+    num_rows = len(forty)
+    num_steps = num_rows // 32
+    num_used = num_steps * 32
+    steps = epoch_batches(num_rows, 32, 7, 0, 2 * num_steps, shards=forty)
     epochs, batches = zip(*steps)
-    assert list(epochs) == [0] * per_epoch + [1] * per_epoch
-    rows = np.concatenate(batches)
-    for epoch in (0, 1):
-        order = epoch_order(len(forty), 7, epoch, forty)
-        part = rows[epoch * num_used :][:num_used]
-        assert np.array_equal(part, order[:num_used])
-    assert not np.array_equal(rows[:num_used], rows[num_used:])
-    other_seed = epoch_order(len(forty), 8, 0, forty)
-    assert not np.array_equal(rows[:num_used], other_seed[:num_used])
+    assert np.array_equal(epochs, np.repeat([0, 1], num_steps))
+    orders = np.concatenate(batches).reshape(2, num_used)
+    for epoch, rows in enumerate(orders):
+        order = epoch_order(num_rows, 7, epoch, forty)
+        assert np.array_equal(rows, order[:num_used])
+    assert not np.array_equal(*orders)
+    other_seed = epoch_order(num_rows, 8, 0, forty)
+    assert not np.array_equal(orders[0], other_seed[:num_used])
 
 
 def test_batches_of_many_tars_are_read_in_windows(tmp_path):
@@ -147,15 +147,17 @@ def test_batches_do_not_depend_on_workers_nor_on_where_they_start(kind, sets):
 def test_batches_have_the_captions_and_pixels_of_their_rows(kind, sets):
     """Without random crops those of evaluation."""
     data = sets[kind]
+    num_steps = len(data) // 6  # an epoch
+    batches = batches_of(data, [common.Augment(16)], last=num_steps)
     rows = []
-    batches = batches_of(data, [common.Augment(16)], last=len(data) // 6)
     for batch in batches:
-        for k, row in enumerate(batch["rows"]):
-            rows.append(row)
-            assert batch["captions"][k] == data.captions(row)
+        rows += batch["rows"].tolist()
+        (views,) = batch["views"]
+        for row, captions, view in zip(batch["rows"], batch["captions"], views):
+            assert captions == data.captions(row)
             pixels = batches.transform(data.read(row))
-            assert_close(batch["views"][0][k], pixels, 0.1)
-    assert len(rows) == len(data) // 6 * 6
+            assert_close(view, pixels, 0.1)
+    assert len(rows) == 6 * num_steps
     assert len(set(rows)) == len(rows)
 
 
@@ -170,16 +172,18 @@ def test_views_of_another_seed_epoch_or_place_are_others(kind, view, sets):
     data = sets[kind]
     augments = [OTHER_VIEWS[view]] * 2
     views = defaultdict(list)  # {row: of two seeds, two epochs and two places}
+    size = len(data) // 2
     for seed in (3, 4):
-        for batch in batches_of(data, augments, len(data) // 2, last=4, seed=seed):
+        for batch in batches_of(data, augments, size, last=4, seed=seed):
             first, second = batch["views"]
             for row, *pair in zip(batch["rows"], first, second):
                 views[row] += pair
+    # of some rows one is in the incomplete batch
+    whole = [images for images in views.values() if len(images) == 8]
     for first, second in itertools.combinations(range(8), 2):
         num_equal = 0
-        for images in views.values():
-            if len(images) == 8:  # else it was in an incomplete batch
-                num_equal += torch.equal(images[first], images[second])
+        for images in whole:
+            num_equal += torch.equal(images[first], images[second])
         assert num_equal < 0.1 * len(data)
 
 

@@ -274,12 +274,12 @@ def test_text_of_a_container_is_no_caption(cell, tmp_path):
     complains(path, "train", "the column caption holds the text of a list", "jsonl")
 
 
-def test_words_in_brackets_are_captions(tmp_path):
+def test_captions_may_be_lists_and_have_words_in_brackets(tmp_path):
     texts = ["[music]", "[applause] 'thanks'", '("so he said")', "(a dog)"]
     path = tmp_path / "a.jsonl"
-    path.write_text(jsonl_of(*texts))
+    path.write_text(jsonl_of(texts, ["a dog"]))
     data = all_rows(path)
-    assert data.column("captions") == [[text] for text in texts]
+    assert data.column("captions") == [texts, ["a dog"]]
 
 
 def test_classes_that_two_files_number_in_other_ways(tmp_path):
@@ -596,8 +596,10 @@ def root(tmp_path_factory):
     rows = []
     for i, name in enumerate(write_images(root, range(70))):
         rows.append((name, f"words of {name}", f"class {i % 2}"))
-    for file, some in (("train", rows[:40]), ("test", rows[40:]), ("both", rows)):
-        write_rows(root / f"{file}.csv", [*HEAD, "label"], some)
+    header = [*HEAD, "label"]
+    write_rows(root / "train.csv", header, rows[:40])
+    write_rows(root / "test.csv", header, rows[40:])
+    write_rows(root / "both.csv", header, rows)
     return root
 
 
@@ -629,8 +631,8 @@ def test_file_of_which_all_rows_are_trained_on_is_refused(root):
         open_sets(root, "again.csv")
 
 
-def test_sets_that_a_run_evaluated_keep_their_rows_in_eval_py(root, tmp_path):
-    """Training has left those out of --extra-pairs; of other sets those trained on are left out."""
+def test_eval_py_leaves_out_rows_that_were_trained_on(root, tmp_path, capsys):
+    """Not of sets that the run evaluated: training has left these out of --extra-pairs."""
     rows = [(f"{i:03}.png", f"words {i}") for i in range(70)]
     pairs = write_rows(root / "pairs.csv", HEAD, rows[30:50])
     old = str(write_rows(root / "evaluated.csv", HEAD, rows[45:60]))
@@ -639,7 +641,9 @@ def test_sets_that_a_run_evaluated_keep_their_rows_in_eval_py(root, tmp_path):
     run_script(mama, tmp_path / "run", *TINY, *flags, "--eval-datasets", old)
     results = evaluated(tmp_path / "run", "--tasks", "retrieval", "--datasets", old, new)
     assert results[old]["metrics"]["images"] == 15
-    assert results[new]["metrics"]["images"] == 70 - 43  # 34 and 9 are trained on
+    assert results[new]["metrics"]["images"] == 70 - 34 - 9
+    words = "rows left out, whose files were trained on"
+    assert f"34 {words}; 9 {words}" in capsys.readouterr().out
 
 
 def test_eval_py_warns_of_a_training_set_that_has_changed(root, tmp_path, capsys):
