@@ -127,7 +127,8 @@ def test_a_transformers_text_encoder_is_transformers_own(tiny, tokenizer, kind, 
     expected = states[:, 0]
     if pooling == "mean":
         mask = tokens["attention_mask"][..., None]
-        expected = (states * mask).sum(1) / mask.sum(1)
+        total = (states * mask).sum(1)
+        expected = total / mask.sum(1)
     assert_close(encoder(**tokens), encoder.projection(expected))
 
 
@@ -137,14 +138,14 @@ def test_padding_changes_no_text(tiny, tokenizer, name):
         name, _ = tiny(name)
     words = len(tokenizer.tokenizer)
     encoder = common.TextEncoder(name, 16, vocabulary=words, pooling="mean").eval()
+    short, _ = encoder(**tokenizer(TEXTS))
     alone = encoder(**tokenizer(TEXTS[:1]))
-    assert_close(encoder(**tokenizer(TEXTS))[:1], alone)
+    assert_close(short, alone[0])
 
 
 @pytest.mark.parametrize("config, positions", [
     (transformers.BertConfig, 40),
-    (transformers.RobertaConfig, 39),  # it counts from the place after its padding
-])
+    (transformers.RobertaConfig, 39)])  # it counts from the place after its padding
 def test_more_tokens_than_positions_are_refused(config, positions, tmp_path):
     config = config(**SMALL, vocab_size=50, max_position_embeddings=40, pad_token_id=0)
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
@@ -152,7 +153,7 @@ def test_more_tokens_than_positions_are_refused(config, positions, tmp_path):
     ids = torch.full((1, positions), 7)
     text(ids, torch.ones_like(ids))
     check_text_length(text, positions)
-    with pytest.raises(UserError, match=f"--text-length {positions + 1}: .* {positions} pos"):
+    with pytest.raises(UserError, match=f"--text-length .* {positions} positions"):
         check_text_length(text, positions + 1)
 
 
@@ -364,12 +365,13 @@ def test_experts_read_whole_images_and_cleaned_captions(inputs, tmp_path, tiny, 
         return encode(expert, inputs)
 
     monkeypatch.setattr(Expert, "__call__", watched)
-    flags = f"--log-every 1 --clean-captions --crop-min 0.3 --expert-inputs {inputs}".split()
     dino, _ = tiny("dino")
     bert, _ = tiny("bert")
-    flags += ["--image-expert", dino, "--image-expert-weight", "0.1", "--dataset", data]
-    flags += ["--text-expert", bert, "--text-expert-weight", "0.2"]
-    log = few_steps(temo_experts, tmp_path / "run", *RUN, *flags)
+    flags = (
+        f"--log-every 1 --clean-captions --crop-min 0.3 --expert-inputs {inputs} --dataset {data} "
+        f"--image-expert {dino} --image-expert-weight 0.1 "
+        f"--text-expert {bert} --text-expert-weight 0.2")
+    log = few_steps(temo_experts, tmp_path / "run", *RUN, *flags.split())
     row = log[0]
     expected = row["L_MM"] + 0.1 * row["L_E-image"] + 0.2 * row["L_E-text"]
     assert row["loss"] == pytest.approx(expected)
@@ -392,8 +394,10 @@ def test_load_model_gives_the_run_s_embeddings(tmp_path, data, tokenizer):
     text = tmp_path / "text"
     tiny_model("clip", clip, tokenizer)
     tiny_model("distilbert", text, tokenizer)
-    flags = ["--image-encoder", clip, "--text-encoder", text, "--dataset", data]
-    run_script(temo, tmp_path / "run", *RUN, *flags, "--pretrained", "--projection-bias")
+    flags = (
+        f"--image-encoder {clip} --text-encoder {text} --pretrained --projection-bias "
+        f"--dataset {data}")
+    run_script(temo, tmp_path / "run", *RUN, *flags.split())
     shutil.rmtree(clip)
     shutil.rmtree(text)
     model, words, transform = common.load_model(tmp_path / "run")
@@ -414,7 +418,7 @@ def test_a_run_stopped_before_its_first_checkpoint_begins_from_the_same_weights(
     """Those of --init-from; after a checkpoint they are not read."""
     first = tmp_path / "first"
     folder = tmp_path / "run"
-    flags = [*RUN, *"--eval-every 0 --lr 0 --lr-end 0 --dataset".split(), data]
+    flags = [*RUN, *f"--eval-every 0 --lr 0 --lr-end 0 --dataset {data}".split()]
     run_script(temo, first, *flags, "--seed", "1")
     run_script(temo, folder, *flags, "--init-from", first)
     shutil.rmtree(folder / "checkpoints")
