@@ -254,13 +254,12 @@ def test_random_frames_come_from_the_cache(cache, tmp_path):
 @pytest.fixture
 def folders(tmp_path):
     """Two folders of features of a.mp4: row t of the first is t, of the second 100 + t."""
-    folders = []
-    for first, rows, width in ((0, 11, 3), (100, 5, 2)):
-        folder = tmp_path / str(first)
-        folder.mkdir()
-        folders.append(str(folder))
-        np.save(folder / "a.npy", first + np.arange(rows)[:, None].repeat(width, 1))
-    return folders
+    motion, appearance = tmp_path / "motion", tmp_path / "appearance"
+    motion.mkdir()
+    appearance.mkdir()
+    np.save(motion / "a.npy", np.arange(11)[:, None])
+    np.save(appearance / "a.npy", np.arange(100, 105)[:, None])
+    return [str(motion), str(appearance)]
 
 
 def write_windows(path, *windows):
@@ -273,11 +272,11 @@ def test_features_of_two_folders_stand_side_by_side(folders, tmp_path):
     path = write_windows(tmp_path / "a.csv", ("", ""))
     data = all_rows(path, frames=4, feature_dir=folders)
     assert "whole files" not in data.note
-    assert feature_shape(data) == [4, 5]
+    assert feature_shape(data) == [4, 2]
     rows = data.read(0)
     assert rows.dtype == torch.float32
-    assert rows[:, 2].tolist() == [0, 3, 7, 10]
-    assert rows[:, 4].tolist() == [100, 101, 103, 104]
+    assert rows[:, 0].tolist() == [0, 3, 7, 10]
+    assert rows[:, 1].tolist() == [100, 101, 103, 104]
 
 
 def test_several_windows_of_one_file_of_features_are_refused(folders, tmp_path):
@@ -292,6 +291,6 @@ def test_features_of_one_window_are_noted_to_be_of_the_whole_file(folders, tmp_p
 
 
 def test_features_that_are_not_finite_are_refused(folders):
-    np.save(f"{folders[1]}/a.npy", np.full((5, 2), np.nan))
+    np.save(f"{folders[1]}/a.npy", [[np.nan]])
     with pytest.raises(ValueError, match="not finite"):
         Features(folders, 4)("a.mp4")
