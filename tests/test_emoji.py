@@ -149,9 +149,8 @@ def test_moving_emoji_are_the_same_in_every_process(moving):
 
 def test_moving_emoji_move_on_their_background(split, moving):
     data = moving[split]
-    is_still = (data.pixels[:, :1] == data.pixels).flatten(1).all(1)
-    verbs = set(data.labels[is_still.numpy()])
-    assert verbs == {data.label_names.index("stands still")}
+    moves = data.pixels.diff(dim=1).flatten(1).bool().any(1).numpy()
+    assert set(data.labels[~moves]) == {data.label_names.index("stands still")}
     corners = data.pixels[:, 0, :, 0, 0].numpy()  # the drawing seldom reaches a corner
     colours = np.array(list(moving_emoji.COLOURS.values()))[data.column("colour")]
     is_ground = np.isclose(corners, colours, atol=1).all(1)

@@ -1,10 +1,8 @@
-"""Image sets by name, on replicas in the true form of the repositories, and the table of names.
+"""Image sets by name, on replicas in the true form of the repositories.
 
 Tars, parquet, files of classes and prompts; long tails: sizes, splits, SDCLR's files, ImageNet100's
 lists, thirds of the classes.
 """
-
-import importlib
 
 import common
 from contrastive import data as data_sets
@@ -214,18 +212,6 @@ def test_download_is_announced_and_refused_without_space(cache, capsys):
     assert capsys.readouterr().out.startswith("org/name: 0.0 GB to download into ")
     with pytest.raises(UserError, match="1000000.0 GB to download .* are free; the variable HF"):
         announce_download("org/name", [large])
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_set_has_a_module_splits_and_a_licence(name):
-    data_set = SETS[name]
-    module = importlib.import_module(f"contrastive.data.{data_set.module}")
-    assert callable(module.load)
-    assert data_set.licence
-    assert {"train", "val", "test"}.issuperset(data_set.splits)
-    assert name not in images.TEMO_17 or "test" in data_set.splits
-    if data_set.tars:
-        assert data_set.tars.keys() == data_set.splits.keys()
 
 
 # ---------------------------------------------------- long tails ---------------------------------

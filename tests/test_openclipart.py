@@ -1,9 +1,8 @@
 """Open Clip Art, on a small replica of the two packages: captions, what is left out, the split."""
 
-import shutil
 from collections import Counter
 
-from contrastive.data import open_named, openclipart
+from contrastive.data import openclipart
 
 import numpy as np
 import pytest
@@ -117,13 +116,6 @@ def test_drawings_that_look_alike_are_in_one_split(packages):
     splits = {key: split for key, (split, *_) in drawings_of(packages).items()}
     assert Counter(splits.values()) == {"train": 3, "val": 3, "test": 3}
     assert splits["food/pear_0"] == splits["food/pear_1"] == splits["food/pear_2"]
-
-
-def test_packages_are_read_once(packages):
-    drawings = drawings_of(packages)
-    shutil.rmtree(packages / "usr")
-    open_named.cache_clear()
-    assert drawings_of(packages).keys() == drawings.keys()
 
 
 def test_folder_without_the_packages_is_refused(tmp_path):
