@@ -32,9 +32,13 @@ def parameters(rows=slice(0, N), dtype=torch.float64):
     tau = torch.tensor(0.13)
     anchor = 0.05 + 0.2 * torch.rand(N, generator=generator)
     pair = 0.05 + 0.2 * torch.rand(N, N, generator=generator)
-    taus = [x.to(dtype).requires_grad_() for x in (tau, anchor[rows], pair[rows])]
-    features = unit(N, 5, seed=5)[rows].to(dtype)
-    return Parameters(*taus, features, unit(7, D, seed=6).to(dtype))
+    features = unit(N, 5, seed=5)
+    keys = unit(7, D, seed=6)
+    tensors = [tau, anchor[rows], pair[rows], features[rows], keys]
+    p = Parameters(*[x.to(dtype) for x in tensors])
+    for x in (p.tau, p.anchor, p.pair):
+        x.requires_grad_()
+    return p
 
 
 def of_pair(loss, name="tau"):

@@ -20,7 +20,8 @@ TINY = (
 
 
 # ------------------------------------------ losses, schedule and shifts ---------------------------
-IMAGE, TEXT = unit(N, D), unit(N, D, seed=1)
+IMAGE = unit(N, D)
+TEXT = unit(N, D, seed=1)
 PER_ANCHOR = torch.linspace(0.05, 0.25, N, dtype=torch.float64)  # temperatures or margins
 
 
@@ -30,7 +31,8 @@ def loop_info_nce(anchor, candidates, smoothing):
     for i in range(N):
         logits = candidates @ anchor[i] / PER_ANCHOR[i]
         log_z = logits.exp().sum().log()
-        total += log_z - (1 - smoothing) * logits[i] - smoothing * logits.mean()
+        target = (1 - smoothing) * logits[i] + smoothing * logits.mean()
+        total += log_z - target
     return total / N
 
 
@@ -71,12 +73,14 @@ def test_schedule_at_its_turns():
 def test_shift_is_linear_in_the_size():
     sizes = torch.tensor([69_669, 13_708, 2_904])  # Fig. 6
     middle = (13_708 - 2_904) / (69_669 - 2_904) * 0.05 + 0.05
-    assert mmts.cluster_shift(sizes, 0.05, 0.10).tolist() == pytest.approx([0.10, middle, 0.05])
+    shifts = mmts.cluster_shift(sizes, 0.05, 0.10)
+    assert_close(shifts, torch.tensor([0.10, middle, 0.05]))
 
 
 def test_shift_of_clusters_of_one_size_is_the_lowest():
     """The equation has 0 / 0."""
-    assert mmts.cluster_shift([4, 4, 4], 0.05, 0.10).tolist() == pytest.approx([0.05] * 3)
+    shifts = mmts.cluster_shift([4, 4, 4], 0.05, 0.10)
+    assert_close(shifts, torch.full((3,), 0.05))
 
 
 @pytest.mark.parametrize("words, expected", [
@@ -104,7 +108,8 @@ def test_the_logged_mean_is_the_arithmetic_of_the_flags(words, low, high, tmp_pa
     swings = [0.03, 0, -0.03, 0, 0.03]
     for row, swing in zip(log, swings, strict=True):
         assert row["tau"] == pytest.approx(mean + swing, abs=1e-6)
-        assert row["loss"] == pytest.approx((row["L_v2t"] + row["L_t2v"]) / 2, rel=1e-5)
+        terms = row["L_v2t"] + row["L_t2v"]
+        assert row["loss"] == pytest.approx(terms / 2, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +119,8 @@ def train():
 
 
 def test_a_cluster_file_decides(train, tmp_path):
-    verbs, names = train.column("verb"), train.names("verb")
+    verbs = train.column("verb")
+    names = train.names("verb")
     clusters = {}
     for i in reversed(range(64)):  # another order than that of the data: keys count
         clusters[train.key(i)] = names[verbs[i]]

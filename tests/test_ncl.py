@@ -38,7 +38,8 @@ def loop_sinkhorn(sim, gamma, iterations, row_prior, column_prior):
     """Eqs. 7 to 11, rows first."""
     K = (sim.double() / gamma).exp()
     m, n = K.shape
-    alpha, beta = torch.ones(m).double(), torch.ones(n).double()
+    alpha = torch.ones(m).double()
+    beta = torch.ones(n).double()
     for _ in range(iterations):
         for i, row in enumerate(K):
             alpha[i] = row_prior[i] / (row @ beta)
@@ -52,11 +53,13 @@ def loop_sinkhorn(sim, gamma, iterations, row_prior, column_prior):
 def loop_biases(sim, gamma, iterations=4):
     """loop_sinkhorn where all rows, and all columns, have the same share."""
     m, n = sim.shape
-    return loop_sinkhorn(sim, gamma, iterations, torch.ones(m) / m, torch.ones(n) / n)
+    rows, columns = torch.ones(m) / m, torch.ones(n) / n
+    return loop_sinkhorn(sim, gamma, iterations, rows, columns)
 
 
 def random_prior(n):
-    return F.normalize(0.2 + unit(1, n, seed=n)[0].abs(), p=1, dim=0)
+    shares = 0.2 + unit(n, seed=n).abs()
+    return shares / shares.sum()
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 3e-3), (torch.float64, 1e-6)])
@@ -125,7 +128,8 @@ def loop_hardest(sim, margin):
 def test_hardest_negative_loss_against_a_loop(margin):
     text, video = pairs(noise=1.5)
     sim = text @ video.T
-    L_t2v, L_v2t = loop_hardest(sim, margin), loop_hardest(sim.T, margin)
+    L_t2v = loop_hardest(sim, margin)
+    L_v2t = loop_hardest(sim.T, margin)
     terms = {}
     loss = ncl.hardest_negative_loss(2 * text, video, margin, terms=terms)
     assert L_t2v > 0 and L_v2t > 0
@@ -143,11 +147,14 @@ def test_normalization_error_by_hand():
 
 def test_queue_keeps_the_last_queries_oldest_first():
     """Fig. 5 and eval.py --queue-size take the last rows of what it gives."""
-    queries, queue, num_pushed = unit(26, 2).float(), ncl.QueryQueue(5, 2), 0
+    queries = unit(26, 2).float()
+    queue = ncl.QueryQueue(5, 2)
+    num_pushed = 0
     assert queue.get().shape == (0, 2)
     # 2 and 3 do not divide 5; 12 is more than it holds
     for batch in (2, 2, 2, 2, 3, 1, 12, 2):
-        queue.push(7 * queries[num_pushed : num_pushed + batch].requires_grad_())
+        new_queries = queries[num_pushed : num_pushed + batch]
+        queue.push(7 * new_queries.requires_grad_())
         num_pushed += batch
         last = queries[max(0, num_pushed - 5) : num_pushed]
         assert_close(queue.get(), last, 1e-6)
@@ -171,8 +178,8 @@ def test_the_queue_of_texts_serves_the_videos():
         image=video, text=text, owner=np.arange(20), data=SimpleNamespace(grouped=False),
         positives=one_each, positives_of_image=one_each)
     results, biases = ncl.normalized_retrieval(pieces, 0.05, 4, texts, videos)
-    for mode, (text_queries, video_queries) in {
-            "queue": (texts, videos), "oracle": (text, video)}.items():
+    queries_of = {"queue": (texts, videos), "oracle": (text, video)}
+    for mode, (text_queries, video_queries) in queries_of.items():
         _, video_bias = loop_biases(text_queries @ video.T, 0.05)
         _, text_bias = loop_biases(video_queries @ text.T, 0.05)
         assert_close(biases[mode], (video_bias, text_bias))
@@ -283,6 +290,7 @@ def test_mistakes_are_counted_by_item():
     """Figs. 3 and 7: queries of items 0 and 1 find 0, those of 2 find 2 and 0; one right item will
     do."""
     sim = F.one_hot(torch.tensor([0, 0, 0, 0, 2, 0]), 3).float()
-    missed, wrong = figures.ncl.mistakes(sim, torch.tensor([[0, 1]] * 4 + [[2, -1]] * 2))
+    right = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1], [2, -1], [2, -1]])
+    missed, wrong = figures.ncl.mistakes(sim, right)
     assert missed.tolist() == [0, 0, 0.5]
     assert wrong.tolist() == [0.5, 0, 0]
