@@ -35,7 +35,7 @@ STEPS = [(name, 0) for name in LOSSES] + [(name, 3) for name in IN_CHUNKS]  # lo
 
 # ----------------------------------------------- what a process computes --------------------------
 class Encoders(nn.Module):
-    """Inputs (2, b, WIDTH) for each modality -> I, T, I~, T~ of (b, D), in one forward."""
+    """Inputs (b, 4, WIDTH) -> I, T, I~, T~ of (b, D)."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -43,12 +43,9 @@ class Encoders(nn.Module):
             nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout), nn.Linear(WIDTH, D))
         self.text = nn.Linear(WIDTH, D)
 
-    def forward(self, pixels, tokens):
-        image = self.image(torch.cat([pixels["first"], pixels["second"]]))  # (2b, D)
-        text = self.text(torch.cat([tokens["first"], tokens["second"]]))  # (2b, D)
-        image, image_aug = image.chunk(2)
-        text, text_aug = text.chunk(2)
-        return image, text, image_aug, text_aug
+    def forward(self, x):
+        image, text, image_aug, text_aug = x.unbind(1)
+        return self.image(image), self.text(text), self.image(image_aug), self.text(text_aug)
 
 
 def build_encoders(dropout=0.0):
@@ -57,13 +54,10 @@ def build_encoders(dropout=0.0):
 
 
 def inputs(rows):
-    """These rows of the global batch, (b, WIDTH) tensors; texts are near their images."""
-    x = torch.randn(4, N, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    x[1:] += x[0]
-    image, text, image_aug, text_aug = x[:, rows]
-    return {
-        "pixels": {"first": image, "second": image_aug},
-        "tokens": {"first": text, "second": text_aug}}
+    """These rows of the global batch, (b, 4, WIDTH); texts are near their images."""
+    x = torch.randn(N, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x[:, 1:] += x[:, :1]
+    return x[rows]
 
 
 def step(name, rows, chunk=0, dropout=0.0):
@@ -73,7 +67,7 @@ def step(name, rows, chunk=0, dropout=0.0):
     prepared = accelerator.prepare(model)  # DDP must outlive the backward
     assert isinstance(prepared, DistributedDataParallel) == (world_size() > 1)
     grad_cache = common.GradCache(prepared, accelerator, chunk)
-    loss = LOSSES[name](grad_cache.encode(**inputs(rows)), p)
+    loss = LOSSES[name](grad_cache.encode(x=inputs(rows)), p)
     accelerator.backward(loss)
     trained = [*model.parameters()]
     if p.tau.grad is not None:
@@ -86,22 +80,23 @@ def step(name, rows, chunk=0, dropout=0.0):
 
 def weights_of_mama(rows):
     """Gradients of the weight network and weights of pairs, for these rows of two batches."""
-    x = inputs(rows)
+    x = inputs(rows).unbind(1)
+    batch, meta_batch = x[:2], x[2:]
     theta = {"video": unit(WIDTH, D, seed=4), "text": unit(WIDTH, D, seed=5)}
 
     def losses(parameters, batch):
-        video = x["pixels"][batch] @ parameters["video"]
-        text = x["tokens"][batch] @ parameters["text"]
-        return mama.angular_margin_loss(video, text, 0.2, 0.2)
+        video, text = batch
+        return mama.angular_margin_loss(
+            video @ parameters["video"], text @ parameters["text"], 0.2, 0.2)
 
     torch.manual_seed(0)
     net = mama.WeightNet(10).double()
     results = []
     for method in ("forward", "second-order"):
-        results += mama.weightnet_gradient(losses, theta, "first", "second", net, 0.05, method)
-    gain = mama.meta_gain(losses, theta, "first", "second")
+        results += mama.weightnet_gradient(losses, theta, batch, meta_batch, net, 0.05, method)
+    gain = mama.meta_gain(losses, theta, batch, meta_batch)
     results.append(gather(mama.l2rw_weights(gain)))
-    results.append(gather(mama.spl_weights(losses(theta, "first"), 0.0)))
+    results.append(gather(mama.spl_weights(losses(theta, batch), 0.0)))
     return results
 
 
@@ -171,7 +166,7 @@ def test_chunks_replay_dropout():
     same masks."""
     gradients = step("multimodal", WHOLE, 3, dropout=0.5)
     random_number, p, model = torch.rand(1), parameters(), build_encoders(0.5)
-    parts = [model(**inputs(slice(i, i + 3))) for i in range(0, N, 3)]
+    parts = [model(inputs(slice(i, i + 3))) for i in range(0, N, 3)]
     loss = LOSSES["multimodal"]([torch.cat(x) for x in zip(*parts)], p)
     loss.backward()
     expected = [loss.detach(), *(x.grad for x in (*model.parameters(), p.tau))]

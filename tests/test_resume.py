@@ -9,8 +9,6 @@ import resource
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import NamedTuple
 
 import common
 from contrastive import core
@@ -77,37 +75,39 @@ def assert_same(folder, other):
         assert (folder / name).read_bytes() == (other / name).read_bytes()
 
 
+def at_step(monkeypatch, step, action):
+    """Calls action() within a step, counted from 0."""
+    learning_rate = common.learning_rate
+
+    def rate_of_step(k, steps, args):
+        if k == step:
+            action()
+        return learning_rate(k, steps, args)
+
+    monkeypatch.setattr(common, "learning_rate", rate_of_step)
+
+
 # ----------------------------------------------- kill -9 ------------------------------------------
-class Pair(NamedTuple):
-    """Runs of two processes, in chunks and with dropout."""
-
-    whole: Path
-    killed: Path  # and resumed
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, data, tiny):
-    root, end_step = tmp_path_factory.mktemp("runs"), Run.end_step
-    pair = Pair(root / "whole", root / "killed")
+    """(A whole run, one that was killed and resumed) of two processes, in chunks and with
+    dropout."""
+    root = tmp_path_factory.mktemp("runs")
+    whole, killed = root / "whole", root / "killed"
     flags = ["--chunk-size", 3, "--text-encoder", tiny("bert")[0], "--text-length", 12]
 
     def codes(work):
         return [code for code, _ in launch.ranks(root, lambda _: work())]
 
-    def end_step_and_die(run, *args, **options):
-        end_step(run, *args, **options)
-        if run.step == KILLED:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert codes(lambda: run(pair.whole, data, *flags)) == [0, 0]
+    assert codes(lambda: run(whole, data, *flags)) == [0, 0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "end_step", end_step_and_die)
-        assert codes(lambda: run(pair.killed, data, *flags, "--workers", 1)) == [-9, -9]
-    assert [path.stem for path in checkpoints_of(pair.killed)] == [f"step_{SAVED}"]
+        at_step(patch, KILLED, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        assert codes(lambda: run(killed, data, *flags, "--workers", 1)) == [-9, -9]
+    assert [path.stem for path in checkpoints_of(killed)] == [f"step_{SAVED}"]
     # what a crash inside a save leaves
-    (pair.killed / "checkpoints" / "step_9.tmp").write_bytes(b"cut")
-    assert codes(lambda: resume(pair.killed)) == [0, 0]
-    return pair
+    (killed / "checkpoints" / "step_9.tmp").write_bytes(b"cut")
+    assert codes(lambda: resume(killed)) == [0, 0]
+    return whole, killed
 
 
 def test_resumed_run_is_bitwise_the_whole_one(pair):
@@ -120,20 +120,21 @@ def test_resumed_run_is_bitwise_the_whole_one(pair):
 
 def test_resumed_run_is_bitwise_logged_once(pair):
     """Each step, the evaluations before and after, and the bad sample of the second epoch."""
-    log = rows(pair.killed)
+    _, killed = pair
+    log = rows(killed)
     assert [row["step"] for row in log] == [*range(13), 12]
     assert [row["step"] for row in log if "eval" in row] == [0, 12]
-    assert (pair.killed / "bad_samples.txt").read_text().count("\n") == 1
+    assert (killed / "bad_samples.txt").read_text().count("\n") == 1
 
 
 def test_the_last_two_checkpoints_are_kept(pair):
-    names = [path.name for path in (pair.whole / "checkpoints").iterdir()]
+    names = [path.name for path in (pair[0] / "checkpoints").iterdir()]
     assert sorted(names) == ["step_10.pt", "step_12.pt"]
 
 
 def test_each_process_draws_from_a_seed_of_its_own_bitwise_saved(pair):
     """Else dropout were the same on all. A random state begins with its seed."""
-    state = torch.load(pair.whole / "checkpoints" / "step_12.pt", weights_only=True)
+    state = torch.load(pair[0] / "checkpoints" / "step_12.pt", weights_only=True)
     seeds = [process["cpu"][:8].view(torch.int64).item() for process in state["processes"]]
     assert seeds == [42, 43]
 
@@ -149,7 +150,7 @@ def test_a_finished_run_is_only_evaluated(folder, whole):
 
 
 def test_more_steps_are_remembered_also_on_fewer_processes(pair, tmp_path, capsys):
-    folder = shutil.copytree(pair.whole, tmp_path / "run")
+    folder = shutil.copytree(pair[0], tmp_path / "run")
     assert resume(folder, "--max-steps", 13)["steps"] == 13
     assert "2 processes before, 1 now: equal but for rounding" in capsys.readouterr().out
     assert temo.parse_args(["--resume", str(folder)]).max_steps == 13
@@ -157,14 +158,9 @@ def test_more_steps_are_remembered_also_on_fewer_processes(pair, tmp_path, capsy
 
 def test_a_longer_run_removes_the_end_of_the_shorter_one(folder, monkeypatch):
     """eval.py must not read its weights as those of the longer run."""
-
-    def stop(*_):
-        raise RuntimeError("stopped")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "end_step", stop)
-        with pytest.raises(RuntimeError, match="stopped"):
-            resume(folder, "--max-steps", 14)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        at_step(patch, STEPS, lambda: 1 / 0)
+        resume(folder, "--max-steps", 14)
     assert not (folder / "summary.json").exists()
     assert not (folder / "model.safetensors").exists()
     assert resume(folder)["steps"] == 14
@@ -256,34 +252,21 @@ def test_a_full_disk_is_named_and_leaves_no_half_written_file(name, write, limit
 
 
 # ----------------------------------------------- signals, NaN -------------------------------------
-def put_off(monkeypatch, lagged):
+def put_off(monkeypatch):
     """The report of a step is read a step later, as on a GPU."""
-    delay = property(lambda run: int(lagged), lambda run, value: None)
+    delay = property(lambda run: 1, lambda run, value: None)
     monkeypatch.setattr(Run, "report_delay", delay, raising=False)
 
 
-def at_step(monkeypatch, step, action):
-    """Calls action() within a step, counted from 0."""
-    learning_rate = common.learning_rate
-
-    def rate_of_step(k, steps, args):
-        if k == step:
-            action()
-        return learning_rate(k, steps, args)
-
-    monkeypatch.setattr(common, "learning_rate", rate_of_step)
-
-
-@pytest.mark.parametrize("number, code, lagged, last", [
-    (signal.SIGTERM, 143, False, 3), (signal.SIGINT, 130, True, 4)])
-def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(  # noqa: PLR0917
-        number, code, lagged, last, data, whole, tmp_path, monkeypatch, capsys):
-    put_off(monkeypatch, lagged)
+def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(
+        data, whole, tmp_path, monkeypatch, capsys):
+    """A step late."""
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
-        at_step(patch, 2, lambda: os.kill(os.getpid(), number))
+        put_off(patch)
+        at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
         run(tmp_path / "a", data)
-    assert end.value.code == code
-    assert [path.stem for path in checkpoints_of(tmp_path / "a")] == [f"step_{last}"]
+    assert end.value.code == 130
+    assert [path.stem for path in checkpoints_of(tmp_path / "a")] == ["step_4"]
     assert f"--resume {tmp_path}/a" in capsys.readouterr().out
     resume(tmp_path / "a")
     assert_same(tmp_path / "a", whole)
@@ -322,9 +305,9 @@ def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(  # noqa
             return loss(*args) * math.nan
         return loss(*args)
 
-    put_off(monkeypatch, lagged)
     at_step(monkeypatch, 4, lambda: is_infinite.append(True))
     if lagged:
+        put_off(monkeypatch)
         at_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.setattr(temo, "multimodal_loss", loss_of_step)
     # of the second process, before it speaks
