@@ -59,9 +59,9 @@ def sets(tmp_path_factory):
         write_hub_table(root / "cifar10" / file, labels, names, pictures, image="img")
         write_hub_table(
             root / "cifar100" / file, labels, names, pictures, image="img", label="fine_label")
-    for i in range(12):
-        split = ("train", "test")[i % 2]
-        write_images(root / "classes" / split / "abc"[i % 3], [i])
+    for c, label in enumerate("abc"):
+        write_images(root / "classes" / "train" / label, [c, c + 3])
+        write_images(root / "classes" / "test" / label, [c + 6, c + 9])
     rows = []
     for i, split in enumerate(["val", "val", "test", "test", "test", "test"]):
         write_clips(root / "videos", {i: f"{i}.mp4"})
@@ -100,7 +100,8 @@ def evaluate(tmp_path, monkeypatch):
 def embeddings_of(run, data):
     """The unit embeddings of the images of data by a run's model."""
     model, _, transform = common.load_model(run)
-    return F.normalize(evaluation.embed.encode_images(model, data, transform, CPU).image, dim=1)
+    encoded = evaluation.embed.encode_images(model, data, transform, CPU)
+    return F.normalize(encoded.image)
 
 
 # --------------------------------------- as in training --------------------------------------
@@ -143,7 +144,8 @@ def test_val_of_a_set_without_one_is_what_the_run_held_out(sets, tmp_path, evalu
     with pytest.raises(UserError, match="cifar10 has no val split"):
         evaluate(tmp_path / "all", *val)
     run_script(ts, tmp_path / "held", *flags, "--holdout-fraction", 0.05, base=BASE)
-    assert evaluate(tmp_path / "held", *val)["cifar10"]["metrics"]["images"] == 10
+    result = evaluate(tmp_path / "held", *val)["cifar10"]
+    assert result["metrics"]["images"] == 10
 
 
 def test_two_processes_count_each_item_once(run, tmp_path, evaluate):
@@ -226,9 +228,11 @@ def test_the_views_of_the_cc3m_trainer(runs, sets, monkeypatch, evaluate):
     expected = {("emoji", "train", "squash", half)}
     for name in ("emoji", "dtd", "cifar100", "coco"):
         expected.add((name, "test", "squash", half))
-    for name, (mean, _) in (("dtd", STATS["imagenet"]), ("cifar100", CIFAR_STATS["cifar100"])):
-        for split in ("train", "test"):
-            expected.add((name, split, "crop", mean))
+    imagenet, _ = STATS["imagenet"]
+    cifar, _ = CIFAR_STATS["cifar100"]
+    for split in ("train", "test"):
+        expected.add(("dtd", split, "crop", imagenet))
+        expected.add(("cifar100", split, "crop", cifar))
     assert views == expected
 
 
