@@ -220,6 +220,11 @@ def bucket_by_hand(distance):
     return bucket
 
 
+def test_distances_beyond_the_sound_share_the_last_buckets():
+    buckets = vast.relative_buckets(1000)
+    assert buckets[0, [79, 80, 800, 999]].tolist() == [239, 240, 319, 319]
+
+
 def positions_by_hand(conv, x):
     """A convolution of two groups with a normalised weight over 128 places; x (256, 8)."""
     norm = conv.weight_v.pow(2).sum((0, 1)).sqrt()
