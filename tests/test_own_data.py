@@ -195,6 +195,8 @@ REFUSALS = {
     "stray mark": (
         'image,caption\n0.png,"one\n1.png,two"\n',
         "a.csv, line 2: ", "remove the stray quotation mark"),
+    "no last mark": (
+        f'{BOTH}1.png,"{LONG}\n2.png,x\n', "a.csv, line 3: ", "a quoted field ends with"),
     "UTF-16": ({"a.csv": BOTH.encode("utf16")}, "a.csv is not in UTF-8: save it again"),
     "two paths": (f"{BOTH}./0.png,y\n", "'0.png', './0.png' are one file: call it by one name"),
     # ---- columns ----
