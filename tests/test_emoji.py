@@ -257,8 +257,8 @@ def test_emoji_scenes_are_the_same_in_every_process(scenes):
     assert torch.equal(again.pixels, scenes["val"].pixels)
 
 
-@pytest.mark.parametrize("with_places, most", [(True, 12), (False, 20)])
-def test_emoji_scenes_hide_their_class_from_pixels_and_colours(with_places, most, scenes):
+@pytest.mark.parametrize("with_places", [True, False])
+def test_emoji_scenes_hide_their_class_from_pixels_and_colours(with_places, scenes):
     """Chance is 1.7 %."""
     features = []
     for split in ("train", "test"):
@@ -267,4 +267,4 @@ def test_emoji_scenes_hide_their_class_from_pixels_and_colours(with_places, most
             pixels = pixels.sort().values
         features += [pixels.flatten(1), torch.as_tensor(scenes[split].labels)]
     accuracy = common.knn_accuracy(*features)
-    assert accuracy["mean_per_class"] < most
+    assert accuracy["mean_per_class"] < 12
