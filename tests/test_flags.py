@@ -120,13 +120,8 @@ def test_flags_with_effect_on_one_of_the_data_sets_are_accepted(words):
 
 @each_script
 def test_a_number_has_a_range(name, monkeypatch):
-    parsers, set_defaults = [], Parser.set_defaults
-
-    def noted_set_defaults(parser, **recipe):
-        parsers.append(parser)
-        set_defaults(parser, **recipe)
-
-    monkeypatch.setattr(Parser, "set_defaults", noted_set_defaults)
+    parsers = []
+    monkeypatch.setattr(Parser, "check_data_flags", lambda parser, _: parsers.append(parser))
     parse(name)
     numbers = [action for action in parsers[0]._actions if action.type]
     assert len(numbers) > 20
