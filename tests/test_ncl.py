@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import common
 import contrastive.figures.ncl  # noqa: F401  (figures.ncl)
-from contrastive import evaluation, figures
+from contrastive import figures
 from contrastive.core.processes import UserError
 from contrastive.data.batches import epoch_batches
+from contrastive.evaluation import embed
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.evaluation.saved_pieces import read_pieces
 
@@ -163,9 +164,11 @@ def test_queue_keeps_the_last_queries_oldest_first():
 
 # ---------------------------------------------------- test time -----------------------------------
 def test_biases_of_items_of_any_length_are_those_of_the_cosines():
-    items, queries = unit(5, D), unit(9, D, seed=1)
+    items = unit(5, D)
+    queries = unit(9, D, seed=1)
     _, expected = loop_biases(queries @ items.T, 0.1)
-    assert_close(ncl.retrieval_biases(2 * items, 5 * queries, 0.1), expected, 1e-7)
+    biases = ncl.retrieval_biases(2 * items, 5 * queries, 0.1)
+    assert_close(biases, expected, 1e-7)
 
 
 def test_the_queue_of_texts_serves_the_videos():
@@ -215,12 +218,12 @@ def encoded_training_set(folder):
     """Videos (M, D) and texts (3, M, D) of the training split, by the model of a run."""
     model, tokenizer, transform = common.load_model(folder)
     data = common.load_data("moving-emoji", "train", frames=2, image_size=16, clips=[64, 16, 16])
-    index, video, _, _, _ = evaluation.embed.encode_images(model, data, transform, CPU)
+    images = embed.encode_images(model, data, transform, CPU)
     texts = []
     for k in range(3):
-        captions = [data.captions(i)[k] for i in index]
-        texts.append(evaluation.embed.encode_texts(model, tokenizer, captions, CPU))
-    return common.normalize(video), common.normalize(torch.stack(texts))
+        captions = [data.captions(i)[k] for i in images.index]
+        texts.append(embed.encode_texts(model, tokenizer, captions, CPU))
+    return common.normalize(images.image), common.normalize(torch.stack(texts))
 
 
 def test_queues_are_the_training_batches_in_their_order(tmp_path):
