@@ -107,10 +107,11 @@ def test_a_file_of_no_evaluation_can_be_read(tmp_path):
 
 # -------------------------------------- pictures of a run ------------------------------------
 def curves_of(axes):
-    """{title: heights of the lines}."""
-    curves = {}
+    """[(title, heights of the lines)]."""
+    curves = []
     for ax in axes:
-        curves[ax.get_title()] = [list(line.get_ydata()) for line in ax.lines]
+        heights = [list(line.get_ydata()) for line in ax.lines]
+        curves.append((ax.get_title(), heights))
     return curves
 
 
@@ -126,11 +127,11 @@ def test_curves_are_those_of_the_log_with_their_chance(tmp_path, drawn):
         ("nothing", "", {"no": "number"}),
         ("val", "%", {"one": "eval/a/R@1", "ten": "eval/a/R@10"})]
     base.draw_training_curves(run, panels)
-    assert curves_of(drawn) == {
-        "loss": [[3, 2]],
-        "val": [[5], [50], [10, 10], []],  # of both, chance, its name in the legend
-        "mine": [[1, 0.5]],
-        "speed": [[9, 8]]}
+    assert curves_of(drawn) == [
+        ("loss", [[3, 2]]),
+        ("val", [[5], [50], [10, 10], []]),  # of both, chance, its name in the legend
+        ("mine", [[1, 0.5]]),
+        ("speed", [[9, 8]])]
 
 
 def test_pictures_that_few_queries_do_not_have_are_named(tmp_path, capsys):
