@@ -10,10 +10,12 @@ from argparse import Namespace
 from contrastive import data as data_sets
 from contrastive.core.processes import UserError
 from contrastive.data.options import DataOptions
+from contrastive.encoders.models import adjust_flags_to_encoder
 from contrastive.engine.flags import Parser
 from contrastive.engine.run import adjust_flags_to_data, count_steps
 
 import pytest
+import torch
 
 import ncl
 import temo
@@ -52,6 +54,12 @@ WITHOUT_EFFECT = [  # script, flags; the last one does nothing beside the others
     ("mmts", "--baseline --margin 0.1"),
     ("mmts", "--baseline --tau-clamp 0.01 0.5"),
     ("mmts", "--clusters noun --num-clusters 9"),
+    ("mama", "--margin-schedule none --a0 2"),
+    ("mama", "--margin-schedule constant --a2 .2"),
+    ("mama", "--weighting none --weight-hidden 9"),
+    ("mama", "--weighting l2rw --meta-lr .1"),
+    ("mama", "--weighting none --meta-size 8"),
+    ("mama", "--baseline --a1 3"),
     (TS, "--tau 0.1"),
     (TS, "--queue-size 9"),
     (TS, "--schedule fixed --tau-min 0.1"),
@@ -132,15 +140,18 @@ def test_a_number_has_a_range(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_help_has_commands_that_can_be_parsed(name, capsys, monkeypatch):
+def test_help_has_commands_that_can_be_parsed_and_at_most_75_flags(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")  # no line is divided
     with pytest.raises(SystemExit):
         parse(name, "--help")
-    *commands, resume = capsys.readouterr().out.splitlines()[-3:]
+    text = capsys.readouterr().out
+    *commands, resume = text.splitlines()[-3:]
     for command in commands:
         words = shlex.split(command, comments=True)
         importlib.import_module(name).parse_args(words[2 + name.count("."):])
     assert resume.split()[-2:] == ["--resume", "runs/NAME"]
+    flags = re.sub(r"\n--dataset.*?\n\n", "\n", text, flags=re.S)  # without those of a set
+    assert len(re.findall(r"^  --", flags, re.M)) <= 75
 
 
 def test_a_misspelt_key_of_a_recipe_is_refused(monkeypatch, capsys):
@@ -245,6 +256,19 @@ def test_any_recipe_for_any_data(name, frozen_packages):
     assert parse(name, "--dataset my.csv").recipe == "own"
 
 
+@pytest.mark.parametrize("name, words", [
+    ("temo", "cc3m"), (TS, "cifar10-lt"), ("mmts", "cc3m"), ("ncl", "msrvtt"), ("mama", "msrvtt"),
+    ("variants.slip", "cc12m"), ("variants.sdclr", "cifar10-lt"),
+    ("variants.mama_qa", "msrvtt-qa"), ("variants.mmts_vast", "ssv2-lt --init-from w"),
+    ("variants.ncl_ssb", "msrvtt --feature-dir x"),
+    ("variants.temo_experts", "cc3m --image-expert a")])
+def test_recipe_of_a_paper_needs_a_gpu_or_cpu(name, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = parse(name, f"--dataset {words}")
+    with pytest.raises(UserError, match="needs a GPU; without one add --cpu"):
+        importlib.import_module(name).main(args)
+
+
 # ----------------------------------------------- lengths ------------------------------------------
 class TrainingSet(list):
     name = "x"
@@ -322,6 +346,16 @@ def saved(tmp_path):
 def test_resume_refuses_another_run(name, words, reason, saved, capsys):
     script = importlib.import_module(name)
     assert reason in refused(script.parse_args, ["--resume", str(saved), *words.split()], capsys)
+
+
+def test_an_encoder_that_a_resume_repeats_chooses_no_other(tiny, tmp_path):
+    """A CLIP as --image-encoder chooses --text-encoder, but not in a resumed run."""
+    clip, _ = tiny("clip")
+    words = ["--image-encoder", clip, "--text-encoder", "small"]
+    flags = vars(adjust_flags_to_encoder(temo.parse_args(words))) | {"script": "temo"}
+    (tmp_path / "args.json").write_text(json.dumps(flags))
+    resumed = temo.parse_args(["--resume", str(tmp_path), *words[:2]])
+    assert adjust_flags_to_encoder(resumed).text_encoder == "small"
 
 
 def test_resume_accepts_the_same_values(saved):

@@ -160,8 +160,8 @@ def set_seed(seed):
 
 def require_gpu(args):
     """Refuses a paper's recipe without a GPU, before any data are read, unless --cpu is given."""
-    is_paper = args.recipe_source.startswith(("paper", "the paper"))
-    if is_paper and not args.cpu and not torch.cuda.is_available():
+    is_ours = args.recipe_source.startswith("ours") or not args.recipe_source
+    if not is_ours and not args.cpu and not torch.cuda.is_available():
         with opening(f"recipe {args.recipe} needs a GPU; without one add --cpu; torch"):
             torch.cuda.init()  # raises torch's reason, such as an old driver
 
