@@ -455,12 +455,9 @@ def main(args):
     cache = common.open_feature_cache(args, run, raw_model, tokenizer, transform)
     tokenizer = cache.tokenizer
     batches = run.batches([view], transform, cache)
-    meta_every = args.meta_every
-    if args.weighting == "l2rw":  # each batch needs its G_j
-        meta_every = 1
     if looks_ahead(args):
         meta_batches = common.meta_batches(
-            meta_data, view, transform, run, every=meta_every, cache=cache)
+            meta_data, view, transform, run, every=args.meta_every, cache=cache)
         encoder_parameters = common.trained_parameters(plain_model)        # {name: parameter}
 
     # ------------------------------------------- loop ---------------------------------------------
@@ -479,7 +476,7 @@ def main(args):
 
         gain = None
         # before the graph of the step exists, so that both are never in memory together
-        if looks_ahead(args) and run.step % meta_every == 0:
+        if looks_ahead(args) and run.step % args.meta_every == 0:
             meta_batch = next(meta_batches)
             batch["bad"] += meta_batch["bad"]                              # unreadable files
             meta_inputs = inputs_of(meta_batch, tokenizer)

@@ -35,6 +35,14 @@ def test_margin_by_hand(step, a2, expected):
     assert mama.margin(step, a2=a2) == pytest.approx(expected, rel=1e-12, abs=1e-200)
 
 
+@pytest.mark.parametrize("schedule, mu", [
+    ("logistic", 2 / (10 + math.exp(-6))), ("constant", 0.2), ("none", 0)])
+def test_the_margin_of_each_schedule(schedule, mu):
+    args = mama.parse_args(["--a0", "2"])
+    args.margin_schedule = schedule
+    assert mama.margin_at(60, args) == pytest.approx(mu)
+
+
 def loop_loss(anchor, candidates, tau, mu):
     """L_v2t,i or L_t2v,i (Eqs. 1, 4, 5), with acos as printed."""
     losses = []

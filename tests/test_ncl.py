@@ -290,10 +290,10 @@ def test_figures_have_a_fork_s_biases(tmp_path):
 
 
 def test_mistakes_are_counted_by_item():
-    """Figs. 3 and 7: queries of items 0 and 1 find 0, those of 2 find 2 and 0; one right item will
-    do."""
-    sim = F.one_hot(torch.tensor([0, 0, 0, 0, 2, 0]), 3).float()
-    right = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1], [2, -1], [2, -1]])
+    """Figs. 3 and 7: queries of items 0 and 1 find 0, those of 2 find 2 and 0, that of 3 finds 0;
+    one right item will do."""
+    sim = F.one_hot(torch.tensor([0, 0, 0, 0, 2, 0, 0]), 4).float()
+    right = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1], [2, -1], [2, -1], [3, -1]])
     missed, wrong = figures.ncl.mistakes(sim, right)
-    assert missed.tolist() == [0, 0, 0.5]
-    assert wrong.tolist() == [0.5, 0, 0]
+    assert missed.tolist() == [0, 0, 0.5, 1]
+    assert wrong == pytest.approx([2 / 3, 0, 0, 0])

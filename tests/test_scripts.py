@@ -12,6 +12,7 @@ from contrastive.engine.run import Run
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from helpers import few_steps, losses, rows, run_script, steps, tensors_of
 
@@ -92,6 +93,13 @@ def test_summary_says_what_ran(name, walk_of):
 def test_a_run_leaves_its_pictures(name, walk_of):
     pictures = {path.stem for path in walk_of(name).glob("*.png")}
     assert pictures == set(PICTURES[name].split())
+
+
+def test_ncl_saves_val_before_training(walk_of):
+    before = load_file(walk_of("ncl") / "val_before.safetensors")["moving-emoji/image"]
+    after = load_file(walk_of("ncl") / "val.safetensors")["moving-emoji/image"]
+    assert before.shape == after.shape
+    assert not torch.equal(before, after)
 
 
 @pytest.mark.parametrize("names, stems", [

@@ -303,6 +303,19 @@ def test_a_replaced_image_has_the_temperature_of_its_own_class(tmp_path, monkeyp
     assert num_replaced > 0
 
 
+def test_decay_all_is_of_biases_and_norms_but_not_of_a_learnt_tau():
+    tau = common.Temperature(0.1, learnable=True)
+    parts = [torch.nn.Linear(2, 2), torch.nn.LayerNorm(2), tau]
+    args = ts.parse_args(["--weight-decay", "0.3", "--decay-all"])
+    optimizer = common.make_optimizer(parts, args)
+    ts.decay_vectors(optimizer, args.weight_decay)
+    decay_of_shape = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            decay_of_shape[tuple(p.shape)] = group["weight_decay"]
+    assert decay_of_shape == {(2, 2): 0.3, (2,): 0.3, (): 0}
+
+
 # ---------------------------------------------------- which weights are tested --------------------
 def phase_step(words, per_epoch, total):
     args = ts.parse_args(words.split())
