@@ -96,11 +96,13 @@ def test_chance_is_the_mean_over_all_orders():
     queries = torch.tensor([
         [1, 0.5, 1, 0, 0.25, 0],
         [0.5, 0, 0, 0, 0.25, 0],
+        [0, 1, 0, 0.5, 0, 0],
+        [0, 0, 0, 0, 0.5, 0],
         [0, 0, 0, 0, 0, 0],
     ])
     orders = torch.tensor([*itertools.permutations(range(6))]).float()
     relevancy = queries.repeat_interleave(720, 0)
-    metrics = common.mir_metrics(orders.repeat(3, 1), relevancy)
+    metrics = common.mir_metrics(orders.repeat(len(queries), 1), relevancy)
     chance = mir_chance(queries)["rows"]
     for name in MIR:
         assert chance[name] == pytest.approx(metrics["rows"][name])

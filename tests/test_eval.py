@@ -148,6 +148,17 @@ def test_val_of_a_set_without_one_is_what_the_run_held_out(sets, tmp_path, evalu
     assert result["metrics"]["images"] == 10
 
 
+def test_results_of_other_commands_stay_in_eval_json(run, tmp_path, monkeypatch, evaluate):
+    for command in ("a", "b", "a"):
+        monkeypatch.setattr("sys.argv", [command])
+        evaluate(run, "--tasks", "gap", "--output-dir", tmp_path)
+    newest = read_json(tmp_path / "eval.json")
+    (earlier,) = newest["earlier"]
+    assert newest["command"].endswith(" a")
+    assert earlier["command"].endswith(" b")
+    assert earlier["datasets"] == newest["datasets"]
+
+
 def test_two_processes_count_each_item_once(run, tmp_path, evaluate):
     flags = ["--tasks", "retrieval", "zero-shot", "knn", "gap", "--output-dir"]
     one = evaluate(run, *flags, tmp_path / "1")["emoji"]

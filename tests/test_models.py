@@ -99,6 +99,17 @@ def test_features_of_transformers_vision_models_are_their_class_tokens(kind, tin
     assert_close(features, states[:, 0])
 
 
+def test_features_of_a_convnext_are_its_pooler_s(tmp_path):
+    """Its width is that of its last stage."""
+    sizes = dict(hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1])
+    model = transformers.ConvNextModel(transformers.ConvNextConfig(**sizes)).eval()
+    model.save_pretrained(tmp_path)
+    encoder = common.VisionEncoder(str(tmp_path), 0).eval()
+    pixels = torch.randn(2, 3, 32, 32)
+    features, _ = encoder(pixels)
+    assert_close(features, model(pixels).pooler_output)
+
+
 def test_unused_parameters_are_frozen(tiny, tokenizer):
     """They are never in a loss: DDP would wait for them."""
     folder, _ = tiny("dino")
