@@ -108,6 +108,7 @@ def test_features_of_a_convnext_are_its_pooler_s(tmp_path):
     pixels = torch.randn(2, 3, 32, 32)
     features, _ = encoder(pixels)
     assert_close(features, model(pixels).pooler_output)
+    assert encoder.width == 16
 
 
 def test_unused_parameters_are_frozen(tiny, tokenizer):
