@@ -89,13 +89,14 @@ def test_many_captions_save_fewer_images(tmp_path):
     whole.text = torch.zeros(9000, 4)
     whole.owner = np.repeat(np.arange(1500), 6)
     owner = torch.from_numpy(whole.owner)
-    whole.positives = torch.stack([owner, (owner + 1) % 1500], 1)
+    whole.positives = torch.stack([owner, (owner + 1) % 1500, torch.full((9000,), -1)], 1)
     part = saved(tmp_path, whole, num_pictures=3)
     assert len(part.image) == 1000
     assert len(part.text) == 5000
     assert part.num_pictures == 3
-    first, second = part.positives.T
+    first, second, padding = part.positives.T
     assert torch.equal(first, part.owner)
+    assert torch.all(padding == -1)
     assert 0 < (second == -1).sum() < 5000
 
 
