@@ -18,8 +18,7 @@ import torch
 
 # what a run writes at its end
 FINAL_FILES = (
-    "summary.json", "model.safetensors", "own.safetensors", "val.safetensors", "test.safetensors",
-    "test_ranks.safetensors")
+    "summary.json", "model.safetensors", "own.safetensors", "val.safetensors", "test.safetensors")
 
 
 def checkpoints_of(folder):

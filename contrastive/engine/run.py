@@ -23,7 +23,6 @@ from contrastive.evaluation.report import report, val_line
 from contrastive.core.files import write_json, write_tensors
 from contrastive.core.metrics import embedding_health, normalize
 from contrastive.core.words import command_of
-from contrastive.evaluation.retrieval import query_ranks
 from contrastive.evaluation.saved_pieces import MAX_PICTURES, save_pieces
 from contrastive.figures import draw
 from contrastive.core.processes import (
@@ -598,7 +597,6 @@ class Run:
         test, chance, test_pieces = self.evaluator("test")
         summary = self.summary(test, chance, extra)
         if rank() == 0:
-            self.write_ranks(test_pieces)
             write_json(self.folder / "summary.json", summary)
             print_main(report(summary, self.folder))
             save_pieces(self.folder / "val.safetensors", self.val_pieces)
@@ -624,19 +622,6 @@ class Run:
             "commit": self.commit, "hub": self.hub,
             "training_set": identity_of_files(self.train),
             "versions": versions(args.cpu, self.commit), **extra}
-
-    def write_ranks(self, test_pieces):
-        """Writes the rank of each test query by cosine to test_ranks.safetensors.
-
-        They serve comparisons of runs, and are without the biases of ncl.py's reported recalls.
-        """
-        tensors = {}
-        for name, pieces in test_pieces.items():
-            if pieces.text is not None:
-                for direction, ranks in query_ranks(pieces).items():
-                    tensors[f"{name}/{direction}"] = torch.from_numpy(ranks)
-        if tensors:
-            write_tensors(self.folder / "test_ranks.safetensors", tensors)
 
     def save_model(self):
         """Writes what load_model reads; own.safetensors has the parameters of the loss, if any."""
