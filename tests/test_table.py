@@ -249,10 +249,32 @@ def test_operations_of_the_cc3m_trainer():
     border, rest = shifted.split([7, 73], dim=2)
     assert (border == 128).all()
     assert torch.equal(rest, image[:, :, :-7])
+    turned = changed("Rotate", image).float()
+    bilinear = V.InterpolationMode.BILINEAR
+    expected = V.rotate(image, 21, interpolation=bilinear, fill=128).float()
+    assert (turned - expected).abs().mean() < 2
     brighter = (image * 1.36).clamp(0, 255).byte()
     assert_close(changed("Brightness", image), brighter, 1)
     sharper = V.adjust_sharpness(image, 1.36)
     assert_close(changed("Sharpness", image), sharper, 1)
+
+
+def test_shears_of_the_cc3m_trainer():
+    """A column is 0.21 pixels further to the left with each row."""
+    image = torch.zeros(3, 64, 80, dtype=torch.uint8)
+    image[:, :, 40] = 255
+    sheared = changed("ShearX", image)
+    column = sheared[0].float().where(sheared[0] != 128, 0).argmax(1)           # (H,)
+    expected = 40 - 0.21 * (torch.arange(64) + 0.5)
+    assert (column - expected).abs().max() < 1
+
+
+@pytest.mark.parametrize("horizontal, vertical", [
+    ("ShearX", "ShearY"), ("TranslateX", "TranslateY")])
+def test_vertical_operations_of_the_cc3m_trainer(horizontal, vertical):
+    image = (noise(1, 64, 80)[0] * 255).byte()
+    expected = changed(horizontal, image.transpose(1, 2)).transpose(1, 2)
+    assert_close(changed(vertical, image), expected, 1)
 
 
 def test_randaugment_reads_its_draws_alone(monkeypatch):
