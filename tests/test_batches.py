@@ -283,7 +283,7 @@ def test_all_frames_of_a_clip_get_the_same_view(tmp_path):
         assert_close(view, view[:, :1].expand_as(view), 1e-4)
 
 
-def test_evaluation_batches_count_frames_and_leave_out_what_cannot_be_read(tmp_path):
+def test_evaluation_batches_count_frames_and_leave_out_what_cannot_be_read(tmp_path, capsys):
     data = all_rows(write_clip_files(tmp_path, 10), frames=4)
     (tmp_path / "003.mp4").write_bytes(TEXT)
     view = common.EvalTransform(32, (0,) * 3, (1,) * 3)
@@ -299,6 +299,7 @@ def test_evaluation_batches_count_frames_and_leave_out_what_cannot_be_read(tmp_p
     assert outputs.index.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9]
     assert outputs.tensors[0].shape == (9,)
     assert list(outputs.unreadable) == ["003.mp4"]
+    assert "1 of 10 images cannot be read" in capsys.readouterr().out
 
 
 # ---- tars ----

@@ -8,6 +8,7 @@ import common
 from contrastive.core.metrics import retrieval_ranks
 from contrastive.core.processes import UserError
 from contrastive.encoders.sentences import SentenceEncoder
+from contrastive.evaluation.by_class import recall_by_frequency
 from contrastive.evaluation.pieces import EvaluationPieces
 from contrastive.papers import clusters as clusters_module
 from contrastive.papers.clusters import Clusters, centroids
@@ -124,6 +125,14 @@ def test_thirds_of_queries_are_by_the_size_of_their_class(tmp_path):
     ranks_of_dogs = ranks[nouns == 1]
     assert thirds["head"]["MnR"] == pytest.approx(ranks_of_cats.mean())
     assert thirds["tail"]["MnR"] == pytest.approx(ranks_of_dogs.mean())
+
+
+def test_queries_of_one_frequency_stay_together_in_the_third_of_their_middle():
+    ranks = np.ones(9)
+    parts = recall_by_frequency(ranks, [9] * 8 + [1])
+    sizes = {name: part["queries"] for name, part in parts.items()}
+    assert sizes == {"mid": 8, "tail": 1}
+    assert recall_by_frequency(ranks, [4] * 9) == {}
 
 
 def test_sentences_are_mean_pooled(tiny, tokenizer):

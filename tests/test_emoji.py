@@ -136,6 +136,8 @@ def test_captions_of_a_moving_emoji_say_what_it_shows_in_other_words(split, movi
         assert set(names) == set(NAMES[data.column("noun")[i]][:3])
         counts.update(templates)
     assert len(counts) == 6
+    for template in counts:
+        assert {"{noun}", "{verb}", "{colour}"} <= {*re.findall(r"{\w+}", template)}
     assert min(counts.values()) > 0.12 * counts.total()
 
 

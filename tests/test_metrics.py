@@ -68,6 +68,18 @@ def test_ranks_against_brute_force(dsl):
     assert metrics["MnR"] == pytest.approx(expected.mean())
 
 
+def test_dual_softmax_comes_before_the_best_item_of_each_group():
+    torch.manual_seed(0)
+    query = unit(40, 8).float()
+    gallery = unit(15, 8, seed=1).float()
+    positives = torch.randint(5, (40, 1))
+    sim = query @ gallery.T
+    sim = sim * (sim / 0.1).softmax(0)
+    expected = ranks_by_hand(sim.view(40, 5, 3).amax(2), positives)
+    ranks = retrieval_ranks(query, gallery, positives, groups=torch.arange(15) // 3, dsl=0.1)
+    assert ranks.tolist() == expected.tolist()
+
+
 def test_a_collapsed_model_is_last():
     same = torch.ones(100, 4)
     positives = torch.arange(100)[:, None]

@@ -155,6 +155,13 @@ def test_padding_changes_no_text(tiny, tokenizer, name):
     assert_close(short, alone[0])
 
 
+def test_padding_follows_the_text(tokenizer):
+    left_padded = copy.deepcopy(tokenizer.tokenizer)
+    left_padded.padding_side = "left"
+    ids = Tokenizer(left_padded, 12)(TEXTS)["input_ids"]
+    assert torch.equal(ids, tokenizer(TEXTS)["input_ids"])
+
+
 @pytest.mark.parametrize("config, positions", [
     (transformers.BertConfig, 40),
     (transformers.RobertaConfig, 39)])  # it counts from the place after its padding
@@ -268,6 +275,18 @@ def test_weights_of_another_model_are_not_taken_in_part(changes, words, file, to
     with pytest.raises(UserError, match=words):
         init_from(model, file)
     assert_close(model.state_dict(), initial, 0)
+
+
+def test_weights_that_fit_neither_by_name_nor_in_order_are_refused(tmp_path, tokenizer):
+    """The bias and the running mean of a BatchNorm, here exchanged, have one shape."""
+    model = model_of(tokenizer, image_encoder="test_resnet")
+    weights = part(model.state_dict(), "vision.body.")
+    names = [*weights]
+    place = names.index("vision.body.bn1.bias")
+    names[place], names[place + 1] = names[place + 1], names[place]
+    torch.save({f"their_{name}": weights[name] for name in names}, tmp_path / "weights.pt")
+    with pytest.raises(UserError, match="none of its .* tensors fits"):
+        init_from(model, tmp_path / "weights.pt")
 
 
 def test_a_file_may_lack_counters_and_poolers_and_have_another_width(file, tiny, tokenizer):

@@ -218,6 +218,10 @@ REFUSALS = {
     # ---- splits ----
     "word": (f"{SPLIT}1.png,x,{LONG}\n", "in the column split is none of train, val"),
     "no train": ("image,caption,split\n0.png,x,test\n", "no train split; it has: test"),
+    "split by another name": (
+        "image,caption,part\n0.png,x,train\n1.png,y,test\n",
+        "the column part holds ", "call it split if it divides"),
+    "test without a caption": (f"{SPLIT}1.png,,test\n", "no row of the split test has a caption"),
     "split against files": (
         {"train.csv": SPLIT, "test.csv": SPLIT},
         "the column split names other splits than the files"),
@@ -232,6 +236,8 @@ REFUSALS = {
         "a.tar names no split, as others do"),
     # ---- folders ----
     "extra": (images("train/cat", "extra/cat"), "extra/cat/0.png is not in a class folder"),
+    "class beside splits": (
+        images("train/cat", "train/dog", "cow"), "some class folders are in train/, val/ or test/"),
     "splits as classes": (
         images("train", "test"), "test, train seem to be splits, but have no class folders"),
     "one class": (images("train/cat", "test/cat"), "cat is its only class folder"),

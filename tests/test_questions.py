@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import mama
-from helpers import assert_close, steps, write_clips, write_files, write_rows
+from helpers import assert_close, complains, steps, write_clips, write_files, write_rows
 from tools import check
 from variants import mama_qa
 
@@ -175,6 +175,13 @@ def test_choices_of_tgif_qa_before_they_were_drawn_anew_are_warned_of(replica):
     data = load(replica, "tgif-qa-r-transition", "test")
     assert "WARNING: the choices are TGIF-QA's, whose bias gives the answer away" in data.note
     assert "WARNING: the choices" not in load(replica, "tgif-qa-r-transition", "train").note
+
+
+def test_two_folders_of_one_video_are_refused(tmp_path):
+    write_files(tmp_path, FILES)
+    write_files(tmp_path / "old" / CAUSAL[0], {"text.json": CAUSAL_TEXTS})
+    words = [f"QA/{CAUSAL[0]}", f"old/{CAUSAL[0]}", "are of one video; leave one"]
+    complains("causal-vidqa", "val", *words, data_dir=str(tmp_path))
 
 
 def test_held_out_questions_are_of_other_videos(tmp_path):
@@ -400,6 +407,15 @@ def test_loss_is_equation_3(four):
     losses = mama_qa.look_ahead_losses(model, loss_fn)
     parameters = dict(model.named_parameters())
     assert_close(losses(parameters, (inputs, target)), expected)
+
+
+def test_logged_answers_leave_out_pairs_without_a_question():
+    table = common.make_table([["a"]] * 3, ["0", "1", "2"], question=[None, "q", "q"])
+    data = common.Data("asked", "train", table)
+    scores = torch.eye(3)[[0, 1, 0]]
+    right = torch.tensor([-1, 1, 2])
+    assert answers.answered_column(scores, right, data, [0, 1, 2]) == {"answered": 50}
+    assert answers.answered_column(scores[:1], right[:1], data, [0]) == {}
 
 
 def test_processes_may_have_different_numbers_of_questions(files, tmp_path, capsys):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import common
+from contrastive.data.table_files import USUAL_COLUMNS
 
 import pytest
 import torch
@@ -228,6 +229,11 @@ def test_flags_exist():
     text = re.sub(r"```bash\n#SBATCH.*?```", "", TEXT, flags=re.S)
     for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", text):
         assert flag in flags or flag.replace("--no-", "--", 1) in flags, flag
+
+
+def test_usual_names_of_columns_are_in_the_docs():
+    for names in USUAL_COLUMNS.values():
+        assert f"({', '.join(names)})" in PAGES[ROOT / "docs" / "data.md"]
 
 
 def test_files_exist():

@@ -178,10 +178,11 @@ def test_rows_of_a_set(layout, split, replica):
 
 
 @pytest.mark.parametrize("layout, split, shown", [
-    ("youcook2", "test", SECONDS_1_TO_3), ("didemo", "val", WHOLE_B)])
+    ("youcook2", "test", [103, 105]), ("didemo", "val", [100, 119])])
 def test_random_frames_of_an_evaluation_lie_where_the_papers_have_them(
         layout, split, shown, replica):
-    data = load(replica, layout, split, frame_sampling="random")
+    """In the middles of the parts, or from the first frame to the last."""
+    data = load(replica, layout, split, frame_sampling="random", frames=2)
     assert numbers(data.read(0)) == shown
 
 
