@@ -202,8 +202,9 @@ def complains(name, split, *words, **options):
 def frame(i, height=64, width=96):
     """(H, W, 3) uint8: the number i in eight bars (red 1, blue 0, lowest bit left) above green, in
     a gif's palette."""
-    bits = i >> np.arange(width) * 8 // width & 1                          # (W,) of each column
-    colours = np.where(bits[:, None], (219, 73, 85), (36, 109, 170))       # (W, 3)
+    bars = np.arange(width) * 8 // width                                   # (W,) of each column
+    is_red = (i >> bars) & 1                                               # (W,)
+    colours = np.where(is_red[:, None], (219, 73, 85), (36, 109, 170))     # (W, 3)
     x = np.full((height, width, 3), (36, 146, 85), np.uint8)
     x[: height * 3 // 4] = colours
     return x

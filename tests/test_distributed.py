@@ -1,5 +1,5 @@
-"""One step on any number of processes: gradients, weights and queues of 2 and 4 gloo processes are
-those of one with the same global batch. (Whole runs: test_promises.py.)"""
+"""One step on any number of processes: gradients and MAMA's weights of 2 and 4 gloo processes are
+those of one with the same global batch. (Whole runs, and queues: test_promises.py.)"""
 
 import os
 import subprocess
@@ -233,6 +233,13 @@ def test_batchnorm_on_several_cpus_is_evaluated_as_it_is_saved(tmp_path):
     trained = read_json(tmp_path / "run" / "summary.json")["test"][str(data)]
     loaded = evaluated(tmp_path / "run", "--tasks", "gap")[str(data)]["metrics"]
     assert trained["embeddings"] == pytest.approx(loaded["embeddings"], rel=1e-4)
+
+
+def test_batchnorm_is_refused_in_chunks():
+    """Its statistics would be those of a chunk."""
+    args = Namespace(chunk_size=4, image_encoder="resnet50")
+    with pytest.raises(UserError, match="resnet50 has BatchNorm"):
+        common.sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8)), args)
 
 
 SCRIPT = """import argparse, os, sys

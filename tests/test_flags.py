@@ -41,6 +41,7 @@ WITHOUT_EFFECT = [  # script, flags; the last one does nothing beside the others
     ("temo", "--row e --grad-augmented"),
     ("temo", "--loss ts --tau .1"),
     ("temo", "--loss dystress --similarity cosine"),
+    ("temo", "--loss cwcl --image-aug crop"),
     ("temo", "--baseline --tau-min .1"),
     ("temo", "--tau-clamp .001 .5"),
     ("temo", "--no-paraphrase-anchor"),

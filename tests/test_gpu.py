@@ -87,7 +87,7 @@ class Waits(TorchDispatchMode):
         self.num_collectives = 0
         self.products_of_host = 0
 
-    def note(self, function):
+    def check_wait(self, function):
         assert not self.is_on, f"{function} waits for the GPU"
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -98,10 +98,10 @@ class Waits(TorchDispatchMode):
         if function is aten._to_copy.default:
             return self.copy(args[0], function, kwargs)
         if has_gpu and function in VALUES:
-            self.note(function)
+            self.check_wait(function)
             return 1
         if has_gpu and has_mask(function, args):
-            self.note(function)
+            self.check_wait(function)
             ones = tree_map_only(torch.Tensor, lambda x: torch.ones_like(x, device=CPU), args)
             return function(*ones, **kwargs).to(META)
         if function is aten.mm.default and not has_gpu:
@@ -118,11 +118,11 @@ class Waits(TorchDispatchMode):
         is_async = kwargs.get("non_blocking")
         if source.is_meta and device.type == "cpu":
             if not is_async:
-                self.note(function)
+                self.check_wait(function)
             return torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
         is_upload = device.type == "meta" and not source.is_meta
         if is_upload and not (is_async and hasattr(source, "is_pinned_here")):
-            self.note(function)
+            self.check_wait(function)
         return function(source, **kwargs)
 
 
@@ -281,7 +281,7 @@ def train(line, folder, patch):
 
         def synchronize(self):
             if self.step == len(steps_done):
-                waits.note("Event.synchronize")
+                waits.check_wait("Event.synchronize")
 
     def accelerator_of_gpu(args):
         accelerator = make_accelerator(args)

@@ -296,6 +296,9 @@ def test_matched_and_mismatched_losses_are_those_of_the_step(tmp_path):
         assert 64 * row["L"] == pytest.approx(mismatched + matched)
 
 
+RATE = 0.05  # of a step
+
+
 class Watch:
     """What main reads, and its networks as they were before."""
 
@@ -317,6 +320,7 @@ class Watch:
             self.model = copy.deepcopy(model)
             return model, tokenizer, transform
 
+        monkeypatch.setattr(common, "learning_rate", lambda *_: RATE)
         monkeypatch.setattr(mama, "inputs_of", watched_inputs)
         monkeypatch.setattr(mama, "WeightNet", watched_net)
         monkeypatch.setattr(common, "build_model", watched_model)
@@ -327,8 +331,7 @@ class Watch:
 
 
 STEP = (
-    "--lr 0.05 --max-steps 1 --optimizer sgd --betas 0 0 --weight-decay 0 --grad-clip 0 "
-    "--warmup-fraction 0").split()
+    "--lr 0.5 --max-steps 1 --optimizer sgd --betas 0 0 --weight-decay 0 --grad-clip 0").split()
 
 
 def test_a_step_of_main_is_algorithm_1(tmp_path, monkeypatch):
@@ -340,7 +343,7 @@ def test_a_step_of_main_is_algorithm_1(tmp_path, monkeypatch):
     losses, net = watch.losses(), copy.deepcopy(watch.net)
     start = dict(watch.model.named_parameters())
     # Eqs. 9, 10, 12
-    gradient = naive_gradient(losses, start, batch, meta_batch, net, 0.05)
+    gradient = naive_gradient(losses, start, batch, meta_batch, net, RATE)
     for p, g in zip(net.parameters(), gradient):
         p.grad = g
     adam = torch.optim.AdamW(
@@ -351,7 +354,7 @@ def test_a_step_of_main_is_algorithm_1(tmp_path, monkeypatch):
     L = losses(Theta, batch)
     w = net(L).detach()
     gradient = torch.autograd.grad((w * L).mean(), list(Theta.values()))
-    Theta = moved(Theta, gradient, 0.05)
+    Theta = moved(Theta, gradient, RATE)
 
     after = tensors_of(tmp_path / "run", 1)
     assert drift({name: after[f"model/{name}"] for name in Theta}, Theta, start) < 0.05
@@ -372,8 +375,8 @@ def test_joint_weights_are_trained_with_the_encoders(tmp_path, monkeypatch):
     loss = (w * L).mean()
     gradient = torch.autograd.grad(loss, list(Theta.values()), retain_graph=True)
     theta_gradient = torch.autograd.grad(loss, list(theta.values()))
-    Theta = moved(Theta, gradient, 0.05)
-    theta_after = moved(theta, theta_gradient, 0.05)
+    Theta = moved(Theta, gradient, RATE)
+    theta_after = moved(theta, theta_gradient, RATE)
 
     after = tensors_of(tmp_path / "run", 1)
     assert drift({name: after[f"model/{name}"] for name in Theta}, Theta, start) < 0.05

@@ -130,6 +130,15 @@ def test_a_cluster_file_decides(train, tmp_path):
     assert losses(tmp_path / "verb") == losses(tmp_path / "file")
 
 
+def test_a_resumed_run_has_its_clusters_without_the_file(train, tmp_path):
+    file, folder = tmp_path / "c.json", tmp_path / "run"
+    write_json(file, {train.key(i): i % 3 for i in range(64)})
+    run_script(mmts, folder, "--clusters", file, "--max-steps", 2, base=TINY)
+    file.unlink()
+    mmts.main(mmts.parse_args(["--resume", str(folder), "--max-steps", "3"]))
+    assert len(losses(folder)) == 3
+
+
 def test_examples_without_a_cluster_count_as_of_the_smallest(train, tmp_path):
     file = tmp_path / "c.json"
     write_json(file, {train.key(i): i % 3 for i in range(0, 64, 2)})
@@ -143,25 +152,31 @@ def test_tau_is_that_of_the_caption_that_was_encoded(tmp_path, monkeypatch):
     """Of 60 images three cannot be read, and others take their place."""
     data = write_captions(tmp_path / "set", 60)
     write_files(tmp_path / "set", {f"{i:03}.png": "no image" for i in (3, 4, 5)})
-    batches, pick = [], common.pick  # the captions of each step
+    batches, taus = [], []  # captions and temperatures of each step
+    pick, clip_loss = common.pick, mmts.clip_loss
 
     def watched_pick(captions, draws):
         batches.append(pick(captions, draws))
         return batches[-1]
 
+    def watched_loss(image, text, tau, **options):
+        taus.append(tau.double())
+        return clip_loss(image, text, tau, **options)
+
     monkeypatch.setattr(common, "pick", watched_pick)
+    monkeypatch.setattr(mmts, "clip_loss", watched_loss)
     run, flags = tmp_path / "run", "--batch-size 15 --max-bad-fraction 0.2 --no-schedule".split()
-    log = few_steps(mmts, run, "--dataset", data, *flags, base=TINY)
+    few_steps(mmts, run, "--dataset", data, *flags, base=TINY)
     assert (run / "bad_samples.txt").exists()
     clusters = load_file(run / "clusters.safetensors")
     sizes = clusters["sizes"]
     cluster_of = dict(zip(clusters["ids"].tolist(), clusters["labels"].tolist()))
-    for captions, row in zip(batches, log, strict=True):
+    assert len(taus) == 4
+    for captions, tau in zip(batches, taus, strict=True):
         keys = [common.key_hash(caption) for caption in captions]
         sizes_of_step = sizes[[cluster_of[key] for key in keys]].double()
         share = (sizes_of_step - sizes[-1]) / (sizes[0] - sizes[-1])
-        tau = 0.08 + 0.04 * share
-        assert row["tau"] == pytest.approx(tau.mean().item())
+        assert_close(tau, 0.08 + 0.04 * share)
 
 
 def test_figure_3_has_the_temperatures_of_a_fork(tmp_path):

@@ -15,6 +15,7 @@ from contrastive import core
 from contrastive.core.files import logged_rows, read_json, whole_file, write_json, write_tensors
 from contrastive.core.processes import UserError, rank
 from contrastive.data.batches import epoch_batches
+from contrastive.engine import run as engine_run
 from contrastive.engine.checkpoints import checkpoints_of
 from contrastive.engine.run import Run, make_folder
 
@@ -187,6 +188,14 @@ def test_a_second_run_in_a_folder_is_refused(folder, data):
         run(folder, data)
 
 
+def test_a_checkpoint_with_more_than_tensors_and_plain_values_is_refused(folder):
+    """What else a pickle asks for may run code."""
+    saved = folder / "checkpoints" / "step_12.pt"
+    torch.save(torch.load(saved, weights_only=True) | {"more": saved}, saved)
+    with pytest.raises(UserError, match="step_12.pt"):
+        resume(folder)
+
+
 def test_other_data_are_refused_and_leave_the_run(folder, data):
     """Else the next --resume without any flag would be refused as well."""
     before = (folder / "args.json").read_text()
@@ -270,6 +279,30 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(
     assert f"--resume {tmp_path}/a" in capsys.readouterr().out
     resume(tmp_path / "a")
     assert_same(tmp_path / "a", whole)
+
+
+def test_a_signal_ends_an_evaluation_at_once(data, tmp_path, monkeypatch):
+    def evaluate_val(run):
+        run.log.write({"step": run.step, "eval": {}})
+        if run.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("it goes on")
+
+    monkeypatch.setattr(Run, "evaluate_val", evaluate_val)
+    monkeypatch.setattr(Run, "val_pieces", {}, raising=False)
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path / "a", data, "--eval-every", 2)
+    assert end.value.code == 143
+    assert [path.stem for path in checkpoints_of(tmp_path / "a")] == ["step_2"]
+
+
+def test_a_minute_after_a_checkpoint_there_is_another(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_run, "SECONDS_BETWEEN_CHECKPOINTS", -1)
+    at_step(monkeypatch, 3, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "a", data, "--save-every", 9)
+    names = {path.stem for path in checkpoints_of(tmp_path / "a")}
+    assert names == {"step_2", "step_3"}
 
 
 def test_a_signal_to_one_process_ends_all_and_their_workers(data, tmp_path, monkeypatch):

@@ -87,6 +87,8 @@ def test_summary_says_what_ran(name, walk_of):
     summary = read_json(walk_of(name) / "summary.json")
     assert {key: summary[key] for key in expected} == expected
     assert summary["chance"]["moving-emoji"]
+    names = {"seed", "wall_s", "samples_per_s", "peak_memory_mib", "parameters", "versions"}
+    assert names <= summary.keys()
 
 
 @each_script

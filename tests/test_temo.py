@@ -192,6 +192,34 @@ def test_texts_of_a_step_are_paraphrases_of_one_caption(  # noqa: PLR0917
     assert set(verbs) == {"said", "told", "put"}
 
 
+def test_augmented_images_are_encoded_with_augmented_texts_first(tmp_path, monkeypatch):
+    batch_views, token_pairs, calls = [], [], []
+    iterate, tokenize_pair = common.Batches.__iter__, common.tokenize_pair
+    encode = common.GradCache.encode
+
+    def watched_batches(self):
+        for batch in iterate(self):
+            batch_views.append(batch["views"])
+            yield batch
+
+    def watched_tokenize_pair(*args):
+        token_pairs.append(tokenize_pair(*args))
+        return token_pairs[-1]
+
+    def watched_encode(grad_cache, pixels, tokens):
+        calls.append((pixels, tokens))
+        return encode(grad_cache, pixels=pixels, tokens=tokens)
+
+    monkeypatch.setattr(common.Batches, "__iter__", watched_batches)
+    monkeypatch.setattr(common, "tokenize_pair", watched_tokenize_pair)
+    monkeypatch.setattr(common.GradCache, "encode", watched_encode)
+    few_steps(temo, tmp_path / "run", "--max-steps", 1, base=SMALL)
+    ((view, augmented_view),), ((tokens, augmented_tokens),) = batch_views, token_pairs
+    (first_pixels, first_tokens), (pixels, second_tokens) = calls
+    assert first_pixels is augmented_view and first_tokens is augmented_tokens
+    assert pixels is view and second_tokens is tokens
+
+
 STEP = (
     "--max-steps 1 --row f --tau 0.2 --tau-min 0.1 --tau-alpha 0.3 --grad-clip 0 --optimizer sgd "
     "--betas 0 0 --weight-decay 0 --lr 0.1").split()
@@ -274,10 +302,10 @@ def test_the_loss_is_made_of_the_terms_in_its_log(tmp_path):
 
 
 def test_baseline_ts_has_five_periods_in_a_run(tmp_path):
-    """From the highest temperature to the lowest in a step, and back in the next."""
-    log = few_steps(temo, tmp_path / "run", *"--loss ts --max-steps 10".split(), base=SMALL)
+    """From the highest temperature to the lowest in two steps, and back in the next two."""
+    log = few_steps(temo, tmp_path / "run", *"--loss ts --max-steps 20".split(), base=SMALL)
     taus = [row["tau"] for row in log]
-    assert taus == pytest.approx([0.15, 0.05] * 5)
+    assert taus == pytest.approx([0.15, 0.1, 0.05, 0.1] * 5)
 
 
 def test_a_fork_s_temperature_is_in_the_loss_and_in_the_log(tmp_path):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import temperature_schedules as ts
 from common import batchnorms
 from helpers import (
-    assert_close, equal_files, few_steps, run_script, unit, write_files, write_images,
+    assert_close, equal_files, few_steps, rows, run_script, unit, write_files, write_images,
     write_rows)
 from tools import figures as figure_program
 from variants import sdclr
@@ -176,15 +176,20 @@ def test_sdclr_s_branches_against_two_networks():
 
 def test_sdclr_prunes_anew_in_each_epoch(tmp_path, monkeypatch):
     """Of three steps."""
-    calls, prune = [], sdclr.PruneMasks.prune
+    calls, prune, nt_xent = [], sdclr.PruneMasks.prune, sdclr.nt_xent
 
     def watched_prune(*args):
-        calls.append(args)
+        calls.append("prune")
         prune(*args)
 
+    def watched_loss(*args):
+        calls.append("step")
+        return nt_xent(*args)
+
     monkeypatch.setattr(sdclr.PruneMasks, "prune", watched_prune)
+    monkeypatch.setattr(sdclr, "nt_xent", watched_loss)
     few_steps(sdclr, tmp_path / "run", "--clips", 48, 16, 16, "--max-steps", 6, base=MOVING)
-    assert len(calls) == 2
+    assert calls == ["prune", "step", "step", "step"] * 2
 
 
 # ---------------------------------------------------- MoCo ----------------------------------------
@@ -213,6 +218,12 @@ def test_keys_have_the_order_of_their_queries(with_batchnorm):
     with_batchnorm.eval()
     keys = ts.encode_keys(with_batchnorm, IMAGES, seed=1)
     assert_close(with_batchnorm(IMAGES), keys)
+
+
+def test_groups_of_keys_are_drawn_from_the_seed(with_batchnorm):
+    with_batchnorm.train()
+    keys, other_keys = [ts.encode_keys(with_batchnorm, IMAGES, seed) for seed in (1, 2)]
+    assert not torch.allclose(keys, other_keys, atol=1e-3)
 
 
 @pytest.mark.parametrize("processes, expected", [(1, [8] * 8), (2, [8] * 4), (8, [4, 4])])
@@ -344,6 +355,24 @@ def test_stop_at_phase_keeps_the_schedules(tmp_path):
     for cut_row, row in zip(cut, whole):
         assert cut_row["lr"] == row["lr"]
         assert cut_row["loss"] == row["loss"]
+
+
+def test_val_mean_is_of_means_over_classes():
+    """Of kNN and probes."""
+    row = {"eval": {"d": {
+        "knn": {"top1": 90.0, "mean_per_class": 20.0},
+        "linear": {"top1": 80.0, "mean_per_class": 40.0},
+        "note": "no metrics"}}}
+    pieces = {"d": SimpleNamespace(train_features=unit(30, 8).float())}
+    common.add_val_columns(row, pieces, torch.nn.Linear(8, 3))
+    assert row["val_mean"] == 30
+
+
+def test_the_epoch_is_chosen_among_every_twentieth_and_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(common.Run, "note_best_step", lambda run: None)  # few_steps measures none
+    flags = "--epochs 21 --batch-size 32 --eval-epoch best".split()
+    few_steps(ts, tmp_path / "run", *flags, base=MOVING)
+    assert [row["step"] for row in rows(tmp_path / "run") if "eval" in row] == [0, 20, 21]
 
 
 def test_eval_epoch_tests_the_weights_of_the_best_val(tmp_path, monkeypatch):
