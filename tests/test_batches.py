@@ -302,6 +302,17 @@ def test_evaluation_batches_count_frames_and_leave_out_what_cannot_be_read(tmp_p
     assert "1 of 10 images cannot be read" in capsys.readouterr().out
 
 
+def test_evaluation_counts_images_that_are_identical():
+    pixels = torch.zeros(3, 3, 8, 8, dtype=torch.uint8)
+    pixels[0] = 9
+    table = common.make_table([["a"], ["b"], ["c"]], ["x", "y", "z"])
+    data = common.Data("own", "test", table, pixels=pixels)
+    view = common.EvalTransform(8, (0,) * 3, (1,) * 3)
+    outputs = evaluation.embed.outputs_of_images(
+        torch.nn.Identity(), data, view, CPU, forward=lambda rows, pixels: (pixels,))
+    assert outputs.num_identical == 2
+
+
 # ---- tars ----
 def test_samples_of_several_tars_have_keys_and_shards_of_their_own(tmp_path):
     write_tar(tmp_path / "0.tar", tar_samples(range(4), "jpg", "txt"))

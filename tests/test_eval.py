@@ -9,6 +9,7 @@ from contrastive.core.processes import UserError
 from contrastive.data.images import CIFAR_STATS, TEMO_17
 from contrastive.encoders.base import STATS
 from contrastive.evaluation import saved_pieces
+from contrastive.evaluation.measure import unsupported_tasks
 
 import numpy as np
 import pytest
@@ -134,6 +135,21 @@ def test_neighbours_by_the_embeddings(runs):
     metrics = read_json(run / "summary.json")["test"]["moving-emoji"]
     assert metrics["knn@1"]["mean_per_class"] == pytest.approx(100 * expected)
     assert expected > 0
+
+
+def test_neighbours_and_probes_need_training_images_of_the_same_classes():
+    def data_of(*names):
+        table = common.make_table([["a"]] * 2, ["x", "y"], classes={"label": names}, label=[0, 1])
+        return common.Data("own", "test", table)
+
+    test = data_of("cat", "dog")
+    for train, tasks in (
+        (data_of("cat", "dog"), []),
+        (data_of("dog", "cat"), ["knn", "probe"]),
+        (None, ["knn", "probe"]),
+    ):
+        reasons = unsupported_tasks(["knn", "probe"], test, (None, None, None), train)
+        assert list(reasons) == tasks
 
 
 def test_val_of_a_set_without_one_is_what_the_run_held_out(sets, tmp_path, evaluate):

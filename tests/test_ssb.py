@@ -124,7 +124,8 @@ def test_dropout_is_that_of_the_flags(model, t5, dropout, text_dropout, are_rand
     for _ in range(2):
         logits = captioner(torch.ones(2, D), tokens["input_ids"])
         outputs.append([*model(clip, tokens)[:2], logits])
-    assert [not torch.equal(*pair) for pair in zip(*outputs)] == are_random
+    for first, second, is_random in zip(*outputs, are_random, strict=True):
+        assert torch.equal(first, second) != is_random
 
 
 # --------------------------------------------- runs ------------------------------------------

@@ -171,7 +171,8 @@ def test_rows_of_a_set(layout, split, replica):
         assert data.captions(k) == captions
         assert numbers(data.read(k)) == frames
         if label:
-            assert [*data.label_names, None][data.labels[k]] == label[0]
+            names = [*data.label_names, None]  # label -1 has no name
+            assert names[data.labels[k]] == label[0]
     for part in words.split("; "):
         assert part in data.note
     assert data.grouped == layout.startswith("msvd")
