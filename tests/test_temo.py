@@ -290,6 +290,19 @@ def test_a_step_is_an_independent_computation(words, with_gradient, tmp_path, mo
     assert drift(after, expected, start) < 0.01
 
 
+def test_a_learnt_tau_is_clipped_with_the_encoders(tmp_path):
+    flags = (
+        "--max-steps 2 --save-every 1 --baseline --learnable-tau --optimizer sgd --betas 0 0 "
+        "--weight-decay 0 --lr 1 --lr-schedule constant --grad-clip 0.01").split()
+    few_steps(temo, tmp_path / "run", *flags, base=SMALL)
+    before, after = tensors_of(tmp_path / "run", 1), tensors_of(tmp_path / "run", 2)
+    changes = []
+    for path, x in after.items():
+        if path.startswith(("model/", "tau/")):
+            changes.append((x - before[path]).flatten())
+    assert torch.cat(changes).norm() == pytest.approx(0.01, rel=1e-2)
+
+
 # ---------------------------------------------------- the log -------------------------------------
 def test_the_loss_is_made_of_the_terms_in_its_log(tmp_path):
     """Eq. 8 at t = steps before this one / all steps, L_MM at the learnt tau of the step."""
