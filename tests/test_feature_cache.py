@@ -214,6 +214,17 @@ def test_an_interrupted_computation_goes_on_and_reads_nothing_half_written(tmp_p
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
 
 
+def test_a_file_of_features_is_whole_or_not_there(tmp_path, monkeypatch):
+    def stop_halfway(file, features):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "save", stop_halfway)
+    with pytest.raises(KeyboardInterrupt):
+        feature_cache.write_features(tmp_path / "a.npy", np.zeros(3))
+    assert not [*tmp_path.iterdir()]
+
+
 # ------------------------------------------ refusals -----------------------------------------
 @pytest.mark.parametrize("script, flags, words", [
     (ncl, "--feature-cache x", "--feature-cache: only with --freeze image, text or both"),

@@ -132,6 +132,9 @@ NAMES = {
     "wordnet": ["tench", "crane bird", "crane", "projectile"],
     "clip": ["tench", "crane bird", "construction crane", "missile"]}
 NUM_PROMPTS = {"openai": 80, "slip": 7}
+SLIP_PROMPTS = {
+    "itap of a {c}.", "a bad photo of the {c}.", "a origami {c}.", "a photo of the large {c}.",
+    "a {c} in a video game.", "art of the {c}.", "a photo of the small {c}."}
 
 
 def write_imagenet_table(root):
@@ -168,7 +171,7 @@ def test_classes_of_imagenet_have_the_names_and_prompts_of_clip_or_slip(
     assert data.split == "test"
     assert [data.captions(k)[0].strip() for k in range(4)] == NAMES[class_names]
     assert len(set(data.prompts)) == NUM_PROMPTS[prompts]
-    assert set(data.prompts) <= set(PROMPTS["imagenet"])
+    assert SLIP_PROMPTS <= set(data.prompts) <= set(PROMPTS["imagenet"])
 
 
 def test_folders_that_are_no_wordnet_ids_are_refused(tmp_path):

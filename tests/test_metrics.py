@@ -158,7 +158,7 @@ def encoded_captions(data, image, monkeypatch, encode):
     monkeypatch.setattr(
         retrieval, "encode_texts", lambda model, tokenizer, texts, device: encode(texts))
     pieces = EvaluationPieces(data, np.arange(len(image)), image)
-    tokenizer = SimpleNamespace(count_cut=lambda texts: 0)
+    tokenizer = SimpleNamespace(count_cut=len)  # each loses its end
     retrieval.encode_captions(pieces, None, tokenizer, CPU)
     return pieces
 
@@ -177,6 +177,7 @@ def test_a_text_that_two_items_have_is_wrong_for_the_other_in_published_sets(mon
     pieces = encoded_captions(data, letters(captions), monkeypatch, letters)
     metrics, chance = retrieval.retrieval_both_ways(pieces)
     assert pieces.num_repeated == 2
+    assert pieces.num_cut == 8
     for direction in DIRECTIONS:
         assert metrics[direction]["R@1"] == 75
         assert chance[direction]["R@1"] == 100 / 8
