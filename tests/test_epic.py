@@ -131,15 +131,15 @@ def test_moving_emoji_is_scored_by_its_own_relevancy():
 # ---------------------------------------- EPIC-KITCHENS-100 --------------------------------------
 # id: (video, start, stop, narration, verb, nouns)
 CLIPS = {
+    "P00_09_0": ("P00_09", 0, 1, "wash pan", 2, [5]),  # its video is not there
     "P01_01_0": ("P01_01", 1, 5, "take plate", 0, [2]),
     "P01_01_1": ("P01_01", 13, 17, "put plate down", 1, [2]),
     "P01_01_2": ("P01_01", 28, 44, "take plate and cup", 0, [2, 13]),
     "P01_01_3": ("P01_01", 40, 44, "stir", 10, [94]),
     "P02_03_0": ("P02_03", 0, 4, "take plate", 0, [2]),
-    "P02_03_1": ("P02_03", 2, 6, "move a b c d e", 11, [2, 3, 4, 5, 6]),
-    "P09_09_0": ("P09_09", 0, 1, "wash pan", 2, [5])}  # its video is not there
+    "P02_03_1": ("P02_03", 2, 6, "move a b c d e", 11, [2, 3, 4, 5, 6])}
 # no narration twice
-SENTENCES = ["P01_01_0", "P01_01_1", "P01_01_2", "P01_01_3", "P02_03_1", "P09_09_0"]
+SENTENCES = ["P01_01_0", "P01_01_1", "P01_01_2", "P01_01_3", "P02_03_1", "P00_09_0"]
 TABLE = "retrieval_annotations/EPIC_100_retrieval_{}.csv"
 RELEVANCY = "relevancy/caption_relevancy_EPIC_100_retrieval_test.pkl"
 
@@ -195,13 +195,13 @@ def test_frames_of_a_clip_are_the_middles_of_its_parts_or_drawn_in_training(
 
 def test_table_of_a_split(kitchen):
     data = load(kitchen, kitchen)
-    assert data.column("key") == list(CLIPS)[:6]
+    assert data.column("key") == list(CLIPS)[1:]
     assert data.captions(2) == ["take plate and cup"]
     assert data.column("verb").tolist() == [0, 1, 0, 10, 0, 11]
     assert data.names("verb")[:3] == ["take", "put", "2"]
     assert data.column("noun").tolist() == [2, 2, 2, 94, 2, 2]
     assert data.column("nouns")[2] == [2, 13]
-    assert data.groups.tolist() == [0, 1, 2, 3, 0, 4]
+    assert data.groups.tolist() == [1, 2, 3, 4, 1, 5]
     assert data.sentences.texts == [CLIPS[key][3] for key in SENTENCES]
     assert "1 videos (1 rows) are not in" in data.note
     assert "6 sentences, relevancies from the classes" in data.note
@@ -234,9 +234,8 @@ def test_relevancies_of_a_published_file_come_first(kitchen, tmp_path):
     write_files(tmp_path, {f"retrieval_annotations/{RELEVANCY}": matrix})
     data = load(tmp_path, kitchen)
     assert "caption_relevancy_EPIC_100_retrieval_test.pkl" in data.note
-    rows = np.array([5, 0])
-    relevancy = data.sentences.relevancy(rows)
-    assert np.array_equal(relevancy, matrix[rows])
+    relevancy = data.sentences.relevancy(np.array([5, 0]))
+    assert np.array_equal(relevancy, matrix[[6, 1]])  # that of clip 0 has no row in the data
 
 
 def test_training_captions_are_the_relevant_sentences(kitchen):
