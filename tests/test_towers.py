@@ -124,7 +124,8 @@ def test_mama_s_look_ahead_goes_through_clip_vip(tiny, tmp_path):
         "--log-every 1 --max-steps 2 --meta-size 8 --meta-batch-size 4")
     run_script(mama, tmp_path / "run", *flags.split())
     first, second = [row["w"] for row in steps(tmp_path / "run")]
-    assert 0 < first != second < 1
+    assert 0 < first < 1 and 0 < second < 1
+    assert first != second
 
 
 # --------------------------------------------- AVION -----------------------------------------
