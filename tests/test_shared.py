@@ -52,7 +52,9 @@ def test_the_loop_is_in_the_open(name):
     (main,) = [node for node in nodes if getattr(node, "name", "") == "main"]
     (loop,) = [node for node in main.body if isinstance(node, ast.For)]
     source = ast.unparse(loop)
-    for call in ("accelerator.backward(loss", "optimizer.step()", "run.end_step("):
+    for call in (
+            "accelerator.backward(loss", "optimizer.step()", "optimizer.zero_grad()",
+            "run.end_step("):
         assert call in source
     for node in ast.walk(loop):
         assert not isinstance(node, ast.FunctionDef | ast.Lambda), "the loss is in a closure"
