@@ -16,6 +16,7 @@ import temo
 import temperature_schedules as ts
 from helpers import assert_close, picture, run_script, steps, write_captions
 from tools import figures
+from tools.check import drift
 from tools.export import export
 
 SMALL = (
@@ -126,6 +127,14 @@ def test_the_pictures_of_a_run_are_drawn_again_and_named(runs, capsys):
 def test_runs_of_another_test_set_are_refused(draw):
     with pytest.raises(UserError, match="infonce: its test images and captions are not those of"):
         draw("similarities", "ts", "infonce")
+
+
+# -------------------------------------------- check ------------------------------------------
+def test_drift_is_the_error_as_a_part_of_the_way():
+    start = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([9.0])}
+    expected = {"a": torch.tensor([3.0, 5.0]), "b": torch.tensor([10.0])}
+    tensors = {"a": torch.tensor([3.0, 5.5]), "b": torch.tensor([10.1])}
+    assert drift(tensors, expected, start) == pytest.approx(0.5)
 
 
 # -------------------------------------------- export -----------------------------------------
