@@ -159,9 +159,11 @@ def set_seed(seed):
 
 
 def require_gpu(args):
-    """Refuses a paper's recipe without a GPU, before any data are read, unless --cpu is given."""
-    is_ours = args.recipe_source.startswith("ours") or not args.recipe_source
-    if not is_ours and not args.cpu and not torch.cuda.is_available():
+    """Refuses a recipe with the values of a paper or of its code without a GPU, before any data are
+    read, unless --cpu is given."""
+    source = args.recipe_source  # "" of a fork's recipe that says none
+    is_published = source != "" and not source.startswith("ours")
+    if is_published and not args.cpu and not torch.cuda.is_available():
         with opening(f"recipe {args.recipe} needs a GPU; without one add --cpu; torch"):
             torch.cuda.init()  # raises torch's reason, such as an old driver
 

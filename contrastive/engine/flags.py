@@ -164,7 +164,9 @@ class OneLineErrorParser(argparse.ArgumentParser):
         # without the dashes, which make short words alike
         names = [option[2:] for option in self._option_string_actions]
         nearest = difflib.get_close_matches(flag.lstrip("-"), names, 1)
-        return f"--{nearest[0]}" if nearest else ""
+        if nearest:
+            return f"--{nearest[0]}"
+        return ""
 
 
 # ===================================================== flags of a script ==========================
