@@ -395,12 +395,16 @@ def of_set(base, flags):
     """A test's usual flags without those that have no effect beside `flags`."""
     usual, line = " ".join(map(str, base)), " ".join(map(str, flags))
     useless = []
+    # another set than moving-emoji
     if re.search("--dataset (?!moving-emoji)", line):
         useless.append("clips")
+    # no K-Means: clusters of a file or a class, which two sets have by default
     if re.search("--clusters (?!captions|vision)|--dataset (epic|ssv2)(?!.*--clusters)", line):
         useless.append("num-clusters")
+    # meta-data of a file, all of it
     if re.search("--meta-set (?!train|val)", line):
         useless.append("meta-size")
+    # no meta-data at all
     elif "--meta-set" not in line and re.search("--weighting (?!meta|l2rw)|--baseline", line):
         useless += ["meta-size", "meta-batch-size"]
     for flag in useless:
